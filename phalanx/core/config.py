@@ -1,0 +1,245 @@
+"""The config contract: a TOML file plus dotted ``key=value`` overrides, checked by pydantic models.
+
+Each room owns a `Config` subclass beside its code. `load` builds one from a file and overrides, remembers where
+every value came from, and turns each mistake into a `UserError` that names the key, the value and the cure.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
+
+from phalanx.core.errors import UserError
+
+
+class Config(BaseModel):
+    """Base of every component's config: frozen, unknown keys refused, defaults checked too.
+
+    Declare fields with ``Field(default, ..., description="what it is, with its unit")``. Cross-field checks go in a
+    ``@model_validator(mode="after")`` that raises ``ValueError("heads = 6 does not divide hidden = 100: make hidden a
+    multiple of heads")``: both fields with their values, then the cure.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+C = TypeVar("C", bound=Config)
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[C]):
+    """A checked config and, for each dotted key that was given, where it came from."""
+
+    value: C
+    origins: Mapping[str, str]
+
+    def origin(self, key: str) -> str:
+        """Where the value of `key` came from: ``file.toml:12``, ``override`` or ``default``."""
+        given = [k for k in self.origins if k == key or key.startswith(k + ".")]
+        return self.origins[max(given, key=len)] if given else "default"
+
+
+def load(kind: type[C], path: Path | None, overrides: Sequence[str] = ()) -> Loaded[C]:
+    """Read `path`, apply ``key=value`` overrides in order, and check the result against `kind`.
+
+    Raises:
+        UserError: the file is missing or no TOML, an override has no ``=``, a key is unknown, a value is refused.
+    """
+    tree: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    if path is not None:
+        text = _read(path)
+        tree = _parse(text, path)
+        origins = {key: f"{path}:{line}" for key, line in key_lines(text).items()}
+    for override in overrides:
+        key, value = parse_override(override)
+        _put(tree, key, value, kind)
+        origins = {k: o for k, o in origins.items() if not k.startswith(key + ".")}
+        origins[key] = "override"
+    return Loaded(validate(kind, tree), origins)
+
+
+def validate(kind: type[C], tree: Mapping[str, Any]) -> C:
+    """Build `kind` from a tree of plain values; every problem becomes one line of one `UserError`."""
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        problems = [_explain(kind, item) for item in error.errors()]
+        if len(problems) == 1:
+            raise problems[0] from None
+        lines = "".join(f"\n  {problem}" for problem in problems)
+        raise UserError(f"{len(problems)} settings are wrong:{lines}\n ", cure="correct each of them") from None
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """Split ``a.b=value``; the value is read as TOML and, where it is none, taken as a plain string."""
+    key, equals, raw = text.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise UserError("is not of the form key=value", cure="write for example train.steps=100", value=text)
+    try:
+        return key, tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, raw
+
+
+def key_lines(text: str) -> dict[str, int]:
+    """Map every dotted key of a valid TOML text to the line (from 1) on which its entry starts.
+
+    tomllib keeps no positions, so the text is parsed once per growing prefix: the lines that make a key appear are
+    the lines it was written on. Config files are small, so the square cost does not matter.
+    """
+    lines = text.splitlines()
+    seen: dict[str, int] = {}
+    start = 0
+    for end in range(1, len(lines) + 1):
+        try:
+            leaves = list(_leaves(tomllib.loads("\n".join(lines[:end]))))
+        except tomllib.TOMLDecodeError:
+            continue
+        first = next((i for i in range(start, end) if lines[i].strip() and not lines[i].lstrip().startswith("#")), start)
+        for key in leaves:
+            seen.setdefault(key, first + 1)
+        start = end
+    return seen
+
+
+def walk(config: Config, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
+    """Yield ``(dotted key, value, field)`` for every leaf of a config, in order of declaration."""
+    for name, field in type(config).model_fields.items():
+        key, value = f"{prefix}{name}", getattr(config, name)
+        if isinstance(value, Config):
+            yield from walk(value, key + ".")
+        elif isinstance(value, list | tuple) and value and all(isinstance(v, Config) for v in value):
+            for index, item in enumerate(value):
+                yield from walk(item, f"{key}.{index}.")
+        else:
+            yield key, value, field
+
+
+def known_keys(kind: type[Config], prefix: str = "") -> Iterator[str]:
+    """Yield every dotted key that `kind` accepts; items of lists carry the index 0."""
+    for name, field in kind.model_fields.items():
+        key = f"{prefix}{name}"
+        yield key
+        inner, is_list = _config_inside(field.annotation)
+        if inner is not None:
+            yield from known_keys(inner, f"{key}.0." if is_list else key + ".")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError("there is no such config file", cure="check the path", value=str(path)) from None
+    except UnicodeDecodeError:
+        raise UserError("is not UTF-8 text", cure="save the config file as UTF-8", value=str(path)) from None
+    except OSError as error:
+        raise UserError(f"cannot be read ({error.strerror})", cure="check the path", value=str(path)) from None
+
+
+def _parse(text: str, path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"is not valid TOML: {error}", cure="correct that line", value=str(path)) from None
+
+
+def _put(tree: dict[str, Any], dotted: str, value: Any, kind: type[Config]) -> None:
+    """Set `dotted` in `tree`, making tables on the way; digits index into lists (one past the end appends)."""
+    *parents, last = dotted.split(".")
+    place: Any = tree
+    for part, following in zip(parents, [*parents[1:], last], strict=True):
+        fresh: Any = [] if following.isdigit() else {}
+        place = _child(place, part, fresh, dotted)
+    if isinstance(place, list):
+        _child(place, last, value, dotted)
+        place[int(last)] = value
+    elif isinstance(place, dict):
+        place[last] = value
+    else:
+        raise _unknown(kind, dotted)
+
+
+def _child(place: Any, part: str, fresh: Any, dotted: str) -> Any:
+    if isinstance(place, dict):
+        return place.setdefault(part, fresh)
+    if isinstance(place, list) and part.isdigit() and int(part) <= len(place):
+        if int(part) == len(place):
+            place.append(fresh)
+        return place[int(part)]
+    raise UserError(f"{part!r} does not fit here", cure="see `phalanx explain` for the keys", field=dotted)
+
+
+def _leaves(tree: Any, prefix: str = "") -> Iterator[str]:
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for name, value in items:
+        key = f"{prefix}{name}"
+        nested = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict) for v in value))
+        if nested:
+            yield from _leaves(value, key + ".")
+        else:
+            yield key
+
+
+def _explain(kind: type[Config], item: Any) -> UserError:
+    """One pydantic error as a `UserError` of our form."""
+    dotted = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        return _unknown(kind, dotted)
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "value_error":
+        problem, _, cure = message.partition(": ")
+        where = {"field": dotted} if dotted else {}
+        return UserError(problem, cure=cure or "change one of them", **where)
+    if item["type"] == "missing":
+        return UserError("is required and was not given", cure=f"add {dotted} to the config", field=dotted)
+    return UserError(message[:1].lower() + message[1:], cure=_describe(kind, dotted), field=dotted, value=item["input"])
+
+
+def _unknown(kind: type[Config], dotted: str) -> UserError:
+    keys = list(known_keys(kind))
+    normal = ".".join("0" if part.isdigit() else part for part in dotted.split("."))
+    close = difflib.get_close_matches(normal, keys, n=1, cutoff=0.6)
+    if not close:
+        by_name = {key.rsplit(".", 1)[-1]: key for key in keys}
+        near = difflib.get_close_matches(normal.rsplit(".", 1)[-1], by_name, n=1, cutoff=0.7)
+        close = [by_name[near[0]]] if near else []
+    cure = f"did you mean {close[0]}?" if close else "see `phalanx explain` for the keys"
+    return UserError("there is no such setting", cure=cure, field=dotted)
+
+
+def _describe(kind: type[Config], dotted: str) -> str:
+    field: FieldInfo | None = None
+    inner: type[Config] | None = kind
+    for part in dotted.split("."):
+        if part.isdigit() or inner is None or part not in inner.model_fields:
+            continue
+        field = inner.model_fields[part]
+        inner, _ = _config_inside(field.annotation)
+    if field is None or not field.description:
+        return "see `phalanx explain` for what it takes"
+    return f"it is: {field.description}"
+
+
+def _config_inside(annotation: Any) -> tuple[type[Config] | None, bool]:
+    """The `Config` class within an annotation (``X``, ``X | None``, ``list[X]``, ``tuple[X, ...]``), and whether listed."""
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return annotation, False
+    origin = typing.get_origin(annotation)
+    listed = origin in (list, tuple)
+    if listed or origin in (typing.Union, types.UnionType):
+        for argument in typing.get_args(annotation):
+            inner, deeper = _config_inside(argument)
+            if inner is not None:
+                return inner, listed or deeper
+    return None, False
