@@ -1,0 +1,93 @@
+"""The whole config of a run: each room's own, the training loop's, and where the run is kept."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from phalanx.checkpoint.config import CheckpointConfig
+from phalanx.core.config import Config
+from phalanx.data.config import DataConfig
+from phalanx.model.config import ModelConfig
+from phalanx.optim.config import OptimConfig
+from phalanx.telemetry.config import LoggingConfig
+
+
+class FolderConfig(Config):
+    """Where a run is kept, and what to do when something is already there."""
+
+    folder: str = Field("", description="run folder; empty: runs/<name of the config file>")
+    resume: Literal["same", "changed", "never"] = Field(
+        "same",
+        description="what to do with a folder that holds a run: 'same' goes on with it if its config is the same, "
+        "'changed' goes on with the new config, 'never' refuses",
+    )
+
+
+class EvaluateConfig(Config):
+    """Held-out text: how often it is looked at while training, and how much of it."""
+
+    every_steps: int = Field(0, ge=0, description="evaluate on held-out text every so many steps; 0: only at the end")
+    tokens: int = Field(100_000, ge=0, description="tokens per evaluation while training; 0: all held-out text")
+    final_tokens: int = Field(0, ge=0, description="tokens of the evaluation at the end; 0: all held-out text")
+
+
+class ProfileConfig(Config):
+    """A window of steps recorded with torch.profiler into <run folder>/profile."""
+
+    start_step: int = Field(0, ge=0, description="first step that is recorded, counted from 1; 0: no profile")
+    steps: int = Field(3, ge=1, description="number of steps that are recorded")
+
+
+class TrainConfig(Config):
+    """The training loop: how long, how much at a time, in which precision and on which device."""
+
+    steps: int = Field(0, ge=0, description="optimizer steps; 0: from train.tokens")
+    tokens: int = Field(0, ge=0, description="token budget, rounded up to whole steps; 0: from train.steps")
+    global_batch: int = Field(32, ge=1, description="sequences per optimizer step, over all micro-batches")
+    micro_batch: int = Field(0, ge=0, description="sequences per forward and backward pass; 0: chosen for the device")
+    seed: int = Field(0, ge=0, description="seed of initial weights, dropout and the order of samples")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="device; auto: CUDA where there is one")
+    precision: Literal["auto", "bf16", "fp32"] = Field(
+        "auto", description="type of the matrix products (master weights are fp32); auto: bf16 where it is fast"
+    )
+    threads: int = Field(0, ge=0, description="CPU threads for arithmetic; 0: one per core this process may use")
+    compile: bool = Field(False, description="compile the model with torch.compile: slower to start, faster steps")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="activations computed again in the backward pass: none, all but matrix products, or all"
+    )
+    deterministic: bool = Field(False, description="refuse operations that may give different bits from run to run")
+    garbage_collect_steps: int = Field(
+        100, ge=0, description="collect Python's garbage every so many steps and never in between; 0: leave it to Python"
+    )
+    init_from: str = Field(
+        "", description="start from the weights of this run or Hugging Face folder, with a fresh optimizer; empty: random"
+    )
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainConfig:
+        if self.steps and self.tokens:
+            raise ValueError(f"steps = {self.steps} and tokens = {self.tokens} both set the length: give one of them")
+        if not self.steps and not self.tokens:
+            raise ValueError("steps = 0 and tokens = 0 leave the length open: set train.steps or train.tokens")
+        if self.micro_batch and self.global_batch % self.micro_batch:
+            raise ValueError(
+                f"micro_batch = {self.micro_batch} does not divide global_batch = {self.global_batch}: "
+                "choose a divisor, or 0 to have one chosen"
+            )
+        return self
+
+
+class RunConfig(Config):
+    """Everything `phalanx train` needs to know."""
+
+    run: FolderConfig = Field(default_factory=FolderConfig, description="where the run is kept")
+    data: DataConfig = Field(default_factory=DataConfig, description="text, tokenizer and packing")
+    model: ModelConfig = Field(default_factory=ModelConfig, description="the decoder")
+    optim: OptimConfig = Field(default_factory=OptimConfig, description="optimizer, schedule and bad-step policy")
+    train: TrainConfig = Field(description="the training loop")
+    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="held-out text")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saving and keeping state")
+    logging: LoggingConfig = Field(default_factory=LoggingConfig, description="metrics and the live view")
+    profile: ProfileConfig = Field(default_factory=ProfileConfig, description="profiler window")

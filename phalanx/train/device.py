@@ -1,0 +1,169 @@
+"""Which device a run uses, in which precision, how fast that device could be, and how much memory is in use."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import resource
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from phalanx.core.errors import UserError
+from phalanx.core.hardware import Peak, table_peak
+from phalanx.train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device and what is known of it.
+
+    Attributes:
+        torch_device: where tensors live.
+        name: as its driver or the kernel reports it.
+        compute_dtype: type of the matrix products; master weights are fp32 whatever it is.
+        threads: CPU threads used for arithmetic.
+    """
+
+    torch_device: torch.device
+    name: str
+    compute_dtype: torch.dtype
+    threads: int
+
+    def memory_in_use_bytes(self) -> int:
+        """Memory of this process: allocated on the GPU, or resident on the host."""
+        if self.torch_device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.torch_device)
+        return resident_bytes()
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what was asked of it."""
+        if self.torch_device.type == "cuda":
+            torch.cuda.synchronize(self.torch_device)
+
+
+def choose_device(config: TrainConfig) -> Device:
+    """Pick device, precision and threads, and set torch's thread count and determinism accordingly.
+
+    Raises:
+        UserError: a CUDA device or a precision was asked for that is not there.
+    """
+    kind = config.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError("no CUDA device is visible", cure="use cpu or auto", field="train.device", value="cuda")
+    threads = config.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    set_determinism(config.deterministic)
+    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    return Device(device, _name(device), _compute_dtype(config, device), threads)
+
+
+def set_determinism(wanted: bool) -> None:
+    """Make torch refuse operations whose result may differ between runs, or allow them again."""
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its first handle is made
+    torch.use_deterministic_algorithms(wanted)
+    torch.backends.cudnn.benchmark = False
+
+
+def measure_peak(device: Device, seconds: float = 0.25) -> Peak | None:
+    """The device's peak rate of dense matrix work in its compute type, in FLOP/s.
+
+    A GPU's comes from the table of data sheets; None where it is not in it. A CPU's is measured here: the best of
+    several square products at the run's thread count, since clocks and cores differ from host to host.
+    """
+    if device.torch_device.type == "cuda":
+        return table_peak(device.name, bf16=device.compute_dtype == torch.bfloat16)
+    size = 1024
+    left = torch.randn(size, size, generator=torch.Generator().manual_seed(0)).to(device.compute_dtype)
+    right = left.t().contiguous()
+    fastest_s = float("inf")
+    deadline_s = time.perf_counter() + seconds
+    for attempt in range(1000):
+        start_s = time.perf_counter()
+        torch.mm(left, right)
+        end_s = time.perf_counter()
+        fastest_s = min(fastest_s, end_s - start_s) if attempt else fastest_s
+        if end_s > deadline_s and attempt >= 3:
+            break
+    return Peak(2 * size**3 / fastest_s, f"measured {size}x{size} product on {device.threads} thread(s)")
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process now."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class GarbageCollection:
+    """Collects Python's garbage at fixed steps only: an irregular pause on one rank stalls all (MegaScale, 6.3)."""
+
+    def __init__(self, every_steps: int) -> None:
+        self.every_steps = every_steps
+
+    def __enter__(self) -> GarbageCollection:
+        self._was_enabled = gc.isenabled()
+        if self.every_steps:
+            gc.collect()
+            gc.freeze()  # what lives now lives to the end: later collections need not walk it
+            gc.disable()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.every_steps:
+            gc.unfreeze()
+            if self._was_enabled:
+                gc.enable()
+
+    def after_step(self, step: int) -> None:
+        """Collect when it is time."""
+        if self.every_steps and step % self.every_steps == 0:
+            gc.collect(1)
+
+
+def cpu_has_fast_bf16() -> bool:
+    """Whether this CPU multiplies bf16 matrices in hardware."""
+    capabilities = torch.backends.cpu.get_cpu_capability()
+    if not capabilities.startswith("AVX512"):
+        return False
+    return any(flag in _cpu_flags() for flag in ("avx512_bf16", "amx_bf16"))
+
+
+def _compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
+    fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_has_fast_bf16()
+    if config.precision == "auto":
+        return torch.bfloat16 if fast else torch.float32
+    if config.precision == "bf16" and device.type == "cuda" and not fast:
+        raise UserError(
+            "this GPU has no bf16 arithmetic", cure="use fp32 or auto", field="train.precision", value=config.precision
+        )
+    return torch.bfloat16 if config.precision == "bf16" else torch.float32
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return _cpu_line("model name") or platform.processor() or platform.machine()
+
+
+def _cpu_flags() -> set[str]:
+    return set(_cpu_line("flags").split())
+
+
+def _cpu_line(name: str) -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == name:
+                return value.strip()
+    except OSError:
+        pass
+    return ""
