@@ -1,0 +1,120 @@
+"""What a person sees while a run goes on: a live table on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from phalanx.core import units
+from phalanx.train.record import StepReport
+
+
+@dataclass(frozen=True)
+class Status:
+    """A step as it is shown: the report and what was derived from it.
+
+    Attributes:
+        mfu: share of the device's peak rate, or None where the peak is unknown.
+        memory_bytes: memory in use.
+        left_s: expected time to the last step.
+    """
+
+    report: StepReport
+    total_steps: int
+    mfu: float | None
+    memory_bytes: int
+    left_s: float
+
+
+class Display(Protocol):
+    """Shows a run to a person."""
+
+    def note(self, text: str) -> None:
+        """Say something once."""
+
+    def show(self, status: Status) -> None:
+        """Show how far training is."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was found."""
+
+
+def format_status(status: Status) -> list[tuple[str, str]]:
+    """Name and text of every figure, in the order in which they are read."""
+    report = status.report
+    return [
+        ("step", f"{report.step}/{status.total_steps}"),
+        ("loss", f"{report.loss:.4f}" + (" skipped" if report.skipped else "")),
+        ("lr", f"{report.lr:.2e}"),
+        ("grad norm", f"{report.grad_norm:.3f}"),
+        ("tokens/s", f"{report.tokens_per_s:,.0f}"),
+        ("MFU", "n/a" if status.mfu is None else f"{status.mfu:.1%}"),
+        ("memory", units.size(status.memory_bytes)),
+        ("left", units.duration(status.left_s)),
+    ]
+
+
+class PlainDisplay:
+    """One line per report, for log files and pipes."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, status: Status) -> None:
+        """Print every figure on one line."""
+        self.note("  ".join(f"{name} {text}" for name, text in format_status(status)))
+
+    def close(self) -> None:
+        """Nothing to undo."""
+
+
+class LiveDisplay:
+    """A progress bar and a row of figures that are redrawn in place; notes scroll by above them."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._bar = Progress(
+            TextColumn("[bold]training"), BarColumn(bar_width=None), TextColumn("{task.percentage:>5.1f}%"), expand=True
+        )
+        self._task = self._bar.add_task("training", total=1)
+        self._live = Live(console=console, refresh_per_second=4)
+        self._started = False
+
+    def note(self, text: str) -> None:
+        """Print a line above the live part."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, status: Status) -> None:
+        """Redraw the bar and the figures."""
+        if not self._started:
+            self._live.start()
+            self._started = True
+        self._bar.update(self._task, completed=status.report.step, total=status.total_steps)
+        figures = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        row = format_status(status)
+        for name, _ in row:
+            figures.add_column(name, justify="right", no_wrap=True)
+        figures.add_row(*(text for _, text in row))
+        whole = Table.grid(expand=True)
+        whole.add_row(self._bar)
+        whole.add_row(figures)
+        self._live.update(whole)
+
+    def close(self) -> None:
+        """Stop redrawing; the last state stays on the screen."""
+        if self._started:
+            self._live.stop()
+
+
+def make_display(console: Console) -> Display:
+    """Live where the console is a terminal, plain elsewhere."""
+    return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)

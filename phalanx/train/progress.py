@@ -1,0 +1,35 @@
+"""Where a run stands: a small value that is saved with every checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass
+class Progress:
+    """Counters of a run.
+
+    Attributes:
+        step: finished optimizer steps, skipped updates included.
+        samples: sequences read; also the loader's state, since the order of samples is a function of the seed.
+        tokens: tokens read.
+        train_s: wall time spent training, over all starts.
+        micro_batch: sequences per forward and backward pass, kept so that a resumed run repeats the same arithmetic.
+    """
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    train_s: float = 0.0
+    micro_batch: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Progress:
+        """The counters of a checkpoint; names this version does not know are ignored."""
+        known = {item.name for item in fields(cls)}
+        return cls(**{name: item for name, item in value.items() if name in known})

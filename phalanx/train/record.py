@@ -1,0 +1,86 @@
+"""What each step did, kept on the device until it is printed, so that writing it down costs no synchronisation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One finished step, as plain numbers.
+
+    Attributes:
+        step: counted from 1.
+        loss: mean cross-entropy per weighted token, nats; without the z-loss term.
+        grad_norm: norm of the gradient before clipping.
+        lr: base learning rate of the step.
+        skipped: the bad-step policy left this update out.
+        tokens: tokens read from the start of the run to the end of this step.
+        tokens_per_s: rate over the steps reported together with this one.
+        step_s: mean wall time of those steps.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    tokens: int
+    tokens_per_s: float
+    step_s: float
+
+
+@dataclass
+class _Pending:
+    step: int
+    values: Tensor  # (3,): loss, gradient norm, skipped
+    lr: float
+    tokens: int
+    step_tokens: int
+
+
+@dataclass
+class StepRecord:
+    """Collects steps and turns them into `StepReport`s when flushed: one device-to-host copy per flush.
+
+    Args:
+        clock: seconds, monotonic; time while `paused` (evaluation, checkpoints) is not counted.
+    """
+
+    clock: Callable[[], float] = time.perf_counter
+    _pending: list[_Pending] = field(default_factory=list)
+    _since_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._since_s = self.clock()
+
+    def add(self, step: int, loss: Tensor, grad_norm: Tensor, skipped: Tensor, lr: float, tokens: int, new: int) -> None:
+        """Note a step; tensors are scalars on the device, `new` is the number of tokens of this step."""
+        values = torch.stack([loss.detach().float(), grad_norm.detach().float(), skipped.float()])
+        self._pending.append(_Pending(step, values, lr, tokens, new))
+
+    def flush(self) -> list[StepReport]:
+        """Wait for the noted steps and return them, oldest first."""
+        if not self._pending:
+            return []
+        rows = torch.stack([item.values for item in self._pending]).tolist()
+        now_s = self.clock()
+        elapsed_s = max(now_s - self._since_s, 1e-9)
+        self._since_s = now_s
+        rate = sum(item.step_tokens for item in self._pending) / elapsed_s
+        step_s = elapsed_s / len(self._pending)
+        reports = [
+            StepReport(item.step, loss, norm, item.lr, bool(skipped), item.tokens, rate, step_s)
+            for item, (loss, norm, skipped) in zip(self._pending, rows, strict=True)
+        ]
+        self._pending.clear()
+        return reports
+
+    def resume_clock(self) -> None:
+        """Leave the time since the last flush out of the rates: something other than training took it."""
+        self._since_s = self.clock()

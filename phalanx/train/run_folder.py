@@ -1,0 +1,225 @@
+"""The folder of a run: its lock, its resolved config, what it ran on, and whether it may be gone on with.
+
+    runs/NAME/config.json        every setting as it was resolved
+              environment.json   versions, commit and hardware of every start
+              metrics.jsonl      one line per step
+              checkpoints/       step-00000100, …
+              tokenizer/         what is needed to read and write text
+              profile/           torch.profiler traces, when asked for
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any
+
+from phalanx.core.config import validate, walk
+from phalanx.core.errors import UserError
+from phalanx.core.files import write_json
+from phalanx.train.config import RunConfig
+
+# Settings that do not change what a step computes: a run may go on with other values of them.
+_FREE = ("run.", "logging.", "checkpoint.", "evaluate.", "profile.", "data.folder", "data.workers")
+_PACKAGES = ("phalanx-train", "torch", "numpy", "tokenizers", "pydantic")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of a run. Holding an object made by `open_for_training` holds the run's lock."""
+
+    path: Path
+    lock: IO[str] | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def tokenizer(self) -> Path:
+        """Folder of the tokenizer's files."""
+        return self.path / "tokenizer"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON line per step."""
+        return self.path / "metrics.jsonl"
+
+    def config(self) -> RunConfig:
+        """The resolved config that was saved.
+
+        Raises:
+            UserError: there is no run here, or its config cannot be read.
+        """
+        path = self.path / "config.json"
+        try:
+            return validate(RunConfig, json.loads(path.read_text()))
+        except FileNotFoundError:
+            raise UserError(
+                "is no run folder (it has no config.json)",
+                cure="give the folder that `phalanx train` wrote",
+                value=str(self.path),
+            ) from None
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"its config.json is damaged ({error})", cure="start a new run", value=str(self.path)
+            ) from None
+
+    def release(self) -> None:
+        """Give the lock back."""
+        if self.lock is not None:
+            self.lock.close()
+
+
+def default_folder(config: RunConfig, config_path: Path) -> Path:
+    """`run.folder`, or ``runs/<name of the config file>``."""
+    return Path(config.run.folder or Path("runs") / config_path.stem)
+
+
+def open_for_training(config: RunConfig, path: Path) -> RunFolder:
+    """Make or reopen the folder of a run, take its lock, and write down the config and the environment.
+
+    Raises:
+        UserError: the folder cannot be written, another process trains in it, or it holds a run of another config.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / ".lock").open("a")
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    folder = RunFolder(path, lock)
+    try:
+        _take(lock, path)
+        if (path / "config.json").exists():
+            _check_same(config, folder)
+        folder.checkpoints.mkdir(exist_ok=True)
+        write_json(path / "config.json", config.model_dump(mode="json"))
+        _append_environment(path / "environment.json")
+    except OSError as error:
+        folder.release()
+        raise _unwritable(path, error) from None
+    except UserError:
+        folder.release()
+        raise
+    return folder
+
+
+def changed_settings(old: RunConfig, new: RunConfig) -> list[str]:
+    """Settings that differ and matter to the numbers, as ``key: old -> new``."""
+    before = {key: value for key, value, _ in walk(old)}
+    after = {key: value for key, value, _ in walk(new)}
+    changed = []
+    for key in sorted(before.keys() | after.keys()):
+        if not key.startswith(_FREE) and before.get(key) != after.get(key):
+            changed.append(f"{key}: {before.get(key)!r} -> {after.get(key)!r}")
+    return changed
+
+
+def environment() -> dict[str, Any]:
+    """Versions, commit, host and hardware of this process, for the record."""
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": sys.argv,
+        "commit": _git_commit(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "host": platform.node(),
+        "system": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)),
+        "slurm_job": os.environ.get("SLURM_JOB_ID"),
+    }
+
+
+def note_hardware(folder: RunFolder, hardware: Mapping[str, Any]) -> None:
+    """Add what was found out about the device to the newest start in environment.json."""
+    path = folder.path / "environment.json"
+    starts = _read_list(path)
+    if starts:
+        starts[-1]["hardware"] = dict(hardware)
+        write_json(path, starts)
+
+
+def _check_same(config: RunConfig, folder: RunFolder) -> None:
+    if config.run.resume == "never":
+        raise UserError(
+            "already holds a run",
+            cure="set run.folder to a new name, or run.resume=same to go on with it",
+            field="run.folder",
+            value=str(folder.path),
+        )
+    changed = changed_settings(folder.config(), config)
+    if changed and config.run.resume == "same":
+        shown = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
+        raise UserError(
+            f"holds a run of another config ({shown})",
+            cure="set run.folder to a new name, or run.resume=changed to go on with the new values",
+            field="run.folder",
+            value=str(folder.path),
+        )
+
+
+def _take(lock: IO[str], path: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            "another process is training in it",
+            cure="wait for it, stop it, or set run.folder to a new name",
+            field="run.folder",
+            value=str(path),
+        ) from None
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    cure = "free some space" if error.errno == errno.ENOSPC else "choose a run.folder that can be written"
+    return UserError(f"cannot be written ({error.strerror})", cure=cure, field="run.folder", value=str(path))
+
+
+def _append_environment(path: Path) -> None:
+    write_json(path, [*_read_list(path), environment()])
+
+
+def _read_list(path: Path) -> list[dict[str, Any]]:
+    try:
+        value = json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return []
+    return value if isinstance(value, list) else []
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    """Commit of the code that runs, with `+changes` where the tree differs from it; None outside a checkout."""
+    here = Path(__file__).parent
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=5, check=True
+        ).stdout.strip()
+        dirty = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + ("+changes" if dirty else "")
