@@ -106,7 +106,9 @@ def key_lines(text: str) -> dict[str, int]:
             leaves = list(_leaves(tomllib.loads("\n".join(lines[:end]))))
         except tomllib.TOMLDecodeError:
             continue
-        first = next((i for i in range(start, end) if lines[i].strip() and not lines[i].lstrip().startswith("#")), start)
+        first = next(
+            (i for i in range(start, end) if lines[i].strip() and not lines[i].lstrip().startswith("#")), start
+        )
         for key in leaves:
             seen.setdefault(key, first + 1)
         start = end
@@ -158,7 +160,7 @@ def _put(tree: dict[str, Any], dotted: str, value: Any, kind: type[Config]) -> N
     """Set `dotted` in `tree`, making tables on the way; digits index into lists (one past the end appends)."""
     *parents, last = dotted.split(".")
     place: Any = tree
-    for part, following in zip(parents, [*parents[1:], last], strict=True):
+    for part, following in zip(parents, dotted.split(".")[1:], strict=True):
         fresh: Any = [] if following.isdigit() else {}
         place = _child(place, part, fresh, dotted)
     if isinstance(place, list):
@@ -232,7 +234,7 @@ def _describe(kind: type[Config], dotted: str) -> str:
 
 
 def _config_inside(annotation: Any) -> tuple[type[Config] | None, bool]:
-    """The `Config` class within an annotation (``X``, ``X | None``, ``list[X]``, ``tuple[X, ...]``), and whether listed."""
+    """The `Config` class within an annotation (``X``, ``X | None``, ``list[X]``, ``tuple[X, ...]``); is it listed?"""
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return annotation, False
     origin = typing.get_origin(annotation)

@@ -16,7 +16,8 @@ class Peak:
     source: str
 
 
-# (substring of the device's name, bf16 FLOP/s, fp32 FLOP/s with TF32 off). The first match wins, so longer names go first.
+# (substring of the device's name, bf16 FLOP/s, fp32 FLOP/s with TF32 off). Longer names
+# go first: the first match wins.
 _PEAKS: tuple[tuple[str, float, float], ...] = (
     ("GB200", 2500e12, 80e12),
     ("B200", 2250e12, 80e12),

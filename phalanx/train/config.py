@@ -59,10 +59,13 @@ class TrainConfig(Config):
     )
     deterministic: bool = Field(False, description="refuse operations that may give different bits from run to run")
     garbage_collect_steps: int = Field(
-        100, ge=0, description="collect Python's garbage every so many steps and never in between; 0: leave it to Python"
+        100,
+        ge=0,
+        description="collect Python's garbage every so many steps only; 0: leave it to Python",
     )
     init_from: str = Field(
-        "", description="start from the weights of this run or Hugging Face folder, with a fresh optimizer; empty: random"
+        "",
+        description="run or Hugging Face folder whose weights to start from, with a fresh optimizer; empty: random",
     )
 
     @model_validator(mode="after")

@@ -59,7 +59,9 @@ class StepRecord:
     def __post_init__(self) -> None:
         self._since_s = self.clock()
 
-    def add(self, step: int, loss: Tensor, grad_norm: Tensor, skipped: Tensor, lr: float, tokens: int, new: int) -> None:
+    def add(
+        self, step: int, loss: Tensor, grad_norm: Tensor, skipped: Tensor, lr: float, tokens: int, new: int
+    ) -> None:
         """Note a step; tensors are scalars on the device, `new` is the number of tokens of this step."""
         values = torch.stack([loss.detach().float(), grad_norm.detach().float(), skipped.float()])
         self._pending.append(_Pending(step, values, lr, tokens, new))

@@ -1,11 +1,11 @@
 """The folder of a run: its lock, its resolved config, what it ran on, and whether it may be gone on with.
 
-    runs/NAME/config.json        every setting as it was resolved
-              environment.json   versions, commit and hardware of every start
-              metrics.jsonl      one line per step
-              checkpoints/       step-00000100, …
-              tokenizer/         what is needed to read and write text
-              profile/           torch.profiler traces, when asked for
+runs/NAME/config.json        every setting as it was resolved
+          environment.json   versions, commit and hardware of every start
+          metrics.jsonl      one line per step
+          checkpoints/       step-00000100, …
+          tokenizer/         what is needed to read and write text
+          profile/           torch.profiler traces, when asked for
 """
 
 from __future__ import annotations

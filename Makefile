@@ -1,0 +1,50 @@
+# make train: train a language model on this machine's own Python sources.   make test: run every test.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+CONFIG ?= configs/python-stdlib.toml
+WORKERS ?= auto
+
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+RUN := $(VENV)/.run-installed
+DEV := $(VENV)/.dev-installed
+
+.PHONY: train test lint format bench clean
+
+train: $(RUN)
+	$(VENV)/bin/phalanx train $(CONFIG) $(ARGS)
+
+test: $(DEV)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+lint: $(DEV)
+	$(VENV)/bin/ruff check phalanx tests benchmarks
+	$(VENV)/bin/ruff format --check phalanx tests benchmarks
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/mypy
+
+format: $(DEV)
+	$(VENV)/bin/ruff check --fix phalanx tests benchmarks
+	$(VENV)/bin/ruff format phalanx tests benchmarks
+
+bench: $(DEV)
+	@for script in benchmarks/*.py; do echo "== $$script"; $(VENV)/bin/python $$script --quick || exit 1; done
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: left to another package's range, pip would take a build with gigabytes of CUDA libraries.
+$(VENV)/.torch-installed: | $(VENV)/bin/python
+	$(PIP) install --quiet $(TORCH)
+	touch $@
+
+$(RUN): pyproject.toml constraints.txt $(VENV)/.torch-installed
+	$(PIP) install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(DEV): pyproject.toml constraints.txt $(VENV)/.torch-installed
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@ $(RUN)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
