@@ -1,0 +1,225 @@
+"""Causal attention behind one function, with interchangeable exact back ends.
+
+========== ===================================================================================================
+back end   what it does
+========== ===================================================================================================
+``sdpa``   torch's scaled_dot_product_attention: flash kernels on CPU and CUDA; windows and documents as a mask
+``chunked`` a sliding window as attention of chunks of queries, each over just the keys it can see; exact
+``flex``   FlexAttention, compiled; CUDA only (it has no backward on a CPU)
+``math``   plain matrix products and a softmax in fp32; the only one that honours attention dropout
+``auto``   the fastest of these that honours the request
+========== ===================================================================================================
+
+Shapes: B batch, S queries, K keys, H query heads, G key/value heads (G divides H), E head size. The queries are the
+last S positions of the keys.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.core.errors import UserError
+from phalanx.kernels.counter import dropout as counter_dropout
+from phalanx.kernels.masks import AttentionMask
+
+Backend = Literal["auto", "sdpa", "chunked", "flex", "math"]
+
+
+@dataclass(frozen=True)
+class AttentionDropout:
+    """Dropout of attention probabilities, element (sample position, head, key) of a counter hash.
+
+    Attributes:
+        rate: probability of dropping a probability, in [0, 1).
+        key: 64 bits of (seed, step, layer), from :func:`phalanx.kernels.counter.make_key`.
+        rows: (B, S) int64 identity of every query token, such as ``sample * sequence_length + position``.
+        first_head: logical index of head 0, when the heads are a slice.
+        num_heads: logical number of heads (default: those present).
+    """
+
+    rate: float
+    key: int
+    rows: Tensor
+    first_head: int = 0
+    num_heads: int | None = None
+
+    def apply(self, probabilities_BHSK: Tensor) -> Tensor:
+        """Drop elements of the probabilities."""
+        heads = probabilities_BHSK.shape[1]
+        head = torch.arange(self.first_head, self.first_head + heads, device=probabilities_BHSK.device)
+        rows = self.rows[:, None, :] * (self.num_heads or heads) + head[:, None]
+        return counter_dropout(probabilities_BHSK, self.rate, self.key, rows)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.shape[1] % k.shape[1]:
+        raise UserError(
+            f"{k.shape[1]} key/value heads do not divide {q.shape[1]} query heads",
+            cure="make the number of query heads a multiple of the number of key/value heads",
+        )
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise UserError(
+            f"shapes of queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)} do not fit",
+            cure="pass (batch, heads, positions, head size) with equal batch and head size",
+        )
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None) -> Tensor:
+    """torch's own kernel, told of causality by its flag where that suffices and by a boolean mask elsewhere."""
+    grouped = q.shape[1] != k.shape[1]
+    if mask.is_plain_causal:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    dense = None if mask.sees_everything else mask.dense(q.device)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=dense, scale=scale, enable_gqa=grouped)
+
+
+def _chunked(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None, chunk: int) -> Tensor:
+    """Attention within a window, chunk by chunk of queries: each sees ``chunk + window - 1`` keys at most."""
+    window = mask.window or mask.key_length
+    past = mask.key_length - mask.query_length
+    grouped = q.shape[1] != k.shape[1]
+    outputs = []
+    for start in range(past, mask.key_length, chunk):
+        stop = min(start + chunk, mask.key_length)
+        first = max(0, start - window + 1)
+        seen = mask.block(slice(start, stop), slice(first, stop), q.device)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                q[:, :, start - past : stop - past],
+                k[:, :, first:stop],
+                v[:, :, first:stop],
+                attn_mask=seen,
+                scale=scale,
+                enable_gqa=grouped,
+            )
+        )
+    return torch.cat(outputs, dim=2)
+
+
+def _math(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None, dropout: AttentionDropout | None
+) -> Tensor:
+    """Softmax(QK^T) V written out, softmax in fp32 or wider."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (q @ k.transpose(-1, -2)).to(wide) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if not mask.sees_everything:
+        scores = scores.masked_fill(~mask.dense(q.device), float("-inf"))
+    probabilities = scores.softmax(dim=-1).to(q.dtype)
+    if dropout is not None:
+        probabilities = dropout.apply(probabilities)
+    return probabilities @ v
+
+
+@functools.cache
+def _compiled_flex() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """FlexAttention and its block mask maker, compiled (imported late: a CPU run never needs them)."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    return torch.compile(flex_attention, dynamic=False), create_block_mask
+
+
+def _flex_mask(mask: AttentionMask, device: torch.device, make: Callable[..., Any]) -> Any:
+    past = mask.key_length - mask.query_length
+    window, documents = mask.window, mask.documents_BS
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        position = i + past
+        allowed = j <= position
+        if window is not None:
+            allowed = allowed & (position - j < window)
+        return allowed if documents is None else allowed & (documents[b, position] == documents[b, j])
+
+    batch = None if documents is None else documents.shape[0]
+    return make(seen, batch, None, mask.query_length, mask.key_length, device=device)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None) -> Tensor:
+    if q.device.type != "cuda":
+        raise UserError(
+            "FlexAttention trains on CUDA only",
+            cure="use sdpa, chunked or auto on this device",
+            field="attention back end",
+            value="flex",
+        )
+    flex, make = _compiled_flex()
+    block_mask = mask.remember(("flex", q.device), lambda: _flex_mask(mask, q.device, make))
+    out: Tensor = flex(q, k, v, block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out
+
+
+def choose_backend(mask: AttentionMask, device: torch.device, *, has_dropout: bool = False) -> Backend:
+    """The back end that ``auto`` stands for: the fastest that honours the request."""
+    if has_dropout:
+        return "math"
+    if mask.is_plain_causal or mask.sees_everything:
+        return "sdpa"
+    if device.type == "cuda" and mask.query_length > 1:
+        return "flex"
+    if mask.window is not None and mask.query_length >= 4 * mask.window:
+        return "chunked"
+    return "sdpa"
+
+
+def attention(
+    q_BHSE: Tensor,
+    k_BKSE: Tensor,
+    v_BKSE: Tensor,
+    *,
+    window: int | None = None,
+    documents_BS: Tensor | None = None,
+    scale: float | None = None,
+    dropout: AttentionDropout | None = None,
+    backend: Backend = "auto",
+    mask: AttentionMask | None = None,
+    chunk: int = 256,
+) -> Tensor:
+    """Causal attention of queries over keys, exact in every back end.
+
+    Args:
+        q_BHSE: queries, the last S positions of the keys.
+        k_BKSE: keys; their heads may be fewer than the queries' by a whole factor (grouped-query attention).
+        v_BKSE: values, shaped as the keys.
+        window: position i sees ``i - window + 1 .. i``; None for all of the past.
+        documents_BS: integer document identity of every key position; attention stays inside a document.
+        scale: factor of the scores (default ``E ** -0.5``).
+        dropout: dropout of the probabilities, honoured by ``math`` alone.
+        backend: see the module's table.
+        mask: a mask built once for several layers, instead of ``window`` and ``documents_BS``.
+        chunk: queries per chunk of the chunked back end.
+
+    Returns:
+        (B, H, S, E).
+
+    Raises:
+        UserError: shapes do not fit, or the back end cannot honour the request.
+    """
+    _check(q_BHSE, k_BKSE, v_BKSE)
+    if dropout is not None and dropout.rate == 0.0:
+        dropout = None
+    if mask is None:
+        mask = AttentionMask(q_BHSE.shape[2], k_BKSE.shape[2], window=window, documents_BS=documents_BS)
+    if backend == "auto":
+        backend = choose_backend(mask, q_BHSE.device, has_dropout=dropout is not None)
+    if dropout is not None and backend != "math":
+        raise UserError(
+            "only the math back end drops attention probabilities",
+            cure="set attention dropout to 0 or the back end to math",
+            field="attention back end",
+            value=backend,
+        )
+    if backend == "math":
+        return _math(q_BHSE, k_BKSE, v_BKSE, mask, scale, dropout)
+    if backend == "flex":
+        return _flex(q_BHSE, k_BKSE, v_BKSE, mask, scale)
+    if backend == "chunked":
+        return _chunked(q_BHSE, k_BKSE, v_BKSE, mask, scale, chunk)
+    return _sdpa(q_BHSE, k_BKSE, v_BKSE, mask, scale)
