@@ -1,0 +1,176 @@
+"""The folder that holds the checkpoints of a run: names, publishing all at once, and clearing up after killed writers.
+
+    step-00001200                        a whole checkpoint
+    .writing-step-00001300-3f…           one being written
+    .writing-step-00001300-3f….lock      held (flock) by its writer for as long as that process lives
+    .writing-step-00001300-3f….replaced  the checkpoint of the same step that it takes the place of, for a moment
+    .deleting-step-00001000-9a…          one being deleted
+
+The kernel drops a lock with its process, so a lock that can be taken marks a leftover, and a second process at work in
+the same folder is never disturbed. Where the file system has no locks, leftovers are left alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.core.files import fsync_folder
+from phalanx.core.points import NO_POINTS, Points
+
+_FINAL = re.compile(r"step-(\d{8,})")
+_WRITING = ".writing-"
+_DELETING = ".deleting-"
+_LOCK = ".lock"
+_REPLACED = ".replaced"
+
+
+@dataclass(frozen=True, order=True)
+class Candidate:
+    """A folder that bears the name of a checkpoint; whether it is whole is another question."""
+
+    step: int
+    path: Path
+
+
+def checkpoint_name(step: int) -> str:
+    """``step-00000012`` for step 12."""
+    return f"step-{step:08d}"
+
+
+def candidates(folder: Path) -> list[Candidate]:
+    """Everything in `folder` that bears the name of a checkpoint, newest (largest step) first; none if it is absent."""
+    found = []
+    with suppress(FileNotFoundError, NotADirectoryError):
+        for path in folder.iterdir():
+            match = _FINAL.fullmatch(path.name)
+            if match and checkpoint_name(int(match[1])) == path.name and path.is_dir():
+                found.append(Candidate(int(match[1]), path))
+    return sorted(found, reverse=True)
+
+
+@contextmanager
+def writing(folder: Path, step: int) -> Iterator[Path]:
+    """Yield an empty folder in which to write the checkpoint of `step`; what is still there at the end is removed.
+
+    The caller moves it to its final name with `publish`.
+    """
+    aside, lock = _claim(folder, step)
+    try:
+        aside.mkdir()
+        yield aside
+    finally:
+        _recover(aside)
+        Path(f"{aside}{_LOCK}").unlink(missing_ok=True)
+        os.close(lock)
+
+
+def publish(aside: Path, points: Points = NO_POINTS) -> Path:
+    """Give the finished folder `aside` its final name, durably, and return its new path.
+
+    A checkpoint of the same step is first moved to a name from which it comes back, should this process die between the
+    two renames.
+    """
+    final = aside.parent / aside.name.removeprefix(_WRITING).rpartition("-")[0]
+    fsync_folder(aside)
+    points.reach("checkpoint.before-rename", path=aside)
+    while not _rename_to_free(aside, final):
+        _rename_to_free(final, Path(f"{aside}{_REPLACED}"))
+        points.reach("checkpoint.between-renames", path=aside)
+    points.reach("checkpoint.after-rename", path=final)
+    fsync_folder(aside.parent)
+    points.reach("checkpoint.published", path=final)
+    return final
+
+
+def clean(folder: Path) -> None:
+    """Remove what killed writers and deleters left in `folder`; put back a checkpoint whose replacement was cut short.
+
+    Does nothing to folders that a living process writes, and nothing where this process may not write.
+    """
+    with suppress(OSError):
+        names = sorted(path.name for path in folder.iterdir() if path.name.startswith((_WRITING, _DELETING)))
+        for aside in {folder / name.removesuffix(_LOCK).removesuffix(_REPLACED) for name in names}:
+            if aside.name.startswith(_DELETING):
+                shutil.rmtree(aside, ignore_errors=True)
+            else:
+                _clean_writing(aside)
+
+
+def delete(path: Path, points: Points = NO_POINTS) -> None:
+    """Delete a checkpoint so that, killed half way, no part of it bears the name of a checkpoint."""
+    aside = path.with_name(f"{_DELETING}{path.name}-{uuid.uuid4().hex[:12]}")
+    path.rename(aside)
+    fsync_folder(path.parent)
+    points.reach("checkpoint.deleting", path=aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _claim(folder: Path, step: int) -> tuple[Path, int]:
+    """A fresh name for writing and the held descriptor of its lock.
+
+    Between creating the lock file and taking the lock, another process may judge it a leftover; then take a new name.
+    """
+    while True:
+        aside = folder / f"{_WRITING}{checkpoint_name(step)}-{uuid.uuid4().hex[:12]}"
+        lock = Path(f"{aside}{_LOCK}")
+        descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        if _try_lock(descriptor) is not False and lock.exists():
+            return aside, descriptor
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool | None:
+    """Whether the lock could be taken; None where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _clean_writing(aside: Path) -> None:
+    lock = Path(f"{aside}{_LOCK}")
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        # A living writer makes its lock before its folder and removes it after, so this folder has no writer.
+        _recover(aside)
+        return
+    try:
+        if _try_lock(descriptor) is True:
+            _recover(aside)
+            lock.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+def _recover(aside: Path) -> None:
+    """Remove `aside`; put back the checkpoint it was to replace if nothing took its place, else remove that too."""
+    replaced = Path(f"{aside}{_REPLACED}")
+    final = aside.parent / aside.name.removeprefix(_WRITING).rpartition("-")[0]
+    if replaced.exists() and _rename_to_free(replaced, final):
+        fsync_folder(aside.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _rename_to_free(source: Path, target: Path) -> bool:
+    """Rename a folder unless something lies at `target` (or `source` has gone); say whether it was done."""
+    try:
+        source.rename(target)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) or (error.errno == errno.ENOENT and not source.exists()):
+            return False
+        raise
+    return True

@@ -1,0 +1,203 @@
+"""What a checkpoint contains, as JSON: the one description of it that is ever read.
+
+A checkpoint is a folder ``step-00001200`` with
+
+- ``__0_0.distcp`` (and more, one per writer): the tensors, as torch.distributed.checkpoint (DCP) writes them;
+- ``.metadata``: DCP's own index, a pickle, for other tools; never read here, since unpickling runs code;
+- ``manifest.json``: a `Manifest`, which says the same and more;
+- ``SHA256SUMS``: the checksum of every other file, so that ``sha256sum --check SHA256SUMS`` verifies a checkpoint too.
+
+SHA-256 because it is in the standard library and in every shell, fast where the processor has instructions for it
+(1.8 GB/s per core measured, BLAKE2b 0.9 GB/s; both outrun most disks), and also names contents beyond doubt.
+This module knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from phalanx.core.errors import UserError
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+SUMS = "SHA256SUMS"
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+
+Count = Annotated[int, Field(ge=0)]
+
+
+class DamagedCheckpointError(UserError):
+    """A checkpoint that is torn, corrupted or not one at all; `reason` says how in a few words."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        self.path = path
+        self.reason = reason
+        super().__init__(
+            f"is damaged: {reason}", cure="use an earlier checkpoint, or restore this folder", field=str(path)
+        )
+
+
+@dataclass(frozen=True)
+class Meta:
+    """Where a checkpoint comes from.
+
+    Attributes:
+        config: the resolved config of the run, as plain JSON values.
+        attempt: number of the attempt (restart) of the run that wrote it, from 1.
+    """
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    attempt: int = 1
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+
+class Chunk(_Part):
+    """A box of one tensor and the bytes that hold it: a ``torch.save`` archive of `length` bytes in `file`."""
+
+    offsets: list[Count]
+    sizes: list[Count]
+    file: str
+    offset: Count
+    length: Count
+
+
+class TensorEntry(_Part):
+    """One tensor: dtype as in torch without the prefix (``float32``), global shape, and the chunks that fill it."""
+
+    dtype: str
+    shape: list[Count]
+    chunks: list[Chunk]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    @model_validator(mode="after")
+    def _chunks_fit(self) -> TensorEntry:
+        for chunk in self.chunks:
+            if not len(chunk.offsets) == len(chunk.sizes) == len(self.shape):
+                raise ValueError("a chunk has not the dimensions of its tensor")
+            if any(o + s > n for o, s, n in zip(chunk.offsets, chunk.sizes, self.shape, strict=True)):
+                raise ValueError("a chunk lies outside its tensor")
+        if sum(math.prod(chunk.sizes) for chunk in self.chunks) != self.elements:
+            raise ValueError("its chunks do not fill it")
+        return self
+
+
+class FileEntry(_Part):
+    """One file beside the manifest, without it."""
+
+    name: str
+    size_bytes: Count
+    sha256: str
+
+    @model_validator(mode="after")
+    def _stays_inside(self) -> FileEntry:
+        if not _PLAIN_NAME.fullmatch(self.name) or self.name in (".", "..", MANIFEST, SUMS):
+            raise ValueError(f"{self.name!r} is no name of a file of a checkpoint")
+        return self
+
+
+class Manifest(_Part):
+    """The contents of ``manifest.json``.
+
+    `state` is whatever the caller wants back besides tensors (position in the data, schedule, ...); floats that are
+    not finite are written as ``NaN`` and ``Infinity``, which Python's json reads and strict readers do not.
+    """
+
+    format_version: int
+    step: Count
+    created: str
+    phalanx_version: str
+    torch_version: str
+    attempt: int
+    config_sha256: str
+    config: dict[str, Any]
+    state: Any
+    tensors: dict[str, TensorEntry]
+    files: list[FileEntry]
+
+    @model_validator(mode="after")
+    def _chunks_lie_in_files(self) -> Manifest:
+        size_bytes = {file.name: file.size_bytes for file in self.files}
+        for name, tensor in self.tensors.items():
+            if any(c.offset + c.length > size_bytes.get(c.file, -1) for c in tensor.chunks):
+                raise ValueError(f"tensor {name!r} lies outside the files")
+        return self
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files together, without the manifest."""
+        return sum(file.size_bytes for file in self.files)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as the bytes of ``manifest.json``."""
+    return (json.dumps(manifest.model_dump(), indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def decode(content: bytes, path: Path) -> Manifest:
+    """Read the bytes of ``manifest.json`` of the checkpoint at `path`.
+
+    Raises:
+        DamagedCheckpointError: it is no JSON, or says things that cannot be.
+        UserError: it was written by a later version of this program.
+    """
+    try:
+        tree = json.loads(content)
+    except ValueError as error:
+        raise DamagedCheckpointError(path, f"{MANIFEST} is no JSON ({error})") from None
+    version = tree.get("format_version") if isinstance(tree, dict) else None
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        problem = f"has format version {version}, newer than {FORMAT_VERSION}, the latest this program reads"
+        raise UserError(problem, cure="update phalanx", field=str(path))
+    try:
+        return Manifest.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise DamagedCheckpointError(
+            path, f"{MANIFEST}: {where}: {first['msg'].removeprefix('Value error, ')}"
+        ) from None
+
+
+def sums_text(files: Iterable[FileEntry], manifest_sha256: str) -> bytes:
+    """The bytes of ``SHA256SUMS``: the listed files in order, then the manifest."""
+    lines = [f"{file.sha256}  {file.name}\n" for file in files] + [f"{manifest_sha256}  {MANIFEST}\n"]
+    return "".join(lines).encode()
+
+
+def config_sha256(config: Mapping[str, Any]) -> str:
+    """A name for a resolved config that does not depend on the order of its keys."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def check_state(value: Any, where: str = "state") -> None:
+    """Refuse what JSON would silently change (keys that are no strings) or cannot hold.
+
+    Raises:
+        TypeError: naming the place. Tuples are accepted and come back as lists.
+    """
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{where} has the key {key!r}: keys must be strings, tensors go with the tensors")
+            check_state(item, f"{where}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            check_state(item, f"{where}.{index}")
+    elif value is not None and not isinstance(value, bool | int | float | str):
+        raise TypeError(f"{where} is a {type(value).__name__}: only plain JSON values can be saved as state")
