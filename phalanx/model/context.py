@@ -1,0 +1,127 @@
+"""What one forward pass carries beside the activations: where it is, what is dropped, and cached keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from phalanx.core.errors import UserError
+from phalanx.kernels.attention import AttentionDropout
+from phalanx.kernels.counter import dropout, make_key
+from phalanx.kernels.masks import AttentionMask
+from phalanx.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class DropoutState:
+    """What decides the dropped elements: (seed, step, sample, position, site, column) and nothing else.
+
+    `sample_index_B` (int64) is each sequence's number in the global order, so that any micro-batching or layout drops
+    the same elements, and a recomputed block drops them again.
+    """
+
+    seed: int
+    step: int
+    sample_index_B: Tensor
+
+
+class KVCache:
+    """Keys and values of the tokens seen so far, preallocated; window layers keep no more than their window needs.
+
+    Args:
+        config: the decoder's.
+        batch: sequences.
+        max_length: tokens that will be seen at most.
+        dtype: the decoder's compute dtype.
+    """
+
+    def __init__(
+        self, config: ModelConfig, batch: int, max_length: int, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self.length = 0
+        self.max_length = max_length
+        self._windows = [config.window_of(layer) for layer in range(config.layers)]
+        shape = (2, batch, config.num_kv_heads, max_length, config.head_dim)
+        self._full = {
+            layer: torch.empty(shape, dtype=dtype, device=device)
+            for layer, window in enumerate(self._windows)
+            if window is None
+        }
+        self._recent: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def extend(self, layer: int, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the newest keys and values of `layer`; returns all that its newest queries may see.
+
+        Raises:
+            UserError: more than `max_length` tokens.
+        """
+        window = self._windows[layer]
+        if window is not None:
+            return self._extend_window(layer, k_BKSE, v_BKSE, window)
+        end = self.length + k_BKSE.shape[2]
+        if end > self.max_length:
+            raise UserError(f"is too short for {end} tokens", cure="make the cache longer", value=self.max_length)
+        store = self._full[layer]
+        store[0, :, :, self.length : end] = k_BKSE
+        store[1, :, :, self.length : end] = v_BKSE
+        return store[0, :, :, :end], store[1, :, :, :end]
+
+    def _extend_window(self, layer: int, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor]:
+        if layer in self._recent:
+            old_k, old_v = self._recent[layer]
+            k, v = torch.cat([old_k, k], dim=2), torch.cat([old_v, v], dim=2)
+        kept = max(k.shape[2] - (window - 1), 0)
+        self._recent[layer] = (k[:, :, kept:], v[:, :, kept:])
+        return k, v
+
+    def advance(self, tokens: int) -> None:
+        """Count `tokens` as seen, after all layers have taken them."""
+        self.length += tokens
+
+
+@dataclass(frozen=True)
+class Context:
+    """The constants of one forward pass.
+
+    Attributes:
+        batch, length: B and S of this pass.
+        rotary: cos and sin for `phalanx.model.rotary.rotate_heads`, or None.
+        masks: the attention mask of each kind of layer, by window; empty with a cache.
+        dropout: None outside training.
+        rows_T: hash row of every token, for dropout.
+        cache: keys and values of earlier tokens, or None.
+    """
+
+    batch: int
+    length: int
+    rotary: tuple[Tensor, Tensor] | None = None
+    masks: Mapping[int | None, AttentionMask] = field(default_factory=dict)
+    dropout: DropoutState | None = None
+    rows_T: Tensor | None = None
+    cache: KVCache | None = None
+
+    def drop(self, x_TD: Tensor, rate: float, site: str) -> Tensor:
+        """`x` with elements dropped at `rate` and the rest scaled up; the mask belongs to (step, `site`)."""
+        if self.dropout is None or self.rows_T is None or not rate:
+            return x_TD
+        return dropout(x_TD, rate, self.site_key(site), self.rows_T)
+
+    def attention_dropout(self, site: str, rate: float) -> AttentionDropout | None:
+        """What drops attention weights at `site`, or None."""
+        if self.dropout is None or self.rows_T is None or not rate:
+            return None
+        return AttentionDropout(rate, self.site_key(site), self.rows_T.view(self.batch, self.length))
+
+    def site_key(self, site: str) -> int:
+        """The hash key of a dropout site in this step."""
+        assert self.dropout is not None
+        return make_key(self.dropout.seed, "dropout", self.dropout.step, site)
+
+
+def dropout_rows(state: DropoutState, length: int, max_sequence: int) -> Tensor:
+    """Hash rows (B*S,) int64: the number of each token in the endless row of all samples' tokens."""
+    positions = torch.arange(length, dtype=torch.int64, device=state.sample_index_B.device)
+    return (state.sample_index_B.to(torch.int64)[:, None] * max_sequence + positions).flatten()

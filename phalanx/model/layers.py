@@ -1,0 +1,227 @@
+"""The named seams of a decoder: embedding, input projection, attention, output projection, loss head; and norms.
+
+Each is a small module that a layout may replace from outside by another with the same call. Activations between them
+are token rows, (T, width) with T = B*S, so that eager execution needs no reshapes. Stored weights are float32 masters;
+each matrix is cast to the compute dtype where it is used.
+
+Shapes: B batch, S sequence, T tokens (B*S), D hidden, H query heads, K key/value heads, E head size, F MLP hidden,
+V vocabulary rows, N rows of a stacked weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.kernels.attention import attention
+from phalanx.kernels.loss import linear_cross_entropy
+from phalanx.model.config import ModelConfig
+from phalanx.model.context import Context
+from phalanx.model.rotary import rotate, rotate_heads
+
+
+class Make(NamedTuple):
+    """How weights are created and used: where, in which master dtype, in which compute dtype."""
+
+    device: torch.device | None
+    dtype: torch.dtype
+    compute: torch.dtype
+
+    def empty(self, *shape: int) -> nn.Parameter:
+        """A parameter still to be initialised."""
+        return nn.Parameter(torch.empty(shape, device=self.device, dtype=self.dtype))
+
+
+class Part(NamedTuple):
+    """Rows ``[start, start + rows)`` of the stored parameter `attribute` are the logical parameter `name`."""
+
+    name: str
+    attribute: str
+    start: int
+    rows: int
+
+
+class Stored(nn.Module):
+    """A module whose stored parameters hold logical ones; `parts` says which rows are whose."""
+
+    parts: tuple[Part, ...]
+
+
+def stack(attribute: str, rows: Mapping[str, int], suffix: str = "") -> tuple[Part, ...]:
+    """Parts of `attribute` for logical parameters under one another."""
+    starts = [sum(list(rows.values())[:i]) for i in range(len(rows))]
+    named = zip(rows.items(), starts, strict=True)
+    return tuple(Part(name + suffix, attribute, start, n) for (name, n), start in named)
+
+
+class Norm(Stored):
+    """RMSNorm or LayerNorm over the residual stream, computed in its dtype (float32) and returned in compute dtype."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, config: ModelConfig, name: str, make: Make) -> None:
+        super().__init__()
+        self.rms, self.eps, self.compute = config.norm == "rms", config.norm_eps, make.compute
+        self.weight = make.empty(config.hidden)
+        self.bias = make.empty(config.hidden) if not self.rms and config.bias == "all" else None
+        self.parts = stack("weight", {name: config.hidden})
+        if self.bias is not None:
+            self.parts += stack("bias", {name: config.hidden}, "_bias")
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """Normalise rows: (T, D) -> (T, D)."""
+        if self.rms:
+            out = F.rms_norm(x_TD, self.weight.shape, self.weight, self.eps)
+        else:
+            out = F.layer_norm(x_TD, self.weight.shape, self.weight, self.bias, self.eps)
+        return out.to(self.compute)
+
+
+class Embedding(Stored):
+    """Token rows, plus learned position rows where the model has them."""
+
+    position_weight: nn.Parameter | None
+
+    def __init__(self, config: ModelConfig, make: Make) -> None:
+        super().__init__()
+        self.weight = make.empty(config.vocab_rows, config.hidden)
+        learned = config.position == "learned"
+        self.position_weight = make.empty(config.max_sequence, config.hidden) if learned else None
+        self.parts = stack("weight", {"embedding": config.vocab_rows})
+        if learned:
+            self.parts += stack("position_weight", {"position_embedding": config.max_sequence})
+
+    def forward(self, tokens_BS: Tensor, start: int, positions_BS: Tensor | None) -> Tensor:
+        """Rows (T, D) for tokens at positions ``start ..`` or at `positions_BS`."""
+        x_BSD = F.embedding(tokens_BS, self.weight)
+        if self.position_weight is not None:
+            if positions_BS is None:
+                x_BSD = x_BSD + self.position_weight[start : start + tokens_BS.shape[1]]
+            else:
+                x_BSD = x_BSD + F.embedding(positions_BS, self.position_weight)
+        return x_BSD.flatten(0, 1)
+
+
+class InputProjection(Stored):
+    """Stacked matrices that read the residual stream, as one GEMM: (T, D) -> (T, N).
+
+    Args:
+        rows: logical name -> output rows, in order of stacking.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, hidden: int, rows: Mapping[str, int], biased: Mapping[str, int], make: Make) -> None:
+        super().__init__()
+        self.compute = make.compute
+        self.weight = make.empty(sum(rows.values()), hidden)
+        self.bias = make.empty(sum(biased.values())) if biased else None
+        self.parts = stack("weight", rows) + stack("bias", biased, "_bias")
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """Project rows; a bias shorter than the stack (only q, k, v have one) is padded with zeros."""
+        if self.bias is None:
+            return F.linear(x_TD, self.weight.to(self.compute))
+        bias = self.bias.to(self.compute)
+        if len(bias) < len(self.weight):
+            bias = F.pad(bias, (0, len(self.weight) - len(bias)))
+        return F.linear(x_TD, self.weight.to(self.compute), bias)
+
+
+class OutputProjection(Stored):
+    """Stacked matrices that write the residual stream, as one GEMM: (T, N) -> (T, D), summed over the stack.
+
+    The weight is (inputs, outputs), so that the logical matrices stack along dimension 0 here too. Biases, one per
+    logical matrix, stack likewise and are summed.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, hidden: int, rows: Mapping[str, int], biased: bool, make: Make) -> None:
+        super().__init__()
+        self.compute = make.compute
+        self.weight = make.empty(sum(rows.values()), hidden)
+        self.bias = make.empty(len(rows) * hidden) if biased else None
+        self.parts = stack("weight", rows)
+        if biased:
+            self.parts += stack("bias", dict.fromkeys(rows, hidden), "_bias")
+
+    def forward(self, inner_TN: Tensor, residual_TD: Tensor | None = None) -> Tensor:
+        """Project rows, and add them to `residual` (in its dtype) where one is given."""
+        weight = self.weight.to(self.compute)
+        if self.bias is None:
+            if residual_TD is not None and residual_TD.dtype == inner_TN.dtype:
+                return torch.addmm(residual_TD, inner_TN, weight)
+            out = torch.mm(inner_TN, weight)
+        else:
+            bias = self.bias.view(-1, weight.shape[1]).sum(0) if len(self.bias) > weight.shape[1] else self.bias
+            out = torch.addmm(bias.to(self.compute), inner_TN, weight)
+        return out if residual_TD is None else residual_TD + out
+
+
+class Attention(Stored):
+    """Causal attention over stacked heads: (T, (H + 2K) E) -> (T, H E). The head count is that of the input."""
+
+    q_norm: nn.Parameter | None
+    k_norm: nn.Parameter | None
+
+    def __init__(self, config: ModelConfig, layer: int, make: Make) -> None:
+        super().__init__()
+        self.layer, self.window = layer, config.window_of(layer)
+        self.group, self.size = config.heads // config.num_kv_heads, config.head_dim
+        self.eps, self.backend, self.rate = config.norm_eps, config.attention_backend, config.attention_dropout
+        self.q_norm = make.empty(self.size) if config.qk_norm else None
+        self.k_norm = make.empty(self.size) if config.qk_norm else None
+        prefix = f"layers.{layer}.attention."
+        names = ("q_norm", "k_norm") if config.qk_norm else ()
+        self.parts = tuple(Part(prefix + name, name, 0, self.size) for name in names)
+
+    def forward(self, qkv_TN: Tensor, context: Context) -> Tensor:
+        """Attend within each sequence (and document, and window); the result is in token rows again."""
+        q, k, v = (x.transpose(1, 2) for x in self._heads(qkv_TN, context))
+        if context.cache is not None:
+            k, v = context.cache.extend(self.layer, k, v)
+        mask = context.masks.get(self.window)  # Absent with a cache, where layers may hold different numbers of keys.
+        dropout = context.attention_dropout(f"layers.{self.layer}.attention.weights", self.rate)
+        out_BHSE = attention(q, k, v, window=self.window, mask=mask, dropout=dropout, backend=self.backend)
+        return out_BHSE.transpose(1, 2).reshape(len(qkv_TN), -1)
+
+    def _heads(self, qkv_TN: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, S, H, E), keys and values (B, S, K, E), normalised and rotated as configured."""
+        qkv = qkv_TN.view(context.batch, context.length, -1, self.size)
+        kv_heads = qkv.shape[2] // (self.group + 2)
+        heads = kv_heads * self.group
+        if context.rotary is not None and self.q_norm is None:
+            return rotate_heads(qkv, *context.rotary, heads, kv_heads)
+        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q = F.rms_norm(q, (self.size,), self.q_norm.to(q.dtype), self.eps)
+            k = F.rms_norm(k, (self.size,), self.k_norm.to(k.dtype), self.eps)
+        if context.rotary is not None:
+            q, k = rotate(q, *context.rotary), rotate(k, *context.rotary)
+        return q, k, v
+
+
+class LossHead(Stored):
+    """Logits and loss over the vocabulary; the weight may be the embedding's."""
+
+    def __init__(self, config: ModelConfig, make: Make, tied: nn.Parameter | None) -> None:
+        super().__init__()
+        self.compute, self.softcap, self.z_loss = make.compute, config.logit_softcap, config.z_loss
+        self.weight = make.empty(config.vocab_rows, config.hidden) if tied is None else tied
+        self.parts = stack("weight", {"head": config.vocab_rows}) if tied is None else ()
+
+    def forward(self, hidden_TD: Tensor, targets_T: Tensor, weights_T: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Sums over tokens of weighted loss and weighted z-loss (`phalanx.kernels.loss.linear_cross_entropy`)."""
+        return linear_cross_entropy(
+            hidden_TD, self.weight, targets_T, weights_T, softcap=self.softcap, z_loss=self.z_loss
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Float32 logits (..., V), capped as in the loss."""
+        logits = F.linear(hidden, self.weight.to(self.compute)).float()
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits

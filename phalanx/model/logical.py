@@ -1,0 +1,77 @@
+"""The logical parameters of a model, as aliases of what it stores: q, k, v, gate, up … whatever is merged.
+
+Optimizers and checkpoints see only these, so that LAMB's ratios, CAME's factors and a checkpoint's names belong to the
+matrices of the architecture and do not change with its storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from phalanx.model.decoder import Decoder
+from phalanx.model.layers import Stored
+from phalanx.model.shapes import parameter_table
+
+
+@dataclass(frozen=True)
+class _Alias:
+    parameter: nn.Parameter
+    owner: nn.Parameter
+    start: int
+    rows: int
+
+
+class LogicalParameters(Mapping[str, nn.Parameter]):
+    """Ordered logical name -> parameter sharing memory with rows of the stored one: a step on either changes both.
+
+    The order is that of `parameter_table`, whatever is merged. Make it after the weights are where they stay: moving
+    them (``model.to``) leaves the aliases behind. A logical parameter that is all of a stored one is that one itself.
+    Gradients arrive on the stored parameters; call `bind_gradients` after each backward pass.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        found: dict[str, _Alias] = {}
+        for module in model.modules():
+            if isinstance(module, Stored):
+                self._add(module, found)
+        self._aliases = {name: found[name] for name in parameter_table(model.config) if name in found}
+        split = {id(a.owner): a.owner for a in self._aliases.values() if a.parameter is not a.owner}
+        self._owners = list(split.values())
+        self._bound: dict[int, object] = {}
+
+    @staticmethod
+    def _add(module: Stored, found: dict[str, _Alias]) -> None:
+        for part in module.parts:
+            owner = module.get_parameter(part.attribute)
+            whole = part.rows == owner.shape[0]
+            rows = owner.detach()[part.start : part.start + part.rows]
+            parameter = owner if whole else nn.Parameter(rows, requires_grad=owner.requires_grad)
+            if part.name in found:
+                raise AssertionError(f"two stored parameters hold {part.name}")
+            found[part.name] = _Alias(parameter, owner, part.start, part.rows)
+
+    def __getitem__(self, name: str) -> nn.Parameter:
+        return self._aliases[name].parameter
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._aliases)
+
+    def __len__(self) -> int:
+        return len(self._aliases)
+
+    def bind_gradients(self) -> None:
+        """Point each alias' gradient at its rows of its owner's; where the owner has none, to None.
+
+        Cheap when gradients stay in place (zeroed, not freed): owners whose gradient is the bound one are skipped.
+        """
+        moved = {id(o) for o in self._owners if o.grad is None or self._bound.get(id(o)) is not o.grad}
+        if not moved:
+            return
+        for alias in self._aliases.values():
+            if alias.parameter is not alias.owner and id(alias.owner) in moved:
+                grad = alias.owner.grad
+                alias.parameter.grad = None if grad is None else grad[alias.start : alias.start + alias.rows]
+        self._bound = {id(owner): owner.grad for owner in self._owners}
