@@ -1,0 +1,313 @@
+"""The seam through which a run's figures leave it: one small protocol, and what it comes with.
+
+A logger that keeps figures elsewhere needs three methods and one entry in `open_loggers`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from phalanx.core.errors import UserError
+from phalanx.core.files import atomic_writer, write_bytes
+from phalanx.telemetry.config import LoggingConfig
+
+Values = Mapping[str, float | int | str]
+
+STEP = "step"
+EVALUATION = "evaluation"
+
+
+class MetricsLogger(Protocol):
+    """Takes figures of steps. Steps of one kind come in rising order."""
+
+    def log(self, step: int, values: Values) -> None:
+        """Note the figures of training step `step`; called once for each step."""
+
+    def log_evaluation(self, step: int, values: Values) -> None:
+        """Note the figures of an evaluation made after step `step`."""
+
+    def close(self) -> None:
+        """Write out what is still held back; nothing is logged afterwards."""
+
+
+class JsonLines:
+    """One JSON object per line: ``{"kind": "step", "step": 12, "loss": 3.1, ...}``, kind ``evaluation`` for those.
+
+    Each (kind, step) is there exactly once whatever happened: opening drops a line that was torn by a kill and the lines
+    after the step from which the run goes on, and a step that is there already is not written again. A line is written
+    by one call, so a reader never sees part of one. Numbers that are not finite, which JSON has not, become null, and
+    such a line has besides ``"not_finite": {"loss": "nan"}``, so that columns keep their type and nothing is lost.
+
+    Args:
+        path: the file; made if absent.
+        resume_step: steps done in the checkpoint from which the run goes on; 0 starts anew.
+
+    Raises:
+        UserError: the file cannot be read or written; also from `log`, when the disk is full.
+    """
+
+    def __init__(self, path: Path, resume_step: int = 0) -> None:
+        self._path = path
+        try:
+            self._last_step = _rewind(path, resume_step)
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise _refused(path, error) from error
+
+    def log(self, step: int, values: Values) -> None:
+        """Append the line of a step."""
+        self._append(STEP, step, values)
+
+    def log_evaluation(self, step: int, values: Values) -> None:
+        """Append the line of an evaluation."""
+        self._append(EVALUATION, step, values)
+
+    def close(self) -> None:
+        """Make the file durable and close it."""
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def _append(self, kind: str, step: int, values: Values) -> None:
+        if step <= self._last_step.get(kind, -1):
+            return
+        line = _line(kind, step, values)
+        try:
+            written = self._file.write(line)
+            while written < len(line):  # a disk that fills up takes part of a line, then refuses the rest
+                written += self._file.write(line[written:])
+        except OSError as error:
+            raise _refused(self._path, error) from error
+        self._last_step[kind] = step
+
+
+class TensorBoard:
+    """Event files for TensorBoard; on resume it is told to forget the steps that will be done again.
+
+    Raises:
+        UserError: the tensorboard package is not installed.
+    """
+
+    def __init__(self, folder: Path, resume_step: int, run_config: Mapping[str, Any]) -> None:
+        module = _optional("torch.utils.tensorboard", "logging.tensorboard", "tensorboard")
+        self._writer = module.SummaryWriter(str(folder), purge_step=resume_step + 1, flush_secs=30)
+        if resume_step == 0:
+            self._writer.add_text("config", f"```json\n{json.dumps(run_config, indent=1)}\n```", 0)
+
+    def log(self, step: int, values: Values) -> None:
+        """Add a scalar per number and a text per string."""
+        for name, value in values.items():
+            add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
+            add(name, value, step)
+
+    def log_evaluation(self, step: int, values: Values) -> None:
+        """The same: evaluations have names of their own."""
+        self.log(step, values)
+
+    def close(self) -> None:
+        """Write out and close the event file."""
+        self._writer.close()
+
+
+class WandB:
+    """Weights & Biases. The run's id is kept in the run folder, so that a resumed run goes on in the same place.
+
+    W&B cannot take back steps: those that a killed run had sent beyond its checkpoint and sends again are ignored there,
+    which changes nothing, since a resumed run computes the same figures.
+
+    Raises:
+        UserError: the wandb package is not installed.
+    """
+
+    def __init__(self, config: LoggingConfig, folder: Path, run_config: Mapping[str, Any]) -> None:
+        module = _optional("wandb", "logging.wandb", "wandb")
+        self._run = module.init(
+            project=config.wandb_project,
+            entity=config.wandb_entity or None,
+            name=folder.name,
+            id=_kept_id(folder / "wandb-id"),
+            resume="allow",
+            mode=config.wandb_mode,
+            dir=str(folder),
+            config=dict(run_config),
+        )
+
+    def log(self, step: int, values: Values) -> None:
+        """Send the figures of a step."""
+        self._run.log(dict(values), step=step)
+
+    def log_evaluation(self, step: int, values: Values) -> None:
+        """The same: evaluations have names of their own."""
+        self.log(step, values)
+
+    def close(self) -> None:
+        """Wait until everything is sent."""
+        self._run.finish()
+
+
+class Fanout:
+    """One logger that must work and others that may fail: what they raise is told once each, and training goes on.
+
+    Args:
+        main: its errors are raised.
+        others: by name, for the message.
+        warn: called with one line when one of them fails for the first time.
+    """
+
+    def __init__(
+        self, main: MetricsLogger, others: Mapping[str, MetricsLogger], warn: Callable[[str], None] = warnings.warn
+    ) -> None:
+        self._main = main
+        self._others = dict(others)
+        self._warn = warn
+        self._failed: set[str] = set()
+
+    def log(self, step: int, values: Values) -> None:
+        """Pass on to each."""
+        self._main.log(step, values)
+        self._each(lambda other: other.log(step, values))
+
+    def log_evaluation(self, step: int, values: Values) -> None:
+        """Pass on to each."""
+        self._main.log_evaluation(step, values)
+        self._each(lambda other: other.log_evaluation(step, values))
+
+    def close(self) -> None:
+        """Close each."""
+        self._main.close()
+        self._each(lambda other: other.close())
+
+    def _each(self, call: Callable[[MetricsLogger], None]) -> None:
+        for name, other in self._others.items():
+            try:
+                call(other)
+            except Exception as error:
+                if name not in self._failed:
+                    self._failed.add(name)
+                    self._warn(
+                        f"{name} fails ({type(error).__name__}: {error}); training goes on, some figures miss there"
+                    )
+
+
+def open_loggers(
+    config: LoggingConfig,
+    folder: Path,
+    resume_step: int,
+    run_config: Mapping[str, Any] | None = None,
+    warn: Callable[[str], None] = warnings.warn,
+) -> MetricsLogger:
+    """Everything `config` asks for, as one logger. Call it in one process of a run only.
+
+    Args:
+        config: which loggers.
+        folder: the run folder; figures go to ``metrics.jsonl`` and ``tensorboard/`` in it.
+        resume_step: steps done in the checkpoint from which the run goes on; 0 starts anew.
+        run_config: the resolved config as plain JSON values, shown beside the figures.
+        warn: called with a line when a logger other than ``metrics.jsonl`` fails while training.
+
+    Raises:
+        UserError: a package is missing, a file cannot be written, or Weights & Biases refuses a run that starts anew
+            (a run that goes on after a failure is not held up by it: `warn` is called instead).
+    """
+    run_config = run_config or {}
+    main = JsonLines(folder / "metrics.jsonl", resume_step)
+    others: dict[str, MetricsLogger] = {}
+    if config.tensorboard:
+        others["TensorBoard"] = TensorBoard(folder / "tensorboard", resume_step, run_config)
+    if config.wandb:
+        try:
+            others["Weights & Biases"] = WandB(config, folder, run_config)
+        except UserError:
+            raise
+        except Exception as error:
+            problem = f"Weights & Biases cannot be reached ({type(error).__name__}: {error})"
+            if resume_step == 0:
+                cure = "run `wandb login`, or set logging.wandb_mode=offline or logging.wandb=false"
+                raise UserError(problem, cure=cure, field="logging.wandb") from error
+            warn(f"{problem}; going on without it")
+    return Fanout(main, others, warn) if others else main
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a metrics file, also while a run writes it; a torn one at the end is left out."""
+    with path.open("rb") as file:
+        for line in file:
+            entry = _parse(line)
+            if entry is not None:
+                yield entry
+
+
+def _line(kind: str, step: int, values: Values) -> bytes:
+    entry: dict[str, Any] = {"kind": kind, "step": step, **values}
+    strange = {k: repr(v) for k, v in entry.items() if isinstance(v, float) and not math.isfinite(v)}
+    if strange:
+        entry |= dict.fromkeys(strange)
+        entry["not_finite"] = strange
+    return (json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def _rewind(path: Path, resume_step: int) -> dict[str, int]:
+    """Drop torn lines and those after `resume_step`, all at once; return the last step of each kind that stays."""
+    if not path.exists():
+        return {}
+    last_step: dict[str, int] = {}
+    dropped = False
+    for line, entry in _entries(path):
+        if entry is None or entry["step"] > resume_step:
+            dropped = True
+        else:
+            last_step[entry["kind"]] = max(entry["step"], last_step.get(entry["kind"], -1))
+    if dropped:
+        with atomic_writer(path) as file:
+            file.writelines(line for line, entry in _entries(path) if entry and entry["step"] <= resume_step)
+    return last_step
+
+
+def _entries(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    with path.open("rb") as file:
+        for line in file:
+            yield line, _parse(line)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The entry on a line, or None if the line is torn or not one of ours."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    ours = isinstance(entry, dict) and isinstance(entry.get("step"), int) and isinstance(entry.get("kind"), str)
+    return entry if ours else None
+
+
+def _refused(path: Path, error: OSError) -> UserError:
+    problem = f"figures cannot be written ({error.strerror})"
+    return UserError(problem, cure="free space there, or make it writable", field=str(path))
+
+
+def _optional(module: str, setting: str, extra: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        problem = f"needs a package that is not installed ({error})"
+        cure = f"run: pip install 'phalanx-train[{extra}]', or set {setting}=false"
+        raise UserError(problem, cure=cure, field=setting) from None
+
+
+def _kept_id(path: Path) -> str:
+    """A run id that stays the same over restarts."""
+    if path.exists() and (kept := path.read_text().strip()):
+        return kept
+    fresh = uuid.uuid4().hex[:12]
+    write_bytes(path, f"{fresh}\n".encode())
+    return fresh
