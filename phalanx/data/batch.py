@@ -1,0 +1,63 @@
+"""What the loader hands to the training loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some samples. Shape letters: B samples, S positions.
+
+    Attributes:
+        tokens_BS: int64, what the model reads.
+        targets_BS: int64, the token that follows each.
+        weights_BS: float32, how much each target counts: 1, or 0 where the loss mask or padding leaves it out.
+        documents_BS: int32, the number of each position's document within its sample, rising from 0; None when
+            attention does not stop at documents.
+        sample_index_B: int64, the place of each sample in the global order (in the pass, for validation; -1 for padding).
+    """
+
+    tokens_BS: Tensor
+    targets_BS: Tensor
+    weights_BS: Tensor
+    documents_BS: Tensor | None
+    sample_index_B: Tensor
+
+    def __len__(self) -> int:
+        return self.tokens_BS.shape[0]
+
+    def rows(self, begin: int, end: int) -> Batch:
+        """Samples ``begin..end`` of this batch, without a copy."""
+        return Batch(
+            self.tokens_BS[begin:end],
+            self.targets_BS[begin:end],
+            self.weights_BS[begin:end],
+            None if self.documents_BS is None else self.documents_BS[begin:end],
+            self.sample_index_B[begin:end],
+        )
+
+    def to(self, device: torch.device | str) -> Batch:
+        """This batch on `device`, copied without waiting where memory is pinned."""
+        documents = None if self.documents_BS is None else self.documents_BS.to(device, non_blocking=True)
+        return Batch(
+            self.tokens_BS.to(device, non_blocking=True),
+            self.targets_BS.to(device, non_blocking=True),
+            self.weights_BS.to(device, non_blocking=True),
+            documents,
+            self.sample_index_B,
+        )
+
+    def pin_memory(self) -> Batch:
+        """This batch in page-locked memory, from where a GPU can copy it while it computes."""
+        documents = None if self.documents_BS is None else self.documents_BS.pin_memory()
+        return Batch(
+            self.tokens_BS.pin_memory(),
+            self.targets_BS.pin_memory(),
+            self.weights_BS.pin_memory(),
+            documents,
+            self.sample_index_B,
+        )

@@ -1,0 +1,195 @@
+"""What to read, how to split it into tokens, what to hold out. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from phalanx.core.config import Config
+
+SourceKind = Literal["text", "jsonl", "parquet", "directory", "python-stdlib", "nanogpt", "megatron"]
+TOKEN_KINDS = frozenset({"nanogpt", "megatron"})
+
+_APPLIES: dict[str, frozenset[str]] = {
+    "field": frozenset({"jsonl", "parquet"}),
+    "prompt_field": frozenset({"jsonl", "parquet"}),
+    "missing_field": frozenset({"jsonl", "parquet"}),
+    "extensions": frozenset({"directory"}),
+    "document_separator": frozenset({"text"}),
+    "include_tests": frozenset({"python-stdlib"}),
+    "bad_utf8": frozenset({"text", "jsonl", "directory", "python-stdlib"}),
+    "document_token": TOKEN_KINDS,
+    "token_dtype": frozenset({"nanogpt"}),
+}
+
+
+def _as_tuple(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+
+
+class TokenizerConfig(Config):
+    """How text becomes token ids."""
+
+    kind: Literal["bytes", "chars", "bpe", "file", "none"] = Field(
+        "bpe",
+        description="bytes: one token per UTF-8 byte; chars: one per character of the sources; bpe: byte-level BPE "
+        "trained on the training split; file: a tokenizer.json; none: the sources are token files and ids have no text",
+    )
+    vocab_size: int = Field(
+        4096, ge=1, le=2**31 - 1, description="kinds bpe and none: number of token ids, end-of-text included"
+    )
+    path: str = Field("", description="kind file: path of a tokenizer.json, or of a folder that holds one")
+    pattern: Literal["gpt2", "gpt4"] = Field(
+        "gpt4", description="kind bpe: the regular expression that cuts text into words before merging"
+    )
+    training_bytes: int = Field(
+        64 * 2**20, ge=1, description="kind bpe: train on about this many bytes, spread over all sources"
+    )
+    end_of_text: bool = Field(
+        True, description="kinds bytes and chars: have an end-of-text token, written before every document"
+    )
+    end_of_text_token: str = Field(
+        "", description="kind file: the text of the end-of-text token; empty: look for the usual names"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TokenizerConfig:
+        if self.kind == "file" and not self.path:
+            raise ValueError("kind = 'file' does not fit path = '': give the path of a tokenizer.json")
+        if self.kind != "file" and self.path:
+            raise ValueError(f"path = {self.path!r} does not fit kind = {self.kind!r}: set kind = 'file'")
+        if self.kind == "bpe" and self.vocab_size < 257:
+            raise ValueError(
+                f"vocab_size = {self.vocab_size} does not fit kind = 'bpe': 256 bytes and end-of-text need at least 257"
+            )
+        return self
+
+
+class SourceConfig(Config):
+    """One corpus."""
+
+    kind: SourceKind = Field(
+        description="text: plain text files; jsonl: one JSON object a line; parquet; directory: every file under a "
+        "folder; python-stdlib: the .py files of the running interpreter; nanogpt and megatron: token files, used in place"
+    )
+    name: str = Field("", description="name in reports; empty: the kind and the number of the source")
+    path: Strings = Field(
+        (), description="files, folders or glob patterns; .gz and .zst are unpacked (text, jsonl); python-stdlib: none"
+    )
+    weight: float = Field(
+        0.0, ge=0, description="share of the samples relative to the other sources; 0: by number of tokens"
+    )
+    field: str = Field("text", min_length=1, description="jsonl, parquet: the field (column) that holds the text")
+    prompt_field: str = Field(
+        "",
+        description="jsonl, parquet: a field that is put before the text and read, but not trained on (loss weight 0)",
+    )
+    missing_field: Literal["error", "skip"] = Field(
+        "error", description="jsonl, parquet: what to do with a record whose field is absent, null or no string"
+    )
+    extensions: Strings = Field(
+        (), description="directory: take only files whose name ends so, such as ['.py', '.md']; empty: every file"
+    )
+    document_separator: str = Field(
+        "", description="text: the string between two documents of one file; empty: a file is one document"
+    )
+    include_tests: bool = Field(
+        False, description="python-stdlib: also take the test packages (60 % of the bytes, repetitive)"
+    )
+    bad_utf8: Literal["error", "replace", "skip"] = Field(
+        "error", description="text that is not UTF-8: stop, put U+FFFD in its place, or leave that document out"
+    )
+    document_token: int = Field(
+        -1, ge=-1, description="nanogpt, megatron: the token id that ends every document; -1: there is none"
+    )
+    token_dtype: Literal["uint16", "uint32"] = Field("uint16", description="nanogpt: the type of the ids in the file")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SourceConfig:
+        for name in sorted(self.model_fields_set & set(_APPLIES)):
+            if self.kind not in _APPLIES[name]:
+                raise ValueError(
+                    f"{name} = {getattr(self, name)!r} does not fit kind = {self.kind!r}: remove it, "
+                    f"it belongs to {', '.join(sorted(_APPLIES[name]))}"
+                )
+        if self.kind == "python-stdlib" and self.path:
+            raise ValueError(f"path = {self.path!r} does not fit kind = 'python-stdlib': remove path")
+        if self.kind != "python-stdlib" and not self.path:
+            raise ValueError(f"path = () does not fit kind = {self.kind!r}: name a file, a folder or a pattern")
+        if self.bad_utf8 == "skip" and self.document_separator:
+            raise ValueError(
+                f"bad_utf8 = 'skip' does not fit document_separator = {self.document_separator!r}: use 'replace' or 'error'"
+            )
+        return self
+
+    @property
+    def utf8_policy(self) -> Literal["error", "replace", "skip"]:
+        """`bad_utf8`, but the standard library's few files in other encodings (kept for its own tests) are left out."""
+        if self.kind == "python-stdlib" and "bad_utf8" not in self.model_fields_set:
+            return "skip"
+        return self.bad_utf8
+
+
+class DataConfig(Config):
+    """The corpus, its tokens, and how they become samples."""
+
+    sequence_length: int = Field(256, ge=2, description="tokens in one sample")
+    sources: tuple[SourceConfig, ...] = Field(
+        (SourceConfig(kind="python-stdlib"),), min_length=1, description="the corpora, mixed by weight"
+    )
+    tokenizer: TokenizerConfig = Field(TokenizerConfig(), description="how text becomes token ids")
+    folder: str = Field("prepared", min_length=1, description="where prepared tokens are kept, shared between runs")
+    seed: int = Field(0, ge=0, lt=2**63, description="of the order of the samples")
+    validation_fraction: float = Field(
+        0.05, ge=0, lt=1, description="share of every source that is held out, by whole documents; 0: none"
+    )
+    validation_split: Literal["document", "tail"] = Field(
+        "document",
+        description="document: each document is held out or not by a hash of its name; tail: the last part of every "
+        "text file is held out (for a corpus that is one file)",
+    )
+    validation_seed: int = Field(0, ge=0, lt=2**63, description="which documents are held out; not moved by `seed`")
+    validation_sources: tuple[SourceConfig, ...] = Field(
+        (), description="corpora that are only held out; then nothing is held out of `sources`"
+    )
+    document_mask: bool = Field(True, description="whether attention stops at the borders between documents")
+    random_offset: bool = Field(
+        True, description="whether each epoch cuts the text at other places, by a keyed shift below sequence_length"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DataConfig:
+        if self.validation_sources and "validation_fraction" in self.model_fields_set and self.validation_fraction:
+            raise ValueError(
+                f"validation_fraction = {self.validation_fraction} does not fit validation_sources: give one of the two"
+            )
+        weights = [source.weight for source in self.sources]
+        if any(weights) and not all(weights):
+            raise ValueError(f"sources have weights {weights}: give every source a weight above 0, or none")
+        every = self.sources + self.validation_sources
+        texts = [s for s in every if s.kind not in TOKEN_KINDS]
+        if self.tokenizer.kind == "none" and texts:
+            raise ValueError(
+                f"tokenizer.kind = 'none' does not fit a source of kind {texts[0].kind!r}: choose a tokenizer"
+            )
+        if self.tokenizer.kind in ("chars", "bpe") and not texts:
+            raise ValueError(
+                f"tokenizer.kind = {self.tokenizer.kind!r} does not fit sources that are all token files: "
+                "give the tokenizer they were made with (kind = 'file'), or kind = 'none' with its vocab_size"
+            )
+        others = [s for s in self.sources if s.kind != "text" or s.document_separator]
+        if self.validation_split == "tail" and others and not self.validation_sources:
+            raise ValueError(
+                f"validation_split = 'tail' does not fit a source of kind {others[0].kind!r} "
+                "(or one with document_separator): use 'document'"
+            )
+        return self
+
+    @property
+    def held_out(self) -> float:
+        """The share of `sources` that is held out: 0 when there are validation sources."""
+        return 0.0 if self.validation_sources else self.validation_fraction

@@ -1,0 +1,200 @@
+"""One unit of work: pieces of text to token shards. Runs in worker processes; free of torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from phalanx.core.files import write_json
+from phalanx.data.config import SourceConfig
+from phalanx.data.order import derive_key
+from phalanx.data.readers import read_pieces, was_skipped
+from phalanx.data.shards import NpyWriter, npy_writer
+from phalanx.data.sources import Part, Split, Unit
+from phalanx.data.text import Piece, open_raw
+from phalanx.data.tokenizer import IntArray, Tokenizer
+
+BATCH_CHARACTERS = 1 << 20
+BATCH_PIECES = 1 << 12
+SPLITS: tuple[Split, ...] = ("train", "validation")
+NAMED_SKIPS = 5
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which split a document belongs to: held out with probability `held_out`, by a keyed hash of its name."""
+
+    held_out: float
+    seed: int
+
+    def split(self, name: str, part: Part) -> Split:
+        """The split of the document called `name` (unless its whole part belongs to one)."""
+        if part.split is not None:
+            return part.split
+        return "validation" if derive_key("held out", self.seed, name) < self.held_out * 2**64 else "train"
+
+
+@dataclass
+class SplitRecord:
+    """What a unit wrote for one split."""
+
+    num_tokens: int = 0
+    num_documents: int = 0
+    num_bytes: int = 0
+    masked: bool = False
+    digests: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class UnitRecord:
+    """Written when a unit is complete: what was read (to see whether it still holds) and what came out."""
+
+    signature: str
+    times: str
+    content: str
+    splits: dict[str, SplitRecord]
+    num_skipped: int = 0
+    skipped: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> UnitRecord:
+        """The record that `asdict` made into JSON."""
+        return UnitRecord(**{**value, "splits": {name: SplitRecord(**s) for name, s in value["splits"].items()}})
+
+
+def unit_file(folder: Path, signature: str, split: str, what: str) -> Path:
+    """Where a unit's ``tokens``, ``starts`` or ``mask`` of a split lie."""
+    return folder / f"{signature}.{split}.{what}.npy"
+
+
+def record_file(folder: Path, signature: str) -> Path:
+    """Where a unit's record lies; it is written last."""
+    return folder / f"{signature}.json"
+
+
+def content_hash(unit: Unit) -> str:
+    """BLAKE2b of the bytes of the unit's parts (of the whole file where a part is not a range of bytes)."""
+    result = hashlib.blake2b(digest_size=16)
+    for part in unit.parts:
+        ranged = part.num_bytes == part.end - part.begin
+        with open_raw(part.path) as file:
+            file.seek(part.begin if ranged else 0)
+            left = part.num_bytes if ranged else part.file_size
+            while left > 0 and (block := file.read(min(left, 1 << 20))):
+                result.update(block)
+                left -= len(block)
+    return result.hexdigest()
+
+
+def encode_unit(
+    unit: Unit, source: SourceConfig, tokenizer: Tokenizer, rule: Rule, folder: Path, beat: Callable[[int, int], None]
+) -> UnitRecord:
+    """Write the token files of `unit` and then its record.
+
+    `beat` is called between batches with the bytes of text and the tokens made since the last call.
+    Memory does not depend on the size of the unit or of its documents.
+    """
+    record_file(folder, unit.signature).unlink(missing_ok=True)
+    record = UnitRecord(unit.signature, unit.times, content_hash(unit), {})
+    with ExitStack() as stack:
+        writers = {
+            split: _SplitWriter(stack, folder, unit.signature, split, tokenizer, bool(source.prompt_field))
+            for split in SPLITS
+        }
+        for batch in _batches(_assigned(unit, source, rule, record)):
+            ids = tokenizer.encode_batch([piece.text for _, piece in batch])
+            for split in SPLITS:
+                chosen = [(piece, i) for (s, piece), i in zip(batch, ids, strict=True) if s == split]
+                writers[split].append(chosen)
+            beat(sum(len(piece.text.encode()) for _, piece in batch), sum(map(len, ids)))
+        for split, writer in writers.items():
+            record.splits[split] = writer.record()
+    write_json(record_file(folder, unit.signature), asdict(record))
+    return record
+
+
+def _assigned(unit: Unit, source: SourceConfig, rule: Rule, record: UnitRecord) -> Iterator[tuple[Split, Piece]]:
+    """Every piece with its split; documents that were left out are counted in `record`."""
+    for part in unit.parts:
+        split = rule.split(part.name, part)
+        for piece in read_pieces(source, part):
+            if (name := was_skipped(piece)) is not None:
+                record.num_skipped += 1
+                record.skipped = [*record.skipped, name][:NAMED_SKIPS]
+                continue
+            if piece.name is not None:
+                split = rule.split(piece.name, part)
+            yield split, piece
+
+
+def _batches(pieces: Iterator[tuple[Split, Piece]]) -> Iterator[list[tuple[Split, Piece]]]:
+    batch: list[tuple[Split, Piece]] = []
+    size = 0
+    for item in pieces:
+        batch.append(item)
+        size += len(item[1].text)
+        if size >= BATCH_CHARACTERS or len(batch) >= BATCH_PIECES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+class _SplitWriter:
+    """The open files of one split of a unit."""
+
+    def __init__(
+        self, stack: ExitStack, folder: Path, signature: str, split: str, tokenizer: Tokenizer, masked: bool
+    ) -> None:
+        dtype = token_dtype(tokenizer.vocab_size)
+        self._end_of_text = None if tokenizer.end_of_text is None else np.array([tokenizer.end_of_text], dtype)
+        kinds = {"tokens": dtype, "starts": np.dtype(np.int64)} | ({"mask": np.dtype(np.uint8)} if masked else {})
+        self._files: dict[str, NpyWriter] = {
+            what: stack.enter_context(npy_writer(unit_file(folder, signature, split, what), kind))
+            for what, kind in kinds.items()
+        }
+        self._num_bytes = 0
+
+    def append(self, pieces: list[tuple[Piece, IntArray]]) -> None:
+        """Write tokens, document starts and loss mask of some pieces, end-of-text before each new document."""
+        tokens: list[IntArray] = []
+        masks: list[IntArray] = []
+        starts: list[int] = []
+        place = self._files["tokens"].count
+        for piece, ids in pieces:
+            if piece.name is not None:
+                starts.append(place)
+                if self._end_of_text is not None:
+                    tokens.append(self._end_of_text)
+                    masks.append(np.ones(1, np.uint8))
+                    place += 1
+            tokens.append(ids)
+            masks.append(np.full(len(ids), piece.trained, np.uint8))
+            place += len(ids)
+            self._num_bytes += len(piece.text.encode())
+        if tokens:
+            self._files["tokens"].append(np.concatenate(tokens))
+            self._files["starts"].append(np.array(starts, np.int64))
+            if "mask" in self._files:
+                self._files["mask"].append(np.concatenate(masks))
+
+    def record(self) -> SplitRecord:
+        """What has been written."""
+        return SplitRecord(
+            num_tokens=self._files["tokens"].count,
+            num_documents=self._files["starts"].count,
+            num_bytes=self._num_bytes,
+            masked="mask" in self._files,
+            digests={what: writer.digest for what, writer in self._files.items()},
+        )
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The smallest of uint16 and uint32 that holds every id."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)

@@ -1,0 +1,199 @@
+"""Reading text in pieces of bounded size, cut where a tokenizer cannot notice.
+
+A document of any length passes through a few hundred KiB of memory. Pieces end between a letter or digit and white space:
+the regular expressions that GPT-2, GPT-4 and Llama 3 tokenizers cut words with never make one word of the two sides, so
+the pieces' tokens put together are the whole text's tokens. Where there is no such place (text without spaces) a piece
+ends between any two characters.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Literal, NamedTuple, cast
+
+from phalanx.core.errors import UserError
+
+PIECE_BYTES = 1 << 17
+SEARCH_BYTES = 1 << 16
+_CUT = re.compile(rb"[A-Za-z0-9](?=[ \t\r\n])")
+
+Policy = Literal["error", "replace", "skip"]
+
+
+class Piece(NamedTuple):
+    """Some text of a document, in order. `name` is given on the first piece of a document and None on the others."""
+
+    name: str | None
+    text: str
+    trained: bool = True
+
+
+def is_packed(path: str) -> bool:
+    """Whether `path` is compressed, so that it can only be read from the start."""
+    return path.endswith((".gz", ".zst"))
+
+
+def open_bytes(path: str) -> BinaryIO:
+    """Open a plain, gzip or Zstandard file for reading.
+
+    Raises:
+        UserError: it cannot be opened, or the package for Zstandard is not installed.
+    """
+    file = open_raw(path)
+    if path.endswith(".gz"):
+        return cast(BinaryIO, gzip.GzipFile(fileobj=file))
+    if not path.endswith(".zst"):
+        return file
+    try:
+        zstandard = importlib.import_module("zstandard")
+    except ModuleNotFoundError:
+        cure = "install it: pip install 'phalanx-train[zstd]'"
+        raise UserError("reading .zst needs the package zstandard", cure=cure, value=path) from None
+    stream = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True, closefd=True)
+    return cast(BinaryIO, io.BufferedReader(stream, 1 << 20))
+
+
+def open_raw(path: str) -> BinaryIO:
+    """Open a file's bytes as they lie on disk.
+
+    Raises:
+        UserError: it cannot be opened.
+    """
+    try:
+        return Path(path).open("rb")
+    except OSError as error:
+        raise UserError(
+            f"cannot be opened ({error.strerror})", cure="check the file and its rights", value=path
+        ) from None
+
+
+def cut_after(path: str, place: int, *, words: bool) -> int:
+    """The first good place at or after byte `place` to cut a plain file: between words, else between characters."""
+    with open_raw(path) as file:
+        file.seek(place)
+        window = file.read(SEARCH_BYTES)
+    found = _CUT.search(window) if words else None
+    return place + (found.end() if found else _first_character(window))
+
+
+def text_pieces(file: BinaryIO, begin: int, end: int | None, check: Utf8) -> Iterator[str]:
+    """Yield the text of bytes ``[begin, end)`` of `file` piece by piece."""
+    file.seek(begin)
+    place, rest = begin, b""
+    while chunk := file.read(PIECE_BYTES if end is None else min(PIECE_BYTES, end - place)):
+        block = rest + chunk
+        cut = _last_cut(block)
+        yield check.decode(block[:cut], place - len(rest))
+        rest = block[cut:]
+        place += len(chunk)
+    if rest:
+        yield check.decode(rest, place - len(rest))
+
+
+def separated_pieces(
+    file: BinaryIO, begin: int, end: int | None, separator: bytes, check: Utf8
+) -> Iterator[tuple[int, bool, str]]:
+    """Yield ``(document's first byte, whether the document starts here, text)`` for documents between separators.
+
+    Only documents that start in ``[begin, end)`` are read, the last one to its end.
+    """
+    blocks = _separated_blocks(file, max(begin - len(separator), 0), separator)
+    start, is_first, inside = 0, True, begin == 0
+    for place, block, is_last in blocks:
+        if inside and block:
+            yield start, is_first, check.decode(block, place)
+            is_first = False
+        if is_last:
+            start, is_first = place + len(block) + len(separator), True
+            inside = start >= begin
+            if end is not None and start >= end:
+                return
+
+
+def _separated_blocks(file: BinaryIO, place: int, separator: bytes) -> Iterator[tuple[int, bytes, bool]]:
+    """Yield ``(byte, block, whether a separator follows)``: the file from `place` on, cut at separators and into pieces."""
+    file.seek(place)
+    rest = b""
+    while chunk := file.read(PIECE_BYTES):
+        rest += chunk
+        *closed, rest = rest.split(separator)
+        for block in closed:
+            yield place, block, True
+            place += len(block) + len(separator)
+        if len(rest) >= 2 * PIECE_BYTES:
+            cut = _last_cut(rest[: 1 - len(separator) or None])
+            yield place, rest[:cut], False
+            rest, place = rest[cut:], place + cut
+    yield place, rest, False
+
+
+class Utf8:
+    """Decodes bytes by a policy, and names file and byte when it must refuse."""
+
+    def __init__(self, path: str, policy: Policy) -> None:
+        self.path = path
+        self.policy = policy
+
+    def decode(self, block: bytes, place: int) -> str:
+        """`block`, which lies at byte `place` of the file, as text.
+
+        Raises:
+            UserError: it is not UTF-8 and the policy is not to replace.
+        """
+        try:
+            return block.decode("utf-8", "replace" if self.policy == "replace" else "strict")
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"is not UTF-8 text at byte {place + error.start} (0x{block[error.start]:02x})",
+                cure="convert the file, or set bad_utf8 = 'replace' or 'skip' on the source",
+                value=self.path,
+            ) from None
+
+
+def is_utf8(path: str) -> bool:
+    """Whether all of a file is UTF-8, read in pieces."""
+    check = Utf8(path, "error")
+    with open_bytes(path) as file:
+        try:
+            for _ in text_pieces(file, 0, None, check):
+                pass
+        except UserError:
+            return False
+    return True
+
+
+def _last_cut(block: bytes) -> int:
+    """The last good place to cut `block` (at least half of it stays on the left), or its length."""
+    low = max(len(block) // 2, len(block) - SEARCH_BYTES)
+    for width in (256, len(block) - low):
+        last = None
+        for last in _CUT.finditer(block, max(low, len(block) - width)):
+            pass
+        if last:
+            return last.end()
+    return _last_character(block)
+
+
+def _last_character(block: bytes) -> int:
+    """The length of `block` without a character that is cut off at its end."""
+    for back in range(1, min(4, len(block)) + 1):
+        byte = block[-back]
+        if byte < 0x80:
+            return len(block)
+        if byte >= 0xC0:
+            needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return len(block) if back >= needed else len(block) - back
+    return len(block)
+
+
+def _first_character(window: bytes) -> int:
+    """How many bytes at the start of `window` belong to a character that began before it."""
+    count = 0
+    while count < min(3, len(window)) and 0x80 <= window[count] < 0xC0:
+        count += 1
+    return count
