@@ -75,7 +75,7 @@ class Norm(Stored):
     def forward(self, x_TD: Tensor) -> Tensor:
         """Normalise rows: (T, D) -> (T, D)."""
         if self.rms:
-            out = F.rms_norm(x_TD, self.weight.shape, self.weight, self.eps)
+            out = F.rms_norm(x_TD, self.weight.shape, self.weight.to(x_TD.dtype), self.eps)
         else:
             out = F.layer_norm(x_TD, self.weight.shape, self.weight, self.bias, self.eps)
         return out.to(self.compute)

@@ -43,9 +43,10 @@ class Rotary(nn.Module):
 
     def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if self.cos_PE is None or self.sin_PE is None or self.cos_PE.device != device:
-            frequencies, scale = rotary_frequencies(self.config)
-            angles = torch.outer(torch.arange(self.config.max_sequence, dtype=torch.float32), frequencies)
-            self.cos_PE, self.sin_PE = (angles.cos() * scale).to(device), (angles.sin() * scale).to(device)
+            with torch.inference_mode(False), torch.no_grad():  # The tables outlive a first use in inference.
+                frequencies, scale = rotary_frequencies(self.config)
+                angles = torch.outer(torch.arange(self.config.max_sequence, dtype=torch.float32), frequencies)
+                self.cos_PE, self.sin_PE = (angles.cos() * scale).to(device), (angles.sin() * scale).to(device)
         return self.cos_PE, self.sin_PE
 
 
