@@ -1,6 +1,6 @@
 """The seam through which a run's figures leave it: one small protocol, and what it comes with.
 
-A logger that keeps figures elsewhere needs three methods and one entry in `open_loggers`.
+A logger that keeps figures elsewhere needs four methods and one entry in `open_loggers`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ class MetricsLogger(Protocol):
     def log_evaluation(self, step: int, values: Values) -> None:
         """Note the figures of an evaluation made after step `step`."""
 
+    def flush(self) -> None:
+        """Make durable what was logged: to be called before the checkpoint of the same step is published."""
+
     def close(self) -> None:
         """Write out what is still held back; nothing is logged afterwards."""
 
@@ -42,10 +45,11 @@ class MetricsLogger(Protocol):
 class JsonLines:
     """One JSON object per line: ``{"kind": "step", "step": 12, "loss": 3.1, ...}``, kind ``evaluation`` for those.
 
-    Each (kind, step) is there exactly once whatever happened: opening drops a line that was torn by a kill and the lines
-    after the step from which the run goes on, and a step that is there already is not written again. A line is written
-    by one call, so a reader never sees part of one. Numbers that are not finite, which JSON has not, become null, and
-    such a line has besides ``"not_finite": {"loss": "nan"}``, so that columns keep their type and nothing is lost.
+    Each (kind, step) is there exactly once whatever happened: opening drops a line that was torn by a kill and the
+    lines after the step from which the run goes on, and a step that is there already is not written again. A line is
+    written by one call, so a reader never sees part of one. Numbers that are not finite, which JSON has not, become
+    null, and such a line has besides ``"not_finite": {"loss": "nan"}``, so that columns keep their type and nothing is
+    lost.
 
     Args:
         path: the file; made if absent.
@@ -60,6 +64,7 @@ class JsonLines:
         try:
             self._last_step = _rewind(path, resume_step)
             self._file = path.open("ab", buffering=0)
+            self._file.seek(0, os.SEEK_END)
         except OSError as error:
             raise _refused(path, error) from error
 
@@ -71,21 +76,27 @@ class JsonLines:
         """Append the line of an evaluation."""
         self._append(EVALUATION, step, values)
 
+    def flush(self) -> None:
+        """Wait until the lines are on the disk, so that they outlive a loss of power."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Make the file durable and close it."""
         if not self._file.closed:
-            os.fsync(self._file.fileno())
+            self.flush()
             self._file.close()
 
     def _append(self, kind: str, step: int, values: Values) -> None:
         if step <= self._last_step.get(kind, -1):
             return
         line = _line(kind, step, values)
+        start = self._file.tell()
         try:
             written = self._file.write(line)
             while written < len(line):  # a disk that fills up takes part of a line, then refuses the rest
                 written += self._file.write(line[written:])
         except OSError as error:
+            self._file.truncate(start)
             raise _refused(self._path, error) from error
         self._last_step[kind] = step
 
@@ -113,6 +124,10 @@ class TensorBoard:
         """The same: evaluations have names of their own."""
         self.log(step, values)
 
+    def flush(self) -> None:
+        """Write out what is held back."""
+        self._writer.flush()
+
     def close(self) -> None:
         """Write out and close the event file."""
         self._writer.close()
@@ -121,8 +136,9 @@ class TensorBoard:
 class WandB:
     """Weights & Biases. The run's id is kept in the run folder, so that a resumed run goes on in the same place.
 
-    W&B cannot take back steps: those that a killed run had sent beyond its checkpoint and sends again are ignored there,
-    which changes nothing, since a resumed run computes the same figures.
+    W&B cannot take back steps: those that a killed run had sent beyond its checkpoint and sends again are ignored
+    there, which changes nothing, since a resumed run computes the same figures. For the same reason figures must come
+    in rising order of steps, those of an evaluation after those of its step.
 
     Raises:
         UserError: the wandb package is not installed.
@@ -148,6 +164,9 @@ class WandB:
     def log_evaluation(self, step: int, values: Values) -> None:
         """The same: evaluations have names of their own."""
         self.log(step, values)
+
+    def flush(self) -> None:
+        """Nothing: W&B sends on its own, and training does not wait for it."""
 
     def close(self) -> None:
         """Wait until everything is sent."""
@@ -180,6 +199,11 @@ class Fanout:
         """Pass on to each."""
         self._main.log_evaluation(step, values)
         self._each(lambda other: other.log_evaluation(step, values))
+
+    def flush(self) -> None:
+        """Flush each."""
+        self._main.flush()
+        self._each(lambda other: other.flush())
 
     def close(self) -> None:
         """Close each."""
@@ -261,7 +285,7 @@ def _rewind(path: Path, resume_step: int) -> dict[str, int]:
         return {}
     last_step: dict[str, int] = {}
     dropped = False
-    for line, entry in _entries(path):
+    for _line_bytes, entry in _entries(path):
         if entry is None or entry["step"] > resume_step:
             dropped = True
         else:
