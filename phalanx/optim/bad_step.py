@@ -1,0 +1,147 @@
+"""The bad-step policy: which updates to skip, decided on the device from the loss and the norm of the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from phalanx.core.errors import UserError
+from phalanx.optim.config import BadStepConfig
+
+# The spread is taken as at least this share of the mean: on a constant history every rounding error would be an outlier.
+_LEAST_RELATIVE_SPREAD = 0.01
+
+
+class BadStepJudge:
+    """Judges every step by the last accepted ones; nothing here waits for the device.
+
+    A step is bad when its loss or gradient norm is not finite, or when one of them lies more than ``sigma`` standard
+    deviations above the mean of the last ``history`` accepted steps (once there are ``min_history``). Only upwards: a
+    loss that falls fast is no fault. Bad steps do not enter the history. When the policy is off, no step is bad, and the
+    counters stay at zero.
+
+    The state (`state_tensors`) belongs into checkpoints, so that a resumed run skips the same steps.
+    """
+
+    def __init__(self, config: BadStepConfig, device: torch.device | str = "cpu") -> None:
+        self._config = config
+        self._history = torch.zeros(config.history, 2, dtype=torch.float64, device=device)
+        self._accepted = torch.zeros((), dtype=torch.int64, device=device)
+        self._skipped = torch.zeros_like(self._accepted)
+        self._in_a_row = torch.zeros_like(self._accepted)
+        self._worst = torch.zeros_like(self._accepted)
+        self._slots = torch.arange(config.history, device=device)
+        self._good = torch.zeros((), dtype=torch.float32, device=device)
+        self._mailbox = _Mailbox(self._worst)
+
+    @torch.no_grad()
+    def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """The verdict on this step: a float32 scalar on the device, 1.0 to skip the update, 0.0 to make it.
+
+        Args:
+            loss: mean loss of the step, a scalar.
+            grad_norm: norm of the whole gradient before clipping, a scalar.
+        """
+        if not self._config.enabled:
+            return self._good
+        values = torch.stack([loss.detach(), grad_norm.detach()]).to(self._history)
+        bad = ~torch.isfinite(values).all() | self._outlier(values)
+        slot = (self._accepted % self._config.history).view(1)
+        kept = torch.where(bad, self._history.index_select(0, slot), values)
+        self._history.index_copy_(0, slot, kept)
+        self._accepted += ~bad
+        self._skipped += bad
+        self._in_a_row.add_(1).mul_(bad)
+        torch.maximum(self._worst, self._in_a_row, out=self._worst)
+        self._mailbox.post()
+        return bad.float()
+
+    def _outlier(self, values: Tensor) -> Tensor:
+        if not self._config.sigma:
+            return torch.zeros((), dtype=torch.bool, device=values.device)
+        known = self._accepted.clamp(max=self._config.history)
+        used = (self._slots < known).unsqueeze(1)
+        mean = (self._history * used).sum(0) / known
+        variance = ((self._history - mean).square() * used).sum(0) / (known - 1)
+        spread = torch.maximum(variance.sqrt(), _LEAST_RELATIVE_SPREAD * mean.abs())
+        return (values > mean + self._config.sigma * spread).any() & (known >= self._config.min_history)
+
+    @property
+    def skipped(self) -> Tensor:
+        """Updates skipped in the whole run, an int64 scalar on the device."""
+        return self._skipped
+
+    @property
+    def in_a_row(self) -> Tensor:
+        """Updates skipped since the last one made, an int64 scalar on the device."""
+        return self._in_a_row
+
+    def raise_if_hopeless(self) -> None:
+        """Stop the run when too many steps in a row were bad; on a GPU the news may be a step or two old.
+
+        Cheap enough for every step: it reads what has arrived and waits for nothing.
+
+        Raises:
+            UserError: ``max_in_a_row`` steps in a row were skipped since this judge was made or loaded.
+        """
+        worst = self._mailbox.read()
+        if worst >= self._config.max_in_a_row:
+            raise UserError(
+                f"{worst} updates in a row were skipped because the loss or the gradient was not finite or far too large",
+                cure="lower optim.lr, look at the data of these steps, or loosen optim.bad_step",
+                field="optim.bad_step.max_in_a_row",
+                value=self._config.max_in_a_row,
+            )
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold: the tensors themselves, not copies."""
+        return {
+            "history": self._history,
+            "accepted": self._accepted,
+            "skipped": self._skipped,
+            "in_a_row": self._in_a_row,
+        }
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over the state of a checkpoint.
+
+        Raises:
+            UserError: a tensor is missing, or the history has another length than this config's.
+        """
+        for name, mine in self.state_tensors().items():
+            theirs = tensors.get(name)
+            if theirs is None or theirs.shape != mine.shape:
+                found = "nothing" if theirs is None else f"shape {tuple(theirs.shape)}"
+                raise UserError(
+                    f"the checkpoint holds {found} for bad_step.{name}, this run needs shape {tuple(mine.shape)}",
+                    cure="resume with the same optim.bad_step.history",
+                )
+            mine.copy_(theirs)
+        self._worst.zero_()
+        self._mailbox.post()
+
+
+class _Mailbox:
+    """The last value of a device scalar that has reached the host, without waiting for it."""
+
+    def __init__(self, source: Tensor) -> None:
+        self._source = source
+        self._on_gpu = source.device.type == "cuda"
+        self._letter = torch.zeros((), dtype=source.dtype, pin_memory=True) if self._on_gpu else source
+        self._event = torch.cuda.Event() if self._on_gpu else None
+        self._last = 0
+
+    def post(self) -> None:
+        """Send the present value, unless the one before is still on its way."""
+        if self._event is not None and self._event.query():
+            self._last = int(self._letter)
+            self._letter.copy_(self._source, non_blocking=True)
+            self._event.record()
+
+    def read(self) -> int:
+        """The newest value that has arrived."""
+        if self._event is None or self._event.query():
+            self._last = int(self._letter)
+        return self._last

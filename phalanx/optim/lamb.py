@@ -1,0 +1,213 @@
+"""LAMB: layer-wise adaptive moments for large batches (arXiv 1904.00962, algorithm 2).
+
+Public references disagree, so what they disagree on are named options. The defaults are those of timm 1.0
+(``timm.optim.lamb``) except that the clip inside the step is off, since the training loop clips already;
+cybertronai/pytorch-lamb is ``bias_correction=False, always_adapt=True, max_weight_norm=10``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.optim.base import SkippingOptimizer, bundles, clean_gradients, inverse_scale
+from phalanx.optim.reduction import Reduction, local
+
+
+class _Rule(NamedTuple):
+    """The settings of one group that are constants in a compiled step."""
+
+    beta1: float
+    beta2: float
+    weight_decay: float
+    adapt: bool
+    trust_clip: bool
+    max_weight_norm: float
+
+
+class LAMB(SkippingOptimizer):
+    """LAMB over logical matrices: one trust ratio for each parameter it is given.
+
+    Args:
+        params: parameters or groups, fp32 or fp64; gradients may be of lower precision.
+        lr: learning rate.
+        betas: decay rates of the first and second moment, per step.
+        eps: added to the root of the second moment.
+        weight_decay: added to the update, times the parameter, before the trust ratio is taken.
+        bias_correction: divide the moments by ``1 - beta**step`` (timm and apex do, cybertronai does not).
+        max_grad_norm: clip the norm of all gradients of this optimizer inside the step; None leaves them.
+        always_adapt: use the trust ratio also for groups without weight decay (apex calls it ``use_nvlamb``).
+        trust_clip: bound the trust ratio by 1.
+        max_weight_norm: bound the parameter's norm in the trust ratio (cybertronai: 10); None for no bound.
+        reduction: completes sums over matrices that are spread over ranks.
+        compile: run the step through ``torch.compile`` (one graph for all shapes; needs the local reduction).
+
+    Raises:
+        ValueError: a setting is out of range, or `compile` is combined with a reduction.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        bias_correction: bool = True,
+        max_grad_norm: float | None = None,
+        always_adapt: bool = False,
+        trust_clip: bool = False,
+        max_weight_norm: float | None = None,
+        reduction: Reduction = local,
+        compile: bool = False,
+    ) -> None:
+        _check(lr, betas, eps, weight_decay)
+        if compile and reduction is not local:
+            raise ValueError("compile = True does not fit a reduction over ranks: leave compile off for sharded layouts")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "always_adapt": always_adapt,
+            "trust_clip": trust_clip,
+            "max_weight_norm": max_weight_norm,
+        }
+        self.max_grad_norm = max_grad_norm
+        self._reduction = reduction
+        self._compiled: Callable[..., None] | None = (
+            torch.compile(_compiled_step, dynamic=True, fullgraph=True) if compile else None
+        )
+        super().__init__(params, defaults)
+
+    def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """First and second moment, and the step counter (float64, one tensor for the whole group)."""
+        first = next((self.state[p] for p in group["params"] if "step" in self.state[p]), None)
+        step = torch.zeros((), dtype=torch.float64, device=parameter.device) if first is None else first["step"]
+        return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+
+    def _update(self, keep: Tensor | None, grad_scale: Tensor | None) -> None:
+        found = [(group, self._with_gradients(group)) for group in self.param_groups]
+        found = [(group, parameters) for group, parameters in found if parameters]
+        if self.max_grad_norm is not None and found:
+            grad_scale = self._clipping_scale([p for _, ps in found for p in ps], grad_scale, self.max_grad_norm)
+        for group, parameters in found:
+            step = self.state[parameters[0]]["step"]
+            step.add_(1.0 if keep is None else keep.to(step.device))
+            together = self._reduction is not local
+            for bundle in bundles(parameters, together=together):
+                self._update_bundle(group, bundle, keep, grad_scale, step)
+
+    def _clipping_scale(self, parameters: list[Tensor], grad_scale: Tensor | None, limit: float) -> Tensor:
+        """The divisor that brings the norm of all gradients, already divided by `grad_scale`, down to `limit`."""
+        norms = torch._foreach_norm([p.grad.to(p.dtype) for p in parameters if p.grad is not None])
+        squares = self._reduction([norm.square() for norm in norms], parameters, None)
+        scale = torch.ones_like(squares[0]) if grad_scale is None else grad_scale.to(squares[0])
+        total = torch.stack([square.to(squares[0]) for square in squares]).sum().sqrt()
+        return torch.maximum(scale, total / limit)
+
+    def _update_bundle(
+        self, group: dict[str, Any], ps: list[Tensor], keep: Tensor | None, grad_scale: Tensor | None, step: Tensor
+    ) -> None:
+        rule = _rule(group)
+        scalars = _scalars(group, step).to(ps[0])
+        inverse = inverse_scale(grad_scale, keep, ps[0])
+        ms = [self.state[p]["exp_avg"] for p in ps]
+        vs = [self.state[p]["exp_avg_sq"] for p in ps]
+        if self._compiled is not None:
+            keep_or_true = scalars.new_ones((), dtype=torch.bool) if keep is None else keep
+            inverse_or_one = scalars.new_ones(()) if inverse is None else inverse
+            for p, m, v in zip(ps, ms, vs, strict=True):
+                flat = [x.detach().view(-1) for x in (p, p.grad, m, v) if x is not None]
+                self._compiled(*flat, scalars, inverse_or_one, keep_or_true, rule)
+            return
+        gs = clean_gradients(ps, inverse, keep)
+        us = _updates(ps, gs, ms, vs, scalars, keep, rule)
+        squares = [torch.stack([a, b]).square() for a, b in zip(torch._foreach_norm(ps), torch._foreach_norm(us))]
+        factors = _factors(torch.stack(self._reduction(squares, ps, None)), scalars, keep, rule)
+        torch._foreach_addcmul_(ps, us, list(factors.unbind()))
+
+
+def _updates(
+    ps: list[Tensor],
+    gs: list[Tensor],
+    ms: list[Tensor],
+    vs: list[Tensor],
+    scalars: Tensor,
+    keep: Tensor | None,
+    rule: _Rule,
+) -> list[Tensor]:
+    """Advance the moments in place and return Adam's update (plus decay) of every parameter, not yet scaled."""
+    if keep is None:
+        torch._foreach_lerp_(ms, gs, 1 - rule.beta1)
+        torch._foreach_mul_(vs, rule.beta2)
+    else:  # gradients are zero where the step is skipped
+        torch._foreach_lerp_(ms, gs, [(1 - rule.beta1) * keep.to(scalars)] * len(ms))
+        torch._foreach_mul_(vs, torch.where(keep, rule.beta2, 1.0).to(scalars))
+    torch._foreach_addcmul_(vs, gs, gs, 1 - rule.beta2)
+    us = list(torch._foreach_sqrt(vs))
+    torch._foreach_mul_(us, scalars[1])
+    torch._foreach_add_(us, scalars[2])
+    torch._foreach_reciprocal_(us)
+    torch._foreach_mul_(us, ms)
+    if rule.weight_decay:
+        torch._foreach_add_(us, ps, alpha=rule.weight_decay)
+    return us
+
+
+def _factors(squares: Tensor, scalars: Tensor, keep: Tensor | None, rule: _Rule) -> Tensor:
+    """``-lr * trust ratio`` from squared norms (..., [parameter, update]); zero where the step is skipped."""
+    factors = -scalars[0].expand(squares.shape[:-1])
+    if rule.adapt:
+        weight, update = squares.sqrt().unbind(-1)
+        ratio = torch.where((weight > 0) & (update > 0), weight.clamp(max=rule.max_weight_norm) / update, 1.0)
+        factors = factors * (ratio.clamp(max=1.0) if rule.trust_clip else ratio)
+    return factors if keep is None else torch.where(keep, factors, 0.0)
+
+
+def _compiled_step(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, scalars: Tensor, inverse: Tensor, keep: Tensor, rule: _Rule
+) -> None:
+    """The same arithmetic for one flat parameter, written without mutation in the middle so that it fuses."""
+    g = torch.where(keep, g.to(p.dtype) * inverse, 0.0)
+    m_new = torch.where(keep, m.lerp(g, 1 - rule.beta1), m)
+    v_new = torch.where(keep, v * rule.beta2 + g * g * (1 - rule.beta2), v)
+    u = m_new / (v_new.sqrt() * scalars[1] + scalars[2]) + rule.weight_decay * p
+    squares = torch.stack([p.square().sum(), u.square().sum()])
+    m.copy_(m_new)
+    v.copy_(v_new)
+    p.add_(u * _factors(squares, scalars, keep, rule))
+
+
+def _scalars(group: dict[str, Any], step: Tensor) -> Tensor:
+    """``[lr, a, e]`` in float64, where the update is ``m / (sqrt(v) * a + e)``.
+
+    Folding the bias corrections this way, ``a = c1 / sqrt(c2)`` and ``e = eps * c1``, saves two passes.
+    """
+    beta1, beta2 = group["betas"]
+    c1 = 1 - beta1**step if group["bias_correction"] else torch.ones_like(step)
+    c2 = 1 - beta2**step if group["bias_correction"] else torch.ones_like(step)
+    # A skipped first step leaves the counter at 0 and the corrections too; nothing is then read of the result.
+    c1, c2 = (torch.where(c > 0, c, 1.0) for c in (c1, c2))
+    return torch.stack([torch.full_like(step, float(group["lr"])), c1 / c2.sqrt(), group["eps"] * c1])
+
+
+def _rule(group: dict[str, Any]) -> _Rule:
+    limit = group["max_weight_norm"]
+    adapt = bool(group["weight_decay"] != 0 or group["always_adapt"])
+    beta1, beta2 = group["betas"]
+    return _Rule(beta1, beta2, group["weight_decay"], adapt, group["trust_clip"], math.inf if limit is None else limit)
+
+
+def _check(lr: float, betas: tuple[float, ...], eps: float, weight_decay: float) -> None:
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        if not value >= 0:
+            raise ValueError(f"{name} = {value} is negative: give a number of at least 0")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas = {betas} are not all in [0, 1): give decay rates such as (0.9, 0.999)")
