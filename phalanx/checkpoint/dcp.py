@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from phalanx.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
+from phalanx.core.errors import UserError
 
 _ARCHIVE_OVERHEAD_BYTES = 2048  # of one torch.save archive: records, alignment and directory, about 1.6 kB measured
 
@@ -218,9 +219,9 @@ def torch_dtype(name: str) -> torch.dtype:
     """The dtype called `name` (``bfloat16``).
 
     Raises:
-        ValueError: torch has none of that name.
+        UserError: torch has none of that name.
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype of torch {torch.__version__}")
+        raise UserError(f"{name!r} is no dtype of torch {torch.__version__}", cure="use the torch it was written with")
     return dtype

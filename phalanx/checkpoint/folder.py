@@ -4,6 +4,7 @@
     .writing-step-00001300-3f…           one being written
     .writing-step-00001300-3f….lock      held (flock) by its writer for as long as that process lives
     .writing-step-00001300-3f….replaced  the checkpoint of the same step that it takes the place of, for a moment
+                                         (only where two folders cannot change names in one step)
     .deleting-step-00001000-9a…          one being deleted
 
 The kernel drops a lock with its process, so a lock that can be taken marks a leftover, and a second process at work in
@@ -12,6 +13,7 @@ the same folder is never disturbed. Where the file system has no locks, leftover
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -31,6 +33,8 @@ _WRITING = ".writing-"
 _DELETING = ".deleting-"
 _LOCK = ".lock"
 _REPLACED = ".replaced"
+_AT_FDCWD = -100  # <fcntl.h>
+_RENAME_EXCHANGE = 2  # <linux/fs.h>
 
 
 @dataclass(frozen=True, order=True)
@@ -76,13 +80,14 @@ def writing(folder: Path, step: int) -> Iterator[Path]:
 def publish(aside: Path, points: Points = NO_POINTS) -> Path:
     """Give the finished folder `aside` its final name, durably, and return its new path.
 
-    A checkpoint of the same step is first moved to a name from which it comes back, should this process die between the
-    two renames.
+    A checkpoint of the same step changes names with it in one call of the system, so that one of the two is there at
+    every moment. File systems that cannot do that (NFS) need two renames: between them neither is there, and should
+    this process die there, `clean` puts the former one back.
     """
     final = aside.parent / aside.name.removeprefix(_WRITING).rpartition("-")[0]
     fsync_folder(aside)
     points.reach("checkpoint.before-rename", path=aside)
-    while not _rename_to_free(aside, final):
+    while not (_rename_to_free(aside, final) or exchange(aside, final)):
         _rename_to_free(final, Path(f"{aside}{_REPLACED}"))
         points.reach("checkpoint.between-renames", path=aside)
     points.reach("checkpoint.after-rename", path=final)
@@ -163,6 +168,16 @@ def _recover(aside: Path) -> None:
         fsync_folder(aside.parent)
     shutil.rmtree(replaced, ignore_errors=True)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def exchange(left: Path, right: Path) -> bool:
+    """Let two folders change names in one step (Linux ``renameat2(2)``); say whether it was done."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):  # another system, or a C library older than glibc 2.28
+        return False
+    names = os.fsencode(left.absolute()), os.fsencode(right.absolute())
+    return bool(renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0)
 
 
 def _rename_to_free(source: Path, target: Path) -> bool:

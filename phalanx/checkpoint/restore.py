@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -60,7 +59,8 @@ class Checkpoint:
 
         Raises:
             UserError: listing what is missing, unexpected, or of another shape or dtype.
-            DamagedCheckpointError: the files do not hold what the manifest says.
+            DamagedCheckpointError: the files do not hold what the manifest says, or were replaced meanwhile; only then
+                may some of `tensors` have been filled.
         """
         saved = self.manifest.tensors
         differences = Differences(
@@ -100,8 +100,12 @@ class Checkpoint:
             return
         try:
             dcp.read(self.path, self.manifest, tensors)
-        except (OSError, UnpicklingError, RuntimeError, AssertionError, ValueError) as error:
+        except (MemoryError, torch.OutOfMemoryError, UserError):
+            raise
+        except Exception as error:
             raise DamagedCheckpointError(self.path, f"its tensors cannot be read ({_first_line(error)})") from error
+        if examine(self.path, checksums=False) != self.manifest:
+            raise DamagedCheckpointError(self.path, "it was replaced by another process while being read")
 
 
 def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:

@@ -29,7 +29,7 @@ STAGES = (
     "checkpoint.tensors-written",
     "checkpoint.manifest-written",
     "checkpoint.before-rename",
-    "checkpoint.between-renames",  # only where a checkpoint of the same step is replaced
+    "checkpoint.between-renames",  # only where one of the same step is replaced and names cannot be exchanged
     "checkpoint.after-rename",
     "checkpoint.published",
 )

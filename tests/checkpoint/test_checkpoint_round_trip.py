@@ -66,6 +66,7 @@ def test_views_are_stored_without_their_base(tmp_path: Path) -> None:
     assert sum(file.stat().st_size for file in path.iterdir()) < 20_000
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_stock_dcp_reads_it(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     path = save(tmp_path, 1, tensors)
     targets = blank(tensors)
