@@ -32,6 +32,10 @@ class EvaluateConfig(Config):
     tokens: int = Field(100_000, ge=0, description="tokens per evaluation while training; 0: all held-out text")
     final_tokens: int = Field(0, ge=0, description="tokens of the evaluation at the end; 0: all held-out text")
 
+    def due(self, step: int) -> bool:
+        """Whether held-out text is looked at after `step`, counted from 1."""
+        return self.every_steps > 0 and step % self.every_steps == 0
+
 
 class ProfileConfig(Config):
     """A window of steps recorded with torch.profiler into <run folder>/profile."""

@@ -24,6 +24,12 @@ class Progress:
     train_s: float = 0.0
     micro_batch: int = 0
 
+    def advance(self, samples: int, length: int) -> None:
+        """Count a finished step that read `samples` sequences of `length` tokens."""
+        self.step += 1
+        self.samples += samples
+        self.tokens += samples * length
+
     def to_json(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
         return asdict(self)

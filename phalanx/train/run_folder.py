@@ -82,11 +82,6 @@ class RunFolder:
             self.lock.close()
 
 
-def default_folder(config: RunConfig, config_path: Path) -> Path:
-    """`run.folder`, or ``runs/<name of the config file>``."""
-    return Path(config.run.folder or Path("runs") / config_path.stem)
-
-
 def open_for_training(config: RunConfig, path: Path) -> RunFolder:
     """Make or reopen the folder of a run, take its lock, and write down the config and the environment.
 

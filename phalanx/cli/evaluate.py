@@ -1,0 +1,45 @@
+"""`phalanx evaluate`: a trained model on the held-out text of its run, or on that of another config."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from phalanx.core.config import load
+from phalanx.data.loader import Loader
+from phalanx.data.prepare import prepare
+from phalanx.train.config import RunConfig
+from phalanx.train.evaluate import evaluate
+from phalanx.train.reporting import describe
+from phalanx.train.trained import open_trained
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--data", "data_config", type=click.Path(path_type=Path), help="Take the text of this config instead.")
+@click.option("--batch", default=8, show_default=True, help="Sequences at a time.")
+@click.option("--tokens", default=0, show_default=True, help="About so many tokens; 0: all held-out text.")
+@click.option("--device", default="auto", show_default=True, type=click.Choice(["auto", "cpu", "cuda"]))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(run: Path, data_config: Path | None, batch: int, tokens: int, device: str, as_json: bool) -> None:
+    """Loss, perplexity and bits per byte of the newest checkpoint in RUN on held-out text."""
+    trained = open_trained(run, lambda text: click.echo(text, err=True), device=device)
+    data = trained.config.data if data_config is None else load(RunConfig, data_config).value.data
+    loader = Loader(prepare(data), data)
+    limit = max(tokens // (batch * data.sequence_length), 1) if tokens else None
+    batches = loader.validation_batches(batch, limit)
+    result = evaluate(trained.model, batches, trained.tokenizer.token_bytes(), trained.device)
+    if as_json:
+        values = {
+            "step": trained.step,
+            "loss": result.loss,
+            "perplexity": result.perplexity,
+            "bits_per_byte": result.bits_per_byte,
+            "tokens": result.tokens,
+            "bytes": result.text_bytes,
+        }
+        click.echo(json.dumps(values))
+    else:
+        click.echo(f"step {trained.step}: held-out {describe(result)}")

@@ -1,0 +1,97 @@
+"""From a checked config to a run that can start: device, data, model, optimizer, and the state to go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from phalanx.checkpoint.restore import newest
+from phalanx.data.loader import Loader
+from phalanx.data.prepare import Progress as PrepareProgress
+from phalanx.data.prepare import prepare
+from phalanx.data.saved import save_tokenizer
+from phalanx.model.decoder import Decoder
+from phalanx.model.init import initialise
+from phalanx.model.logical import LogicalParameters
+from phalanx.optim.bad_step import BadStepJudge
+from phalanx.optim.build import build_optimizer
+from phalanx.train.config import RunConfig
+from phalanx.train.derived import complete_model, total_steps
+from phalanx.train.device import Device, choose_device, measure_peak
+from phalanx.train.initial_weights import load_initial_weights
+from phalanx.train.micro_batch import choose_micro_batch
+from phalanx.train.run import Run
+from phalanx.train.run_folder import RunFolder, note_hardware
+
+Say = Callable[[str], None]
+
+
+def assemble(
+    config: RunConfig, folder: RunFolder, say: Say, prepare_progress: Callable[[PrepareProgress], None] | None = None
+) -> Run:
+    """Prepare the data, build every part, and take up the newest good checkpoint if there is one.
+
+    Raises:
+        UserError: anything that the config asks for and that cannot be had.
+    """
+    device = choose_device(config.train)
+    prepared = prepare(config.data, progress=prepare_progress)
+    model = build_model(config, prepared.vocab_size, device)
+    save_tokenizer(config.data, folder.tokenizer)
+    parameters = LogicalParameters(model)
+    optimizer = build_optimizer(config.optim, parameters.items())
+    run = Run(
+        config=config,
+        folder=folder,
+        device=device,
+        peak=measure_peak(device),
+        prepared=prepared,
+        loader=Loader(prepared, config.data, seed=config.train.seed),
+        model=model,
+        parameters=parameters,
+        optimizer=optimizer,
+        judge=BadStepJudge(config.optim.bad_step, device.torch_device),
+        total_steps=total_steps(config),
+    )
+    take_up(run, say)
+    note_hardware(folder, describe_hardware(run))
+    return run
+
+
+def build_model(config: RunConfig, vocab_size: int, device: Device) -> Decoder:
+    """The model on its device with the weights of its seed, recomputation and compilation as configured."""
+    model = Decoder(complete_model(config, vocab_size), device=device.torch_device, compute_dtype=device.compute_dtype)
+    initialise(model, config.train.seed)
+    model.recompute = config.train.recompute
+    if config.train.compile:
+        model.compile()
+    return model
+
+
+def take_up(run: Run, say: Say) -> None:
+    """Go on from the newest good checkpoint; else start, from `train.init_from` where that is set."""
+    checkpoint = newest(run.folder.checkpoints, say, verify=run.config.checkpoint.verify)
+    if checkpoint is not None:
+        run.restore(checkpoint)
+        say(f"going on from {checkpoint.path} (step {checkpoint.step} of {run.total_steps})")
+        return
+    if run.config.train.init_from:
+        source = Path(run.config.train.init_from)
+        load_initial_weights(run.parameters, run.model.config, source, say)
+    run.progress.micro_batch = choose_micro_batch(run)
+
+
+def describe_hardware(run: Run) -> dict[str, object]:
+    """What a run ran on, for its record."""
+    peak = run.peak
+    return {
+        "device": run.device.name,
+        "kind": run.device.torch_device.type,
+        "compute_dtype": str(run.device.compute_dtype).removeprefix("torch."),
+        "threads": run.device.threads,
+        "peak_flops_per_s": None if peak is None else peak.flops_per_s,
+        "peak_source": None if peak is None else peak.source,
+        "torch_build": torch.__config__.show().splitlines()[0],
+    }

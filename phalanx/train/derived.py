@@ -1,0 +1,104 @@
+"""What follows from a config without training: the model's open sizes, parameters, FLOPs, batches, steps. Torch-free."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.core.errors import UserError
+from phalanx.data.vocabulary import configured_vocab_size
+from phalanx.model.config import ModelConfig
+from phalanx.model.shapes import flops_per_token, num_parameters
+from phalanx.optim.schedule import batch_size, samples_before, steps_for_samples
+from phalanx.train.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Numbers that a config implies.
+
+    Attributes:
+        parameters: elements of the model, padding of the vocabulary included.
+        tokens_per_step: of a full global batch.
+        flops_per_token: forward and backward, without recomputation.
+        total_tokens: read over the whole run.
+    """
+
+    parameters: int
+    tokens_per_step: int
+    flops_per_token: float
+    steps: int
+    total_tokens: int
+
+    @property
+    def total_flops(self) -> float:
+        """Floating-point operations of the whole run, without recomputation."""
+        return self.flops_per_token * self.total_tokens
+
+
+def derive(config: RunConfig) -> Derived:
+    """What `config` implies.
+
+    Raises:
+        UserError: the vocabulary is not known before the tokenizer is made, or sizes do not fit.
+    """
+    model = complete_model(config, config.model.vocab_size or configured_vocab_size(config.data.tokenizer))
+    length = config.data.sequence_length
+    steps = total_steps(config)
+    return Derived(
+        parameters=num_parameters(model),
+        tokens_per_step=config.train.global_batch * length,
+        flops_per_token=flops_per_token(model, length).total,
+        steps=steps,
+        total_tokens=length * samples_before(config.optim.batch_warmup, steps, config.train.global_batch),
+    )
+
+
+def complete_model(config: RunConfig, vocab_size: int) -> ModelConfig:
+    """The model's config with what it takes from the data filled in: vocabulary and longest sequence.
+
+    Args:
+        vocab_size: of the tokenizer.
+
+    Raises:
+        UserError: the tokenizer has more ids than the model, or the data's sequences are longer than the model's.
+    """
+    model, length = config.model, config.data.sequence_length
+    if model.vocab_size and vocab_size > model.vocab_size:
+        raise UserError(
+            f"the tokenizer has {vocab_size} ids",
+            cure=f"set model.vocab_size to {vocab_size} or more, or to 0 to take the tokenizer's",
+            field="model.vocab_size",
+            value=model.vocab_size,
+        )
+    if model.max_sequence and length > model.max_sequence:
+        raise UserError(
+            f"the data's sequences are longer (data.sequence_length = {length})",
+            cure=f"set model.max_sequence to {length} or more, or to 0 to take the data's",
+            field="model.max_sequence",
+            value=model.max_sequence,
+        )
+    filled = {"vocab_size": model.vocab_size or vocab_size, "max_sequence": model.max_sequence or length}
+    return model.model_copy(update=filled)
+
+
+def batch_sizes(config: RunConfig) -> Iterator[int]:
+    """Sequences of each step from the first on, without end: `train.global_batch`, or less while it is warmed up."""
+    for step in itertools.count():
+        yield batch_size(config.optim.batch_warmup, step, config.train.global_batch)
+
+
+def total_steps(config: RunConfig) -> int:
+    """Optimizer steps of the whole run; a token budget is rounded up to whole steps."""
+    if config.train.steps:
+        return config.train.steps
+    samples = math.ceil(config.train.tokens / config.data.sequence_length)
+    return steps_for_samples(config.optim.batch_warmup, samples, config.train.global_batch)
+
+
+def default_folder(config: RunConfig, config_path: Path) -> Path:
+    """`run.folder`, or ``runs/<name of the config file>``."""
+    return Path(config.run.folder or Path("runs") / config_path.stem)

@@ -1,0 +1,84 @@
+"""The training loop: every step at one look. The work is done in the rooms it calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.optim.clip import clip_scale, grad_norm
+from phalanx.optim.schedule import lr_factor
+from phalanx.train.device import GarbageCollection
+from phalanx.train.evaluate import Evaluation
+from phalanx.train.profiling import StepProfiler
+from phalanx.train.record import StepRecord
+from phalanx.train.reporting import Reporter
+from phalanx.train.run import Run
+from phalanx.train.signals import StopRequest
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        stopped_by: name of the signal that ended it before its last step, or an empty string.
+        evaluation: of the held-out text at the end; None where the run was stopped or has none.
+    """
+
+    stopped_by: str
+    evaluation: Evaluation | None
+
+
+def train(run: Run, reporter: Reporter) -> Outcome:
+    """Train from where `run` stands to its last step, or until a signal asks to stop.
+
+    One pass of the loop is one optimizer step: gradients of all micro-batches, the verdict of the bad-step policy, the
+    update, and, when due, figures, evaluation and a checkpoint. Nothing in a step waits for the device; figures are read
+    back when they are shown.
+
+    Raises:
+        UserError: too many bad steps in a row, no memory or disk left.
+    """
+    config, progress = run.config, run.progress
+    record = StepRecord()
+    profiler = StepProfiler(config.profile, run.folder.path / "profile")
+    with (
+        StopRequest() as stop,
+        GarbageCollection(config.train.garbage_collect_steps) as garbage,
+        run.batches() as batches,
+    ):
+        for batch in batches:
+            step = progress.step + 1
+            profiler.before_step(step)
+
+            loss = run.accumulate_gradients(batch)
+            norm = grad_norm(run.parameters.values())
+            bad = run.judge.judge(loss, norm)
+            lr = run.optimizer.set_lr(lr_factor(config.optim.schedule, progress.step, run.total_steps))
+            run.optimizer.step(found_inf=bad, grad_scale=clip_scale(norm, config.optim.clip_norm))
+            run.zero_grad()
+
+            progress.advance(*batch.tokens_BS.shape)
+            record.add(step, loss, norm, bad, lr, progress.tokens, batch.tokens_BS.numel())
+            garbage.after_step(step)
+            reporter.note_profile(profiler.after_step(step))
+
+            ending = bool(stop) or step == run.total_steps  # asked once: a signal may come between two questions
+            saving = ending or config.checkpoint.due(step)
+            if saving or config.logging.due(step):
+                reporter.report(record.flush())
+                run.judge.raise_if_hopeless()
+            if config.evaluate.due(step) and not ending:
+                reporter.evaluated(step, run.evaluate(config.evaluate.tokens))
+                record.resume_clock()
+            if saving:
+                reporter.flush()
+                reporter.saved(run.save())
+                record.resume_clock()
+            if ending:
+                break
+    profiler.close()
+    if progress.step < run.total_steps:
+        return Outcome(stop.name, None)
+    final = run.evaluate(config.evaluate.final_tokens)
+    reporter.evaluated(progress.step, final)
+    return Outcome("", final)

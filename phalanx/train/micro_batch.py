@@ -1,0 +1,62 @@
+"""How many sequences go through the model at once, where the config leaves that open."""
+
+from __future__ import annotations
+
+import torch
+
+from phalanx.data.batch import Batch
+from phalanx.train.accumulate import accumulate_gradients
+from phalanx.train.run import Run, out_of_memory, too_big
+
+# Beyond this a CPU gains nothing: its GEMMs are at their best rate and activations only leave its caches
+# (docs/LOG.md has the measurement).
+_CPU_TOKENS = 8192
+_GPU_MEMORY_SHARE = 0.9
+
+
+def choose_micro_batch(run: Run) -> int:
+    """`train.micro_batch`, or the largest fitting divisor of the global batch.
+
+    The choice depends on sizes and memory alone, never on a stopwatch, so that a run repeated on the same machine does
+    the same arithmetic. It is kept in the checkpoints.
+
+    Raises:
+        UserError: not even one sequence fits.
+    """
+    wanted = run.config.train.micro_batch
+    if wanted:
+        return wanted
+    divisors = [n for n in range(run.config.train.global_batch, 0, -1) if run.config.train.global_batch % n == 0]
+    if run.device.torch_device.type == "cpu":
+        length = run.config.data.sequence_length
+        return next((n for n in divisors if n * length <= _CPU_TOKENS), 1)
+    return next((n for n in divisors if _fits(run, n)), 0) or _refuse(run)
+
+
+def _fits(run: Run, micro_batch: int) -> bool:
+    """Whether forward and backward of `micro_batch` sequences leave a tenth of the GPU's memory to the optimizer."""
+    batch = run.loader.batch(0, 1)
+    rows = torch.zeros(micro_batch, dtype=torch.int64)
+    repeated = Batch(
+        batch.tokens_BS[rows],
+        batch.targets_BS[rows],
+        batch.weights_BS[rows],
+        None if batch.documents_BS is None else batch.documents_BS[rows],
+        batch.sample_index_B[rows],
+    )
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        accumulate_gradients(run.model, repeated, micro_batch=micro_batch, device=run.device, seed=0, step=0)
+        peak_bytes = torch.cuda.max_memory_allocated()
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        return False
+    finally:
+        run.zero_grad()
+        torch.cuda.empty_cache()
+    return peak_bytes < _GPU_MEMORY_SHARE * torch.cuda.get_device_properties(0).total_memory
+
+
+def _refuse(run: Run) -> int:
+    raise too_big(run.config, 1, MemoryError("not even one sequence fits"))

@@ -1,0 +1,147 @@
+"""A run: its parts, its batches, and its state gathered into checkpoints and put back from them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint.manifest import Meta
+from phalanx.checkpoint.prune import prune
+from phalanx.checkpoint.restore import Checkpoint
+from phalanx.checkpoint.save import save
+from phalanx.core.errors import UserError
+from phalanx.core.hardware import Peak
+from phalanx.core.points import NO_POINTS, Points
+from phalanx.data.batch import Batch
+from phalanx.data.loader import Loader, LoaderState
+from phalanx.data.prepared import Prepared
+from phalanx.model.decoder import Decoder
+from phalanx.model.logical import LogicalParameters
+from phalanx.optim.bad_step import BadStepJudge
+from phalanx.optim.build import OptimizerSet
+from phalanx.train.accumulate import accumulate_gradients
+from phalanx.train.config import RunConfig
+from phalanx.train.derived import batch_sizes
+from phalanx.train.device import Device
+from phalanx.train.evaluate import Evaluation, evaluate
+from phalanx.train.progress import Progress
+from phalanx.train.run_folder import RunFolder
+
+
+@dataclass
+class Run:
+    """What the training loop works on; `phalanx.train.assemble` makes it."""
+
+    config: RunConfig
+    folder: RunFolder
+    device: Device
+    peak: Peak | None
+    prepared: Prepared
+    loader: Loader
+    model: Decoder
+    parameters: LogicalParameters
+    optimizer: OptimizerSet
+    judge: BadStepJudge
+    total_steps: int
+    progress: Progress = field(default_factory=Progress)
+    points: Points = NO_POINTS
+
+    @contextmanager
+    def batches(self) -> Iterator[Iterator[Batch]]:
+        """The global batches from the present step to the last, prepared in the background."""
+        remaining = itertools.islice(batch_sizes(self.config), self.progress.step, self.total_steps)
+        pinned = self.device.torch_device.type == "cuda"
+        state = LoaderState(self.progress.samples)
+        with self.loader.stream(state, counts=remaining, pin_memory=pinned) as stream:
+            yield (batch for batch, _ in stream)
+
+    def accumulate_gradients(self, batch: Batch) -> Tensor:
+        """Gradients of one global batch on the logical parameters; returns the mean loss, nats."""
+        train = self.config.train
+        try:
+            loss = accumulate_gradients(
+                self.model,
+                batch,
+                micro_batch=self.progress.micro_batch,
+                device=self.device,
+                seed=train.seed,
+                step=self.progress.step,
+            )
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            raise too_big(self.config, self.progress.micro_batch, error) from error
+        self.parameters.bind_gradients()
+        return loss
+
+    def zero_grad(self) -> None:
+        """Let go of all gradients, stored and logical."""
+        self.model.zero_grad(set_to_none=True)
+        self.parameters.bind_gradients()
+
+    def evaluate(self, tokens: int) -> Evaluation:
+        """Look at about `tokens` held-out tokens, spread over all of them; 0: all."""
+        length = self.config.data.sequence_length
+        rows = max(self.progress.micro_batch, 1)
+        limit = max(tokens // (rows * length), 1) if tokens else None
+        batches = self.loader.validation_batches(rows, limit)
+        return evaluate(self.model, batches, self.prepared.tokenizer.token_bytes(), self.device)
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there is held-out text."""
+        return self.prepared.num_tokens("validation") > 0
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Every tensor that decides how training goes on, by name: weights, optimizer, bad-step history, RNG."""
+        return {
+            **{f"model.{name}": parameter.detach() for name, parameter in self.parameters.items()},
+            **{f"optim.{name}": tensor for name, tensor in self.optimizer.state_tensors().items()},
+            **{f"bad_step.{name}": tensor for name, tensor in self.judge.state_tensors().items()},
+            "rng.torch": torch.get_rng_state(),
+        }
+
+    def save(self) -> Path:
+        """Write a checkpoint of this moment, then delete those that are no longer to be kept."""
+        meta = Meta(config=self.config.model_dump(mode="json"))
+        step = self.progress.step
+        path = save(
+            self.folder.checkpoints, step, self.state_tensors(), self.progress.to_json(), meta, points=self.points
+        )
+        prune(self.folder.checkpoints, self.config.checkpoint, good_step=step)
+        return path
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Take up everything where `checkpoint` left it."""
+        tensors = self.state_tensors()
+        checkpoint.load_into(tensors)
+        torch.set_rng_state(tensors["rng.torch"])
+        self.progress = Progress.from_json(checkpoint.state)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the device, or the host, has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def too_big(config: RunConfig, micro_batch: int, error: BaseException) -> UserError:
+    """What to do when a step does not fit into memory."""
+    cures = []
+    if micro_batch > 1:
+        cures.append(f"set train.micro_batch={micro_batch // 2}")
+    if config.train.recompute != "full":
+        cures.append("train.recompute=full")
+    cures.append("a smaller model or data.sequence_length")
+    first_line = str(error).strip().splitlines()[0]
+    return UserError(
+        f"a micro-batch of {micro_batch} x {config.data.sequence_length} tokens does not fit into memory ({first_line})",
+        cure=" or ".join(cures),
+        field="train.micro_batch",
+        value=micro_batch,
+    )

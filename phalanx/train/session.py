@@ -1,0 +1,96 @@
+"""One `phalanx train` from its config to the summary that a person reads at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from phalanx.core import units
+from phalanx.model.shapes import flops_per_token, num_parameters
+from phalanx.telemetry.loggers import open_loggers
+from phalanx.train.assemble import assemble
+from phalanx.train.config import RunConfig
+from phalanx.train.derived import default_folder
+from phalanx.train.display import Display, make_display
+from phalanx.train.loop import Outcome, train
+from phalanx.train.preparing import PrepareDisplay
+from phalanx.train.reporting import Reporter, describe
+from phalanx.train.run import Run
+from phalanx.train.run_folder import open_for_training
+
+_EXIT_OF_SIGNAL = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138}
+
+
+def train_session(config: RunConfig, config_path: Path, console: Console) -> int:
+    """Train as `config` says, in its run folder.
+
+    Returns:
+        0 when the last step is done; 128 and the signal's number when a signal ended the run early.
+
+    Raises:
+        UserError: for everything a person can mend.
+    """
+    folder = open_for_training(config, default_folder(config, config_path))
+    display = make_display(console)
+    try:
+        with PrepareDisplay(console) as progress:
+            run = assemble(config, folder, display.note, progress.show)
+        display.note(headline(run))
+        outcome = _train(run, display)
+    finally:
+        display.close()
+        folder.release()
+    console.print(closing(run, outcome))
+    return _EXIT_OF_SIGNAL.get(outcome.stopped_by, 0)
+
+
+def headline(run: Run) -> str:
+    """What is going to be trained, on what."""
+    config, model = run.config, run.model.config
+    peak = "" if run.peak is None else f", peak {run.peak.flops_per_s / 1e12:.2f} TFLOP/s ({run.peak.source})"
+    tokens_per_step = config.train.global_batch * config.data.sequence_length
+    dtype = str(run.device.compute_dtype).removeprefix("torch.")
+    return (
+        f"{units.count(num_parameters(model))} parameters, {run.total_steps} steps of {tokens_per_step:,} tokens "
+        f"in micro-batches of {run.progress.micro_batch} x {config.data.sequence_length}\n"
+        f"text: {units.count(run.prepared.num_tokens('train'))} tokens to train on, "
+        f"{units.count(run.prepared.num_tokens('validation'))} held out\n"
+        f"device: {run.device.name}, {run.device.threads} thread(s), {dtype}{peak}\n"
+        f"folder: {run.folder.path}"
+    )
+
+
+def closing(run: Run, outcome: Outcome) -> str:
+    """How the run went, and what can be done with it."""
+    path = escape(str(run.folder.path))
+    progress = run.progress
+    if outcome.stopped_by:
+        return (
+            f"[yellow]stopped by {outcome.stopped_by}[/] after step {progress.step} of {run.total_steps}; "
+            "the same command goes on from there"
+        )
+    lines = [
+        f"[green]done[/]: {progress.step} steps, {units.count(progress.tokens)} tokens "
+        f"in {units.duration(progress.train_s)} of training"
+    ]
+    skipped = int(run.judge.skipped)
+    if skipped:
+        lines.append(f"{skipped} update(s) skipped by the bad-step policy")
+    if outcome.evaluation is not None:
+        lines.append(f"held-out text: {describe(outcome.evaluation)}")
+    lines.append(f'sample from it: [bold]phalanx generate {path} "…"[/]')
+    return "\n".join(lines)
+
+
+def _train(run: Run, display: Display) -> Outcome:
+    config = run.config
+    logger = open_loggers(
+        config.logging, run.folder.path, run.progress.step, config.model_dump(mode="json"), display.note
+    )
+    try:
+        flops = flops_per_token(run.model.config, config.data.sequence_length).total
+        return train(run, Reporter(run, display, logger, flops))
+    finally:
+        logger.close()
