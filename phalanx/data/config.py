@@ -44,7 +44,7 @@ class TokenizerConfig(Config):
     )
     path: str = Field("", description="kind file: path of a tokenizer.json, or of a folder that holds one")
     pattern: Literal["gpt2", "gpt4"] = Field(
-        "gpt4", description="kind bpe: the regular expression that cuts text into words before merging"
+        "gpt2", description="kind bpe: the regular expression that cuts text into words before merging"
     )
     training_bytes: int = Field(
         64 * 2**20, ge=1, description="kind bpe: train on about this many bytes, spread over all sources"

@@ -1,8 +1,8 @@
 """Samples in a global order that depends on the seed alone, and the thread that prepares them ahead of time.
 
 Sample g of the order is a pure function of (prepared corpus, config, seed, g): `Mixture` says which source and which of
-its samples, a `Permutation` per source and epoch says which window of its tokens. So the state of a loader is one number,
-any process can read any part of the order, and changing the batch size on the way is nothing special.
+its samples, a `Permutation` per source and epoch says which window of its tokens. So a loader's state is one number, any
+process can read any part of the order, and changing the batch size on the way is nothing special.
 
 Shape letters: B samples, S positions.
 """
@@ -19,11 +19,11 @@ import torch
 from phalanx.core.errors import UserError
 from phalanx.data.batch import Batch
 from phalanx.data.config import DataConfig
-from phalanx.data.order import Int64, Mixture, Permutation, derive_key
+from phalanx.data.order import Int64, Mixture, derive_key
 from phalanx.data.prefetch import Prefetcher
-from phalanx.data.prepared import Prepared, PreparedSource, PreparedSplit
+from phalanx.data.prepared import Prepared
+from phalanx.data.samples import Arrays, SampleOrder, SampleReader
 from phalanx.data.sources import Split
-from phalanx.data.stream import TokenStream
 
 BLOCK = 1024
 
@@ -67,22 +67,25 @@ class Loader:
         parts = prepared.split(split)
         if not parts:
             raise UserError(f"there are no {split} tokens", cure="prepare some: see data.sources", field="data")
-        self._sources = [_SourceOrder(*part, config, derive_key(seed, i)) for i, part in enumerate(parts)]
-        weights = [source.weight or source.num_samples for source in self._sources]
-        self._mixture = Mixture(weights)
-        self._locate = lru_cache(maxsize=2)(self._locate_block)
-        self._held_out = [_SourceOrder(*part, config, 0, sequential=True) for part in prepared.split("validation")]
+        self._readers = [SampleReader(*part, config) for part in parts]
+        self._orders = [
+            SampleOrder(reader, key=derive_key(seed, i), random_offset=config.random_offset)
+            for i, reader in enumerate(self._readers)
+        ]
+        self._mixture = Mixture([r.weight or o.num_samples for r, o in zip(self._readers, self._orders, strict=True)])
+        self._located = lru_cache(maxsize=4)(self._locate_block)
+        self._held_out = [SampleReader(*part, config) for part in prepared.split("validation")]
 
     @property
     def samples_per_epoch(self) -> int:
         """Samples after which every source has been read once, on average."""
-        return sum(source.num_samples for source in self._sources)
+        return sum(order.num_samples for order in self._orders)
 
     def batch(self, start: int, count: int) -> Batch:
         """Samples ``start..start+count`` of the global order; a pure function."""
         index_B = np.arange(start, start + count)
         source_B, begin_B = self._windows(index_B)
-        return self._read(self._sources, source_B, begin_B, index_B)
+        return self._read(self._readers, source_B, begin_B, index_B)
 
     def stream(
         self,
@@ -123,7 +126,7 @@ class Loader:
         if not self._held_out:
             cure = "set data.validation_fraction above 0 or give data.validation_sources"
             raise UserError("no text was held out", cure=cure, field="data.validation_fraction")
-        borders = np.cumsum([0, *(source.num_samples for source in self._held_out)])
+        borders = np.cumsum([0, *(reader.num_windows for reader in self._held_out)])
         total = int(borders[-1])
         wanted = total if max_batches is None else min(total, max_batches * batch_size)
         for first in range(0, wanted, batch_size):
@@ -146,7 +149,7 @@ class Loader:
     def _windows(self, index_B: Int64) -> tuple[Int64, Int64]:
         """Source and first token of samples that follow each other, from blocks that are worked out once."""
         first, last = int(index_B[0]) // BLOCK, int(index_B[-1]) // BLOCK
-        blocks = [self._locate(block) for block in range(first, last + 1)]
+        blocks = [self._located(block) for block in range(first, last + 1)]
         inside = slice(int(index_B[0]) - first * BLOCK, int(index_B[-1]) + 1 - first * BLOCK)
         source = blocks[0][0] if len(blocks) == 1 else np.concatenate([block[0] for block in blocks])
         begin = blocks[0][1] if len(blocks) == 1 else np.concatenate([block[1] for block in blocks])
@@ -157,116 +160,31 @@ class Loader:
         begin_B = np.empty(BLOCK, np.int64)
         for number in np.unique(source_B).tolist():
             chosen = source_B == number
-            begin_B[chosen] = self._sources[number].begins(local_B[chosen])
+            begin_B[chosen] = self._orders[number].begins(local_B[chosen])
         return source_B, begin_B
 
-    def _read(self, sources: list[_SourceOrder], source_B: Int64, begin_B: Int64, index_B: Int64) -> Batch:
+    def _read(self, readers: list[SampleReader], source_B: Int64, begin_B: Int64, index_B: Int64) -> Batch:
         used = np.unique(source_B).tolist()
         if len(used) == 1:
-            return _to_batch(*sources[used[0]].read(begin_B), index_B)
-        shape = (len(index_B), self.config.sequence_length)
-        tokens, weights = np.zeros((shape[0], shape[1] + 1), np.int64), np.zeros(shape, np.float32)
-        documents = np.zeros(shape, np.int32) if self.config.document_mask else None
+            return _to_batch(readers[used[0]].read(begin_B), index_B)
+        size, length = len(index_B), self.config.sequence_length
+        documents = np.zeros((size, length), np.int32) if self.config.document_mask else None
+        result = Arrays(np.zeros((size, length + 1), np.int64), np.zeros((size, length), np.float32), documents)
         for number in used:
             rows = source_B == number
-            tokens[rows], weights[rows], part = sources[number].read(begin_B[rows])
-            if documents is not None:
-                documents[rows] = part
-        return _to_batch(tokens, weights, documents, index_B)
+            for whole, part in zip(result, readers[number].read(begin_B[rows]), strict=True):
+                if whole is not None:
+                    whole[rows] = part
+        return _to_batch(result, index_B)
 
 
-class _SourceOrder:
-    """The samples of one split of one source: their order, and their content."""
-
-    def __init__(
-        self, source: PreparedSource, split: PreparedSplit, config: DataConfig, key: int, *, sequential: bool = False
-    ) -> None:
-        self.weight = source.weight
-        self._stream = TokenStream(split.shards)
-        self._keeps_borders = source.has_end_of_text
-        self._document_mask = config.document_mask
-        self._length = config.sequence_length
-        self._key = key
-        total = len(self._stream)
-        if sequential:
-            self.num_samples = -(-(total - 1) // self._length)
-            return
-        if total <= self._length:
-            raise UserError(
-                f"source {source.name!r} has {total} tokens, a sample needs {self._length + 1}",
-                cure="make data.sequence_length smaller",
-                field="data.sequence_length",
-                value=self._length,
-            )
-        shifted = (total - self._length) // self._length if config.random_offset else (total - 1) // self._length
-        self.num_samples = max(shifted, 1)
-        spare = total - 1 - self.num_samples * self._length
-        self._offsets = min(self._length, spare + 1) if config.random_offset else 1
-        self._epoch = lru_cache(maxsize=4)(self._make_epoch)
-
-    def begins(self, local_B: Int64) -> Int64:
-        """The first token of this source's samples number `local_B`."""
-        epoch_B, place_B = np.divmod(local_B, self.num_samples)
-        result = np.empty_like(place_B)
-        for epoch in np.unique(epoch_B).tolist():
-            chosen = epoch_B == epoch
-            permutation, offset = self._epoch(epoch)
-            result[chosen] = permutation(place_B[chosen]) * self._length + offset
-        return result
-
-    def read(self, begin_B: Int64) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Tokens (B, S+1), weights (B, S) and document numbers (B, S) or None of the windows from `begin_B` on."""
-        length = self._length + 1
-        over = int(begin_B.max()) + length - len(self._stream)
-        if over > 0:
-            return self._read_past_end(begin_B)
-        tokens = self._stream.tokens(begin_B, length).astype(np.int64)
-        weights = np.ones((len(begin_B), self._length), np.float32)
-        if self._stream.has_mask:
-            weights *= self._stream.mask(begin_B, length)[:, 1:]
-        if not self._document_mask:
-            return tokens, weights, None
-        documents = np.zeros((len(begin_B), self._length), np.int32)
-        row, column = self._stream.document_starts(begin_B, length)
-        inner = (column > 0) & (column < self._length)
-        documents[row[inner], column[inner]] = 1
-        np.cumsum(documents, axis=1, out=documents)
-        if not self._keeps_borders:
-            weights[row[column > 0], column[column > 0] - 1] = 0
-        return tokens, weights, documents
-
-    def _read_past_end(self, begin_B: Int64) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """`read` where the last window of a sequential pass is not full: it is moved back and then to the left."""
-        length = self._length + 1
-        parts = []
-        for begin in begin_B.tolist():
-            there = min(length, len(self._stream) - begin)
-            parts.append(self._read_short(begin, there) if there < length else self.read(np.array([begin])))
-        tokens, weights = np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
-        documents = [p[2] for p in parts if p[2] is not None]
-        return tokens, weights, np.concatenate(documents) if documents else None
-
-    def _read_short(self, begin: int, there: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        missing = self._length + 1 - there
-        short = _SourceOrder.__new__(_SourceOrder)
-        short.__dict__.update(self.__dict__, _length=there - 1)
-        tokens, weights, documents = short.read(np.array([begin]))
-        tokens, weights = np.pad(tokens, ((0, 0), (0, missing))), np.pad(weights, ((0, 0), (0, missing)))
-        if documents is not None:
-            documents = np.pad(documents, ((0, 0), (0, missing)), mode="edge")
-        return tokens, weights, documents
-
-    def _make_epoch(self, epoch: int) -> tuple[Permutation, int]:
-        key = derive_key(self._key, epoch)
-        return Permutation(key, self.num_samples), derive_key(key, "offset") % self._offsets
-
-
-def _to_batch(tokens: np.ndarray, weights: np.ndarray, documents: np.ndarray | None, index_B: Int64) -> Batch:
+def _to_batch(arrays: Arrays, index_B: Int64) -> Batch:
+    tokens_BL, weights_BS, documents_BS = arrays
     return Batch(
-        torch.from_numpy(np.ascontiguousarray(tokens[:, :-1])),
-        torch.from_numpy(np.ascontiguousarray(tokens[:, 1:])),
-        torch.from_numpy(weights),
-        None if documents is None else torch.from_numpy(documents),
+        torch.from_numpy(tokens_BL[:, :-1].copy()),
+        torch.from_numpy(tokens_BL[:, 1:].copy()),
+        torch.from_numpy(weights_BS),
+        None if documents_BS is None else torch.from_numpy(documents_BS),
         torch.from_numpy(index_B),
     )
 

@@ -94,7 +94,8 @@ def _quotas(weights: NDArray[np.float64]) -> Int64:
     quotas = np.floor(exact).astype(np.int64)
     missing = free - int(quotas.sum())
     quotas[np.argsort(quotas - exact, kind="stable")[:missing]] += 1
-    return quotas + 1
+    result: Int64 = quotas + 1
+    return result
 
 
 def _mix(value: NDArray[np.uint64]) -> NDArray[Any]:

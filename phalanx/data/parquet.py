@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from phalanx.core.errors import UserError
+
+ROWS = 256
 
 
 def cut_row_groups(path: str, target_bytes: int) -> Iterator[tuple[int, int, int]]:
@@ -35,3 +37,20 @@ def open_parquet(path: str) -> Any:
         return parquet.ParquetFile(path)
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise UserError(f"is no readable Parquet file ({error})", cure="check the file", value=path) from None
+
+
+def parquet_rows(
+    path: str, begin_group: int, end_group: int, columns: Sequence[str]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield ``(row number in the file, {column: value})`` of some row groups, a few rows in memory at a time.
+
+    A column that is not in the file is left out of the rows.
+    """
+    file = open_parquet(path)
+    row = sum(file.metadata.row_group(group).num_rows for group in range(begin_group))
+    there = [column for column in columns if column in file.schema_arrow.names]
+    groups = list(range(begin_group, end_group))
+    for batch in file.iter_batches(batch_size=ROWS, row_groups=groups, columns=there, use_threads=False):
+        for record in batch.to_pylist() if there else [{}] * batch.num_rows:
+            yield row, record
+            row += 1

@@ -72,7 +72,7 @@ class Prefetcher(Generic[T]):
                 if self._stop.is_set():
                     return
                 self._ready.put((item, None))
-        except BaseException as caught:  # noqa: BLE001 - handed to the consumer as it is
+        except BaseException as caught:
             error = caught
         self._put_end(error)
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_json
-from phalanx.data.config import DataConfig, SourceConfig
-from phalanx.data.encode import Rule
+from phalanx.data.config import TOKEN_KINDS, DataConfig, SourceConfig
+from phalanx.data.encode import NAMED_SKIPS, Rule
 from phalanx.data.lock import folder_lock, friendly_os_errors
 from phalanx.data.pool import encode_all
 from phalanx.data.prepared import (
@@ -31,8 +30,9 @@ from phalanx.data.prepared import (
     write_splits,
 )
 from phalanx.data.reuse import collect_splits, delete_strangers, reusable_records, unit_digests
-from phalanx.data.sources import listing_digest, list_files, plan_units
-from phalanx.data.tokenizers import TokenizerSpec, find_spec, open_tokenizer
+from phalanx.data.sources import InputFile, Unit, list_files, listing_digest, plan_units
+from phalanx.data.tokenfiles import token_splits
+from phalanx.data.tokenizers import TokenizerSpec, find_spec, make_spec, open_tokenizer
 from phalanx.data.worker import Job
 
 
@@ -61,7 +61,7 @@ def prepare(config: DataConfig, *, workers: int | None = None, progress: Report 
         UserError: input that is missing, empty or wrong, a full disk, a folder without the right to write.
     """
     report = progress or (lambda _: None)
-    spec = find_spec(config.tokenizer)
+    spec = make_spec(config, lambda stage: report(Progress(stage)))
     sources = tuple(
         _prepare_source(config, source, source_name(source, i), spec, config.held_out, workers, report)
         for i, source in enumerate(config.sources)
@@ -81,7 +81,7 @@ def open_prepared(config: DataConfig) -> Prepared:
     Raises:
         UserError: it has not been prepared.
     """
-    spec = find_spec(config.tokenizer)
+    spec = find_spec(config)
 
     def find(source: SourceConfig, number: int, held_out: float) -> PreparedSource:
         folder = dataset_folder(config, source, spec.key, held_out)
@@ -107,49 +107,79 @@ def _prepare_source(
         inputs = listing_digest(files)
         manifest = read_manifest(folder)
         if manifest is None or manifest["inputs"] != inputs:
-            tail = held_out if config.validation_split == "tail" and held_out < 1 else 0.0
-            units = plan_units(source, files, tail)
             job = Job(source, spec, Rule(held_out, config.validation_seed), folder)
             with friendly_os_errors(folder):
-                _encode(job, units, name, inputs, workers, report)
+                (folder / MANIFEST).unlink(missing_ok=True)
+                if source.kind in TOKEN_KINDS:
+                    content = _adopt(job, files, name, report)
+                else:
+                    tail = held_out if config.validation_split == "tail" and held_out < 1 else 0.0
+                    content = _encode(job, plan_units(source, files, tail), name, workers, report)
+                write_json(folder / MANIFEST, _manifest(job, inputs) | content)
     return read_source(folder, name, source.weight)
 
 
-def _encode(job: Job, units: list[Any], name: str, inputs: str, workers: int | None, report: Report) -> None:
-    """Encode the units that have no valid record, then publish the manifest. The folder's lock is held."""
-    folder = job.folder
-    (folder / MANIFEST).unlink(missing_ok=True)
-    report(Progress(f"{name}: looking for finished work"))
-    records = reusable_records(folder, units)
-    missing = [unit for unit in units if unit.signature not in records]
-    total = sum(unit.num_bytes for unit in units)
-    state = Progress(f"{name}: tokenising", total - sum(unit.num_bytes for unit in missing), total)
-    report(state)
-    done_bytes, num_tokens = state.done_bytes, 0
-
-    def beat(more_bytes: int, more_tokens: int) -> None:
-        nonlocal done_bytes, num_tokens
-        done_bytes, num_tokens = done_bytes + more_bytes, num_tokens + more_tokens
-        report(Progress(state.stage, min(done_bytes, total), total, num_tokens))
-
-    for record in encode_all(missing, job, workers, beat):
-        records[record.signature] = record
-    ordered = [records[unit.signature] for unit in units]
-    splits = collect_splits(folder, ordered, job.tokenizer.vocab_size)
-    manifest = {
+def _manifest(job: Job, inputs: str) -> dict[str, Any]:
+    return {
         "format": FORMAT,
         "source": job.source.model_dump(mode="json"),
         "tokenizer": job.tokenizer.key,
         "inputs": inputs,
-        "fingerprint": unit_digests(ordered),
-        "has_end_of_text": job.tokenizer.end_of_text,
-        "num_skipped": sum(record.num_skipped for record in ordered),
-        "skipped": [name for record in ordered for name in record.skipped][:5],
-        "splits": write_splits(splits, folder),
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-    write_json(folder / MANIFEST, manifest)
+
+
+def _encode(job: Job, units: list[Unit], name: str, workers: int | None, report: Report) -> dict[str, Any]:
+    """Encode the units that have no valid record; what the manifest says of them. The folder's lock is held."""
+    folder = job.folder
+    report(Progress(f"{name}: looking for finished work"))
+    records = reusable_records(folder, units)
+    missing = [unit for unit in units if unit.signature not in records]
+    count = _Counter(f"{name}: tokenising", units, missing, report)
+    for record in encode_all(missing, job, workers, count):
+        records[record.signature] = record
+    ordered = [records[unit.signature] for unit in units]
     delete_strangers(folder, ordered)
+    tokenizer = open_tokenizer(job.tokenizer)
+    return {
+        "fingerprint": unit_digests(ordered),
+        "has_end_of_text": tokenizer.end_of_text is not None,
+        "num_skipped": sum(record.num_skipped for record in ordered),
+        "skipped": [document for record in ordered for document in record.skipped][:NAMED_SKIPS],
+        "splits": write_splits(collect_splits(folder, ordered, tokenizer.vocab_size), folder),
+    }
+
+
+def _adopt(job: Job, files: list[InputFile], name: str, report: Report) -> dict[str, Any]:
+    """Check token files that are used in place; what the manifest says of them."""
+    report(Progress(f"{name}: checking token files"))
+    vocab_size = open_tokenizer(job.tokenizer).vocab_size
+    splits, content = token_splits(job.source, files, vocab_size, job.rule.held_out, job.folder)
+    return {
+        "fingerprint": content,
+        "has_end_of_text": job.source.document_token >= 0,
+        "num_skipped": 0,
+        "skipped": [],
+        "splits": write_splits(splits, job.folder),
+    }
+
+
+class _Counter:
+    """Adds up what workers report, and passes it on."""
+
+    def __init__(self, stage: str, units: list[Unit], missing: list[Unit], report: Report) -> None:
+        self._stage = stage
+        self._report = report
+        self._total_bytes = sum(unit.num_bytes for unit in units)
+        self._done_bytes = self._total_bytes - sum(unit.num_bytes for unit in missing)
+        self._num_tokens = 0
+        self(0, 0)
+
+    def __call__(self, more_bytes: int, more_tokens: int) -> None:
+        self._done_bytes += more_bytes
+        self._num_tokens += more_tokens
+        done = min(self._done_bytes, self._total_bytes)
+        self._report(Progress(self._stage, done, self._total_bytes, self._num_tokens))
 
 
 def _check(config: DataConfig, prepared: Prepared) -> None:
@@ -173,8 +203,3 @@ def _check(config: DataConfig, prepared: Prepared) -> None:
             field="data.validation_fraction",
             value=config.validation_fraction,
         )
-
-
-def folder_of(prepared: Prepared) -> Path:
-    """The folder that holds a prepared corpus' sources."""
-    return prepared.sources[0].folder.parent

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from typing import Any
 
+from phalanx.core.errors import UserError
 from phalanx.data.config import SourceConfig
+from phalanx.data.parquet import parquet_rows
 from phalanx.data.sources import Part
-from phalanx.data.text import Piece, Utf8, is_utf8, open_bytes, separated_pieces, text_pieces
+from phalanx.data.text import Piece, Utf8, bad_byte, is_utf8, open_bytes, separated_pieces, split_text, text_pieces
 
 Reader = Callable[[SourceConfig, Part], Iterator[Piece]]
 
@@ -41,6 +45,81 @@ def _read_text(source: SourceConfig, part: Part) -> Iterator[Piece]:
             yield Piece(f"{part.name}:{start}" if is_first else None, text)
 
 
+def _read_lines(source: SourceConfig, part: Part) -> Iterator[Piece]:
+    """JSON lines that start in the part's range; the last is read to its end."""
+    end = None if part.end == part.file_size else part.end
+    with open_bytes(part.path) as file:
+        place = 0
+        if part.begin:
+            file.seek(part.begin - 1)
+            place = part.begin - 1 + len(file.readline())
+        while end is None or place < end:
+            line = file.readline()
+            if not line:
+                return
+            if line.strip():
+                yield from _line(source, part, place, line)
+            place += len(line)
+
+
+def _line(source: SourceConfig, part: Part, place: int, line: bytes) -> Iterator[Piece]:
+    name = f"{part.name}:{place}"
+    try:
+        record = json.loads(line.decode("utf-8", "replace" if source.bad_utf8 == "replace" else "strict"))
+    except UnicodeDecodeError as error:
+        if source.bad_utf8 == "skip":
+            yield skipped(name)
+            return
+        raise bad_byte(part.path, place + error.start, line[error.start]) from None
+    except ValueError as error:
+        raise _bad_line(part.path, place, f"is no JSON ({error})", "correct the line") from None
+    if not isinstance(record, dict):
+        raise _bad_line(part.path, place, "is no JSON object", "write one object a line") from None
+    yield from _record(source, name, record, lambda problem, cure: _bad_line(part.path, place, problem, cure))
+
+
+def _record(
+    source: SourceConfig, name: str, record: dict[str, Any], refuse: Callable[[str, str], UserError]
+) -> Iterator[Piece]:
+    """The pieces of one record: the prompt, which is not trained on, and the text."""
+    fields = [source.prompt_field, source.field] if source.prompt_field else [source.field]
+    wrong = [field for field in fields if not isinstance(record.get(field), str)]
+    if wrong and source.missing_field == "skip":
+        yield skipped(name)
+        return
+    if wrong:
+        what = f"is {type(record[wrong[0]]).__name__}, no text" if wrong[0] in record else "is absent"
+        raise refuse(
+            f"field {wrong[0]!r} {what}; the record has {sorted(record)}",
+            "set `field` (or `prompt_field`) on the source, or missing_field = 'skip'",
+        )
+    title: str | None = name
+    for field in fields:
+        for text in split_text(record[field]):
+            yield Piece(title, text, trained=field == source.field)
+            title = None
+
+
+def _bad_line(path: str, place: int, problem: str, cure: str) -> UserError:
+    """An error that names the line (from 1), counted only now that it is needed."""
+    number, left = 1, place
+    with open_bytes(path) as file:
+        while left and (block := file.read(min(left, 1 << 20))):
+            number += block.count(b"\n")
+            left -= len(block)
+    return UserError(f"line {number}: {problem}", cure=cure, value=path)
+
+
+def _read_table(source: SourceConfig, part: Part) -> Iterator[Piece]:
+    columns = [source.prompt_field, source.field] if source.prompt_field else [source.field]
+    for row, record in parquet_rows(part.path, part.begin, part.end, columns):
+
+        def refuse(problem: str, cure: str, row: int = row) -> UserError:
+            return UserError(f"row {row}: {problem}", cure=cure, value=part.path)
+
+        yield from _record(source, f"{part.name}:{row}", record, refuse)
+
+
 def skipped(name: str) -> Piece:
     """The piece that stands for a document that was left out."""
     return Piece(f"\0{name}", "")
@@ -53,6 +132,8 @@ def was_skipped(piece: Piece) -> str | None:
 
 READERS: dict[str, Reader] = {
     "text": _read_text,
+    "jsonl": _read_lines,
+    "parquet": _read_table,
     "directory": _read_files,
     "python-stdlib": _read_files,
 }

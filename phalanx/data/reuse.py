@@ -54,9 +54,13 @@ def collect_splits(folder: Path, records: Sequence[UnitRecord], vocab_size: int)
             for signature, part in parts
             if part.num_tokens
         )
-        totals = (sum(getattr(part, key) for _, part in parts) for key in ("num_tokens", "num_documents", "num_bytes"))
         if shards:
-            result[split] = PreparedSplit(*totals, shards)
+            result[split] = PreparedSplit(
+                num_tokens=sum(part.num_tokens for _, part in parts),
+                num_documents=sum(part.num_documents for _, part in parts),
+                num_bytes=sum(part.num_bytes for _, part in parts),
+                shards=shards,
+            )
     return result
 
 

@@ -187,6 +187,8 @@ def _matches(pattern: str, source: SourceConfig) -> Iterator[tuple[Path, str]]:
         root = path
     elif path.exists():
         found, root = [path], path.parent
+    elif source.kind == "megatron" and path.with_name(path.name + ".bin").exists():
+        found, root = [path.with_name(path.name + ".bin")], path.parent
     else:
         found = [Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file()]
         root = Path(str(path).split("*")[0].split("?")[0].split("[")[0]).parent if found else path
@@ -208,6 +210,8 @@ _ENDINGS: dict[str, tuple[str, ...]] = {
     "text": (".txt", ".txt.gz", ".txt.zst"),
     "jsonl": (".jsonl", ".json", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst"),
     "parquet": (".parquet",),
+    "nanogpt": (".bin",),
+    "megatron": (".bin", ".idx"),
 }
 
 

@@ -1,7 +1,7 @@
 """Reading text in pieces of bounded size, cut where a tokenizer cannot notice.
 
-A document of any length passes through a few hundred KiB of memory. Pieces end between a letter or digit and white space:
-the regular expressions that GPT-2, GPT-4 and Llama 3 tokenizers cut words with never make one word of the two sides, so
+A document of any length passes through a few hundred KiB of memory. Pieces end between a letter or digit and white
+space: the regular expressions that GPT-2, GPT-4 and Llama 3 tokenizers cut words with never make one word of the two sides, so
 the pieces' tokens put together are the whole text's tokens. Where there is no such place (text without spaces) a piece
 ends between any two characters.
 """
@@ -116,7 +116,7 @@ def separated_pieces(
 
 
 def _separated_blocks(file: BinaryIO, place: int, separator: bytes) -> Iterator[tuple[int, bytes, bool]]:
-    """Yield ``(byte, block, whether a separator follows)``: the file from `place` on, cut at separators and into pieces."""
+    """Yield ``(byte, block, whether a separator follows)`` from `place` on, cut at separators and into pieces."""
     file.seek(place)
     rest = b""
     while chunk := file.read(PIECE_BYTES):
@@ -148,11 +148,29 @@ class Utf8:
         try:
             return block.decode("utf-8", "replace" if self.policy == "replace" else "strict")
         except UnicodeDecodeError as error:
-            raise UserError(
-                f"is not UTF-8 text at byte {place + error.start} (0x{block[error.start]:02x})",
-                cure="convert the file, or set bad_utf8 = 'replace' or 'skip' on the source",
-                value=self.path,
-            ) from None
+            raise bad_byte(self.path, place + error.start, block[error.start]) from None
+
+
+def bad_byte(path: str, place: int, byte: int) -> UserError:
+    """The error for a byte that no UTF-8 text can have there."""
+    return UserError(
+        f"is not UTF-8 text at byte {place} (0x{byte:02x})",
+        cure="convert the file, or set bad_utf8 = 'replace' or 'skip' on the source",
+        value=path,
+    )
+
+
+def split_text(text: str) -> Iterator[str]:
+    """A text in memory, in pieces; a short one as it is."""
+    if len(text) <= PIECE_BYTES:
+        yield text
+        return
+    block = text.encode("utf-8", "replace")
+    while len(block) > PIECE_BYTES:
+        cut = _last_cut(block[:PIECE_BYTES])
+        yield block[:cut].decode()
+        block = block[cut:]
+    yield block.decode()
 
 
 def is_utf8(path: str) -> bool:
@@ -171,11 +189,9 @@ def _last_cut(block: bytes) -> int:
     """The last good place to cut `block` (at least half of it stays on the left), or its length."""
     low = max(len(block) // 2, len(block) - SEARCH_BYTES)
     for width in (256, len(block) - low):
-        last = None
-        for last in _CUT.finditer(block, max(low, len(block) - width)):
-            pass
-        if last:
-            return last.end()
+        ends = [match.end() for match in _CUT.finditer(block, max(low, len(block) - width))]
+        if ends:
+            return ends[-1]
     return _last_character(block)
 
 

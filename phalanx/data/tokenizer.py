@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import tokenizers
 from numpy.typing import NDArray
+
+from phalanx.core.errors import UserError
 
 IntArray = NDArray[Any]
 END_OF_TEXT = "<|endoftext|>"
+_USUAL_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer(Protocol):
@@ -57,3 +64,167 @@ class ByteTokenizer:
     def token_bytes(self) -> NDArray[np.int64]:
         """1 for each byte, 0 for end-of-text."""
         return (np.arange(self.vocab_size) < 256).astype(np.int64)
+
+
+class CharTokenizer:
+    """One id per character of `alphabet` (ascending code points), then end-of-text when there is one."""
+
+    def __init__(self, alphabet: str, *, end_of_text: bool = True) -> None:
+        self.alphabet = "".join(sorted(set(alphabet)))
+        self.end_of_text = len(self.alphabet) if end_of_text else None
+        self.vocab_size = len(self.alphabet) + end_of_text
+        self._points = _code_points(self.alphabet)
+
+    def encode(self, text: str) -> list[int]:
+        """One id per character.
+
+        Raises:
+            UserError: a character that is not in the alphabet.
+        """
+        ids: list[int] = self.encode_batch([text])[0].tolist()
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[IntArray]:
+        """One id per character of each text; see `encode`."""
+        points = [_code_points(text) for text in texts]
+        every = np.concatenate([np.empty(0, np.uint32), *points])
+        ids = np.searchsorted(self._points, every)
+        unknown = every[self._points[np.minimum(ids, len(self._points) - 1)] != every]
+        if len(unknown):
+            raise UserError(
+                f"{chr(unknown[0])!r} is none of the tokenizer's {len(self.alphabet)} characters",
+                cure="leave it out, or use tokenizer.kind = 'bytes' or 'bpe', which know every text",
+            )
+        return np.split(ids, np.cumsum([len(p) for p in points])[:-1]) if texts else []
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The characters of `ids`; end-of-text becomes nothing."""
+        return "".join(self.alphabet[i] for i in ids if i < len(self.alphabet))
+
+    def token_bytes(self) -> NDArray[np.int64]:
+        """UTF-8 bytes of each character, 0 for end-of-text."""
+        sizes = [len(c.encode()) for c in self.alphabet] + [0] * (self.end_of_text is not None)
+        return np.array(sizes, np.int64)
+
+
+class LibraryTokenizer:
+    """A ``tokenizer.json`` of the package `tokenizers`.
+
+    Args:
+        text: the content of the file.
+        end_of_text: the text of the end-of-text token; empty: the first of the usual names that it has.
+
+    Raises:
+        UserError: the file cannot be read, or has no token called `end_of_text`.
+    """
+
+    def __init__(self, text: str, *, end_of_text: str = "") -> None:
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the package raises plain Exception
+            raise UserError(f"is no tokenizer.json ({error})", cure="check tokenizer.path", field="tokenizer") from None
+        self.json = text
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        ids = [self._tokenizer.token_to_id(name) for name in ([end_of_text] if end_of_text else _USUAL_ENDS)]
+        self.end_of_text: int | None = next((i for i in ids if i is not None), None)
+        if end_of_text and self.end_of_text is None:
+            raise UserError(
+                "the tokenizer has no such token",
+                cure="name one of its special tokens",
+                field="tokenizer.end_of_text_token",
+                value=end_of_text,
+            )
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without any that the file's template would add."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[IntArray]:
+        """Ids of each text."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens left out."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def token_bytes(self) -> NDArray[np.int64]:
+        """UTF-8 bytes of each id, from the token's own text.
+
+        Exact for byte-level BPE (GPT-2, Llama 3, Qwen and those trained here). For SentencePiece-like files, a leading
+        blank that the normaliser adds to a text is counted. Text that a normaliser changes is counted as changed.
+
+        Raises:
+            UserError: another kind of tokenizer (WordPiece, for one), whose tokens do not say which bytes they are.
+        """
+        sizes = np.zeros(self.vocab_size, np.int64)
+        measure = _measure(json.loads(self.json))
+        for token, index in self._tokenizer.get_vocab(with_added_tokens=False).items():
+            sizes[index] = measure(token)
+        for index, added in self._tokenizer.get_added_tokens_decoder().items():
+            sizes[index] = 0 if added.special else len(added.content.encode())
+        return sizes
+
+
+class IdTokenizer:
+    """Stands in where there are only token files: ids below `vocab_size` that have no text."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.end_of_text: int | None = None
+
+    def encode(self, text: str) -> list[int]:
+        """Not possible; raises UserError."""
+        raise self._refusal()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[IntArray]:
+        """Not possible; raises UserError."""
+        raise self._refusal()
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Not possible; raises UserError."""
+        raise self._refusal()
+
+    def token_bytes(self) -> NDArray[np.int64]:
+        """Not possible; raises UserError."""
+        raise self._refusal()
+
+    def _refusal(self) -> UserError:
+        cure = "give the tokenizer that the token files were made with: kind = 'file' and its path"
+        return UserError("token ids have no text", cure=cure, field="tokenizer.kind", value="none")
+
+
+def _code_points(text: str) -> NDArray[np.uint32]:
+    return np.frombuffer(text.encode("utf-32-le"), np.uint32)
+
+
+def _measure(description: dict[str, Any]) -> Callable[[str], int]:
+    """How many UTF-8 bytes the text of a token stands for, given the ``tokenizer.json`` as a tree."""
+    kinds = {
+        step["type"] for key in ("pre_tokenizer", "decoder", "normalizer") for step in _steps(description.get(key))
+    }
+    if "ByteLevel" in kinds:
+        return len
+    if description["model"]["type"] in ("BPE", "Unigram") and kinds & {"Metaspace", "Replace", "ByteFallback"}:
+        return lambda token: 1 if _BYTE.fullmatch(token) else len(token.replace("\u2581", " ").encode())
+    raise UserError(
+        f"bytes per token are not known for a tokenizer of type {description['model']['type']!r}",
+        cure="use a byte-level BPE or a SentencePiece-like tokenizer",
+        field="tokenizer.path",
+    )
+
+
+def _steps(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """The steps within a component of a ``tokenizer.json``, which may be a sequence of them."""
+    if step is None:
+        return
+    inner = [value for key in ("pretokenizers", "decoders", "normalizers") for value in step.get(key, ())]
+    if step["type"] != "Sequence":
+        yield step
+    for value in inner:
+        yield from _steps(value)
