@@ -1,14 +1,15 @@
 """Causal attention behind one function, with interchangeable exact back ends.
 
-========== ===================================================================================================
-back end   what it does
-========== ===================================================================================================
-``sdpa``   torch's scaled_dot_product_attention: flash kernels on CPU and CUDA; windows and documents as a mask
-``chunked`` a sliding window as attention of chunks of queries, each over just the keys it can see; exact
-``flex``   FlexAttention, compiled; CUDA only (it has no backward on a CPU)
-``math``   plain matrix products and a softmax in fp32; the only one that honours attention dropout
-``auto``   the fastest of these that honours the request
-========== ===================================================================================================
+=========== ========================================================================================================
+back end    what it does
+=========== ========================================================================================================
+``sdpa``    torch's scaled_dot_product_attention: flash kernels on CPU and CUDA; windows and documents as a mask
+``chunked`` chunks of queries, each over just the keys it can see: the way to do a sliding window, and on a CPU the
+            faster way for full attention too, but in fp32 for very short and very long sequences
+``flex``    FlexAttention, compiled; CUDA only (it has no backward on a CPU)
+``math``    plain matrix products and a softmax in fp32; the only one that honours attention dropout
+``auto``    the fastest of these that honours the request
+=========== ========================================================================================================
 
 Shapes: B batch, S queries, K keys, H query heads, G key/value heads (G divides H), E head size. The queries are the
 last S positions of the keys.
@@ -26,6 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.core.errors import UserError
+from phalanx.kernels import flash_cpu
+from phalanx.kernels.blocked import Engine, blocked_attention
 from phalanx.kernels.counter import dropout as counter_dropout
 from phalanx.kernels.masks import AttentionMask
 
@@ -80,27 +83,14 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | N
     return F.scaled_dot_product_attention(q, k, v, attn_mask=dense, scale=scale, enable_gqa=grouped)
 
 
-def _chunked(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None, chunk: int) -> Tensor:
-    """Attention within a window, chunk by chunk of queries: each sees ``chunk + window - 1`` keys at most."""
-    window = mask.window or mask.key_length
-    past = mask.key_length - mask.query_length
-    grouped = q.shape[1] != k.shape[1]
-    outputs = []
-    for start in range(past, mask.key_length, chunk):
-        stop = min(start + chunk, mask.key_length)
-        first = max(0, start - window + 1)
-        seen = mask.block(slice(start, stop), slice(first, stop), q.device)
-        outputs.append(
-            F.scaled_dot_product_attention(
-                q[:, :, start - past : stop - past],
-                k[:, :, first:stop],
-                v[:, :, first:stop],
-                attn_mask=seen,
-                scale=scale,
-                enable_gqa=grouped,
-            )
-        )
-    return torch.cat(outputs, dim=2)
+def _chunked(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None, chunk: int | None) -> Tensor:
+    """Attention chunk by chunk of queries: each sees ``chunk + window - 1`` keys at most."""
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    engine: Engine = "matmul"
+    if q.device.type == "cpu" and flash_cpu.is_available():
+        engine = cpu_engine(q, mask)
+    size = chunk or (64 if engine == "flash" else 128)
+    return blocked_attention(q, k, v, mask, scale=factor, chunk=size, engine=engine)
 
 
 def _math(
@@ -156,17 +146,32 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | N
     return out
 
 
-def choose_backend(mask: AttentionMask, device: torch.device, *, has_dropout: bool = False) -> Backend:
-    """The back end that ``auto`` stands for: the fastest that honours the request."""
+def cpu_engine(q: Tensor, mask: AttentionMask) -> Engine:
+    """The faster engine of :func:`phalanx.kernels.blocked.blocked_attention` for these queries on a CPU.
+
+    Matrix products win in bf16 (docs/kernels.md) for as long as the probabilities, kept for the backward, stay below
+    64 MiB a layer; the flash kernel wins in fp32, and keeps none.
+    """
+    keys = mask.key_length // 2 if mask.window is None else min(mask.window + 128, mask.key_length)
+    kept_bytes = q.shape[0] * q.shape[1] * q.shape[2] * keys * q.element_size()
+    return "matmul" if q.dtype == torch.bfloat16 and kept_bytes <= 64 << 20 else "flash"
+
+
+def choose_backend(q_BHSE: Tensor, mask: AttentionMask, *, has_dropout: bool = False) -> Backend:
+    """The back end that ``auto`` stands for: the fastest that honours the request (figures: docs/kernels.md)."""
     if has_dropout:
         return "math"
-    if mask.is_plain_causal or mask.sees_everything:
+    if mask.sees_everything or mask.query_length == 1:
         return "sdpa"
-    if device.type == "cuda" and mask.query_length > 1:
-        return "flex"
-    if mask.window is not None and mask.query_length >= 4 * mask.window:
+    if q_BHSE.device.type == "cuda":
+        return "sdpa" if mask.is_plain_causal else "flex"
+    if q_BHSE.device.type != "cpu" or torch.compiler.is_compiling():
+        return "sdpa"
+    if q_BHSE.dtype == torch.bfloat16 and cpu_engine(q_BHSE, mask) == "matmul":
         return "chunked"
-    return "sdpa"
+    if mask.window is not None:
+        return "chunked" if mask.key_length >= max(128, mask.window) else "sdpa"
+    return "chunked" if 128 <= mask.query_length <= 1024 else "sdpa"
 
 
 def attention(
@@ -180,7 +185,7 @@ def attention(
     dropout: AttentionDropout | None = None,
     backend: Backend = "auto",
     mask: AttentionMask | None = None,
-    chunk: int = 256,
+    chunk: int | None = None,
 ) -> Tensor:
     """Causal attention of queries over keys, exact in every back end.
 
@@ -194,7 +199,7 @@ def attention(
         dropout: dropout of the probabilities, honoured by ``math`` alone.
         backend: see the module's table.
         mask: a mask built once for several layers, instead of ``window`` and ``documents_BS``.
-        chunk: queries per chunk of the chunked back end.
+        chunk: queries per chunk of the chunked back end (default: by engine).
 
     Returns:
         (B, H, S, E).
@@ -208,7 +213,7 @@ def attention(
     if mask is None:
         mask = AttentionMask(q_BHSE.shape[2], k_BKSE.shape[2], window=window, documents_BS=documents_BS)
     if backend == "auto":
-        backend = choose_backend(mask, q_BHSE.device, has_dropout=dropout is not None)
+        backend = choose_backend(q_BHSE, mask, has_dropout=dropout is not None)
     if dropout is not None and backend != "math":
         raise UserError(
             "only the math back end drops attention probabilities",

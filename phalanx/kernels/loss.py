@@ -27,16 +27,31 @@ def _chunk_size(tokens: int, vocabulary: int, chunk: int | None) -> int:
     return max(1, min(tokens, max(256, _CHUNK_ELEMENTS // vocabulary)))
 
 
-def _chunk_loss(logits: Tensor, targets: Tensor, softcap: float) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Loss and log-sum-exp of a chunk, its fp32 logits (capped) and the derivative of the cap."""
-    slope = None
-    logits = logits.float()
-    if softcap:
-        tanh = logits.div_(softcap).tanh_()
-        slope = torch.addcmul(torch.ones((), device=logits.device), tanh, tanh, value=-1.0)
-        logits = tanh * softcap
-    lse = logits.logsumexp(dim=-1)
-    return lse - logits.gather(1, targets[:, None]).squeeze(1), lse, logits, slope
+def _capped(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
+    """fp32 logits after the soft cap, which overwrites them, and the cap's derivative."""
+    if not softcap:
+        return logits, None
+    tanh = logits.div_(softcap).tanh_()
+    return tanh * softcap, tanh.square().neg_().add_(1.0)
+
+
+def _chunk_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss (C,), log-sum-exp (C,) and log-probabilities (C, V) of fp32 logits."""
+    log_p = torch.log_softmax(logits, dim=-1)
+    loss = -log_p.gather(1, targets[:, None]).squeeze(1)
+    return loss, logits.gather(1, targets[:, None]).squeeze(1) + loss, log_p
+
+
+def _chunk_gradient(log_p: Tensor, targets: Tensor, lse: Tensor, z_loss: float, slope: Tensor | None) -> Tensor:
+    """Gradient of an unweighted chunk's loss and z-loss by its logits, in the memory of its log-probabilities.
+
+    Token weights are not in it: they scale rows, and so are cheaper applied to the hidden states on either side.
+    """
+    grad = log_p.exp_()
+    if z_loss:
+        grad.mul_(torch.add(1.0, lse, alpha=2.0 * z_loss)[:, None])
+    grad.scatter_add_(1, targets[:, None], grad.new_full((1, 1), -1.0).expand(len(targets), 1))
+    return grad if slope is None else grad.mul_(slope)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -50,45 +65,52 @@ class _LinearCrossEntropy(torch.autograd.Function):
         softcap: float,
         z_loss: float,
         chunk: int,
-        needs_grad: bool,
+        needs_dx: bool,
+        needs_dw: bool,
     ) -> tuple[Tensor, Tensor]:
-        loss_sum = x.new_zeros((), dtype=torch.float32)
-        z_sum = x.new_zeros((), dtype=torch.float32)
+        loss_sum, z_sum = (x.new_zeros((), dtype=torch.float32) for _ in range(2))
         cast = weight.to(x.dtype)
-        dx = torch.empty_like(x) if needs_grad else None
-        dw = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
+        dx = torch.empty_like(x) if needs_dx else None
+        dw: Tensor | None = None
         for start in range(0, x.shape[0], chunk):
             part = slice(start, start + chunk)
             w, t = weights[part], targets[part]
-            loss, lse, logits, slope = _chunk_loss(x[part] @ cast.t(), t, softcap)
-            loss_sum += (loss * w).sum()
-            z_sum += (lse * lse * w).sum() * z_loss
-            if dx is None or dw is None:
+            logits, slope = _capped((x[part] @ cast.t()).float(), softcap)
+            loss, lse, log_p = _chunk_loss(logits, t)
+            loss_sum += torch.dot(loss, w)
+            z_sum += torch.dot(lse.square(), w) * z_loss
+            if dx is None and not needs_dw:
                 continue
-            grad = logits.sub_(lse[:, None]).exp_()
-            if z_loss:
-                grad.mul_((1.0 + 2.0 * z_loss * lse)[:, None])
-            grad.scatter_add_(1, t[:, None], torch.full_like(lse, -1.0)[:, None])
-            grad.mul_(w[:, None])
-            if slope is not None:
-                grad.mul_(slope)
-            grad = grad.to(x.dtype)
-            dx[part] = grad @ cast
-            dw += grad.t() @ x[part]
+            grad = _chunk_gradient(log_p, t, lse, z_loss, slope).to(x.dtype)
+            row_weight = w[:, None].to(x.dtype)
+            if dx is not None:
+                dx[part] = (grad @ cast).mul_(row_weight)
+            if needs_dw:
+                dw_part = (grad.t() @ (x[part] * row_weight)).float()
+                dw = dw_part if dw is None else dw.add_(dw_part)
         ctx.set_materialize_grads(False)
         ctx.z_loss = z_loss
-        ctx.weight_dtype = weight.dtype
-        if dx is not None and dw is not None:
-            ctx.save_for_backward(dx, dw)
+        if needs_dw and dw is None:
+            dw = torch.zeros_like(weight, dtype=torch.float32)
+        ctx.save_for_backward(dx, None if dw is None else dw.to(weight.dtype))
         return loss_sum, z_sum
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_loss: Tensor | None, grad_z: Tensor | None) -> tuple[Tensor | None, ...]:
-        dx, dw = ctx.saved_tensors
-        if grad_loss is None or (ctx.z_loss and grad_z is None):
+        if torch.is_grad_enabled():
+            raise UserError("the fused loss has no second derivatives", cure="take the loss of plain logits instead")
+        if ctx.z_loss and not _same_factor(grad_loss, grad_z):
             raise UserError("the loss and the z-loss share one gradient", cure="differentiate their sum")
-        return dx * grad_loss.to(dx.dtype), (dw * grad_loss).to(ctx.weight_dtype), *(None,) * 6
+        if grad_loss is None:
+            return (None,) * 9
+        return *(None if g is None else g * grad_loss.to(g.dtype) for g in ctx.saved_tensors), *(None,) * 7
+
+
+def _same_factor(grad_loss: Tensor | None, grad_z: Tensor | None) -> bool:
+    """Whether the two sums entered the objective alike; their values are compared on a CPU, where that is free."""
+    if grad_loss is None or grad_z is None:
+        return grad_loss is grad_z
+    return grad_loss.device.type != "cpu" or bool(torch.equal(grad_loss, grad_z))
 
 
 def linear_cross_entropy(
@@ -129,9 +151,9 @@ def linear_cross_entropy(
         )
     if weights_T is None:
         weights_T = x_TD.new_ones(x_TD.shape[0], dtype=torch.float32)
-    needs_grad = torch.is_grad_enabled() and (x_TD.requires_grad or weight_VD.requires_grad)
+    needs_dx, needs_dw = (torch.is_grad_enabled() and t.requires_grad for t in (x_TD, weight_VD))
     size = _chunk_size(x_TD.shape[0], weight_VD.shape[0], chunk)
     out: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x_TD, weight_VD, targets_T, weights_T.float(), softcap, z_loss, size, needs_grad
+        x_TD, weight_VD, targets_T, weights_T.float(), softcap, z_loss, size, needs_dx, needs_dw
     )
     return out

@@ -5,6 +5,7 @@ Shapes: B batch, S queries, K keys (S <= K: the queries are the last S positions
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class AttentionMask:
         self.key_length = key_length
         self.window = None if window is None or window >= key_length else window
         self.documents_BS = documents_BS
-        self._made: dict[Any, Any] = {}
+        self._made: dict[Hashable, Any] = {}
 
     @property
     def is_plain_causal(self) -> bool:
@@ -63,10 +64,9 @@ class AttentionMask:
 
     def block(self, queries: slice, keys: slice, device: torch.device) -> Tensor:
         """The mask of some queries (by position among the keys) and some keys: bool (B or 1, 1, q, k), True = seen."""
-        made: Tensor | None = self._made.get(key := (queries.start, queries.stop, keys.start, keys.stop, device))
-        if made is None:
-            made = self._made[key] = self._block(queries, keys, device)
-        return made
+        key = ("block", queries.start, queries.stop, keys.start, keys.stop, device)
+        block: Tensor = self.remember(key, lambda: self._block(queries, keys, device))
+        return block
 
     def _block(self, queries: slice, keys: slice, device: torch.device) -> Tensor:
         i = torch.arange(queries.start, queries.stop, device=device)[:, None]
@@ -79,13 +79,30 @@ class AttentionMask:
         documents = self.documents_BS.to(device)
         return ((documents[:, queries, None] == documents[:, None, keys]) & seen)[:, None]
 
+    def bias(self, queries: slice, keys: slice, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """:meth:`block` as what is added to the scores: 0 where seen, -inf elsewhere.
+
+        Without documents a block depends on relative positions alone, so that blocks of one shape share a tensor.
+        """
+        if self.documents_BS is None:
+            shift = keys.start
+            queries, keys = slice(queries.start - shift, queries.stop - shift), slice(0, keys.stop - shift)
+
+        def make() -> Tensor:
+            seen = self._block(queries, keys, device)
+            return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
+
+        key = ("bias", queries.start, queries.stop, keys.start, keys.stop, dtype, device)
+        bias: Tensor = self.remember(key, make)
+        return bias
+
     def dense(self, device: torch.device) -> Tensor:
         """The whole mask: bool (B or 1, 1, S, K), True = seen."""
         return self.block(
             slice(self.key_length - self.query_length, self.key_length), slice(0, self.key_length), device
         )
 
-    def remember(self, key: Any, make: Any) -> Any:
+    def remember(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What ``make()`` returned when it was first asked for under ``key``."""
         if key not in self._made:
             self._made[key] = make()
