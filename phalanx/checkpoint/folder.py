@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.core.errors import UserError
 from phalanx.core.files import fsync_folder
 from phalanx.core.points import NO_POINTS, Points
 
@@ -59,6 +60,21 @@ def candidates(folder: Path) -> list[Candidate]:
             if match and checkpoint_name(int(match[1])) == path.name and path.is_dir():
                 found.append(Candidate(int(match[1]), path))
     return sorted(found, reverse=True)
+
+
+def locate(path: Path) -> list[Path]:
+    """The checkpoints meant by `path`, newest first: a checkpoint itself, a run folder, or a folder of checkpoints.
+
+    Raises:
+        UserError: there is none.
+    """
+    if _FINAL.fullmatch(path.absolute().name) and path.is_dir():
+        return [path]
+    found = candidates(path / "checkpoints") or candidates(path)
+    if not found:
+        problem = "there is no checkpoint here" if path.exists() else "there is no such folder"
+        raise UserError(problem, cure="give a run folder or the folder of one checkpoint", value=str(path))
+    return [candidate.path for candidate in found]
 
 
 @contextmanager

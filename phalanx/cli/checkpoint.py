@@ -1,0 +1,110 @@
+"""`phalanx checkpoint`: look at checkpoints and verify them. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from phalanx.checkpoint.folder import locate
+from phalanx.checkpoint.manifest import DamagedCheckpointError, Manifest
+from phalanx.checkpoint.verify import examine
+from phalanx.core import units
+
+
+@click.group()
+def command() -> None:
+    """List, inspect and verify checkpoints."""
+
+
+@command.command("list")
+@click.argument("run", type=click.Path(path_type=Path))
+def list_command(run: Path) -> None:
+    """Show the checkpoints of RUN, newest first; sizes are checked, contents are not (see verify)."""
+    table = _table("checkpoint", "step", "written", "size", "tensors", "attempt", "config", "torch", right=(1, 3, 4, 5))
+    for path in locate(run):
+        try:
+            m = examine(path, checksums=False)
+        except DamagedCheckpointError as damage:
+            table.add_row(path.name, "", f"[red]damaged: {escape(damage.reason)}[/red]")
+            continue
+        facts = (units.size(m.size_bytes), str(len(m.tensors)), str(m.attempt), m.config_sha256[:12], m.torch_version)
+        table.add_row(path.name, str(m.step), m.created[:19].replace("T", " "), *map(escape, facts))
+    Console().print(table)
+
+
+@command.command("inspect")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option(
+    "--config", is_flag=True, help="Print the resolved config it was written with, as JSON, and nothing else."
+)
+@click.option(
+    "--state", is_flag=True, help="Print the saved state (position in the data …), as JSON, and nothing else."
+)
+def inspect_command(path: Path, config: bool, state: bool) -> None:
+    """Show what the checkpoint PATH holds; of a run, its newest."""
+    path = locate(path)[0]
+    manifest = examine(path, checksums=False)
+    if config or state:
+        click.echo(json.dumps(manifest.config if config else manifest.state, indent=1, ensure_ascii=False))
+        return
+    console = Console()
+    console.print(tensor_table(manifest))
+    console.print(summary_table(path, manifest))
+
+
+@command.command("verify")
+@click.argument("path", type=click.Path(path_type=Path))
+def verify_command(path: Path) -> None:
+    """Hold every byte of the checkpoint PATH, or of all of a run, against its checksum; exit status 1 if damaged."""
+    damaged = False
+    for checkpoint in locate(path):
+        try:
+            manifest = examine(checkpoint)
+        except DamagedCheckpointError as damage:
+            damaged = True
+            click.echo(f"{checkpoint.name}: damaged: {damage.reason}")
+        else:
+            click.echo(f"{checkpoint.name}: whole ({units.size(manifest.size_bytes)} in {len(manifest.files)} files)")
+    if damaged:
+        raise click.exceptions.Exit(1)
+
+
+def tensor_table(manifest: Manifest) -> Table:
+    """Name, dtype, shape, elements and bytes on disk of each tensor."""
+    table = _table("tensor", "dtype", "shape", "elements", "on disk", right=(3, 4))
+    for name, tensor in manifest.tensors.items():
+        shape = " x ".join(map(str, tensor.shape)) or "scalar"
+        stored = units.size(sum(chunk.length for chunk in tensor.chunks))
+        table.add_row(escape(name), escape(tensor.dtype), shape, f"{tensor.elements:,}", stored)
+    return table
+
+
+def summary_table(path: Path, manifest: Manifest) -> Table:
+    """Where the checkpoint comes from and how large it is."""
+    table = Table(title="checkpoint", title_justify="left", box=None, pad_edge=False, show_header=False)
+    elements = sum(tensor.elements for tensor in manifest.tensors.values())
+    rows = [
+        ("folder", str(path)),
+        ("step", f"{manifest.step:,}"),
+        ("written", f"{manifest.created} by attempt {manifest.attempt}"),
+        ("versions", f"phalanx {manifest.phalanx_version}, torch {manifest.torch_version}"),
+        ("tensors", f"{len(manifest.tensors):,} with {units.count(elements)} elements"),
+        ("size", f"{units.size(manifest.size_bytes)} in {len(manifest.files)} files"),
+        ("config", f"{manifest.config_sha256} (SHA-256)"),
+        ("state", ", ".join(manifest.state) if isinstance(manifest.state, dict) else type(manifest.state).__name__),
+    ]
+    for name, text in rows:
+        table.add_row(name, escape(text))
+    return table
+
+
+def _table(*columns: str, right: tuple[int, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index in right else "left", overflow="fold")
+    return table
