@@ -74,7 +74,7 @@ class SourceConfig(Config):
 
     kind: SourceKind = Field(
         description="text: plain text files; jsonl: one JSON object a line; parquet; directory: every file under a "
-        "folder; python-stdlib: the .py files of the running interpreter; nanogpt and megatron: token files, used in place"
+        "folder; python-stdlib: the .py files of the running Python; nanogpt, megatron: token files, used in place"
     )
     name: str = Field("", description="name in reports; empty: the kind and the number of the source")
     path: Strings = Field(
@@ -100,8 +100,10 @@ class SourceConfig(Config):
     include_tests: bool = Field(
         False, description="python-stdlib: also take the test packages (60 % of the bytes, repetitive)"
     )
-    bad_utf8: Literal["error", "replace", "skip"] = Field(
-        "error", description="text that is not UTF-8: stop, put U+FFFD in its place, or leave that document out"
+    bad_utf8: Literal["error", "replace", "skip"] | None = Field(
+        None,
+        description="text that is not UTF-8: stop (error), put U+FFFD in its place, or leave that document out; "
+        "empty: error, but skip for python-stdlib, which has a few files in other encodings",
     )
     document_token: int = Field(
         -1, ge=-1, description="nanogpt, megatron: the token id that ends every document; -1: there is none"
@@ -110,8 +112,10 @@ class SourceConfig(Config):
 
     @model_validator(mode="after")
     def _consistent(self) -> SourceConfig:
-        for name in sorted(self.model_fields_set & set(_APPLIES)):
-            if self.kind not in _APPLIES[name]:
+        for name in sorted(_APPLIES):
+            # Compared with the default, not with what was given: a config read back from its full dump is the same.
+            given = getattr(self, name) != type(self).model_fields[name].default
+            if given and self.kind not in _APPLIES[name]:
                 raise ValueError(
                     f"{name} = {getattr(self, name)!r} does not fit kind = {self.kind!r}: remove it, "
                     f"it belongs to {', '.join(sorted(_APPLIES[name]))}"
@@ -122,16 +126,15 @@ class SourceConfig(Config):
             raise ValueError(f"path = () does not fit kind = {self.kind!r}: name a file, a folder or a pattern")
         if self.bad_utf8 == "skip" and self.document_separator:
             raise ValueError(
-                f"bad_utf8 = 'skip' does not fit document_separator = {self.document_separator!r}: use 'replace' or 'error'"
+                f"bad_utf8 = 'skip' does not fit document_separator = {self.document_separator!r}: "
+                "use 'replace' or 'error'"
             )
         return self
 
     @property
     def utf8_policy(self) -> Literal["error", "replace", "skip"]:
-        """`bad_utf8`, but the standard library's few files in other encodings (kept for its own tests) are left out."""
-        if self.kind == "python-stdlib" and "bad_utf8" not in self.model_fields_set:
-            return "skip"
-        return self.bad_utf8
+        """`bad_utf8`, resolved."""
+        return self.bad_utf8 or ("skip" if self.kind == "python-stdlib" else "error")
 
 
 class DataConfig(Config):
@@ -144,8 +147,12 @@ class DataConfig(Config):
     tokenizer: TokenizerConfig = Field(TokenizerConfig(), description="how text becomes token ids")
     folder: str = Field("prepared", min_length=1, description="where prepared tokens are kept, shared between runs")
     seed: int = Field(0, ge=0, lt=2**63, description="of the order of the samples")
-    validation_fraction: float = Field(
-        0.05, ge=0, lt=1, description="share of every source that is held out, by whole documents; 0: none"
+    validation_fraction: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="share of every source that is held out, by whole documents; 0: none; empty: 0.05, or 0 where "
+        "there are validation_sources",
     )
     validation_split: Literal["document", "tail"] = Field(
         "document",
@@ -163,7 +170,7 @@ class DataConfig(Config):
 
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
-        if self.validation_sources and "validation_fraction" in self.model_fields_set and self.validation_fraction:
+        if self.validation_sources and self.validation_fraction:
             raise ValueError(
                 f"validation_fraction = {self.validation_fraction} does not fit validation_sources: give one of the two"
             )
@@ -191,5 +198,7 @@ class DataConfig(Config):
 
     @property
     def held_out(self) -> float:
-        """The share of `sources` that is held out: 0 when there are validation sources."""
-        return 0.0 if self.validation_sources else self.validation_fraction
+        """The share of `sources` that is held out."""
+        if self.validation_fraction is None:
+            return 0.0 if self.validation_sources else 0.05
+        return self.validation_fraction

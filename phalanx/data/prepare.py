@@ -1,7 +1,7 @@
 """Text to token files: plan, reuse what is there, encode the rest in parallel, and publish a manifest.
 
-A source's folder is complete when it has a manifest, which names its files. Everything in it is written aside and renamed,
-and units of work leave a record when they are done, so that a killed preparation goes on from its finished units.
+A source's folder is complete when it has a manifest, which names its files. Everything in it is written aside and
+renamed, and units of work leave a record when they are done: a killed preparation goes on from its finished units.
 Nothing here imports torch.
 """
 
@@ -201,5 +201,5 @@ def _check(config: DataConfig, prepared: Prepared) -> None:
             cure="raise it, set data.validation_split = 'tail' for a corpus of one text file, "
             "give data.validation_sources, or set it to 0 to hold nothing out",
             field="data.validation_fraction",
-            value=config.validation_fraction,
+            value=config.held_out,
         )

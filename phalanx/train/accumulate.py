@@ -16,8 +16,8 @@ def accumulate_gradients(
 ) -> Tensor:
     """Add the gradient of the mean loss over all weighted tokens of `batch` to the model's parameters.
 
-    Each micro-batch is divided by the token weight of the *whole* batch, so that the sum is right also where masks leave
-    micro-batches with uneven numbers of tokens. Dropout is a function of (seed, step, sample), not of the split.
+    Each micro-batch is divided by the token weight of the *whole* batch, so that the sum is right also where masks
+    leave micro-batches with uneven numbers of tokens. Dropout is a function of (seed, step, sample), not of the split.
 
     Args:
         micro_batch: sequences per forward and backward pass.

@@ -48,7 +48,7 @@ def assemble(
         device=device,
         peak=measure_peak(device),
         prepared=prepared,
-        loader=Loader(prepared, config.data, seed=config.train.seed),
+        loader=Loader(prepared, config.data),
         model=model,
         parameters=parameters,
         optimizer=optimizer,

@@ -51,7 +51,7 @@ class TrainConfig(Config):
     tokens: int = Field(0, ge=0, description="token budget, rounded up to whole steps; 0: from train.steps")
     global_batch: int = Field(32, ge=1, description="sequences per optimizer step, over all micro-batches")
     micro_batch: int = Field(0, ge=0, description="sequences per forward and backward pass; 0: chosen for the device")
-    seed: int = Field(0, ge=0, description="seed of initial weights, dropout and the order of samples")
+    seed: int = Field(0, ge=0, description="seed of initial weights and dropout; data.seed orders the samples")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="device; auto: CUDA where there is one")
     precision: Literal["auto", "bf16", "fp32"] = Field(
         "auto", description="type of the matrix products (master weights are fp32); auto: bf16 where it is fast"

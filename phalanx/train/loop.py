@@ -31,9 +31,9 @@ class Outcome:
 def train(run: Run, reporter: Reporter) -> Outcome:
     """Train from where `run` stands to its last step, or until a signal asks to stop.
 
-    One pass of the loop is one optimizer step: gradients of all micro-batches, the verdict of the bad-step policy, the
-    update, and, when due, figures, evaluation and a checkpoint. Nothing in a step waits for the device; figures are read
-    back when they are shown.
+    One pass of the loop is one optimizer step: gradients of all micro-batches, the verdict of the bad-step policy,
+    the update, and, when due, figures, evaluation and a checkpoint. Nothing in a step waits for the device; figures
+    are read back when they are shown.
 
     Raises:
         UserError: too many bad steps in a row, no memory or disk left.

@@ -86,6 +86,6 @@ class Reporter:
 def describe(evaluation: Evaluation) -> str:
     """One line of held-out figures."""
     return (
-        f"loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.2f}, {evaluation.bits_per_byte:.4f} bits per byte "
-        f"({units.count(evaluation.tokens)} tokens)"
+        f"loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.2f}, "
+        f"{evaluation.bits_per_byte:.4f} bits per byte ({units.count(evaluation.tokens)} tokens)"
     )

@@ -140,7 +140,7 @@ def too_big(config: RunConfig, micro_batch: int, error: BaseException) -> UserEr
     cures.append("a smaller model or data.sequence_length")
     first_line = str(error).strip().splitlines()[0]
     return UserError(
-        f"a micro-batch of {micro_batch} x {config.data.sequence_length} tokens does not fit into memory ({first_line})",
+        f"{micro_batch} x {config.data.sequence_length} tokens at once do not fit into memory ({first_line})",
         cure=" or ".join(cures),
         field="train.micro_batch",
         value=micro_batch,
