@@ -15,10 +15,10 @@ class Batch:
     Attributes:
         tokens_BS: int64, what the model reads.
         targets_BS: int64, the token that follows each.
-        weights_BS: float32, how much each target counts: 1, or 0 where the loss mask or padding leaves it out.
+        weights_BS: float32, how much each target counts: 1, or 0 where the loss mask or padding is.
         documents_BS: int32, the number of each position's document within its sample, rising from 0; None when
             attention does not stop at documents.
-        sample_index_B: int64, the place of each sample in the global order (in the pass, for validation; -1 for padding).
+        sample_index_B: int64, the place of each sample in the global order (in the pass, for validation; -1: padding).
     """
 
     tokens_BS: Tensor

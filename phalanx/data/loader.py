@@ -1,8 +1,8 @@
 """Samples in a global order that depends on the seed alone, and the thread that prepares them ahead of time.
 
 Sample g of the order is a pure function of (prepared corpus, config, seed, g): `Mixture` says which source and which of
-its samples, a `Permutation` per source and epoch says which window of its tokens. So a loader's state is one number, any
-process can read any part of the order, and changing the batch size on the way is nothing special.
+its samples, a `Permutation` per source and epoch says which window of its tokens. So a loader's state is one number,
+any process can read any part of the order, and changing the batch size on the way is nothing special.
 
 Shape letters: B samples, S positions.
 """

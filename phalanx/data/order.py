@@ -29,8 +29,8 @@ class Permutation:
     """A pseudo-random bijection of ``0..size-1`` chosen by `key`, in constant memory.
 
     A Feistel network on the rectangle ``a x b >= size`` with additions modulo a and b (Black and Rogaway, "Ciphers with
-    arbitrary finite domains", 2002: generalised Feistel and cycle walking). Because ``a b - size < a``, hardly any index
-    has to walk.
+    arbitrary finite domains", 2002; with cycle walking). Because ``a b - size < a``, hardly any index has
+    to walk.
     """
 
     def __init__(self, key: int, size: int) -> None:
@@ -63,8 +63,8 @@ class Permutation:
 class Mixture:
     """An exact weighted mixture: global sample index -> (source, index within that source).
 
-    The pattern of sources repeats every `MIXTURE_PERIOD` samples. A source of share p has ``round(p * period)`` places in
-    it (at least one), spread evenly, and its own indices come in order without a gap: 0, 1, 2, ...
+    The pattern of sources repeats every `MIXTURE_PERIOD` samples. A source of share p has ``round(p * period)`` places
+    in it (at least one), spread evenly, and its own indices come in order without a gap: 0, 1, 2, ...
     """
 
     def __init__(self, weights: Sequence[float]) -> None:

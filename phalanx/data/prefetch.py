@@ -15,8 +15,8 @@ _END = object()
 class Prefetcher(Generic[T]):
     """Iterates over `items` in a thread, at most `ahead` items before they are asked for.
 
-    An exception of `items` is raised at the place where its item would have come. `close` (or leaving the ``with`` block)
-    stops and joins the thread; the thread is a daemon, so that an abandoned one cannot keep the process alive.
+    An exception of `items` is raised at the place where its item would have come. `close` (or leaving the ``with``
+    block) stops and joins the thread; the thread is a daemon, so that an abandoned one cannot keep the process alive.
     """
 
     def __init__(self, items: Iterator[T], ahead: int) -> None:

@@ -16,7 +16,7 @@ Reader = Callable[[SourceConfig, Part], Iterator[Piece]]
 
 
 def read_pieces(source: SourceConfig, part: Part) -> Iterator[Piece]:
-    """The text of `part`; a document that is left out (`bad_utf8` = "skip") is a piece without text whose name says so."""
+    """The text of `part`; a document that is left out is a piece without text whose name says so."""
     return READERS[source.kind](source, part)
 
 

@@ -29,9 +29,9 @@ class Arrays(NamedTuple):
 class SampleReader:
     """Reads windows of ``sequence_length + 1`` tokens of a source's split.
 
-    The targets of a window are its tokens after the first. A target has weight 0 where the loss mask says so, behind the
-    end of the tokens, and, with the document mask, where it begins a document that its own position cannot see. With
-    end-of-text tokens the last never happens: the token that ends a document is a target within it, and begins the next
+    The targets of a window are its tokens after the first. A target has weight 0 where the loss mask says so, behind
+    the end of the tokens, and, with the document mask, where it begins a document that its own position cannot see.
+    With end-of-text tokens the last never happens: the token that ends a document is a target within it, and begins the next
     document as an input, so that every token of every document is predicted from its own document alone.
     """
 

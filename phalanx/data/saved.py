@@ -1,4 +1,4 @@
-"""A tokenizer kept in a folder of its own, so that a trained model can be used without its corpus."""
+"""A copy of the tokenizer inside a run folder, so that a run can be sampled from wherever it is moved to."""
 
 from __future__ import annotations
 
@@ -12,30 +12,35 @@ from phalanx.data.config import DataConfig
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.data.tokenizers import TokenizerSpec, find_spec, open_tokenizer
 
-_SPEC = "spec.json"
+_SPEC = "tokenizer_spec.json"
 
 
 def save_tokenizer(config: DataConfig, folder: Path) -> None:
-    """Copy the tokenizer that `config` means, which must have been made, into `folder`."""
+    """Put what the config's tokenizer needs into `folder`; one of kind bpe or file as ``tokenizer.json``.
+
+    Raises:
+        UserError: the tokenizer has not been made yet.
+    """
     spec = find_spec(config)
     folder.mkdir(parents=True, exist_ok=True)
     if spec.path:
-        name = Path(spec.path).name
+        name = "tokenizer.json" if spec.kind in ("bpe", "file") else Path(spec.path).name
         write_bytes(folder / name, Path(spec.path).read_bytes())
         spec = replace(spec, path=name)
     write_json(folder / _SPEC, asdict(spec))
 
 
 def open_saved_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that was saved in `folder`.
+    """The tokenizer that `save_tokenizer` put into `folder`.
 
     Raises:
         UserError: there is none.
     """
     try:
-        spec = TokenizerSpec(**json.loads((folder / _SPEC).read_text()))
-    except (OSError, json.JSONDecodeError, TypeError) as error:
-        raise UserError(
-            f"holds no tokenizer ({error})", cure="give a folder that `phalanx train` wrote", value=str(folder)
-        ) from None
-    return open_tokenizer(replace(spec, path=str(folder / spec.path)) if spec.path else spec)
+        spec = TokenizerSpec(**json.loads((folder / _SPEC).read_text(encoding="utf-8")))
+        return open_tokenizer(replace(spec, path=str(folder / spec.path)) if spec.path else spec)
+    except (OSError, ValueError, TypeError) as error:
+        if isinstance(error, UserError):
+            raise
+        cure = "check that this is the folder of a run"
+        raise UserError(f"holds no readable tokenizer ({error})", cure=cure, value=str(folder)) from None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
+import itertools
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
@@ -116,8 +116,8 @@ def listing_digest(files: Iterable[InputFile]) -> str:
 def plan_units(source: SourceConfig, files: list[InputFile], tail: float) -> list[Unit]:
     """Cut the files into units of similar size; small files share a unit, large ones are cut where that is safe.
 
-    The cut depends on the files alone, never on the number of workers. `tail` is the share at the end of every file that
-    is held out (0: none).
+    The cut depends on the files alone, never on the number of workers. `tail` is the share at the end of every file
+    that is held out (0: none).
     """
     target = min(max(sum(f.size for f in files) // UNITS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
     units: list[Unit] = []
@@ -154,7 +154,7 @@ def _ranges(part: Part, target: int, cut: Callable[[str, int], int]) -> Iterator
     length = part.end - part.begin
     pieces = -(-length // target)
     borders = [part.begin, *(cut(part.path, part.begin + length * k // pieces) for k in range(1, pieces)), part.end]
-    for begin, end in zip(borders, borders[1:], strict=False):
+    for begin, end in itertools.pairwise(borders):
         end = min(end, part.end)
         if begin < end:
             yield replace(part, begin=begin, end=end, num_bytes=end - begin, fresh=begin == part.begin)
@@ -190,8 +190,9 @@ def _matches(pattern: str, source: SourceConfig) -> Iterator[tuple[Path, str]]:
     elif source.kind == "megatron" and path.with_name(path.name + ".bin").exists():
         found, root = [path.with_name(path.name + ".bin")], path.parent
     else:
-        found = [Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file()]
-        root = Path(str(path).split("*")[0].split("?")[0].split("[")[0]).parent if found else path
+        plain = list(itertools.takewhile(lambda part: not set(part) & set("*?["), path.parts))
+        root, rest = Path(*plain), "/".join(path.parts[len(plain) :])
+        found = [match for match in root.glob(rest) if match.is_file()] if rest else []
     endings = source.extensions or (_ENDINGS.get(source.kind, ()) if path.is_dir() else ())
     found = [file for file in found if not endings or file.name.endswith(endings)]
     if not found:

@@ -65,7 +65,7 @@ class TokenStream:
         self._release_now_and_then(len(begins_B) * (2 * PAGE_BYTES + out_BL.shape[1] * 4))
 
     def _each(self, begins_B: Int64, length: int, visit: Callable[[int, int, int, int, int], None]) -> None:
-        """Call ``visit(window, shard, low, high, at)`` for each part of a window: ``[low, high)`` of a shard lies at `at`.
+        """Call ``visit(window, shard, low, high, at)`` for each part of a window: ``[low, high)`` of a shard, at `at`.
 
         A loop over windows, on purpose: they are long, so that a plain copy of each beats an indexed gather of all.
         """

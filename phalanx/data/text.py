@@ -1,9 +1,9 @@
 """Reading text in pieces of bounded size, cut where a tokenizer cannot notice.
 
 A document of any length passes through a few hundred KiB of memory. Pieces end between a letter or digit and white
-space: the regular expressions that GPT-2, GPT-4 and Llama 3 tokenizers cut words with never make one word of the two sides, so
-the pieces' tokens put together are the whole text's tokens. Where there is no such place (text without spaces) a piece
-ends between any two characters.
+space: the regular expressions that GPT-2, GPT-4 and Llama 3 tokenizers cut words with never make one word of the two
+sides, so the pieces' tokens put together are the whole text's tokens. Where there is no such place (text without
+spaces) a piece ends between any two characters.
 """
 
 from __future__ import annotations

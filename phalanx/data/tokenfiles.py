@@ -1,11 +1,11 @@
 """Token files of other programs, used where they lie.
 
 - nanoGPT's ``train.bin`` and ``val.bin`` (``data/*/prepare.py``): nothing but ids, uint16 as nanoGPT writes them.
-- Megatron's ``.bin`` and ``.idx`` (``megatron/core/datasets/indexed_dataset.py``): the index holds a magic, a version, the
-  type of the ids, the length and place of each sequence, and the sequence with which each document begins.
+- Megatron's ``.bin`` and ``.idx`` (``megatron/core/datasets/indexed_dataset.py``): the index holds a magic, a version,
+  the type of the ids, the length and place of each sequence, and the sequence with which each document begins.
 
-Each file is read through once, in pieces, to check that every id is in the vocabulary and to find documents; what was found
-is kept with the file's size and time of change.
+Each file is read through once, in pieces, to check that every id is in the vocabulary and to find documents; what was
+found is kept with the file's size and time of change.
 """
 
 from __future__ import annotations

@@ -1,0 +1,135 @@
+"""`phalanx data`: prepare text for training and look at what was prepared. Needs no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from phalanx.core import units
+from phalanx.core.config import load
+from phalanx.core.errors import UserError
+from phalanx.data import prepare as preparing
+from phalanx.data.config import DataConfig
+from phalanx.data.prepared import Prepared
+from phalanx.data.sources import Split
+from phalanx.data.stream import TokenStream
+from phalanx.train.config import RunConfig
+
+
+@click.group()
+def command() -> None:
+    """Prepare text for training and look at what was prepared."""
+
+
+@command.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]…")
+@click.option("--workers", type=click.IntRange(min=1), help="Processes; default: one per core.")
+def prepare(config: Path, overrides: tuple[str, ...], workers: int | None) -> None:
+    """Tokenise the sources of CONFIG into memory-mapped shards; what is there already is kept."""
+    data = load(RunConfig, config, overrides).value.data
+    console = Console()
+    begin_s = time.monotonic()
+    with progress_bar(console) as report:
+        prepared = preparing.prepare(data, workers=workers, progress=report)
+    console.print(summary(prepared, data))
+    console.print(f"ready in {units.duration(time.monotonic() - begin_s)}", highlight=False)
+
+
+@command.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]…")
+def info(config: Path, overrides: tuple[str, ...]) -> None:
+    """What has been prepared for CONFIG: tokens, documents and bytes of each source, and where they lie."""
+    data = load(RunConfig, config, overrides).value.data
+    Console().print(summary(preparing.open_prepared(data), data))
+
+
+@command.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]…")
+@click.option("--split", type=click.Choice(["train", "validation"]), default="train", show_default=True)
+@click.option(
+    "--source", "number", type=click.IntRange(min=0), default=0, show_default=True, help="Number of the source."
+)
+@click.option("--at", type=click.IntRange(min=0), default=0, show_default=True, help="First token.")
+@click.option("--tokens", type=click.IntRange(min=1), default=256, show_default=True, help="How many tokens.")
+def inspect(config: Path, overrides: tuple[str, ...], split: Split, number: int, at: int, tokens: int) -> None:
+    """Print prepared tokens as text: new documents marked, text that is not trained on dimmed."""
+    prepared = preparing.open_prepared(load(RunConfig, config, overrides).value.data)
+    parts = prepared.split(split)
+    if number >= len(parts) or at >= parts[number][1].num_tokens:
+        cure = "`phalanx data info` says what there is"
+        raise UserError(f"there is no token {at} of source {number} in the {split} split", cure=cure)
+    Console().print(as_markup(prepared, TokenStream(parts[number][1].shards), at, tokens), highlight=False)
+
+
+def as_markup(prepared: Prepared, stream: TokenStream, at: int, count: int) -> str:
+    """Tokens ``at..at+count`` of a stream as rich markup."""
+    count = min(count, len(stream) - at)
+    begin = np.array([at])
+    ids, trained = np.zeros((1, count), np.int64), np.ones((1, count), np.uint8)
+    stream.read_tokens(begin, ids)
+    stream.read_mask(begin, trained)
+    starts = set(stream.document_starts(begin, count)[1])
+    borders = sorted({0, count} | starts | set((np.flatnonzero(np.diff(trained[0])) + 1).tolist()))
+    text = ""
+    for low, high in zip(borders, borders[1:], strict=False):
+        part = escape(prepared.tokenizer.decode(ids[0, low:high].tolist()))
+        text += "[reverse]document[/reverse] " if low in starts else ""
+        text += part if trained[0, low] or not part else f"[dim]{part}[/dim]"
+    return text
+
+
+def summary(prepared: Prepared, config: DataConfig) -> Table:
+    """One row per source and split."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("source", "split", "tokens", "documents", "text", "bytes/token", "left out", "folder"):
+        table.add_column(
+            column, justify="left" if column in ("source", "split", "folder") else "right", overflow="fold"
+        )
+    for source in (*prepared.sources, *prepared.validation_sources):
+        for name, part in source.splits.items():
+            ratio = f"{part.num_bytes / part.num_tokens:.2f}" if part.num_bytes else "n/a"
+            size = units.size(part.num_bytes) if part.num_bytes else "n/a"
+            cells = (source.name, name, f"{part.num_tokens:,}", f"{part.num_documents:,}", size, ratio)
+            table.add_row(*map(escape, cells), str(source.num_skipped), escape(str(source.folder)))
+    table.caption = f"{prepared.vocab_size:,} token ids ({config.tokenizer.kind})"
+    table.caption_justify = "left"
+    return table
+
+
+@contextmanager
+def progress_bar(console: Console) -> Iterator[preparing.Report]:
+    """A live bar on a terminal, a line per stage elsewhere."""
+    if not console.is_terminal:
+        seen: set[str] = set()
+
+        def say(state: preparing.Progress) -> None:
+            if state.stage not in seen:
+                seen.add(state.stage)
+                console.print(state.stage, highlight=False, markup=False)
+
+        yield say
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def show(state: preparing.Progress) -> None:
+            if state.stage not in tasks:
+                tasks[state.stage] = bar.add_task(escape(state.stage), total=None, note="")
+            note = f"{units.size(state.done_bytes)} of {units.size(state.total_bytes)}" if state.total_bytes else ""
+            note += f", {units.count(state.num_tokens)} tokens" if state.num_tokens else ""
+            bar.update(tasks[state.stage], completed=state.done_bytes, total=state.total_bytes or None, note=note)
+
+        yield show
