@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 
 from phalanx.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
 from phalanx.core.errors import UserError
@@ -50,17 +51,16 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, TensorEn
         OSError: the disk refused.
     """
     files = _HashingFileSystem()
-    writer = FileSystemWriter(path, sync_files=True, single_file_per_rank=True)
-    writer.fs = files
+    writer = _Writer(path, files)
     try:
         with _own_errors():
-            metadata = save(dict(tensors), storage_writer=writer, no_dist=True)
+            save(dict(tensors), storage_writer=writer, no_dist=True)
     except Exception:
         # torch's archive writer covers up what the disk said while it unwinds.
         if files.refusal is not None:
             raise files.refusal from None
         raise
-    return _table(metadata), files.entries()
+    return writer.table, files.entries()
 
 
 def read(path: Path, manifest: Manifest, targets: Mapping[str, Tensor]) -> None:
@@ -76,6 +76,20 @@ def read(path: Path, manifest: Manifest, targets: Mapping[str, Tensor]) -> None:
 def bytes_needed(tensors: Mapping[str, Tensor]) -> int:
     """About how many bytes `write` will take, a little more rather than less."""
     return sum(t.numel() * t.element_size() + _ARCHIVE_OVERHEAD_BYTES + 512 for t in tensors.values()) + 4096
+
+
+class _Writer(FileSystemWriter):
+    """DCP's writer of local files, through a file system of ours, keeping the table of what it wrote where."""
+
+    def __init__(self, path: Path, files: _HashingFileSystem) -> None:
+        super().__init__(path, sync_files=True, single_file_per_rank=True)
+        self.fs = files
+        self.table: dict[str, TensorEntry] = {}
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        # What `save` returns lacks the places in torch 2.11, so they are noted here, where every version has them.
+        self.table = _table(metadata, {result.index: result.storage_data for part in results for result in part})
+        super().finish(metadata, results)
 
 
 class ManifestReader(FileSystemReader):
@@ -181,12 +195,12 @@ def _own_errors() -> Iterator[None]:
         raise first from None
 
 
-def _table(metadata: Metadata) -> dict[str, TensorEntry]:
+def _table(metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]) -> dict[str, TensorEntry]:
     return {
         name: TensorEntry(
             dtype=str(entry.properties.dtype).removeprefix("torch."),
             shape=list(entry.size),
-            chunks=[_chunk(name, chunk, metadata.storage_data) for chunk in entry.chunks],
+            chunks=[_chunk(name, chunk, places) for chunk in entry.chunks],
         )
         for name, entry in sorted(metadata.state_dict_metadata.items())
         if isinstance(entry, TensorStorageMetadata)
