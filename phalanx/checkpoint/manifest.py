@@ -92,6 +92,8 @@ class TensorEntry(_Part):
                 raise ValueError("a chunk has not the dimensions of its tensor")
             if any(o + s > n for o, s, n in zip(chunk.offsets, chunk.sizes, self.shape, strict=True)):
                 raise ValueError("a chunk lies outside its tensor")
+        if any(math.prod(chunk.sizes) > chunk.length for chunk in self.chunks):
+            raise ValueError("a chunk has fewer bytes than elements")  # before memory is taken for it
         if sum(math.prod(chunk.sizes) for chunk in self.chunks) != self.elements:
             raise ValueError("its chunks do not fill it")
         return self

@@ -294,6 +294,10 @@ FORGERIES = {
     "negative offset": (lambda t: shift(t, offset=-1), "greater than or equal to 0"),
     "chunk too large": (lambda t: shift(t, sizes=[6]), "lies outside its tensor"),
     "chunk too small": (lambda t: shift(t, sizes=[4]), "do not fill it"),
+    "more elements than bytes": (
+        lambda t: (shift(t, sizes=[10**15]), t["tensors"]["model.norm"].update(shape=[10**15])),
+        "fewer bytes than elements",
+    ),
     "dimensions": (lambda t: shift(t, sizes=[5, 1]), "dimensions"),
     "field missing": (lambda t: t.pop("step"), "step: Field required"),
     "shape of strings": (lambda t: t["tensors"]["model.norm"].update(shape=["5"]), "valid integer"),
