@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from phalanx.core.errors import UserError
 from phalanx.optim.config import BadStepConfig
 
-# The spread is taken as at least this share of the mean: on a constant history every rounding error would be an outlier.
+# The spread is taken as at least this share of the mean: on a constant history any rounding error would be an outlier.
 _LEAST_RELATIVE_SPREAD = 0.01
 
 
@@ -19,8 +20,8 @@ class BadStepJudge:
 
     A step is bad when its loss or gradient norm is not finite, or when one of them lies more than ``sigma`` standard
     deviations above the mean of the last ``history`` accepted steps (once there are ``min_history``). Only upwards: a
-    loss that falls fast is no fault. Bad steps do not enter the history. When the policy is off, no step is bad, and the
-    counters stay at zero.
+    loss that falls fast is no fault. Bad steps do not enter the history. When the policy is off, no step is bad and
+    the counters stay at zero.
 
     The state (`state_tensors`) belongs into checkpoints, so that a resumed run skips the same steps.
     """
@@ -89,7 +90,7 @@ class BadStepJudge:
         worst = self._mailbox.read()
         if worst >= self._config.max_in_a_row:
             raise UserError(
-                f"{worst} updates in a row were skipped because the loss or the gradient was not finite or far too large",
+                f"{worst} updates in a row were skipped: the loss or the gradient was not finite or far too large",
                 cure="lower optim.lr, look at the data of these steps, or loosen optim.bad_step",
                 field="optim.bad_step.max_in_a_row",
                 value=self._config.max_in_a_row,
@@ -128,9 +129,9 @@ class _Mailbox:
 
     def __init__(self, source: Tensor) -> None:
         self._source = source
-        self._on_gpu = source.device.type == "cuda"
-        self._letter = torch.zeros((), dtype=source.dtype, pin_memory=True) if self._on_gpu else source
-        self._event = torch.cuda.Event() if self._on_gpu else None
+        on_gpu = source.device.type == "cuda"
+        self._letter = torch.zeros((), dtype=source.dtype, pin_memory=True) if on_gpu else source
+        self._event: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self._last = 0
 
     def post(self) -> None:

@@ -21,7 +21,7 @@ class SkippingOptimizer(torch.optim.Optimizer):
     grad_scale: Tensor | None = None
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient, unless ``found_inf`` is 1.0.
 
         Where ``found_inf`` lies on a CPU it is simply read; elsewhere the step runs with masks that leave parameters

@@ -57,7 +57,9 @@ class LambConfig(Config):
     """What public LAMB references disagree on; the defaults follow timm, with the clip left to optim.clip_norm."""
 
     bias_correction: bool = Field(True, description="divide the moments by 1 - beta^step (timm, apex; not cybertronai)")
-    max_grad_norm: float | None = Field(None, gt=0, description="clip of all LAMB gradients inside the step (timm: 1.0)")
+    max_grad_norm: float | None = Field(
+        None, gt=0, description="clip of all LAMB gradients inside the step (timm: 1.0)"
+    )
     always_adapt: bool = Field(False, description="trust ratio also where there is no weight decay (apex: use_nvlamb)")
     trust_clip: bool = Field(False, description="bound the trust ratio by 1")
     max_weight_norm: float | None = Field(

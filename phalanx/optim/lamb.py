@@ -68,7 +68,9 @@ class LAMB(SkippingOptimizer):
     ) -> None:
         _check(lr, betas, eps, weight_decay)
         if compile and reduction is not local:
-            raise ValueError("compile = True does not fit a reduction over ranks: leave compile off for sharded layouts")
+            raise ValueError(
+                "compile = True does not fit a reduction over ranks: leave compile off for sharded layouts"
+            )
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -129,7 +131,9 @@ class LAMB(SkippingOptimizer):
             return
         gs = clean_gradients(ps, inverse, keep)
         us = _updates(ps, gs, ms, vs, scalars, keep, rule)
-        squares = [torch.stack([a, b]).square() for a, b in zip(torch._foreach_norm(ps), torch._foreach_norm(us))]
+        squares = [
+            torch.stack([a, b]).square() for a, b in zip(torch._foreach_norm(ps), torch._foreach_norm(us), strict=True)
+        ]
         factors = _factors(torch.stack(self._reduction(squares, ps, None)), scalars, keep, rule)
         torch._foreach_addcmul_(ps, us, list(factors.unbind()))
 

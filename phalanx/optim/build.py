@@ -1,0 +1,203 @@
+"""From a config and named parameters to optimizers behind one interface."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.core.errors import UserError
+from phalanx.optim.came import CAME
+from phalanx.optim.clip import clip_scale, grad_norm
+from phalanx.optim.config import Kind, OptimConfig
+from phalanx.optim.groups import Settings, assign
+from phalanx.optim.lamb import LAMB
+from phalanx.optim.muon import Muon
+from phalanx.optim.reduction import Reduction, local
+
+
+class OptimizerSet:
+    """All optimizers of a run as one; made by `build_optimizer`.
+
+    Parameters are known by their logical names. The state exists from the start, so a checkpoint can be loaded before
+    the first step, and its tensors keep their identity: steps and loading change them in place.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        optimizers: Mapping[Kind, torch.optim.Optimizer],
+        clip_norm: float,
+        reduction: Reduction = local,
+    ) -> None:
+        self._parameters = dict(parameters)
+        self._optimizers = dict(optimizers)
+        self._clip_norm = clip_norm
+        self._reduction = reduction
+        for optimizer in self._optimizers.values():
+            create_state(optimizer)
+
+    def clip(self) -> tuple[Tensor, Tensor | None]:
+        """The norm of the whole gradient, and the divisor for `step` that clips it (None where clipping is off)."""
+        norm = grad_norm(self._parameters.values(), self._reduction)
+        return norm, clip_scale(norm, self._clip_norm) if self._clip_norm else None
+
+    def set_lr(self, factor: float) -> float:
+        """Set every learning rate to `factor` times its peak; returns the first group's, for the log."""
+        for optimizer in self._optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak_lr"] * factor
+        return next(iter(self.lrs().values()))
+
+    def lrs(self) -> dict[str, float]:
+        """Present learning rates: by optimizer, or ``optimizer@peak`` where one has several."""
+        rates: dict[str, float] = {}
+        for kind, optimizer in self._optimizers.items():
+            peaks = {group["peak_lr"]: float(group["lr"]) for group in optimizer.param_groups}
+            rates |= {kind if len(peaks) == 1 else f"{kind}@{peak:g}": lr for peak, lr in peaks.items()}
+        return rates
+
+    def step(self, found_inf: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
+        """Update all parameters that have gradients.
+
+        Args:
+            found_inf: a float32 scalar on the device of the parameters; 1.0 leaves parameters and state as they are.
+            grad_scale: gradients are divided by this float32 scalar (AdamW writes the quotients back to ``.grad``).
+        """
+        for optimizer in self._optimizers.values():
+            _step(optimizer, found_inf, grad_scale)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the logical parameters, or set them to zero."""
+        for optimizer in self._optimizers.values():
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The state, by ``<logical name>.<state>``, in the order of the parameters: the tensors, not copies."""
+        owners = {p: o for o in self._optimizers.values() for group in o.param_groups for p in group["params"]}
+        return {
+            f"{name}.{key}": value
+            for name, parameter in self._parameters.items()
+            if parameter in owners
+            for key, value in owners[parameter].state[parameter].items()
+        }
+
+    @torch.no_grad()
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the state of a checkpoint into this one; nothing is changed when anything does not fit.
+
+        Raises:
+            UserError: names are missing or unknown, or shapes or types differ.
+        """
+        mine = self.state_tensors()
+        _check_names(mine, tensors)
+        for name, tensor in mine.items():
+            theirs = tensors[name]
+            if theirs.shape != tensor.shape or theirs.dtype != tensor.dtype:
+                raise UserError(
+                    f"optimizer state {name} is {_kind(theirs)} in the checkpoint and {_kind(tensor)} in this run",
+                    cure="resume with the model the checkpoint was made with, or start anew with train.init_from",
+                )
+        for name, tensor in mine.items():
+            tensor.copy_(tensors[name])
+
+
+def build_optimizer(
+    config: OptimConfig, named_parameters: Mapping[str, torch.nn.Parameter], *, reduction: Reduction = local
+) -> OptimizerSet:
+    """Make the optimizers of `config` for logical parameters; those that need no gradient are left out.
+
+    Args:
+        config: what to build.
+        named_parameters: logical name to parameter; each is one logical matrix or vector in fp32.
+        reduction: completes sums over parameters that are spread over ranks.
+
+    Raises:
+        UserError: a group's pattern fits nothing, or there is nothing to train.
+    """
+    trained = {name: p for name, p in named_parameters.items() if p.requires_grad}
+    if not trained:
+        raise UserError("there is no parameter to train", cure="leave requires_grad on for some of the model")
+    settings = assign(config, {name: p.dim() for name, p in trained.items()})
+    optimizers: dict[Kind, torch.optim.Optimizer] = {}
+    for kind in dict.fromkeys((config.name, *(s.kind for s in settings.values()))):
+        groups = _torch_groups(kind, settings, trained)
+        if groups:
+            optimizers[kind] = _make(kind, groups, config, reduction)
+    return OptimizerSet(trained, optimizers, config.clip_norm, reduction)
+
+
+def create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state that the first step would make; parameters and steps taken are untouched."""
+    if isinstance(optimizer, LAMB | CAME | Muon):
+        optimizer.create_state()
+        return
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if not optimizer.state[p]:  # as Adam._init_group for fused=True
+                step = torch.zeros((), dtype=torch.float32, device=p.device)
+                optimizer.state[p].update(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+
+
+def _torch_groups(
+    kind: Kind, settings: Mapping[str, Settings], parameters: Mapping[str, torch.nn.Parameter]
+) -> list[dict[str, Any]]:
+    groups: dict[Settings, dict[str, Any]] = {}
+    for name, chosen in settings.items():
+        if chosen.kind == kind:
+            fresh = {"params": [], "lr": chosen.lr, "peak_lr": chosen.lr, "weight_decay": chosen.weight_decay}
+            groups.setdefault(chosen, fresh)["params"].append(parameters[name])
+    return list(groups.values())
+
+
+def _make(kind: Kind, groups: list[dict[str, Any]], config: OptimConfig, reduction: Reduction) -> torch.optim.Optimizer:
+    betas, eps = config.betas_of(kind), config.eps_of(kind)
+    if kind == "adamw":
+        return torch.optim.AdamW(groups, betas=(betas[0], betas[1]), eps=eps, fused=True)
+    if kind == "muon":
+        muon = config.muon
+        return Muon(
+            groups,
+            momentum=muon.momentum,
+            nesterov=muon.nesterov,
+            eps=eps,
+            ns_steps=muon.ns_steps,
+            adjust_lr_fn=muon.adjust_lr,
+        )
+    # Sums over ranks are taken between two compiled parts, which there are none of.
+    compiled = config.compile and reduction is local
+    if kind == "came":
+        came = config.came
+        pair, triple = (eps, came.eps_residual), (betas[0], betas[1], betas[2])
+        return CAME(
+            groups, betas=triple, eps=pair, clip_threshold=came.clip_threshold, reduction=reduction, compile=compiled
+        )
+    options = config.lamb.model_dump()
+    return LAMB(groups, betas=(betas[0], betas[1]), eps=eps, reduction=reduction, compile=compiled, **options)
+
+
+def _step(optimizer: Any, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
+    """One step with the protocol of torch's fused optimizers: the two tensors are set as attributes for its time."""
+    optimizer.found_inf, optimizer.grad_scale = found_inf, grad_scale
+    try:
+        optimizer.step()
+    finally:
+        optimizer.found_inf = optimizer.grad_scale = None
+
+
+def _check_names(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+    missing = [name for name in mine if name not in theirs]
+    unknown = [name for name in theirs if name not in mine]
+    if missing or unknown:
+        what = [f"lacks {len(missing)} (first {missing[0]})"] if missing else []
+        what += [f"holds {len(unknown)} unknown to this run (first {unknown[0]})"] if unknown else []
+        raise UserError(
+            f"of this run's optimizer state the checkpoint {' and '.join(what)}",
+            cure="resume with the optim settings the checkpoint was made with, or start anew with train.init_from",
+        )
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

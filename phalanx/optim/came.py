@@ -1,0 +1,277 @@
+"""CAME: confidence-guided adaptive memory-efficient optimization (arXiv 2307.02047, algorithm 2).
+
+Where the paper and the authors' code (yangluo7/CAME) differ this follows the code: statistics are means, not sums,
+nothing is corrected for bias, tensors of more than two dimensions are factored over the last two, and vectors keep a
+full second moment and are not divided by a confidence.
+
+Shapes: B leading dimensions taken together, N rows, M columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.optim.base import SkippingOptimizer, bundles, clean_gradients, inverse_scale
+from phalanx.optim.reduction import Reduction, local
+
+
+class _Rule(NamedTuple):
+    """The settings of one group that are constants in a compiled step."""
+
+    beta1: float
+    beta2: float
+    beta3: float
+    eps: float
+    eps_residual: float
+    clip_threshold: float
+    weight_decay: float
+
+
+class _Counts(NamedTuple):
+    """How many rows, columns and elements the whole logical matrix has."""
+
+    rows: Tensor | int
+    columns: Tensor | int
+    elements: Tensor | int
+
+
+class _Work(NamedTuple):
+    """One parameter, its gradient (scaled, or zero on a skipped step) and its state.
+
+    Matrices are seen as BNM with factors of BN and BM; vectors are flat and have only `factors[0]`, the second moment.
+    """
+
+    p: Tensor
+    g: Tensor
+    m: Tensor
+    factors: tuple[Tensor, ...]
+
+
+# A step of one parameter: yields a partial sum and the dimension it was summed over, and is sent the complete sum.
+# So one text serves a whole matrix, a compiled one, and many spread ones in lockstep with one collective for all.
+_Steps = Generator[tuple[Tensor, int | None], Tensor, None]
+
+
+class CAME(SkippingOptimizer):
+    """CAME over logical matrices: factors and the clip belong to each parameter it is given.
+
+    Args:
+        params: parameters or groups, fp32 or fp64; gradients may be of lower precision.
+        lr: learning rate; the authors advise 1/3 to 1 times AdamW's.
+        betas: decay rates, per step, of the update, of the squared gradient and of the instability.
+        eps: added to the squared gradient and to the squared instability.
+        clip_threshold: bound of the root mean square of an update.
+        weight_decay: decoupled: parameters shrink by ``lr * weight_decay`` before the update.
+        reduction: completes sums over matrices that are spread over ranks.
+        compile: run the step through ``torch.compile`` (needs the local reduction).
+
+    Raises:
+        ValueError: a setting is out of range, or `compile` is combined with a reduction.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 2e-4,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        eps: tuple[float, float] = (1e-30, 1e-16),
+        clip_threshold: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        reduction: Reduction = local,
+        compile: bool = False,
+    ) -> None:
+        _check(lr, betas, eps, clip_threshold, weight_decay)
+        if compile and reduction is not local:
+            raise ValueError(
+                "compile = True does not fit a reduction over ranks: leave compile off for sharded layouts"
+            )
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "clip_threshold": clip_threshold,
+            "weight_decay": weight_decay,
+        }
+        self._reduction = reduction
+        self._known_counts: dict[Tensor, _Counts] = {}
+        self._compiled = torch.compile(_whole_step, dynamic=True) if compile else None
+        super().__init__(params, defaults)
+
+    def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """The update's average; for matrices the row and column means, for vectors the second moment."""
+        average = torch.zeros_like(parameter)
+        if parameter.dim() < 2:
+            return {"exp_avg": average, "exp_avg_sq": torch.zeros_like(parameter)}
+        rows, columns = parameter.shape[:-1], parameter.shape[:-2] + parameter.shape[-1:]
+        return {
+            "exp_avg": average,
+            "exp_avg_sq_row": parameter.new_zeros(rows),
+            "exp_avg_sq_col": parameter.new_zeros(columns),
+            "exp_avg_res_row": parameter.new_zeros(rows),
+            "exp_avg_res_col": parameter.new_zeros(columns),
+        }
+
+    def _update(self, keep: Tensor | None, grad_scale: Tensor | None) -> None:
+        for group in self.param_groups:
+            parameters = self._with_gradients(group)
+            whole = self._reduction is local  # then one after the other, so that temporaries stay small
+            for bundle in [[p] for p in parameters] if whole else bundles(parameters, together=True):
+                lr = torch.full((), float(group["lr"]), dtype=bundle[0].dtype, device=bundle[0].device)
+                inverse = inverse_scale(grad_scale, keep, bundle[0])
+                if self._compiled is not None:
+                    self._update_compiled(bundle, lr, inverse, keep, _rule(group))
+                    continue
+                gradients = clean_gradients(bundle, inverse, keep)
+                works = [self._work(p, g) for p, g in zip(bundle, gradients, strict=True)]
+                counts = [self._counts(p) for p in bundle]
+                steps = [_steps(w, lr, keep, c, _rule(group)) for w, c in zip(works, counts, strict=True)]
+                _in_lockstep(steps, bundle, self._reduction)
+
+    def _update_compiled(
+        self, bundle: list[Tensor], lr: Tensor, inverse: Tensor | None, keep: Tensor | None, rule: _Rule
+    ) -> None:
+        assert self._compiled is not None
+        inverse = torch.ones_like(lr) if inverse is None else inverse
+        keep = torch.ones_like(lr, dtype=torch.bool) if keep is None else keep
+        for p in bundle:
+            assert p.grad is not None
+            self._compiled(self._work(p, p.grad), lr, inverse, keep, rule)
+
+    def _work(self, p: Tensor, g: Tensor) -> _Work:
+        state = self.state[p]
+        if p.dim() < 2:
+            return _Work(p.detach().view(-1), g.view(-1), state["exp_avg"].view(-1), (state["exp_avg_sq"].view(-1),))
+        shape = (-1, *p.shape[-2:])
+        names = ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col")
+        factors = tuple(state[name].view(-1, state[name].shape[-1]) for name in names)
+        return _Work(p.detach().view(shape), g.view(shape), state["exp_avg"].view(shape), factors)
+
+    def _counts(self, p: Tensor) -> _Counts:
+        """Sizes of the whole matrix, which the reduction adds up once from those of its parts."""
+        if p not in self._known_counts:
+            rows, columns = (p.shape[-2], p.shape[-1]) if p.dim() >= 2 else (1, p.numel())
+            if self._reduction is local:
+                self._known_counts[p] = _Counts(rows, columns, p.numel())
+            else:
+                parts = ((rows, -2), (columns, -1), (p.numel(), None))
+                whole = [self._reduction([p.new_full((), n)], [p], dim)[0] for n, dim in parts]
+                self._known_counts[p] = _Counts(*whole)
+        return self._known_counts[p]
+
+
+def _in_lockstep(steps: Sequence[_Steps], parameters: Sequence[Tensor], reduction: Reduction) -> None:
+    """Run the steps of many parameters side by side; those that ask at the same moment share one reduction."""
+    waiting = [(next(step), step, parameter) for step, parameter in zip(steps, parameters, strict=True)]
+    while waiting:
+        dim = waiting[0][0][1]
+        asking = [w for w in waiting if w[0][1] == dim]
+        totals = reduction([request[0] for request, _, _ in asking], [p for _, _, p in asking], dim)
+        going_on = [w for w in waiting if w[0][1] != dim]
+        for (_, step, parameter), total in zip(asking, totals, strict=True):
+            try:
+                going_on.append((step.send(total), step, parameter))
+            except StopIteration:
+                continue
+        waiting = going_on
+
+
+def _whole_step(work: _Work, lr: Tensor, inverse: Tensor, keep: Tensor, rule: _Rule) -> None:
+    """The step of one whole parameter: what `torch.compile` sees."""
+    p = work.p
+    gradient = torch.where(keep, work.g.to(p.dtype) * inverse, 0.0)
+    counts = _Counts(p.shape[-2] if p.dim() > 1 else 1, p.shape[-1], p.numel())
+    step = _steps(work._replace(g=gradient), lr, keep, counts, rule)
+    request = next(step)
+    while True:
+        try:
+            request = step.send(request[0])
+        except StopIteration:
+            return
+
+
+def _steps(work: _Work, lr: Tensor, keep: Tensor | None, counts: _Counts, rule: _Rule) -> _Steps:
+    return (_matrix_steps if work.p.dim() > 1 else _vector_steps)(work, lr, keep, counts, rule)
+
+
+def _vector_steps(work: _Work, lr: Tensor, keep: Tensor | None, counts: _Counts, rule: _Rule) -> _Steps:
+    second = work.factors[0]
+    _advance(second, work.g.square() + rule.eps, rule.beta2, keep)
+    u = work.g * second.rsqrt()
+    total = yield u.square().sum(), None
+    _advance(work.m, u * _clip(total / counts.elements, rule), rule.beta1, keep)
+    _apply(work.p, work.m, lr, keep, rule)
+
+
+def _matrix_steps(work: _Work, lr: Tensor, keep: Tensor | None, counts: _Counts, rule: _Rule) -> _Steps:
+    g_BNM, m_BNM = work.g, work.m
+    row_BN, col_BM, res_row_BN, res_col_BM = work.factors
+    yield from _advance_factors(g_BNM.square(), row_BN, col_BM, keep, counts, rule.beta2, rule.eps)
+    total_B = yield row_BN.sum(-1), -2
+    u_BNM = _divided(g_BNM, row_BN, col_BM, total_B / counts.rows)
+    total = yield u_BNM.square().sum(), None
+    u_BNM = u_BNM * _clip(total / counts.elements, rule)
+    _advance(m_BNM, u_BNM, rule.beta1, keep)
+    unsure_BNM = (u_BNM - m_BNM).square()
+    yield from _advance_factors(unsure_BNM, res_row_BN, res_col_BM, keep, counts, rule.beta3, rule.eps_residual)
+    total_B = yield res_row_BN.sum(-1), -2
+    _apply(work.p, _divided(m_BNM, res_row_BN, res_col_BM, total_B / counts.rows), lr, keep, rule)
+
+
+def _advance_factors(
+    square_BNM: Tensor, row_BN: Tensor, col_BM: Tensor, keep: Tensor | None, counts: _Counts, beta: float, eps: float
+) -> _Steps:
+    """Move the row and column means towards those of `square_BNM` + eps."""
+    total_BN = yield square_BNM.sum(-1), -1
+    _advance(row_BN, total_BN / counts.columns + eps, beta, keep)
+    total_BM = yield square_BNM.sum(-2), -2
+    _advance(col_BM, total_BM / counts.rows + eps, beta, keep)
+
+
+def _divided(x_BNM: Tensor, row_BN: Tensor, col_BM: Tensor, mean_B: Tensor) -> Tensor:
+    """``x / sqrt(v)`` with the second moment ``v = row col / mean(row)`` never built."""
+    return x_BNM * (row_BN / mean_B.unsqueeze(-1)).rsqrt().unsqueeze(-1) * col_BM.rsqrt().unsqueeze(-2)
+
+
+def _clip(mean_square: Tensor, rule: _Rule) -> Tensor:
+    """The factor that bounds an update's root mean square."""
+    return 1 / (mean_square.sqrt() / rule.clip_threshold).clamp(min=1.0)
+
+
+def _advance(average: Tensor, value: Tensor, beta: float, keep: Tensor | None) -> None:
+    """``average = beta * average + (1 - beta) * value``, or nothing on a skipped step (where `value` may be NaN)."""
+    if keep is None:
+        average.lerp_(value, 1 - beta)
+    else:
+        average.copy_(torch.where(keep, average.lerp(value, 1 - beta), average))
+
+
+def _apply(p: Tensor, update: Tensor, lr: Tensor, keep: Tensor | None, rule: _Rule) -> None:
+    if keep is None:
+        if rule.weight_decay:
+            p.mul_(1 - lr * rule.weight_decay)
+        p.addcmul_(update, -lr)
+    else:
+        p.copy_(torch.where(keep, p * (1 - lr * rule.weight_decay) - lr * update, p))
+
+
+def _rule(group: dict[str, Any]) -> _Rule:
+    beta1, beta2, beta3 = group["betas"]
+    eps, eps_residual = group["eps"]
+    return _Rule(beta1, beta2, beta3, eps, eps_residual, group["clip_threshold"], group["weight_decay"])
+
+
+def _check(lr: float, betas: Sequence[float], eps: Sequence[float], clip_threshold: float, weight_decay: float) -> None:
+    if len(betas) != 3 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas = {betas} are not three rates in [0, 1): give for example (0.9, 0.999, 0.9999)")
+    if len(eps) != 2:
+        raise ValueError(f"eps = {eps} are not two numbers: give for example (1e-30, 1e-16)")
+    for name, value in (("lr", lr), ("eps", min(eps)), ("weight_decay", weight_decay)):
+        if not value >= 0:
+            raise ValueError(f"{name} = {value} is negative: give a number of at least 0")
+    if not clip_threshold > 0:
+        raise ValueError(f"clip_threshold = {clip_threshold} is not positive: give for example 1.0")

@@ -1,0 +1,141 @@
+"""Muon: momentum orthogonalised by Newton-Schulz, for the matrices inside the blocks.
+
+This is `torch.optim.Muon` (its settings, its state, its arithmetic, checked against it in the tests) with what the
+training loop needs besides: skipping a bad step and scaling gradients without waiting for the device, and on GPUs one
+batched product for all matrices of a shape.
+
+On a CPU the Newton-Schulz products run at the speed of any other product, so Muon costs what its arithmetic costs:
+5 (4 n² m + 2 n³) operations per n x m matrix (n <= m) and step, however many tokens the step has.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.optim.base import SkippingOptimizer, clean_gradients, inverse_scale
+
+# Keller Jordan's coefficients, as in torch: steepest at zero.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+class Muon(SkippingOptimizer):
+    """Muon for matrices.
+
+    Args:
+        params: parameters or groups of two dimensions, fp32 or fp64.
+        lr: learning rate.
+        weight_decay: decoupled: parameters shrink by ``lr * weight_decay`` before the update.
+        momentum: decay rate of the momentum, per step.
+        nesterov: look one momentum step ahead.
+        ns_coefficients: of the quintic Newton-Schulz polynomial.
+        eps: least norm a matrix is divided by.
+        ns_steps: Newton-Schulz iterations, in bfloat16.
+        adjust_lr_fn: ``"original"`` scales an update by ``sqrt(max(1, rows / columns))``, ``"match_rms_adamw"`` by
+            ``0.2 sqrt(max(rows, columns))`` so that it is as large as AdamW's (arXiv 2502.16982).
+
+    Raises:
+        ValueError: a parameter is no matrix, or a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str = "original",
+    ) -> None:
+        if adjust_lr_fn not in ("original", "match_rms_adamw"):
+            raise ValueError(f"adjust_lr_fn = {adjust_lr_fn!r} is unknown: use 'original' or 'match_rms_adamw'")
+        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum)):
+            if not value >= 0:
+                raise ValueError(f"{name} = {value} is negative: give a number of at least 0")
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.dim() != 2:
+                    raise ValueError(f"Muon updates matrices, not shape {tuple(parameter.shape)}: use AdamW for it")
+
+    def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        return {"momentum_buffer": torch.zeros_like(parameter)}
+
+    def _update(self, keep: Tensor | None, grad_scale: Tensor | None) -> None:
+        for group in self.param_groups:
+            for bundle in _bundles(self._with_gradients(group)):
+                inverse = inverse_scale(grad_scale, keep, bundle[0])
+                gradients = clean_gradients(bundle, inverse, keep)
+                self._update_bundle(group, bundle, gradients, keep)
+
+    def _update_bundle(self, group: dict[str, Any], ps: list[Tensor], gs: list[Tensor], keep: Tensor | None) -> None:
+        """Update matrices of one shape."""
+        momentum, lr, decay = group["momentum"], float(group["lr"]), group["weight_decay"]
+        buffers = [self.state[p]["momentum_buffer"] for p in ps]
+        if keep is None:
+            torch._foreach_lerp_(buffers, gs, 1 - momentum)
+            torch._foreach_mul_(ps, 1 - lr * decay)
+        else:  # a weight of 0 leaves everything as it is
+            kept = keep.to(buffers[0])
+            torch._foreach_lerp_(buffers, gs, [kept * (1 - momentum)] * len(gs))
+            torch._foreach_mul_(ps, 1 - kept * (lr * decay))
+        directions = list(torch._foreach_lerp(gs, buffers, momentum)) if group["nesterov"] else buffers
+        stacked = directions[0] if len(ps) == 1 else torch.stack(directions)
+        updates = orthogonalise(stacked, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        if keep is not None:
+            updates = torch.where(keep, updates, 0.0)
+        size = -lr * _adjustment(group["adjust_lr_fn"], ps[0].shape)
+        torch._foreach_add_(ps, [updates] if len(ps) == 1 else list(updates.unbind()), alpha=size)
+
+
+def orthogonalise(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """The nearest (about) semi-orthogonal matrix, in bfloat16: ``U V^T`` of ``x = U S V^T``.
+
+    Args:
+        x: a matrix, or a stack of them along the first dimension.
+        coefficients: a, b, c of the iteration ``x <- a x + b (x x^T) x + c (x x^T)^2 x``.
+        steps: iterations.
+        eps: least Frobenius norm a matrix is divided by.
+    """
+    a, b, c = coefficients
+    multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
+    tall = x.size(-2) > x.size(-1)
+    x = x.bfloat16()
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        gram = multiply_add(gram, gram, gram, beta=b, alpha=c)
+        x = multiply_add(x, gram, x, beta=a)
+    return x.mT if tall else x
+
+
+def _adjustment(kind: str, shape: torch.Size) -> float:
+    rows, columns = shape
+    return math.sqrt(max(1.0, rows / columns)) if kind == "original" else 0.2 * math.sqrt(max(rows, columns))
+
+
+def _bundles(parameters: list[Tensor]) -> list[list[Tensor]]:
+    """Matrices to update at once: all of a shape on a GPU; each alone on a CPU, where a batch is no faster."""
+    if parameters and parameters[0].device.type == "cpu":
+        return [[parameter] for parameter in parameters]
+    shapes: dict[tuple[Any, ...], list[Tensor]] = {}
+    for parameter in parameters:
+        shapes.setdefault((parameter.shape, parameter.device, parameter.dtype), []).append(parameter)
+    return list(shapes.values())
