@@ -137,8 +137,8 @@ class WandB:
     """Weights & Biases. The run's id is kept in the run folder, so that a resumed run goes on in the same place.
 
     W&B cannot take back steps: those that a killed run had sent beyond its checkpoint and sends again are ignored
-    there, which changes nothing, since a resumed run computes the same figures. For the same reason figures must come
-    in rising order of steps, those of an evaluation after those of its step.
+    there, which changes nothing, since a resumed run computes the same figures. For the same reason an evaluation that
+    comes before the figures of its step waits for them.
 
     Raises:
         UserError: the wandb package is not installed.
@@ -146,6 +146,8 @@ class WandB:
 
     def __init__(self, config: LoggingConfig, folder: Path, run_config: Mapping[str, Any]) -> None:
         module = _optional("wandb", "logging.wandb", "wandb")
+        self._last_step = -1
+        self._waiting: dict[int, Values] = {}
         self._run = module.init(
             project=config.wandb_project,
             entity=config.wandb_entity or None,
@@ -158,18 +160,25 @@ class WandB:
         )
 
     def log(self, step: int, values: Values) -> None:
-        """Send the figures of a step."""
-        self._run.log(dict(values), step=step)
+        """Send the figures of a step, with those of its evaluation if that was made already."""
+        self._last_step = step
+        self._run.log({**values, **self._waiting.pop(step, {})}, step=step)
 
     def log_evaluation(self, step: int, values: Values) -> None:
-        """The same: evaluations have names of their own."""
-        self.log(step, values)
+        """Send them, or keep them for the figures of that step."""
+        if step > self._last_step:
+            self._waiting[step] = values
+        else:
+            self._run.log(dict(values), step=step)
 
     def flush(self) -> None:
         """Nothing: W&B sends on its own, and training does not wait for it."""
 
     def close(self) -> None:
         """Wait until everything is sent."""
+        for step, values in sorted(self._waiting.items()):
+            self._run.log(dict(values), step=step)
+        self._waiting.clear()
         self._run.finish()
 
 

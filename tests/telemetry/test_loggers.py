@@ -307,6 +307,26 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
     assert steps(tmp_path / "metrics.jsonl") == [1, 6]
 
 
+def test_wandb_is_never_sent_back_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    logger = open_loggers(LoggingConfig(wandb=True), tmp_path, 0)
+    logger.log_evaluation(3, {"validation_loss": 9.0})  # the loop fetches figures of steps later than it evaluates
+    for step in (1, 2, 3, 4):
+        logger.log(step, {"loss": float(step)})
+    logger.log_evaluation(4, {"validation_loss": 8.0})
+    logger.log_evaluation(6, {"validation_loss": 7.0})
+    logger.close()
+    assert fake.logged == [
+        (1, {"loss": 1.0}),
+        (2, {"loss": 2.0}),
+        (3, {"loss": 3.0, "validation_loss": 9.0}),
+        (4, {"loss": 4.0}),
+        (4, {"validation_loss": 8.0}),
+        (6, {"validation_loss": 7.0}),
+    ]
+
+
 def test_wandb_absent_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"logging\.wandb: .*pip install 'phalanx-train\[wandb\]'"):
