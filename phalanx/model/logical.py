@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from phalanx.core.errors import UserError
 from phalanx.model.decoder import Decoder
 from phalanx.model.layers import Stored
 from phalanx.model.shapes import parameter_table
@@ -62,6 +64,19 @@ class LogicalParameters(Mapping[str, nn.Parameter]):
     def __len__(self) -> int:
         return len(self._aliases)
 
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy values in, in any dtype; padding rows of the vocabulary that `tensors` lack become zeros.
+
+        Raises:
+            UserError: a name is missing or unknown, or a shape differs.
+        """
+        wrong = sorted(set(self) ^ set(tensors))
+        if wrong:
+            problem = "is missing from the weights" if wrong[0] in self else "is not a parameter of this model"
+            raise UserError(problem, cure="give the weights of a model of the same config", field=wrong[0])
+        for name, parameter in self.items():
+            _copy(name, parameter, tensors[name])
+
     def bind_gradients(self) -> None:
         """Point each alias' gradient at its rows of its owner's; where the owner has none, to None.
 
@@ -75,3 +90,13 @@ class LogicalParameters(Mapping[str, nn.Parameter]):
                 grad = alias.owner.grad
                 alias.parameter.grad = None if grad is None else grad[alias.start : alias.start + alias.rows]
         self._bound = {id(owner): owner.grad for owner in self._owners}
+
+
+def _copy(name: str, parameter: nn.Parameter, value: Tensor) -> None:
+    rows = value.shape[0] if name in ("embedding", "head") and value.dim() == 2 else parameter.shape[0]
+    if value.shape != (rows, *parameter.shape[1:]) or rows > parameter.shape[0]:
+        problem = f"has shape {tuple(value.shape)} where the model has {tuple(parameter.shape)}"
+        raise UserError(problem, cure="give the weights of a model of the same config", field=name)
+    with torch.no_grad():
+        parameter[:rows].copy_(value)
+        parameter[rows:].zero_()

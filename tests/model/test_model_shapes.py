@@ -48,9 +48,9 @@ def test_the_table_is_what_the_decoder_holds(variant: str) -> None:
 
 
 def test_sizes_that_are_not_known_yet_are_refused() -> None:
-    with pytest.raises(UserError, match="model.vocab_size"):
+    with pytest.raises(UserError, match=r"model\.vocab_size"):
         parameter_table(ModelConfig(max_sequence=8))
-    with pytest.raises(UserError, match="model.max_sequence"):
+    with pytest.raises(UserError, match=r"model\.max_sequence"):
         parameter_table(ModelConfig(vocab_size=8))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def test_aliases_cover_every_stored_element_once(variant: str) -> None:
     model = build(tiny(variant))
     logical = LogicalParameters(model)
     spans = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size()) for p in logical.values())
-    assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a[1] <= b[0] for a, b in pairwise(spans))
     assert sum(p.numel() for p in logical.values()) == sum(p.numel() for p in model.parameters())
     assert all(p.is_contiguous() for p in logical.values())
 
