@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from phalanx.kernels.attention import attention
 from phalanx.kernels.loss import linear_cross_entropy
+from phalanx.kernels.norm import rms_norm
 from phalanx.model.config import ModelConfig
 from phalanx.model.context import Context
 from phalanx.model.rotary import rotate, rotate_heads
@@ -75,10 +76,8 @@ class Norm(Stored):
     def forward(self, x_TD: Tensor) -> Tensor:
         """Normalise rows: (T, D) -> (T, D)."""
         if self.rms:
-            out = F.rms_norm(x_TD, self.weight.shape, self.weight.to(x_TD.dtype), self.eps)
-        else:
-            out = F.layer_norm(x_TD, self.weight.shape, self.weight, self.bias, self.eps)
-        return out.to(self.compute)
+            return rms_norm(x_TD, self.weight, self.eps, self.compute)
+        return F.layer_norm(x_TD, self.weight.shape, self.weight, self.bias, self.eps).to(self.compute)
 
 
 class Embedding(Stored):
@@ -199,8 +198,7 @@ class Attention(Stored):
             return rotate_heads(qkv, *context.rotary, heads, kv_heads)
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=2)
         if self.q_norm is not None and self.k_norm is not None:
-            q = F.rms_norm(q, (self.size,), self.q_norm.to(q.dtype), self.eps)
-            k = F.rms_norm(k, (self.size,), self.k_norm.to(k.dtype), self.eps)
+            q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
         if context.rotary is not None:
             q, k = rotate(q, *context.rotary), rotate(k, *context.rotary)
         return q, k, v
