@@ -41,7 +41,7 @@ def assemble(
     model = build_model(config, prepared.vocab_size, device)
     save_tokenizer(config.data, folder.tokenizer)
     parameters = LogicalParameters(model)
-    optimizer = build_optimizer(config.optim, parameters.items())
+    optimizer = build_optimizer(config.optim, parameters)
     run = Run(
         config=config,
         folder=folder,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.optim.clip import clip_scale, grad_norm
 from phalanx.optim.schedule import lr_factor
 from phalanx.train.device import GarbageCollection
 from phalanx.train.evaluate import Evaluation
@@ -51,10 +50,10 @@ def train(run: Run, reporter: Reporter) -> Outcome:
             profiler.before_step(step)
 
             loss = run.accumulate_gradients(batch)
-            norm = grad_norm(run.parameters.values())
+            norm, grad_scale = run.optimizer.clip()
             bad = run.judge.judge(loss, norm)
             lr = run.optimizer.set_lr(lr_factor(config.optim.schedule, progress.step, run.total_steps))
-            run.optimizer.step(found_inf=bad, grad_scale=clip_scale(norm, config.optim.clip_norm))
+            run.optimizer.step(found_inf=bad, grad_scale=grad_scale)
             run.zero_grad()
 
             progress.advance(*batch.tokens_BS.shape)

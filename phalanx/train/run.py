@@ -120,7 +120,10 @@ class Run:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Take up everything where `checkpoint` left it."""
         tensors = self.state_tensors()
-        checkpoint.load_into(tensors)
+        with torch.no_grad():
+            checkpoint.load_into(tensors)  # in place: these are the tensors that training works on
+        prefix = "bad_step."
+        self.judge.load_state_tensors({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
         torch.set_rng_state(tensors["rng.torch"])
         self.progress = Progress.from_json(checkpoint.state)
 

@@ -1,0 +1,81 @@
+"""The command line without torch: help, explain, and errors in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from phalanx.cli.explain import command as explain
+from phalanx.cli.main import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+
+
+def _python(code: str) -> str:
+    return subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT)
+
+
+def test_help_and_explain_do_not_import_torch() -> None:
+    code = """
+import sys
+from phalanx.cli.main import main
+for arguments in (["--help"], ["explain", "configs/python-stdlib.toml"]):
+    try:
+        main(arguments)
+    except SystemExit as ended:
+        assert ended.code == 0, ended.code
+print("torch" in sys.modules, "numpy" in sys.modules)
+"""
+    assert _python(code).splitlines()[-1] == "False False"
+
+
+def test_help_names_every_command() -> None:
+    out = subprocess.check_output([sys.executable, "-m", "phalanx", "--help"], text=True)
+    for name in COMMANDS:
+        assert f"  {name} " in out
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_has_help(name: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "phalanx", name, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "Usage: phalanx" in done.stdout
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_shipped_config_is_explained(path: Path) -> None:
+    result = CliRunner().invoke(explain, [str(path), "model.vocab_size=300"], env={"COLUMNS": "240"})
+    assert f"{path.name}:" in result.output
+    assert result.exit_code == 0, result.output
+
+
+def test_explain_says_where_each_value_came_from() -> None:
+    arguments = [str(CONFIGS[0]), "train.steps=77", "train.global_batch=3", "data.sequence_length=10"]
+    result = CliRunner().invoke(explain, arguments, env={"COLUMNS": "200"})
+    lines = {line.split()[0]: line for line in result.output.splitlines() if line.strip()}
+    assert "77" in lines["train.steps"]
+    assert "override" in lines["train.steps"]
+    assert f"{CONFIGS[0]}:" in lines["optim.name"]
+    assert "default" in lines["train.deterministic"]
+    assert "tokens per step" in result.output
+    assert "2,310" in result.output  # 77 steps x 3 sequences x 10 tokens
+
+
+def test_given_leaves_defaults_out_and_describe_adds_meaning() -> None:
+    result = CliRunner().invoke(explain, [str(CONFIGS[0]), "--given", "--describe"], env={"COLUMNS": "200"})
+    assert "train.deterministic" not in result.output
+    assert "optimizer steps" in result.output
+
+
+def test_a_mistake_is_one_line_on_stderr_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", str(CONFIGS[0]), "train.stepz=3"])
+    assert ended.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.err.strip() == "error: train.stepz: there is no such setting; did you mean train.steps?"
+    assert captured.out == ""
