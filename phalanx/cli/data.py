@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,7 +84,7 @@ def as_markup(prepared: Prepared, stream: TokenStream, at: int, count: int) -> s
     starts = set(stream.document_starts(begin, count)[1])
     borders = sorted({0, count} | starts | set((np.flatnonzero(np.diff(trained[0])) + 1).tolist()))
     text = ""
-    for low, high in zip(borders, borders[1:], strict=False):
+    for low, high in itertools.pairwise(borders):
         part = escape(prepared.tokenizer.decode(ids[0, low:high].tolist()))
         text += "[reverse]document[/reverse] " if low in starts else ""
         text += part if trained[0, low] or not part else f"[dim]{part}[/dim]"
@@ -93,17 +94,15 @@ def as_markup(prepared: Prepared, stream: TokenStream, at: int, count: int) -> s
 def summary(prepared: Prepared, config: DataConfig) -> Table:
     """One row per source and split."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("source", "split", "tokens", "documents", "text", "bytes/token", "left out", "folder"):
-        table.add_column(
-            column, justify="left" if column in ("source", "split", "folder") else "right", overflow="fold"
-        )
+    for column in ("source", "split", "tokens", "documents", "text", "bytes/token", "left out"):
+        table.add_column(column, justify="left" if column in ("source", "split") else "right", no_wrap=True)
     for source in (*prepared.sources, *prepared.validation_sources):
         for name, part in source.splits.items():
             ratio = f"{part.num_bytes / part.num_tokens:.2f}" if part.num_bytes else "n/a"
             size = units.size(part.num_bytes) if part.num_bytes else "n/a"
             cells = (source.name, name, f"{part.num_tokens:,}", f"{part.num_documents:,}", size, ratio)
-            table.add_row(*map(escape, cells), str(source.num_skipped), escape(str(source.folder)))
-    table.caption = f"{prepared.vocab_size:,} token ids ({config.tokenizer.kind})"
+            table.add_row(*map(escape, cells), str(source.num_skipped))
+    table.caption = f"{prepared.vocab_size:,} token ids ({config.tokenizer.kind}), in {escape(config.folder)}"
     table.caption_justify = "left"
     return table
 

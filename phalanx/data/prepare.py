@@ -23,6 +23,7 @@ from phalanx.data.prepared import (
     MANIFEST,
     Prepared,
     PreparedSource,
+    combined_digest,
     dataset_folder,
     read_manifest,
     read_source,
@@ -142,7 +143,7 @@ def _encode(job: Job, units: list[Unit], name: str, workers: int | None, report:
     delete_strangers(folder, ordered)
     tokenizer = open_tokenizer(job.tokenizer)
     return {
-        "fingerprint": unit_digests(ordered),
+        "fingerprint": combined_digest([job.tokenizer.key, unit_digests(ordered)]),
         "has_end_of_text": tokenizer.end_of_text is not None,
         "num_skipped": sum(record.num_skipped for record in ordered),
         "skipped": [document for record in ordered for document in record.skipped][:NAMED_SKIPS],

@@ -31,8 +31,8 @@ class SampleReader:
 
     The targets of a window are its tokens after the first. A target has weight 0 where the loss mask says so, behind
     the end of the tokens, and, with the document mask, where it begins a document that its own position cannot see.
-    With end-of-text tokens the last never happens: the token that ends a document is a target within it, and begins the next
-    document as an input, so that every token of every document is predicted from its own document alone.
+    With end-of-text tokens the last never happens: such a token ends a document as a target, and begins the next one as
+    an input, so that every token of every document is predicted, and from its own document alone.
     """
 
     def __init__(self, source: PreparedSource, split: PreparedSplit, config: DataConfig) -> None:
