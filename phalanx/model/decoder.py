@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.core.errors import UserError
-from phalanx.kernels.activation import swiglu
 from phalanx.kernels.masks import AttentionMask
 from phalanx.model.config import ModelConfig
 from phalanx.model.context import Context, DropoutState, KVCache, dropout_rows
@@ -99,7 +98,8 @@ class Block(nn.Module):
     def activate(self, inner_TF: Tensor) -> Tensor:
         """The MLP's nonlinearity: (T, F) -> (T, F), or with a gate (T, 2F) -> (T, F)."""
         if self.activation_name == "swiglu":
-            return swiglu(inner_TF)
+            gate, up = inner_TF.chunk(2, dim=1)
+            return F.silu(gate) * up
         return F.gelu(inner_TF, approximate="tanh" if self.activation_name == "gelu_tanh" else "none")
 
 
