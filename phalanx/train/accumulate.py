@@ -38,6 +38,6 @@ def accumulate_gradients(
             dropout=DropoutState(seed, step, on_device.sample_index_B),
         )
         loss_sum, z_sum = model.loss(hidden_BSD, on_device.targets_BS, on_device.weights_BS)
-        ((loss_sum + z_sum) / total_weight).backward()
+        torch.autograd.backward((loss_sum + z_sum) / total_weight)
         loss += loss_sum.detach()
     return loss / total_weight
