@@ -69,10 +69,11 @@ class OptimizerSet:
         for optimizer in self._optimizers.values():
             _step(optimizer, found_inf, grad_scale)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the logical parameters, or set them to zero."""
-        for optimizer in self._optimizers.values():
-            optimizer.zero_grad(set_to_none=set_to_none)
+    def zero_grad(self) -> None:
+        """Set all gradients to zero in place: those of aliases are views, which None would only hide."""
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        if gradients:
+            torch._foreach_zero_(gradients)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The state, by ``<logical name>.<state>``, in the order of the parameters: the tensors, not copies."""

@@ -94,6 +94,14 @@ class LAMB(SkippingOptimizer):
         step = torch.zeros((), dtype=torch.float64, device=parameter.device) if first is None else first["step"]
         return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 
+    def load_state_dict(self, state_dict: Any) -> None:
+        """As torch's; the counter of a group is one tensor again."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            states = [self.state[p] for p in group["params"] if "step" in self.state[p]]
+            for state in states:
+                state["step"] = states[0]["step"]
+
     def _update(self, keep: Tensor | None, grad_scale: Tensor | None) -> None:
         found = [(group, self._with_gradients(group)) for group in self.param_groups]
         found = [(group, parameters) for group, parameters in found if parameters]
@@ -152,8 +160,9 @@ def _updates(
         torch._foreach_lerp_(ms, gs, 1 - rule.beta1)
         torch._foreach_mul_(vs, rule.beta2)
     else:  # gradients are zero where the step is skipped
-        torch._foreach_lerp_(ms, gs, [(1 - rule.beta1) * keep.to(scalars)] * len(ms))
-        torch._foreach_mul_(vs, torch.where(keep, rule.beta2, 1.0).to(scalars))
+        kept = keep.to(scalars)
+        torch._foreach_lerp_(ms, gs, [(1 - rule.beta1) * kept] * len(ms))
+        torch._foreach_mul_(vs, 1 - (1 - rule.beta2) * kept)
     torch._foreach_addcmul_(vs, gs, gs, 1 - rule.beta2)
     us = list(torch._foreach_sqrt(vs))
     torch._foreach_mul_(us, scalars[1])
