@@ -13,12 +13,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.core.errors import UserError
 
 # Logits of a chunk, in elements: beyond the size at which one chunk's GEMM is efficient, memory is only lost.
 _CHUNK_ELEMENTS = 1 << 21
+
+# Whole logits of at most this many elements cost little memory, and plain autograd has less overhead (docs/kernels.md).
+_PLAIN_ELEMENTS = 1 << 17
+_PLAIN_ELEMENTS_16_BIT = 1 << 20
 
 
 def _chunk_size(tokens: int, vocabulary: int, chunk: int | None) -> int:
@@ -35,20 +40,17 @@ def _capped(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
     return tanh * softcap, tanh.square().neg_().add_(1.0)
 
 
-def _chunk_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss (C,), log-sum-exp (C,) and log-probabilities (C, V) of fp32 logits."""
+def _chunk_loss(logits: Tensor, targets: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Loss (C,), log-sum-exp (C,) if asked for, and log-probabilities (C, V) of fp32 logits."""
     log_p = torch.log_softmax(logits, dim=-1)
-    loss = -log_p.gather(1, targets[:, None]).squeeze(1)
-    return loss, logits.gather(1, targets[:, None]).squeeze(1) + loss, log_p
+    loss = F.nll_loss(log_p, targets, reduction="none")
+    return loss, logits.gather(1, targets[:, None]).squeeze(1) + loss if with_lse else None, log_p
 
 
-def _chunk_gradient(log_p: Tensor, targets: Tensor, lse: Tensor, z_loss: float, slope: Tensor | None) -> Tensor:
-    """Gradient of an unweighted chunk's loss and z-loss by its logits, in the memory of its log-probabilities.
-
-    Token weights are not in it: they scale rows, and so are cheaper applied to the hidden states on either side.
-    """
+def _chunk_gradient(log_p: Tensor, targets: Tensor, lse: Tensor | None, z_loss: float, slope: Tensor | None) -> Tensor:
+    """Gradient of an unweighted chunk's loss and z-loss by its logits, in the memory of its log-probabilities."""
     grad = log_p.exp_()
-    if z_loss:
+    if lse is not None:
         grad.mul_(torch.add(1.0, lse, alpha=2.0 * z_loss)[:, None])
     grad.scatter_add_(1, targets[:, None], grad.new_full((1, 1), -1.0).expand(len(targets), 1))
     return grad if slope is None else grad.mul_(slope)
@@ -76,17 +78,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, start + chunk)
             w, t = weights[part], targets[part]
             logits, slope = _capped((x[part] @ cast.t()).float(), softcap)
-            loss, lse, log_p = _chunk_loss(logits, t)
+            loss, lse, log_p = _chunk_loss(logits, t, z_loss != 0.0)
             loss_sum += torch.dot(loss, w)
-            z_sum += torch.dot(lse.square(), w) * z_loss
+            if lse is not None:
+                z_sum += torch.dot(lse.square(), w) * z_loss
             if dx is None and not needs_dw:
                 continue
-            grad = _chunk_gradient(log_p, t, lse, z_loss, slope).to(x.dtype)
-            row_weight = w[:, None].to(x.dtype)
+            grad = _chunk_gradient(log_p, t, lse, z_loss, slope).mul_(w[:, None]).to(x.dtype)
             if dx is not None:
-                dx[part] = (grad @ cast).mul_(row_weight)
+                torch.mm(grad, cast, out=dx[part])
             if needs_dw:
-                dw_part = (grad.t() @ (x[part] * row_weight)).float()
+                dw_part = (grad.t() @ x[part]).float()
                 dw = dw_part if dw is None else dw.add_(dw_part)
         ctx.set_materialize_grads(False)
         ctx.z_loss = z_loss
@@ -110,7 +112,22 @@ def _same_factor(grad_loss: Tensor | None, grad_z: Tensor | None) -> bool:
     """Whether the two sums entered the objective alike; their values are compared on a CPU, where that is free."""
     if grad_loss is None or grad_z is None:
         return grad_loss is grad_z
-    return grad_loss.device.type != "cpu" or bool(torch.equal(grad_loss, grad_z))
+    if grad_loss.device.type != "cpu" or torch.compiler.is_compiling():
+        return True
+    return torch.equal(grad_loss, grad_z)
+
+
+def plain_linear_cross_entropy(
+    x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, weights_T: Tensor, softcap: float, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """:func:`linear_cross_entropy` in plain torch, with whole logits: what small cases run, for less overhead."""
+    logits = F.linear(x_TD, weight_VD.to(x_TD.dtype)).float()
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    loss_sum = torch.dot(F.cross_entropy(logits, targets_T, reduction="none"), weights_T)
+    if not z_loss:
+        return loss_sum, loss_sum.new_zeros(())
+    return loss_sum, z_loss * torch.dot(logits.logsumexp(-1).square(), weights_T)
 
 
 def linear_cross_entropy(
@@ -141,7 +158,8 @@ def linear_cross_entropy(
         (loss_sum, z_sum), fp32 scalars.
 
     Raises:
-        UserError: shapes do not fit.
+        UserError: shapes do not fit; in backward, second derivatives or unequal factors of the two sums are asked of
+            the chunked form.
     """
     if x_TD.dim() != 2 or weight_VD.shape[1:] != x_TD.shape[1:] or targets_T.shape != x_TD.shape[:1]:
         raise UserError(
@@ -151,6 +169,9 @@ def linear_cross_entropy(
         )
     if weights_T is None:
         weights_T = x_TD.new_ones(x_TD.shape[0], dtype=torch.float32)
+    plain_elements = _PLAIN_ELEMENTS if x_TD.element_size() > 2 else _PLAIN_ELEMENTS_16_BIT
+    if chunk is None and x_TD.shape[0] * weight_VD.shape[0] <= plain_elements:
+        return plain_linear_cross_entropy(x_TD, weight_VD, targets_T, weights_T.float(), softcap, z_loss)
     needs_dx, needs_dw = (torch.is_grad_enabled() and t.requires_grad for t in (x_TD, weight_VD))
     size = _chunk_size(x_TD.shape[0], weight_VD.shape[0], chunk)
     out: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]

@@ -71,11 +71,12 @@ def test_evaluation_makes_no_gradients():
     torch.testing.assert_close(loss, plain(x, weight, targets, weights, 0.0, 0.0)[0])
 
 
-def test_only_what_needs_a_gradient_gets_one():
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_only_what_needs_a_gradient_gets_one(chunk):
     x, weight, targets, weights = inputs(30, 8, 11)
     want_x, want_w = torch.autograd.grad(plain(x, weight, targets, weights, 0.0, 0.0)[0], (x, weight))
-    (dx,) = torch.autograd.grad(linear_cross_entropy(x, weight.detach(), targets, weights)[0], x)
-    (dw,) = torch.autograd.grad(linear_cross_entropy(x.detach(), weight, targets, weights)[0], weight)
+    (dx,) = torch.autograd.grad(linear_cross_entropy(x, weight.detach(), targets, weights, chunk=chunk)[0], x)
+    (dw,) = torch.autograd.grad(linear_cross_entropy(x.detach(), weight, targets, weights, chunk=chunk)[0], weight)
     torch.testing.assert_close(dx, want_x)
     torch.testing.assert_close(dw, want_w)
 
@@ -83,19 +84,19 @@ def test_only_what_needs_a_gradient_gets_one():
 def test_second_derivatives_are_refused():
     x, weight, targets, weights = inputs(10, 8, 11)
     with pytest.raises(UserError, match="no second derivatives"):
-        torch.autograd.grad(linear_cross_entropy(x, weight, targets, weights)[0], x, create_graph=True)
+        torch.autograd.grad(linear_cross_entropy(x, weight, targets, weights, chunk=8)[0], x, create_graph=True)
 
 
 def test_half_an_objective_is_refused():
     x, weight, targets, weights = inputs(10, 8, 11)
-    loss, _ = linear_cross_entropy(x, weight, targets, weights, z_loss=0.1)
+    loss, _ = linear_cross_entropy(x, weight, targets, weights, z_loss=0.1, chunk=8)
     with pytest.raises(UserError, match="share one gradient"):
         loss.backward()
 
 
 def test_unequal_factors_are_refused():
     x, weight, targets, weights = inputs(10, 8, 11)
-    loss, z = linear_cross_entropy(x, weight, targets, weights, z_loss=0.1)
+    loss, z = linear_cross_entropy(x, weight, targets, weights, z_loss=0.1, chunk=8)
     with pytest.raises(UserError, match="share one gradient"):
         (loss + 2 * z).backward()
 
