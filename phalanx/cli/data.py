@@ -71,7 +71,9 @@ def inspect(config: Path, overrides: tuple[str, ...], split: Split, number: int,
     if number >= len(parts) or at >= parts[number][1].num_tokens:
         cure = "`phalanx data info` says what there is"
         raise UserError(f"there is no token {at} of source {number} in the {split} split", cure=cure)
-    Console().print(as_markup(prepared, TokenStream(parts[number][1].shards), at, tokens), highlight=False)
+    Console().print(
+        as_markup(prepared, TokenStream(parts[number][1].shards), at, tokens), highlight=False, soft_wrap=True
+    )
 
 
 def as_markup(prepared: Prepared, stream: TokenStream, at: int, count: int) -> str:

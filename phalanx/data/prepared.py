@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,6 @@ class Prepared:
     tokenizer: Tokenizer
     sources: tuple[PreparedSource, ...]
     validation_sources: tuple[PreparedSource, ...] = ()
-    tokenizer_folder: Path | None = field(default=None, compare=False)
 
     @property
     def vocab_size(self) -> int:
@@ -90,9 +90,7 @@ def source_name(source: SourceConfig, number: int) -> str:
     return source.name or f"{source.kind}-{number}"
 
 
-def dataset_folder(
-    config: DataConfig, source: SourceConfig, tokenizer_key: str, held_out: float, extra: str = ""
-) -> Path:
+def dataset_folder(config: DataConfig, source: SourceConfig, tokenizer_key: str, held_out: float) -> Path:
     """Where a source's tokens lie: one folder for each way to prepare it. Names and weights do not matter to that."""
     settings = {
         "format": FORMAT,
@@ -101,7 +99,7 @@ def dataset_folder(
         "held_out": held_out,
         "validation_split": config.validation_split if held_out not in (0.0, 1.0) else "",
         "validation_seed": config.validation_seed if held_out not in (0.0, 1.0) else 0,
-        "extra": extra,
+        "python": platform.python_version() if source.kind == "python-stdlib" else "",
     }
     key = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=6).hexdigest()
     return Path(config.folder) / f"{source.kind}-{key}"

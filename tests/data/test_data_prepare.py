@@ -26,7 +26,8 @@ from phalanx.data import sources
 from phalanx.data.config import DataConfig
 from phalanx.data.prepare import prepare
 sources.MIN_UNIT_BYTES = 4096
-prepared = prepare(DataConfig.model_validate_json(sys.argv[1]), workers=int(sys.argv[2]), progress=lambda p: print(p.num_tokens, flush=True))
+config = DataConfig.model_validate_json(sys.argv[1])
+prepared = prepare(config, workers=int(sys.argv[2]), progress=lambda p: print(p.num_tokens, flush=True))
 assert "torch" not in sys.modules, "preparing must not import torch"
 print(prepared.fingerprint)
 """

@@ -14,11 +14,15 @@ from phalanx.data.prepared import Prepared
 CODES = {"uint8": 1, "int32": 4, "int64": 5, "uint16": 8}
 
 
+def flat(documents: list[list[int]]) -> list[int]:
+    return [token for document in documents for token in document]
+
+
 def write_megatron(prefix: Path, documents: list[list[int]], dtype: str = "int32") -> Path:
     """What Megatron's IndexedDatasetBuilder writes: one sequence a document."""
     sizes = np.array([len(d) for d in documents], np.int32)
     pointers = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)[:-1]]) * np.dtype(dtype).itemsize
-    prefix.with_suffix(".bin").write_bytes(np.array(sum(documents, []), dtype).tobytes())
+    prefix.with_suffix(".bin").write_bytes(np.array(flat(documents), dtype).tobytes())
     head = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", CODES[dtype])
     head += struct.pack("<Q", len(sizes)) + struct.pack("<Q", len(documents) + 1)
     index = np.arange(len(documents) + 1, dtype=np.int64)
@@ -41,17 +45,18 @@ def test_megatron_in_place(tmp_path: Path, dtype: str) -> None:
     documents = some_documents()
     prefix = write_megatron(tmp_path / "corpus", documents, dtype)
     config, prepared = run(tmp_path, SourceConfig(kind="megatron", path=str(prefix)))
-    assert stored(prepared).tolist() == sum(documents, [])
+    assert stored(prepared).tolist() == flat(documents)
     split = prepared.sources[0].splits["train"]
     assert (split.num_documents, split.shards[0].tokens) == (50, tmp_path / "corpus.bin")
     batch = Loader(prepared, config.model_copy(update={"random_offset": False})).batch(0, 60)
     assert batch.documents_BS is not None
     starts = set(np.cumsum([0, *map(len, documents)]).tolist())
-    flat = {tuple(sum(documents, [])[i : i + 5]): i for i in range(len(sum(documents, [])) - 4)}
+    tokens_in_order = flat(documents)
+    places = {tuple(tokens_in_order[i : i + 5]): i for i in range(len(tokens_in_order) - 4)}
     for tokens, targets, weights in zip(
         batch.tokens_BS.tolist(), batch.targets_BS.tolist(), batch.weights_BS.tolist(), strict=True
     ):
-        begin = flat[(*tokens, targets[-1])]
+        begin = places[(*tokens, targets[-1])]
         assert weights == [0.0 if begin + 1 + k in starts else 1.0 for k in range(4)]
 
 
@@ -61,10 +66,10 @@ def test_megatron_holds_out_whole_documents_at_the_end(tmp_path: Path) -> None:
     source = SourceConfig(kind="megatron", path=str(prefix) + ".bin")
     config, prepared = run(tmp_path, source, validation_fraction=0.2)
     train, held = stored(prepared), stored(prepared, "validation")
-    assert [*train, *held] == sum(documents, [])
+    assert [*train, *held] == flat(documents)
     assert len(train) in np.cumsum([len(d) for d in documents])
     assert 0.15 < len(held) / len(train) < 0.3
-    passed = list(Loader(prepared, config).validation_batches(100))[0]
+    passed = next(Loader(prepared, config).validation_batches(100))
     assert passed.documents_BS is not None
     count = prepared.sources[0].splits["validation"].num_documents
     assert int((passed.weights_BS == 0).logical_and(passed.targets_BS > 0).sum()) >= count - 1
@@ -132,7 +137,7 @@ def test_an_id_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:
 
 def test_the_wrong_type_of_ids_is_seen(tmp_path: Path) -> None:
     np.arange(500, dtype=np.uint16).tofile(tmp_path / "train.bin")
-    with pytest.raises(UserError, match="has the id 65536, the vocabulary has 1000; .*token_dtype"):
+    with pytest.raises(UserError, match=r"has the id 65536, the vocabulary has 1000; .*token_dtype"):
         run(tmp_path, SourceConfig(kind="nanogpt", path=str(tmp_path), token_dtype="uint32"))
     (tmp_path / "train.bin").write_bytes(b"odd")
     with pytest.raises(UserError, match="has 3 bytes, no multiple of 2"):

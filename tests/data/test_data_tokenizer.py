@@ -196,13 +196,13 @@ def test_bad_tokenizer_files(tmp_path: Path) -> None:
 
 
 def test_ids_without_text_say_what_to_do() -> None:
-    with pytest.raises(UserError, match="token ids have no text.*kind = 'file'"):
+    with pytest.raises(UserError, match=r"token ids have no text.*kind = 'file'"):
         IdTokenizer(10).decode([1])
 
 
 def test_opening_before_preparing(tmp_path: Path) -> None:
     config = bpe_config(tmp_path)
-    with pytest.raises(UserError, match="has not been made yet.*phalanx data prepare"):
+    with pytest.raises(UserError, match=r"has not been made yet.*phalanx data prepare"):
         open_prepared(config)
     prepare(config, workers=1)
     assert open_prepared(config).num_tokens("train") > 0
