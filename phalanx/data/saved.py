@@ -8,7 +8,7 @@ from pathlib import Path
 
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_bytes, write_json
-from phalanx.data.config import DataConfig
+from phalanx.data.config import DataConfig, TokenizerConfig
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.data.tokenizers import TokenizerSpec, find_spec, open_tokenizer
 
@@ -30,17 +30,40 @@ def save_tokenizer(config: DataConfig, folder: Path) -> None:
     write_json(folder / _SPEC, asdict(spec))
 
 
+def saved_tokenizer_config(folder: Path) -> TokenizerConfig | None:
+    """Settings that mean the tokenizer in `folder` for other text; None where they cannot (kinds chars and none).
+
+    Raises:
+        UserError: there is none.
+    """
+    spec = _read_spec(folder)
+    if spec.kind == "bytes":
+        return TokenizerConfig(kind="bytes", end_of_text=spec.end_of_text)
+    if spec.kind in ("bpe", "file"):
+        return TokenizerConfig(kind="file", path=str(folder / spec.path), end_of_text_token=spec.end_of_text_token)
+    return None
+
+
 def open_saved_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer that `save_tokenizer` put into `folder`.
 
     Raises:
         UserError: there is none.
     """
+    spec = _read_spec(folder)
     try:
-        spec = TokenizerSpec(**json.loads((folder / _SPEC).read_text(encoding="utf-8")))
         return open_tokenizer(replace(spec, path=str(folder / spec.path)) if spec.path else spec)
+    except OSError as error:
+        raise _unreadable(folder, error) from None
+
+
+def _read_spec(folder: Path) -> TokenizerSpec:
+    try:
+        return TokenizerSpec(**json.loads((folder / _SPEC).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        if isinstance(error, UserError):
-            raise
-        cure = "check that this is the folder of a run"
-        raise UserError(f"holds no readable tokenizer ({error})", cure=cure, value=str(folder)) from None
+        raise _unreadable(folder, error) from None
+
+
+def _unreadable(folder: Path, error: Exception) -> UserError:
+    cure = "check that this is the folder of a run"
+    return UserError(f"holds no readable tokenizer ({error})", cure=cure, value=str(folder))

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from phalanx.data.order import Int64
 from phalanx.data.shards import Mapped, Shard, map_npy
 
-RELEASE_BYTES = 64 << 20
-PAGE_BYTES = 4096
+KEEP_BYTES = 256 << 20
+RELEASE_WINDOWS = 256
 
 
 class TokenStream:
@@ -26,8 +26,10 @@ class TokenStream:
         self.shards = tuple(shards)
         self._begins = np.cumsum([0, *(s.num_tokens for s in shards)], dtype=np.int64)
         self._open: dict[str, dict[int, NDArray[Any]]] = {"tokens": {}, "mask": {}, "starts": {}}
-        self._maps: list[Mapped] = []
-        self._touched_bytes = 0
+        self._maps: dict[int, list[Mapped]] = {}
+        self._mapped_bytes = 0
+        self._touched: set[int] = set()
+        self._windows = 0
         self.has_mask = any(shard.mask is not None for shard in shards)
         self.has_documents = any(shard.starts is not None for shard in shards)
 
@@ -62,7 +64,7 @@ class TokenStream:
             out_BL[row, at : at + high - low] = self._values(shard, what)[low:high]
 
         self._each(begins_B, out_BL.shape[1], copy)
-        self._release_now_and_then(len(begins_B) * (2 * PAGE_BYTES + out_BL.shape[1] * 4))
+        self._release_now_and_then(len(begins_B))
 
     def _each(self, begins_B: Int64, length: int, visit: Callable[[int, int, int, int, int], None]) -> None:
         """Call ``visit(window, shard, low, high, at)`` for each part of a window: ``[low, high)`` of a shard, at `at`.
@@ -80,39 +82,49 @@ class TokenStream:
                 shard += 1
 
     def _values(self, shard: int, what: str) -> NDArray[Any]:
+        self._touched.add(shard)
         found = self._open[what].get(shard)
         if found is None:
-            found = self._open[what][shard] = _READERS[what](self, self.shards[shard])
+            found = self._open[what][shard] = _READERS[what](self, shard)
         return found
 
-    def _map(self, mapped: Mapped) -> NDArray[Any]:
-        self._maps.append(mapped)
+    def _map(self, shard: int, mapped: Mapped) -> NDArray[Any]:
+        self._maps.setdefault(shard, []).append(mapped)
+        self._mapped_bytes += mapped.array.nbytes
         return mapped.array
 
-    def _tokens(self, shard: Shard) -> NDArray[Any]:
-        return self._map(Mapped(shard.tokens, shard.dtype, shard.offset_bytes, shard.num_tokens))
+    def _tokens(self, index: int) -> NDArray[Any]:
+        shard = self.shards[index]
+        return self._map(index, Mapped(shard.tokens, shard.dtype, shard.offset_bytes, shard.num_tokens))
 
-    def _mask(self, shard: Shard) -> NDArray[Any]:
+    def _mask(self, index: int) -> NDArray[Any]:
+        shard = self.shards[index]
         if shard.mask is None:
             return np.broadcast_to(np.uint8(1), (shard.num_tokens,))
-        return self._map(map_npy(shard.mask))
+        return self._map(index, map_npy(shard.mask))
 
-    def _starts(self, shard: Shard) -> NDArray[Any]:
+    def _starts(self, index: int) -> NDArray[Any]:
+        shard = self.shards[index]
         if shard.starts is None:
             return np.empty(0, np.int64)
-        starts = self._map(map_npy(shard.starts))[shard.starts_begin : shard.starts_end]
+        starts = self._map(index, map_npy(shard.starts))[shard.starts_begin : shard.starts_end]
         return starts - shard.starts_shift if shard.starts_shift else starts
 
-    def _release_now_and_then(self, touched_bytes: int) -> None:
-        """Let mapped pages go, so that the process' memory does not grow towards the size of the corpus."""
-        self._touched_bytes += touched_bytes
-        if self._touched_bytes > RELEASE_BYTES:
-            self._touched_bytes = 0
-            for mapped in self._maps:
+    def _release_now_and_then(self, windows: int) -> None:
+        """Let mapped pages go, so that the process' memory does not grow towards the size of the corpus.
+
+        A window makes the system map many pages around those it touches (64 KiB at each place on Linux), so windows are
+        counted and not bytes. A corpus that is small altogether stays mapped.
+        """
+        self._windows += windows
+        if self._mapped_bytes > KEEP_BYTES and self._windows >= RELEASE_WINDOWS:
+            for mapped in (mapped for shard in self._touched for mapped in self._maps.get(shard, ())):
                 mapped.release()
+            self._touched.clear()
+            self._windows = 0
 
 
-_READERS: dict[str, Callable[[TokenStream, Shard], NDArray[Any]]] = {
+_READERS: dict[str, Callable[[TokenStream, int], NDArray[Any]]] = {
     "tokens": TokenStream._tokens,
     "mask": TokenStream._mask,
     "starts": TokenStream._starts,

@@ -17,7 +17,7 @@ from phalanx.data.prefetch import Prefetcher
 from phalanx.data.prepare import prepare
 from phalanx.data.prepared import PreparedSource, PreparedSplit
 from phalanx.data.samples import SampleReader
-from phalanx.data.shards import Shard, npy_writer
+from phalanx.data.shards import Mapped, Shard, npy_writer
 from phalanx.data.stream import TokenStream
 
 
@@ -266,9 +266,13 @@ def test_windows_over_any_shards(folder: Path, sizes: list[int], length: int, da
 def test_windows_stay_right_when_pages_are_let_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = make(folder)
     before = loader.batch(0, 64)
-    monkeypatch.setattr("phalanx.data.stream.RELEASE_BYTES", 1)
-    assert same(before, loader.batch(0, 64))
-    assert same(before, loader.batch(0, 64))
+    monkeypatch.setattr("phalanx.data.stream.KEEP_BYTES", 0)
+    released: list[Mapped] = []
+    real = Mapped.release
+    monkeypatch.setattr(Mapped, "release", lambda mapped: released.append(mapped) or real(mapped))
+    for _ in range(5):
+        assert same(before, loader.batch(0, 64))
+    assert released
 
 
 def test_a_shard_that_is_cut_short_is_named(folder: Path, tmp_path: Path) -> None:
