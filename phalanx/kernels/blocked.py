@@ -24,6 +24,9 @@ from phalanx.kernels.masks import AttentionMask
 
 Engine = Literal["flash", "matmul"]
 
+# Elements of the key gradients that one call of the flash kernel makes for a run of blocks.
+_RUN_ELEMENTS = 1 << 24
+
 
 @dataclass(frozen=True)
 class _Plan:
@@ -47,6 +50,73 @@ class _Plan:
         return slice(queries.start - past, queries.stop - past)
 
 
+@dataclass(frozen=True)
+class _Run:
+    """Neighbouring blocks of one shape: each starts ``step`` positions after the one before, in queries and in keys."""
+
+    queries: slice
+    keys: slice
+    rows: slice
+    step: int
+    count: int = 1
+
+    def joined(self, other: _Run) -> _Run:
+        """This run and the one block that follows it."""
+        queries, keys = slice(self.queries.start, other.queries.stop), slice(self.keys.start, other.keys.stop)
+        return _Run(queries, keys, slice(self.rows.start, other.rows.stop), self.step, self.count + 1)
+
+    def first(self) -> tuple[slice, slice]:
+        """Queries and keys of the first block."""
+        back = (self.count - 1) * self.step
+        return slice(self.queries.start, self.queries.stop - back), slice(self.keys.start, self.keys.stop - back)
+
+
+def _runs(plan: _Plan, most: int) -> list[_Run]:
+    """The blocks, with up to ``most`` of one shape and one mask joined, so that a kernel call does many."""
+    runs: list[_Run] = []
+    for queries, keys in plan.blocks():
+        run = _Run(queries, keys, plan.rows(queries), plan.chunk)
+        last = runs[-1] if runs else None
+        if last is not None and plan.mask.documents_BS is None and last.count < most and _follows(last, run):
+            runs[-1] = last.joined(run)
+        else:
+            runs.append(run)
+    return runs
+
+
+def _follows(last: _Run, run: _Run) -> bool:
+    queries, keys = last.first()
+    shift = last.count * last.step
+    moved = [slice(s.start + shift, s.stop + shift) for s in (queries, keys)]
+    return moved == [run.queries, run.keys]
+
+
+def _blocks_of(x_BHSE: Tensor, rows: slice, run: _Run) -> list[Tensor]:
+    """Views of a run's blocks: all samples of a single block, or for every sample (count, H, length, E)."""
+    if run.count == 1:
+        return [x_BHSE[:, :, rows]]
+    length = rows.stop - rows.start - (run.count - 1) * run.step
+    return [x[:, rows].unfold(1, length, run.step).permute(1, 0, 3, 2) for x in x_BHSE]
+
+
+def _add_blocks(total_BHSE: Tensor, sample: int, run: _Run, part: Tensor) -> None:
+    """Add a run's key gradients, whose blocks overlap, in strips that do not."""
+    if run.count == 1:
+        total_BHSE[:, :, run.keys] += part
+        return
+    rows, reach = total_BHSE[sample, :, run.keys], (run.count - 1) * run.step
+    for start in range(0, part.shape[2], run.step):
+        width = min(run.step, part.shape[2] - start)
+        strips = rows[:, start : start + reach + width].unfold(1, width, run.step).permute(1, 0, 3, 2)
+        strips += part[:, :, start : start + width]
+
+
+def _flash_runs(plan: _Plan, k: Tensor) -> list[_Run]:
+    """Runs of as many blocks as bounded memory allows: every call waits for all threads, so fewer calls are faster."""
+    keys = plan.chunk + (plan.mask.window or plan.mask.key_length)
+    return _runs(plan, max(1, _RUN_ELEMENTS // (k.shape[1] * keys * k.shape[3])))
+
+
 class _Flash(torch.autograd.Function):
     """Blocks through torch's CPU flash kernel; the log-sum-exps are kept."""
 
@@ -55,10 +125,15 @@ class _Flash(torch.autograd.Function):
         B, H, S, E = q.shape
         out = torch.empty(B, S, H, E, dtype=q.dtype, device=q.device).transpose(1, 2)
         kept = []
-        for queries, keys in plan.blocks():
-            rows, bias = plan.rows(queries), plan.mask.bias(queries, keys, q.dtype, q.device)
-            out[:, :, rows], lse = flash_cpu.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], bias, plan.scale)
-            kept.append(lse)
+        for run in _flash_runs(plan, k):
+            bias = plan.mask.bias(*run.first(), q.dtype, q.device)
+            views = (
+                _blocks_of(x, rows, run) for x, rows in ((out, run.rows), (q, run.rows), (k, run.keys), (v, run.keys))
+            )
+            for out_, q_, k_, v_ in zip(*views, strict=True):
+                result, lse = flash_cpu.forward(q_, k_, v_, bias, plan.scale)
+                out_.copy_(result)
+                kept.append(lse)
         ctx.plan = plan
         ctx.save_for_backward(q, k, v, out, *kept)
         return out
@@ -69,12 +144,16 @@ class _Flash(torch.autograd.Function):
         q, k, v, out, *kept = ctx.saved_tensors
         plan: _Plan = ctx.plan
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for (queries, keys), lse in zip(plan.blocks(), kept, strict=True):
-            rows, bias = plan.rows(queries), plan.mask.bias(queries, keys, q.dtype, q.device)
-            block = (grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows])
-            dq[:, :, rows], dk_part, dv_part = flash_cpu.backward(*block, lse, bias, plan.scale)
-            dk[:, :, keys] += dk_part
-            dv[:, :, keys] += dv_part
+        lses = iter(kept)
+        for run in _flash_runs(plan, k):
+            bias = plan.mask.bias(*run.first(), q.dtype, q.device)
+            by_query = (_blocks_of(x, run.rows, run) for x in (dq, out, grad, q))
+            by_key = (_blocks_of(x, run.keys, run) for x in (k, v))
+            for sample, (dq_, out_, g_, q_, k_, v_) in enumerate(zip(*by_query, *by_key, strict=True)):
+                parts = flash_cpu.backward(g_, q_, k_, v_, out_, next(lses), bias, plan.scale)
+                dq_.copy_(parts[0])
+                _add_blocks(dk, sample, run, parts[1])
+                _add_blocks(dv, sample, run, parts[2])
         return dq, dk, dv, None
 
 

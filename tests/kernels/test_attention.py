@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
+from phalanx.kernels import blocked, flash_cpu
 from phalanx.kernels.attention import AttentionDropout, attention, choose_backend
 from phalanx.kernels.blocked import blocked_attention
 from phalanx.kernels.counter import keep_mask, make_key
@@ -80,6 +81,21 @@ def test_both_block_engines_are_exact(case, engine, chunk):
     mask = AttentionMask(S, K, window=window, documents_BS=documents)
     got = blocked_attention(*tensors, mask, scale=0.3, chunk=chunk, engine=engine)
     compare(got, reference(*tensors, explicit_mask(S, K, window, documents), scale=0.3), tensors, 1e-11, 1e-11)
+
+
+@pytest.mark.parametrize("past", [0, 5])
+@pytest.mark.parametrize("elements", [0, 1 << 13, 1 << 24])
+def test_blocks_joined_in_one_call_are_exact(monkeypatch, elements, past):
+    """A window much shorter than the sequence: most blocks have one shape and go to the kernel together."""
+    monkeypatch.setattr(blocked, "_RUN_ELEMENTS", elements)
+    calls = []
+    forward = flash_cpu.forward
+    monkeypatch.setattr(flash_cpu, "forward", lambda *args: calls.append(args[0].shape) or forward(*args))
+    tensors = inputs(2, 4, 2, 100 - past, 100, 16, torch.float64)
+    mask = AttentionMask(100 - past, 100, window=11)
+    got = blocked_attention(*tensors, mask, scale=0.25, chunk=8, engine="flash")
+    compare(got, reference(*tensors, explicit_mask(100 - past, 100, 11, None), scale=0.25), tensors, 1e-11, 1e-11)
+    assert (max(shape[0] for shape in calls) > 2) == (elements > 0)
 
 
 @pytest.mark.parametrize("window", [None, 32])
