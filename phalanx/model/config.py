@@ -59,8 +59,8 @@ class ModelConfig(Config):
     block: Literal["serial", "parallel"] = Field(
         "serial", description="serial: MLP after attention; parallel: y = x + MLP(LN(x)) + Attn(LN(x)), one shared norm"
     )
-    merged_projections: bool | None = Field(
-        None, description="parallel block: inputs as one GEMM and outputs as one GEMM; unset = the faster (see docs)"
+    merged_projections: bool = Field(
+        False, description="parallel block: inputs as one GEMM, outputs as one GEMM (measured no faster on a CPU)"
     )
     attention: tuple[Literal["full", "window"], ...] = Field(
         ("full",), min_length=1, description="attention of the layers, repeated over depth, e.g. window, window, full"
@@ -122,7 +122,7 @@ class ModelConfig(Config):
     @property
     def merged(self) -> bool:
         """Whether the block's input projections, and its output projections, are one GEMM each."""
-        return self.block == "parallel" and self.merged_projections is not False
+        return self.block == "parallel" and self.merged_projections
 
     def window_of(self, layer: int) -> int | None:
         """Keys that `layer` sees, or None for all of the past."""

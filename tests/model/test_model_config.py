@@ -54,7 +54,7 @@ def test_the_attention_pattern_repeats_over_depth() -> None:
 
 def test_only_parallel_blocks_merge() -> None:
     assert not ModelConfig().merged
-    assert not ModelConfig(block="parallel", merged_projections=False).merged
+    assert not ModelConfig(block="parallel").merged
     assert ModelConfig(block="parallel", merged_projections=True).merged
 
 
