@@ -1,0 +1,39 @@
+"""The GPU benchmark says when there is no GPU, and its code runs on a CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "train_gpu.py"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_it_says_so_and_ends() -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=True)
+    assert "no CUDA device is visible: nothing was measured" in done.stdout
+
+
+def test_the_same_code_runs_on_a_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["--device", "cpu", "--shapes", "tiny", "--no-compile", "--quick", "--json", str(out)]
+    subprocess.run([sys.executable, str(SCRIPT), *arguments], check=True, capture_output=True)
+    (result,) = json.loads(out.read_text())
+    assert result["tokens_per_s"] == pytest.approx(result["tokens_per_step"] / result["step_s"])
+    assert result["mfu"] is None
+    assert result["peak_memory_bytes"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_reaches_a_sensible_share_of_its_gemm_rate(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["--shapes", "gpt2-124m", "--quick", "--json", str(out)]
+    subprocess.run([sys.executable, str(SCRIPT), *arguments], check=True, capture_output=True)
+    (result,) = json.loads(out.read_text())
+    assert 0.1 < result["gemm_share"] < 1.0
