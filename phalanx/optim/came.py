@@ -9,7 +9,7 @@ Shapes: B leading dimensions taken together, N rows, M columns.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,8 +52,18 @@ class _Work(NamedTuple):
 
 
 # A step of one parameter: yields a partial sum and the dimension it was summed over, and is sent the complete sum.
-# So one text serves a whole matrix, a compiled one, and many spread ones in lockstep with one collective for all.
+# So one text serves a whole matrix, and many spread ones in lockstep with one collective for all.
 _Steps = Generator[tuple[Tensor, int | None], Tensor, None]
+
+
+class _Kernels(NamedTuple):
+    """The two passes over whole matrices that are worth compiling. Between them lie sums and small vectors.
+
+    In one graph the compiler would work the small vectors out anew, square roots and all, at every element.
+    """
+
+    average: Callable[..., None]
+    apply: Callable[..., None]
 
 
 class CAME(SkippingOptimizer):
@@ -99,7 +109,9 @@ class CAME(SkippingOptimizer):
         }
         self._reduction = reduction
         self._known_counts: dict[Tensor, _Counts] = {}
-        self._compiled = torch.compile(_whole_step, dynamic=True) if compile else None
+        self._kernels = _Kernels(_average, _apply)
+        if compile:
+            self._kernels = _Kernels(*(torch.compile(kernel, dynamic=True) for kernel in self._kernels))
         super().__init__(params, defaults)
 
     def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -123,24 +135,13 @@ class CAME(SkippingOptimizer):
             for bundle in [[p] for p in parameters] if whole else bundles(parameters, together=True):
                 lr = torch.full((), float(group["lr"]), dtype=bundle[0].dtype, device=bundle[0].device)
                 inverse = inverse_scale(grad_scale, keep, bundle[0])
-                if self._compiled is not None:
-                    self._update_compiled(bundle, lr, inverse, keep, _rule(group))
-                    continue
                 gradients = clean_gradients(bundle, inverse, keep)
                 works = [self._work(p, g) for p, g in zip(bundle, gradients, strict=True)]
                 counts = [self._counts(p) for p in bundle]
-                steps = [_steps(w, lr, keep, c, _rule(group)) for w, c in zip(works, counts, strict=True)]
+                steps = [
+                    _steps(w, lr, keep, c, _rule(group), self._kernels) for w, c in zip(works, counts, strict=True)
+                ]
                 _in_lockstep(steps, bundle, self._reduction)
-
-    def _update_compiled(
-        self, bundle: list[Tensor], lr: Tensor, inverse: Tensor | None, keep: Tensor | None, rule: _Rule
-    ) -> None:
-        assert self._compiled is not None
-        inverse = torch.ones_like(lr) if inverse is None else inverse
-        keep = torch.ones_like(lr, dtype=torch.bool) if keep is None else keep
-        for p in bundle:
-            assert p.grad is not None
-            self._compiled(self._work(p, p.grad), lr, inverse, keep, rule)
 
     def _work(self, p: Tensor, g: Tensor) -> _Work:
         state = self.state[p]
@@ -180,46 +181,73 @@ def _in_lockstep(steps: Sequence[_Steps], parameters: Sequence[Tensor], reductio
         waiting = going_on
 
 
-def _whole_step(work: _Work, lr: Tensor, inverse: Tensor, keep: Tensor, rule: _Rule) -> None:
-    """The step of one whole parameter: what `torch.compile` sees."""
-    p = work.p
-    gradient = torch.where(keep, work.g.to(p.dtype) * inverse, 0.0)
-    counts = _Counts(p.shape[-2] if p.dim() > 1 else 1, p.shape[-1], p.numel())
-    step = _steps(work._replace(g=gradient), lr, keep, counts, rule)
-    request = next(step)
-    while True:
-        try:
-            request = step.send(request[0])
-        except StopIteration:
-            return
-
-
-def _steps(work: _Work, lr: Tensor, keep: Tensor | None, counts: _Counts, rule: _Rule) -> _Steps:
-    return (_matrix_steps if work.p.dim() > 1 else _vector_steps)(work, lr, keep, counts, rule)
+def _steps(work: _Work, lr: Tensor, keep: Tensor | None, counts: _Counts, rule: _Rule, kernels: _Kernels) -> _Steps:
+    if work.p.dim() > 1:
+        return _matrix_steps(work, lr, keep, counts, rule, kernels)
+    return _vector_steps(work, lr, keep, counts, rule)
 
 
 def _vector_steps(work: _Work, lr: Tensor, keep: Tensor | None, counts: _Counts, rule: _Rule) -> _Steps:
-    second = work.factors[0]
+    p, m, second = work.p, work.m, work.factors[0]
     _advance(second, work.g.square() + rule.eps, rule.beta2, keep)
     u = work.g * second.rsqrt()
     total = yield u.square().sum(), None
-    _advance(work.m, u * _clip(total / counts.elements, rule), rule.beta1, keep)
-    _apply(work.p, work.m, lr, keep, rule)
+    _advance(m, u * _clip(total / counts.elements, rule), rule.beta1, keep)
+    if keep is None:
+        p.mul_(1 - lr * rule.weight_decay).addcmul_(m, -lr)
+    else:
+        p.copy_(torch.where(keep, p * (1 - lr * rule.weight_decay) - lr * m, p))
 
 
-def _matrix_steps(work: _Work, lr: Tensor, keep: Tensor | None, counts: _Counts, rule: _Rule) -> _Steps:
-    g_BNM, m_BNM = work.g, work.m
+def _matrix_steps(
+    work: _Work, lr: Tensor, keep: Tensor | None, counts: _Counts, rule: _Rule, kernels: _Kernels
+) -> _Steps:
     row_BN, col_BM, res_row_BN, res_col_BM = work.factors
-    yield from _advance_factors(g_BNM.square(), row_BN, col_BM, keep, counts, rule.beta2, rule.eps)
+    buffer_BNM = work.g.square()
+    yield from _advance_factors(buffer_BNM, row_BN, col_BM, keep, counts, rule.beta2, rule.eps)
     total_B = yield row_BN.sum(-1), -2
-    u_BNM = _divided(g_BNM, row_BN, col_BM, total_B / counts.rows)
-    total = yield u_BNM.square().sum(), None
-    u_BNM = u_BNM * _clip(total / counts.elements, rule)
-    _advance(m_BNM, u_BNM, rule.beta1, keep)
-    unsure_BNM = (u_BNM - m_BNM).square()
-    yield from _advance_factors(unsure_BNM, res_row_BN, res_col_BM, keep, counts, rule.beta3, rule.eps_residual)
+    by_row_BN, by_col_BM = _inverse(row_BN, total_B / counts.rows), 1 / col_BM
+    # The squares of the scaled gradient, summed without building it.
+    total = yield (_weighted_sum(by_row_BN, buffer_BNM) * by_col_BM).sum(), None
+    scale_BN = by_row_BN.sqrt() * _clip(total / counts.elements, rule)
+    kernels.average(work.g, work.m, buffer_BNM, scale_BN, by_col_BM.sqrt(), keep, rule.beta1)
+    yield from _advance_factors(buffer_BNM, res_row_BN, res_col_BM, keep, counts, rule.beta3, rule.eps_residual)
     total_B = yield res_row_BN.sum(-1), -2
-    _apply(work.p, _divided(m_BNM, res_row_BN, res_col_BM, total_B / counts.rows), lr, keep, rule)
+    scale_BN = _inverse(res_row_BN, total_B / counts.rows).sqrt() * -lr
+    kernels.apply(work.p, work.m, buffer_BNM, scale_BN, res_col_BM.rsqrt(), 1 - lr * rule.weight_decay, keep)
+
+
+def _average(
+    g_BNM: Tensor,
+    m_BNM: Tensor,
+    buffer_BNM: Tensor,
+    scale_BN: Tensor,
+    scale_BM: Tensor,
+    keep: Tensor | None,
+    beta: float,
+) -> None:
+    """Move the average towards the scaled gradient; leave the squares of their distance in the buffer."""
+    torch.mul(g_BNM, scale_BN.unsqueeze(-1), out=buffer_BNM)
+    buffer_BNM.mul_(scale_BM.unsqueeze(-2))
+    _advance(m_BNM, buffer_BNM, beta, keep)
+    buffer_BNM.sub_(m_BNM).square_()
+
+
+def _apply(
+    p_BNM: Tensor,
+    m_BNM: Tensor,
+    buffer_BNM: Tensor,
+    scale_BN: Tensor,
+    scale_BM: Tensor,
+    shrink: Tensor,
+    keep: Tensor | None,
+) -> None:
+    """Shrink the parameter and add the scaled average; the buffer is overwritten."""
+    torch.mul(m_BNM, scale_BN.unsqueeze(-1), out=buffer_BNM)
+    if keep is None:
+        p_BNM.mul_(shrink).addcmul_(buffer_BNM, scale_BM.unsqueeze(-2))
+    else:
+        p_BNM.copy_(torch.where(keep, p_BNM * shrink + buffer_BNM * scale_BM.unsqueeze(-2), p_BNM))
 
 
 def _advance_factors(
@@ -232,9 +260,16 @@ def _advance_factors(
     _advance(col_BM, total_BM / counts.rows + eps, beta, keep)
 
 
-def _divided(x_BNM: Tensor, row_BN: Tensor, col_BM: Tensor, mean_B: Tensor) -> Tensor:
-    """``x / sqrt(v)`` with the second moment ``v = row col / mean(row)`` never built."""
-    return x_BNM * (row_BN / mean_B.unsqueeze(-1)).rsqrt().unsqueeze(-1) * col_BM.rsqrt().unsqueeze(-2)
+def _inverse(row_BN: Tensor, mean_B: Tensor) -> Tensor:
+    """The rows' part of ``1 / v`` for the second moment ``v = row col / mean(row)``."""
+    return mean_B.unsqueeze(-1) / row_BN
+
+
+def _weighted_sum(weight_BN: Tensor, x_BNM: Tensor) -> Tensor:
+    """Sum over rows, each times its weight; as a product only on a CPU, since others may round its inputs (TF32)."""
+    if x_BNM.device.type == "cpu":
+        return torch.matmul(weight_BN.unsqueeze(-2), x_BNM).squeeze(-2)
+    return (x_BNM * weight_BN.unsqueeze(-1)).sum(-2)
 
 
 def _clip(mean_square: Tensor, rule: _Rule) -> Tensor:
@@ -248,15 +283,6 @@ def _advance(average: Tensor, value: Tensor, beta: float, keep: Tensor | None) -
         average.lerp_(value, 1 - beta)
     else:
         average.copy_(torch.where(keep, average.lerp(value, 1 - beta), average))
-
-
-def _apply(p: Tensor, update: Tensor, lr: Tensor, keep: Tensor | None, rule: _Rule) -> None:
-    if keep is None:
-        if rule.weight_decay:
-            p.mul_(1 - lr * rule.weight_decay)
-        p.addcmul_(update, -lr)
-    else:
-        p.copy_(torch.where(keep, p * (1 - lr * rule.weight_decay) - lr * update, p))
 
 
 def _rule(group: dict[str, Any]) -> _Rule:

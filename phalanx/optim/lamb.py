@@ -131,11 +131,10 @@ class LAMB(SkippingOptimizer):
         ms = [self.state[p]["exp_avg"] for p in ps]
         vs = [self.state[p]["exp_avg_sq"] for p in ps]
         if self._compiled is not None:
-            keep_or_true = scalars.new_ones((), dtype=torch.bool) if keep is None else keep
-            inverse_or_one = scalars.new_ones(()) if inverse is None else inverse
+            inverse = scalars.new_ones(()) if inverse is None else inverse
             for p, m, v in zip(ps, ms, vs, strict=True):
                 flat = [x.detach().view(-1) for x in (p, p.grad, m, v) if x is not None]
-                self._compiled(*flat, scalars, inverse_or_one, keep_or_true, rule)
+                self._compiled(*flat, scalars, inverse, keep, rule)
             return
         gs = clean_gradients(ps, inverse, keep)
         us = _updates(ps, gs, ms, vs, scalars, keep, rule)
@@ -185,17 +184,19 @@ def _factors(squares: Tensor, scalars: Tensor, keep: Tensor | None, rule: _Rule)
 
 
 def _compiled_step(
-    p: Tensor, g: Tensor, m: Tensor, v: Tensor, scalars: Tensor, inverse: Tensor, keep: Tensor, rule: _Rule
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, scalars: Tensor, inverse: Tensor, keep: Tensor | None, rule: _Rule
 ) -> None:
     """The same arithmetic for one flat parameter, written without mutation in the middle so that it fuses."""
-    g = torch.where(keep, g.to(p.dtype) * inverse, 0.0)
-    m_new = torch.where(keep, m.lerp(g, 1 - rule.beta1), m)
-    v_new = torch.where(keep, v * rule.beta2 + g * g * (1 - rule.beta2), v)
+    g = g.to(p.dtype) * inverse
+    m_new = m.lerp(g, 1 - rule.beta1)
+    v_new = v * rule.beta2 + g * g * (1 - rule.beta2)
+    if keep is not None:
+        m_new, v_new = torch.where(keep, m_new, m), torch.where(keep, v_new, v)
     u = m_new / (v_new.sqrt() * scalars[1] + scalars[2]) + rule.weight_decay * p
-    squares = torch.stack([p.square().sum(), u.square().sum()])
+    factor = _factors(torch.stack([p.square().sum(), u.square().sum()]), scalars, keep, rule)
     m.copy_(m_new)
     v.copy_(v_new)
-    p.add_(u * _factors(squares, scalars, keep, rule))
+    p.add_(u * factor)
 
 
 def _scalars(group: dict[str, Any], step: Tensor) -> Tensor:
