@@ -8,27 +8,31 @@ from pathlib import Path
 import click
 
 from phalanx.core.config import load
-from phalanx.data.loader import Loader
-from phalanx.data.prepare import prepare
 from phalanx.train.config import RunConfig
 from phalanx.train.evaluate import evaluate
 from phalanx.train.reporting import describe
-from phalanx.train.trained import open_trained
+from phalanx.train.trained import held_out_text, open_trained
 
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--data", "data_config", type=click.Path(path_type=Path), help="Take the text of this config instead.")
-@click.option("--batch", default=8, show_default=True, help="Sequences at a time.")
-@click.option("--tokens", default=0, show_default=True, help="About so many tokens; 0: all held-out text.")
+@click.option("--batch", default=8, type=click.IntRange(min=1), show_default=True, help="Sequences at a time.")
+@click.option(
+    "--tokens",
+    default=0,
+    type=click.IntRange(min=0),
+    show_default=True,
+    help="About so many tokens; 0: all held-out text.",
+)
 @click.option("--device", default="auto", show_default=True, type=click.Choice(["auto", "cpu", "cuda"]))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(run: Path, data_config: Path | None, batch: int, tokens: int, device: str, as_json: bool) -> None:
     """Loss, perplexity and bits per byte of the newest checkpoint in RUN on held-out text."""
     trained = open_trained(run, lambda text: click.echo(text, err=True), device=device)
-    data = trained.config.data if data_config is None else load(RunConfig, data_config).value.data
-    loader = Loader(prepare(data), data)
-    limit = max(tokens // (batch * data.sequence_length), 1) if tokens else None
+    other = None if data_config is None else load(RunConfig, data_config).value.data
+    loader = held_out_text(trained, run, other)
+    limit = max(tokens // (batch * loader.config.sequence_length), 1) if tokens else None
     batches = loader.validation_batches(batch, limit)
     result = evaluate(trained.model, batches, trained.tokenizer.token_bytes(), trained.device)
     if as_json:

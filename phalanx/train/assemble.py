@@ -11,6 +11,7 @@ from phalanx.checkpoint.restore import newest
 from phalanx.data.loader import Loader
 from phalanx.data.prepare import Progress as PrepareProgress
 from phalanx.data.prepare import prepare
+from phalanx.data.prepared import Prepared
 from phalanx.data.saved import save_tokenizer
 from phalanx.model.decoder import Decoder
 from phalanx.model.init import initialise
@@ -20,7 +21,9 @@ from phalanx.optim.build import build_optimizer
 from phalanx.train.config import RunConfig
 from phalanx.train.derived import complete_model, total_steps
 from phalanx.train.device import Device, choose_device, measure_peak
+from phalanx.train.failures import explained
 from phalanx.train.initial_weights import load_initial_weights
+from phalanx.train.memory import described, require_memory, smaller_model, standing_bytes
 from phalanx.train.micro_batch import choose_micro_batch
 from phalanx.train.run import Run
 from phalanx.train.run_folder import RunFolder, note_hardware
@@ -38,11 +41,23 @@ def assemble(
     """
     device = choose_device(config.train)
     prepared = prepare(config.data, progress=prepare_progress)
-    model = build_model(config, prepared.vocab_size, device)
+    needed = standing_bytes(complete_model(config, prepared.vocab_size), config.optim)
+    require_memory(needed, device.available_bytes(), device.name)
+    with explained(described(needed), smaller_model(needed)):
+        run = build_run(config, folder, device, prepared)
+        take_up(run, say)
     save_tokenizer(config.data, folder.tokenizer)
+    folder.record_config(config)
+    note_hardware(folder, describe_hardware(run))
+    _note_ignored_settings(run, say)
+    return run
+
+
+def build_run(config: RunConfig, folder: RunFolder, device: Device, prepared: Prepared) -> Run:
+    """Every part of a run that starts at step 0."""
+    model = build_model(config, prepared.vocab_size, device)
     parameters = LogicalParameters(model)
-    optimizer = build_optimizer(config.optim, parameters)
-    run = Run(
+    return Run(
         config=config,
         folder=folder,
         device=device,
@@ -51,13 +66,10 @@ def assemble(
         loader=Loader(prepared, config.data),
         model=model,
         parameters=parameters,
-        optimizer=optimizer,
+        optimizer=build_optimizer(config.optim, parameters),
         judge=BadStepJudge(config.optim.bad_step, device.torch_device),
         total_steps=total_steps(config),
     )
-    take_up(run, say)
-    note_hardware(folder, describe_hardware(run))
-    return run
 
 
 def build_model(config: RunConfig, vocab_size: int, device: Device) -> Decoder:
@@ -79,8 +91,14 @@ def take_up(run: Run, say: Say) -> None:
         return
     if run.config.train.init_from:
         source = Path(run.config.train.init_from)
-        load_initial_weights(run.parameters, run.model.config, source, say)
+        load_initial_weights(run.parameters, run.model.config, run.prepared.tokenizer, source, say)
     run.progress.micro_batch = choose_micro_batch(run)
+
+
+def _note_ignored_settings(run: Run, say: Say) -> None:
+    start, first, last = run.config.profile.start_step, run.progress.step + 1, run.total_steps
+    if start and not first <= start <= last:
+        say(f"profile.start_step = {start} is ignored: this run does steps {first} to {last}")
 
 
 def describe_hardware(run: Run) -> dict[str, object]:

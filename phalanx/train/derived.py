@@ -11,8 +11,9 @@ from pathlib import Path
 from phalanx.core.errors import UserError
 from phalanx.data.vocabulary import configured_vocab_size
 from phalanx.model.config import ModelConfig
-from phalanx.model.shapes import flops_per_token, num_parameters
-from phalanx.optim.schedule import batch_size, samples_before, steps_for_samples
+from phalanx.model.shapes import flops_per_token, num_parameters, parameter_table
+from phalanx.optim.groups import assign
+from phalanx.optim.schedule import batch_size, lr_factor, samples_before, steps_for_samples
 from phalanx.train.config import RunConfig
 
 
@@ -55,6 +56,29 @@ def derive(config: RunConfig) -> Derived:
         steps=steps,
         total_tokens=length * samples_before(config.optim.batch_warmup, steps, config.train.global_batch),
     )
+
+
+def check_early(config: RunConfig) -> None:
+    """Refuse, before a byte of text is read, what the settings alone show to be impossible.
+
+    Raises:
+        UserError: the schedule or the batch warm-up does not fit the run, sizes do not fit the tokenizer's, or a group
+            of the optimizer fits no parameter.
+    """
+    try:
+        vocab_size = configured_vocab_size(config.data.tokenizer)
+    except UserError:  # known when the text is read; no check here depends on its value
+        vocab_size = config.model.vocab_size or 1
+    model = complete_model(config, vocab_size)
+    assign(config.optim, {name: len(parameter.shape) for name, parameter in parameter_table(model).items()})
+    lr_factor(config.optim.schedule, 0, total_steps(config))
+    if config.evaluate.every_steps and not config.data.held_out and not config.data.validation_sources:
+        raise UserError(
+            "there is no held-out text to look at (data.validation_fraction = 0)",
+            cure="hold some out, give data.validation_sources, or set evaluate.every_steps=0",
+            field="evaluate.every_steps",
+            value=config.evaluate.every_steps,
+        )
 
 
 def complete_model(config: RunConfig, vocab_size: int) -> ModelConfig:

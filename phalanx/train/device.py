@@ -15,6 +15,7 @@ import torch
 from phalanx.core.errors import UserError
 from phalanx.core.hardware import Peak, table_peak
 from phalanx.train.config import TrainConfig
+from phalanx.train.memory import host_available_bytes
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,12 @@ class Device:
         if self.torch_device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.torch_device)
         return resident_bytes()
+
+    def available_bytes(self) -> int | None:
+        """Memory that could still be had, or None where that is unknown."""
+        if self.torch_device.type == "cuda":
+            return torch.cuda.mem_get_info(self.torch_device)[0]
+        return host_available_bytes()
 
     def synchronize(self) -> None:
         """Wait until the device has done what was asked of it."""

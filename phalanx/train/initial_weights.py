@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from phalanx.core.errors import UserError
+from phalanx.data.saved import open_saved_tokenizer
+from phalanx.data.tokenizer import LibraryTokenizer, Tokenizer
 from phalanx.model.config import ModelConfig
 from phalanx.model.huggingface import import_folder
 from phalanx.model.logical import LogicalParameters
+from phalanx.train.derived import complete_model
 from phalanx.train.run_folder import RunFolder
-from phalanx.train.trained import load_weights, require_checkpoint
+from phalanx.train.trained import require_checkpoint, same_ids
 
-
-def load_initial_weights(
-    parameters: LogicalParameters, model: ModelConfig, source: Path, say: Callable[[str], None]
-) -> None:
-    """Fill `parameters` from the run folder or Hugging Face folder `source`.
-
-    Raises:
-        UserError: `source` is neither, or its weights do not fit the model's config.
-    """
-    if (source / "checkpoints").is_dir():
-        checkpoint = require_checkpoint(RunFolder(source), say)
-        load_weights(checkpoint, parameters)
-        say(f"weights of {checkpoint.path}")
-        return
-    theirs, tensors = import_folder(source)
-    _require_same_shape(model, theirs, source)
-    _copy(parameters, tensors, source)
-    say(f"weights of {source}")
-
-
-def _require_same_shape(ours: ModelConfig, theirs: ModelConfig, source: Path) -> None:
-    """Refuse weights of another architecture: equal shapes alone would hide a different activation or rotation."""
-    for name in type(ours).model_fields:
-        if name in _FREE:
-            continue
-        mine, given = getattr(ours, name), getattr(theirs, name)
-        if mine != given:
-            raise UserError(
-                f"{source} was made with {given!r}", cure=f"set model.{name}={given}", field=f"model.{name}", value=mine
-            )
-
-
-# What may differ between a model and the weights it starts from. Derived sizes are compared tensor by tensor.
+# What may differ between a model and the weights it starts from; sizes are compared as they are resolved.
 _FREE = frozenset(
     {
         "vocab_size",
@@ -67,22 +38,100 @@ _FREE = frozenset(
         "residual",
     }
 )
+_RESOLVED = {"kv_heads": "num_kv_heads", "head_size": "head_dim", "mlp_hidden": "mlp_width"}
 
 
-@torch.no_grad()
-def _copy(parameters: LogicalParameters, tensors: Mapping[str, Tensor], source: Path) -> None:
-    for name, parameter in parameters.items():
-        given = tensors.get(name)
-        if given is None:
-            raise UserError(
-                f"has no weight {name}", cure="make the model's config that of the weights", value=str(source)
-            )
-        rows = min(len(given), len(parameter))
-        padded = name in ("embedding", "head") and given.shape[1:] == parameter.shape[1:]
-        if given.shape != parameter.shape and not padded:
-            raise UserError(
-                f"{name} has shape {tuple(given.shape)}, the model needs {tuple(parameter.shape)}",
-                cure="make the model's config that of the weights",
-                value=str(source),
-            )
-        parameter[:rows].copy_(given[:rows])
+@dataclass(frozen=True)
+class Weights:
+    """Weights that exist: where, of what model, every logical parameter, and the tokenizer they were trained with."""
+
+    origin: Path
+    model: ModelConfig
+    tensors: dict[str, Tensor]
+    tokenizer: Tokenizer | None
+
+
+def load_initial_weights(
+    parameters: LogicalParameters,
+    model: ModelConfig,
+    tokenizer: Tokenizer,
+    source: Path,
+    say: Callable[[str], None],
+) -> None:
+    """Fill `parameters` from the newest checkpoint of the run folder, or from the Hugging Face folder, `source`.
+
+    Args:
+        model: the config of the model that `parameters` belong to.
+        tokenizer: what the text of this run is tokenised with; `say` warns when the weights know another.
+
+    Raises:
+        UserError: `source` is neither, or its weights do not fit the model's config; nothing is changed then.
+    """
+    weights = _of_run(source, say) if (source / "config.json").exists() and _is_run(source) else _of_folder(source)
+    require_same_model(model, weights.model, weights.origin)
+    parameters.load(weights.tensors)
+    say(f"starting from the weights of {weights.origin}")
+    if weights.tokenizer is not None and not same_ids(weights.tokenizer, tokenizer):
+        say("warning: these weights were trained with another tokenizer than data.tokenizer, whose ids mean other text")
+
+
+def require_same_model(ours: ModelConfig, theirs: ModelConfig, source: Path) -> None:
+    """Refuse weights of another architecture: equal shapes alone would hide a different activation or rotation.
+
+    Raises:
+        UserError: naming the first setting that differs, and the value to set.
+    """
+    for name in type(ours).model_fields:
+        resolved = _RESOLVED.get(name, name)
+        if name not in _FREE or name in _RESOLVED:
+            _require(name, getattr(ours, resolved), getattr(theirs, resolved), source)
+    if ours.position == "learned":
+        _require("max_sequence", ours.max_sequence, theirs.max_sequence, source)
+    _require_same_rows(ours, theirs, source)
+
+
+def _require_same_rows(ours: ModelConfig, theirs: ModelConfig, source: Path) -> None:
+    """Refuse more or fewer rows of vocabulary: rows of padding take part in the softmax, and are not in the weights.
+
+    (A row of zeros has the logit 0, which beats every word of a GPT-2, whose logits lie about -100.)
+    """
+    if ours.vocab_rows != theirs.vocab_rows or ours.vocab_size > theirs.vocab_size:
+        raise UserError(
+            f"the weights of {source} have {theirs.vocab_rows} rows of vocabulary, this model {ours.vocab_rows}",
+            cure=f"set model.vocab_size={theirs.vocab_size} model.vocab_multiple={theirs.vocab_multiple}, "
+            "and data.tokenizer to theirs",
+            field="model.vocab_size",
+            value=ours.vocab_size,
+        )
+
+
+def _require(name: str, mine: object, given: object, source: Path) -> None:
+    if mine != given:
+        shown = f'"{given}"' if isinstance(given, str) else given
+        problem = f"the weights of {source} were made with {given!r}"
+        raise UserError(problem, cure=f"set model.{name}={shown}", field=f"model.{name}", value=mine)
+
+
+def _is_run(source: Path) -> bool:
+    return (source / "checkpoints").is_dir()
+
+
+def _of_run(source: Path, say: Callable[[str], None]) -> Weights:
+    folder = RunFolder(source)
+    checkpoint = require_checkpoint(folder, say)
+    tokenizer = open_saved_tokenizer(folder.tokenizer)
+    prefix = "model."
+    tensors = checkpoint.read(name for name in checkpoint.manifest.tensors if name.startswith(prefix))
+    model = complete_model(folder.config(), tokenizer.vocab_size)
+    named = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return Weights(checkpoint.path, model, named, tokenizer)
+
+
+def _of_folder(source: Path) -> Weights:
+    if not source.is_dir():
+        cure = "give a run folder or a Hugging Face folder"
+        raise UserError("there is no such folder", cure=cure, field="train.init_from", value=str(source))
+    model, tensors = import_folder(source)
+    file = source / "tokenizer.json"
+    tokenizer = LibraryTokenizer(file.read_text(encoding="utf-8")) if file.exists() else None
+    return Weights(source, model, tensors, tokenizer)

@@ -38,6 +38,7 @@ def train(run: Run, reporter: Reporter) -> Outcome:
         UserError: too many bad steps in a row, no memory or disk left.
     """
     config, progress = run.config, run.progress
+    _evaluate_if_due(run, reporter)  # a clean stop may have left it out
     record = StepRecord()
     profiler = StepProfiler(config.profile, run.folder.path / "profile")
     with (
@@ -66,8 +67,7 @@ def train(run: Run, reporter: Reporter) -> Outcome:
             if saving or config.logging.due(step):
                 reporter.report(record.flush())
                 run.judge.raise_if_hopeless()
-            if config.evaluate.due(step) and not ending:
-                reporter.evaluated(step, run.evaluate(config.evaluate.tokens))
+            if not ending and _evaluate_if_due(run, reporter):
                 record.resume_clock()
             if saving:
                 reporter.flush()
@@ -78,6 +78,18 @@ def train(run: Run, reporter: Reporter) -> Outcome:
     profiler.close()
     if progress.step < run.total_steps:
         return Outcome(stop.name, None)
+    if not run.has_validation:
+        return Outcome("", None)
     final = run.evaluate(config.evaluate.final_tokens)
     reporter.evaluated(progress.step, final)
     return Outcome("", final)
+
+
+def _evaluate_if_due(run: Run, reporter: Reporter) -> bool:
+    """Look at held-out text if that is due at this step and was not done; says whether it was done now."""
+    config, progress = run.config.evaluate, run.progress
+    if not config.due(progress.step) or progress.evaluated >= progress.step or progress.step >= run.total_steps:
+        return False
+    reporter.evaluated(progress.step, run.evaluate(config.tokens))
+    progress.evaluated = progress.step
+    return True

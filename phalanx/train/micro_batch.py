@@ -6,7 +6,8 @@ import torch
 
 from phalanx.data.batch import Batch
 from phalanx.train.accumulate import accumulate_gradients
-from phalanx.train.run import Run, out_of_memory, too_big
+from phalanx.train.failures import out_of_memory, too_big
+from phalanx.train.run import Run
 
 # Beyond this a CPU gains nothing: its GEMMs are at their best rate and activations only leave its caches
 # (docs/LOG.md has the measurement).

@@ -16,6 +16,7 @@ class Progress:
         tokens: tokens read.
         train_s: wall time spent training, over all starts.
         micro_batch: sequences per forward and backward pass, kept so that a resumed run repeats the same arithmetic.
+        evaluated: last step after which held-out text was looked at; a clean stop leaves that to the next start.
     """
 
     step: int = 0
@@ -23,6 +24,7 @@ class Progress:
     tokens: int = 0
     train_s: float = 0.0
     micro_batch: int = 0
+    evaluated: int = 0
 
     def advance(self, samples: int, length: int) -> None:
         """Count a finished step that read `samples` sequences of `length` tokens."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +31,11 @@ from phalanx.train.config import RunConfig
 from phalanx.train.derived import batch_sizes
 from phalanx.train.device import Device
 from phalanx.train.evaluate import Evaluation, evaluate
+from phalanx.train.failures import out_of_memory, too_big
 from phalanx.train.progress import Progress
 from phalanx.train.run_folder import RunFolder
+
+_TEXT = "data_fingerprint"
 
 
 @dataclass
@@ -111,14 +115,25 @@ class Run:
         """Write a checkpoint of this moment, then delete those that are no longer to be kept."""
         meta = Meta(config=self.config.model_dump(mode="json"))
         step = self.progress.step
-        path = save(
-            self.folder.checkpoints, step, self.state_tensors(), self.progress.to_json(), meta, points=self.points
-        )
+        path = save(self.folder.checkpoints, step, self.state_tensors(), self._state(), meta, points=self.points)
         prune(self.folder.checkpoints, self.config.checkpoint, good_step=step)
         return path
 
+    def _state(self) -> dict[str, Any]:
+        return self.progress.to_json() | {_TEXT: self.prepared.fingerprint}
+
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Take up everything where `checkpoint` left it."""
+        """Take up everything where `checkpoint` left it.
+
+        Raises:
+            UserError: it holds another model or optimizer, or was made with other text; nothing is changed then.
+        """
+        if self.config.run.resume == "same" and checkpoint.state.get(_TEXT) != self.prepared.fingerprint:
+            raise UserError(
+                f"the text, or the tokenizer made of it, is not what it was at step {checkpoint.step}",
+                cure="put the former text back, set run.folder to a new name, or run.resume=changed to go on with it",
+                field="data.sources",
+            )
         tensors = self.state_tensors()
         with torch.no_grad():
             checkpoint.load_into(tensors)  # in place: these are the tensors that training works on
@@ -126,25 +141,3 @@ class Run:
         self.judge.load_state_tensors({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
         torch.set_rng_state(tensors["rng.torch"])
         self.progress = Progress.from_json(checkpoint.state)
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the device, or the host, has no memory left."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
-
-
-def too_big(config: RunConfig, micro_batch: int, error: BaseException) -> UserError:
-    """What to do when a step does not fit into memory."""
-    cures = []
-    if micro_batch > 1:
-        cures.append(f"set train.micro_batch={micro_batch // 2}")
-    if config.train.recompute != "full":
-        cures.append("train.recompute=full")
-    cures.append("a smaller model or data.sequence_length")
-    first_line = str(error).strip().splitlines()[0]
-    return UserError(
-        f"{micro_batch} x {config.data.sequence_length} tokens at once do not fit into memory ({first_line})",
-        cure=" or ".join(cures),
-        field="train.micro_batch",
-        value=micro_batch,
-    )

@@ -30,7 +30,7 @@ from phalanx.core.files import write_json
 from phalanx.train.config import RunConfig
 
 # Settings that do not change what a step computes: a run may go on with other values of them.
-_FREE = ("run.", "logging.", "checkpoint.", "evaluate.", "profile.", "data.folder", "data.workers")
+_FREE = ("run.", "logging.", "checkpoint.", "evaluate.", "profile.", "data.folder", "train.garbage_collect_steps")
 _PACKAGES = ("phalanx-train", "torch", "numpy", "tokenizers", "pydantic")
 
 
@@ -76,6 +76,10 @@ class RunFolder:
                 f"its config.json is damaged ({error})", cure="start a new run", value=str(self.path)
             ) from None
 
+    def record_config(self, config: RunConfig) -> None:
+        """Write the resolved config down: from now on the folder belongs to a run of this config."""
+        write_json(self.path / "config.json", config.model_dump(mode="json"))
+
     def release(self) -> None:
         """Give the lock back."""
         if self.lock is not None:
@@ -83,7 +87,10 @@ class RunFolder:
 
 
 def open_for_training(config: RunConfig, path: Path) -> RunFolder:
-    """Make or reopen the folder of a run, take its lock, and write down the config and the environment.
+    """Make or reopen the folder of a run, take its lock, and write down the environment.
+
+    The config is only compared here and written with `RunFolder.record_config` once the run stands: a run that cannot
+    even start (a wrong path, say) must not bind the folder to its mistakes, nor change what another run wrote there.
 
     Raises:
         UserError: the folder cannot be written, another process trains in it, or it holds a run of another config.
@@ -99,7 +106,6 @@ def open_for_training(config: RunConfig, path: Path) -> RunFolder:
         if (path / "config.json").exists():
             _check_same(config, folder)
         folder.checkpoints.mkdir(exist_ok=True)
-        write_json(path / "config.json", config.model_dump(mode="json"))
         _append_environment(path / "environment.json")
     except OSError as error:
         folder.release()
@@ -177,7 +183,8 @@ def _take(lock: IO[str], path: Path) -> None:
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:
-    cure = "free some space" if error.errno == errno.ENOSPC else "choose a run.folder that can be written"
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    cure = "free some space" if full else "choose a run.folder that can be written"
     return UserError(f"cannot be written ({error.strerror})", cure=cure, field="run.folder", value=str(path))
 
 

@@ -12,14 +12,16 @@ from phalanx.model.shapes import flops_per_token, num_parameters
 from phalanx.telemetry.loggers import open_loggers
 from phalanx.train.assemble import assemble
 from phalanx.train.config import RunConfig
-from phalanx.train.derived import default_folder
+from phalanx.train.derived import check_early, default_folder
 from phalanx.train.display import Display, make_display
+from phalanx.train.failures import explained
 from phalanx.train.loop import Outcome, train
 from phalanx.train.preparing import PrepareDisplay
 from phalanx.train.reporting import Reporter, describe
 from phalanx.train.run import Run
 from phalanx.train.run_folder import open_for_training
 
+_LESS = "set train.micro_batch lower, train.recompute=full, or choose a smaller model or data.sequence_length"
 _EXIT_OF_SIGNAL = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138}
 
 
@@ -32,13 +34,15 @@ def train_session(config: RunConfig, config_path: Path, console: Console) -> int
     Raises:
         UserError: for everything a person can mend.
     """
+    check_early(config)
     folder = open_for_training(config, default_folder(config, config_path))
     display = make_display(console)
     try:
-        with PrepareDisplay(console) as progress:
-            run = assemble(config, folder, display.note, progress.show)
-        display.note(headline(run))
-        outcome = _train(run, display)
+        with explained("the run", _LESS):
+            with PrepareDisplay(console) as progress:
+                run = assemble(config, folder, display.note, progress.show)
+            display.note(headline(run))
+            outcome = _train(run, display)
     finally:
         display.close()
         folder.release()

@@ -10,7 +10,10 @@ import torch
 
 from phalanx.checkpoint.restore import Checkpoint, newest
 from phalanx.core.errors import UserError
-from phalanx.data.saved import open_saved_tokenizer
+from phalanx.data.config import DataConfig
+from phalanx.data.loader import Loader
+from phalanx.data.prepare import prepare
+from phalanx.data.saved import open_saved_tokenizer, saved_tokenizer_config
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.model.decoder import Decoder
 from phalanx.model.logical import LogicalParameters
@@ -48,6 +51,33 @@ def open_trained(path: Path, say: Callable[[str], None], *, device: str = "auto"
     load_weights(checkpoint, LogicalParameters(model))
     model.eval()
     return Trained(config, model, tokenizer, chosen, checkpoint.step)
+
+
+def same_ids(left: Tokenizer, right: Tokenizer) -> bool:
+    """Whether every id stands for the same text in both; ids that only one of them has do not count."""
+    shared = range(min(left.vocab_size, right.vocab_size))
+    return all(left.decode([token]) == right.decode([token]) for token in shared)
+
+
+def held_out_text(trained: Trained, run: Path, other: DataConfig | None) -> Loader:
+    """The held-out text of the run, or that of `other`, split into tokens as the model of the run knows them.
+
+    Raises:
+        UserError: the text of the run has changed so that its tokenizer is another now, or that of `other` cannot be
+            written in the run's tokens.
+    """
+    config = trained.config.data
+    if other is not None:
+        given = saved_tokenizer_config(run / "tokenizer") or config.tokenizer
+        config = DataConfig.model_validate(other.model_dump() | {"tokenizer": given.model_dump()})
+    prepared = prepare(config)
+    if prepared.vocab_size != trained.tokenizer.vocab_size or not same_ids(prepared.tokenizer, trained.tokenizer):
+        raise UserError(
+            "the tokenizer that its text gives now is not the one the model was trained with",
+            cure="put the text back that it was trained on",
+            field="data.sources",
+        )
+    return Loader(prepared, config)
 
 
 def require_checkpoint(folder: RunFolder, say: Callable[[str], None]) -> Checkpoint:

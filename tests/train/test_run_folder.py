@@ -18,8 +18,16 @@ def _config(**sections: dict[str, object]) -> RunConfig:
     return validate(RunConfig, {"train": {"steps": 3}, **sections})
 
 
+def _open(config: RunConfig, path: Path) -> None:
+    """A run that got as far as its first step."""
+    folder = open_for_training(config, path)
+    folder.record_config(config)
+    folder.release()
+
+
 def test_a_new_folder_holds_config_and_environment(tmp_path: Path) -> None:
     folder = open_for_training(_config(), tmp_path / "a" / "run")
+    folder.record_config(_config())
     folder.release()
     assert folder.config() == _config()
     note_hardware(folder, {"device": "x"})
@@ -30,18 +38,18 @@ def test_a_new_folder_holds_config_and_environment(tmp_path: Path) -> None:
 
 def test_the_same_config_may_go_on_and_each_start_is_noted(tmp_path: Path) -> None:
     for _ in range(2):
-        open_for_training(_config(), tmp_path).release()
+        _open(_config(), tmp_path)
     assert len(json.loads((tmp_path / "environment.json").read_text())) == 2
 
 
 def test_another_config_is_refused_with_both_ways_out(tmp_path: Path) -> None:
-    open_for_training(_config(), tmp_path).release()
+    _open(_config(), tmp_path)
     other = _config(model={"layers": 3})
     with pytest.raises(UserError, match=r"model.layers: 12 -> 3.*run.folder to a new name, or run.resume=changed"):
         open_for_training(other, tmp_path)
     assert RunFolder(tmp_path).config() == _config()
     allowed = _config(model={"layers": 3}, run={"resume": "changed"})
-    open_for_training(allowed, tmp_path).release()
+    _open(allowed, tmp_path)
     assert RunFolder(tmp_path).config().model.layers == 3
 
 
@@ -50,8 +58,16 @@ def test_settings_that_do_not_change_the_numbers_may_change(tmp_path: Path) -> N
     assert changed_settings(_config(), other) == []
 
 
-def test_never_refuses_a_used_folder(tmp_path: Path) -> None:
+def test_a_run_that_could_not_start_does_not_bind_the_folder(tmp_path: Path) -> None:
     open_for_training(_config(), tmp_path).release()
+    open_for_training(_config(model={"layers": 3}), tmp_path).release()
+    _open(_config(), tmp_path)
+    open_for_training(_config(model={"layers": 3}, run={"resume": "changed"}), tmp_path).release()
+    assert RunFolder(tmp_path).config() == _config()
+
+
+def test_never_refuses_a_used_folder(tmp_path: Path) -> None:
+    _open(_config(), tmp_path)
     with pytest.raises(UserError, match="already holds a run"):
         open_for_training(_config(run={"resume": "never"}), tmp_path)
 

@@ -1,0 +1,69 @@
+"""What the system refuses while a run goes on, in words and with a cure: memory, disk space, the right to write."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from phalanx.core.errors import UserError
+from phalanx.train.config import RunConfig
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.EIO, *_FULL)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the device, or the host, has no memory left."""
+    # The host's allocator raises a plain RuntimeError; a thread that gets no stack is the same trouble.
+    words = ("can't allocate memory", "Cannot allocate memory", "can't start new thread")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in words)
+
+
+def too_big(config: RunConfig, micro_batch: int, error: BaseException) -> UserError:
+    """What to do when a step does not fit into memory."""
+    cures = []
+    if micro_batch > 1:
+        cures.append(f"set train.micro_batch={micro_batch // 2}")
+    if config.train.recompute != "full":
+        cures.append("train.recompute=full")
+    cures.append("a smaller model or data.sequence_length")
+    return UserError(
+        f"{micro_batch} x {config.data.sequence_length} tokens at once do not fit into memory ({first_line(error)})",
+        cure=" or ".join(cures),
+        field="train.micro_batch",
+        value=micro_batch,
+    )
+
+
+@contextmanager
+def explained(what: str, cure: str) -> Iterator[None]:
+    """Turn what the system refuses inside the block into a `UserError`; errors of the program itself pass.
+
+    Args:
+        what: what the memory was wanted for.
+        cure: what to do where it was not to be had.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        raise UserError(f"there is no memory left for {what} ({first_line(error)})", cure=cure) from error
+    except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise UserError(f"there is no memory left for {what}", cure=cure) from error
+        full = error.errno in _FULL
+        if error.errno not in _REFUSED or (error.filename is None and not full):
+            raise
+        cure = "free some space" if full else "make it readable and writable, or choose another place"
+        where = {} if error.filename is None else {"value": str(error.filename)}
+        raise UserError(f"cannot be read or written ({error.strerror})", cure=cure, **where) from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, without the C++ frames that torch appends, or its type."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return line.partition("] ")[2] or line if line.startswith("[enforce fail") else line or type(error).__name__

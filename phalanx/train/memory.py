@@ -1,0 +1,104 @@
+"""What a run keeps in memory, told before it is taken and when it was not to be had. Torch-free."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Mapping
+from pathlib import Path
+
+from phalanx.core import units
+from phalanx.core.errors import UserError
+from phalanx.model.config import ModelConfig
+from phalanx.model.shapes import parameter_table
+from phalanx.optim.config import OptimConfig
+from phalanx.optim.groups import assign
+
+# Bytes of optimizer state per parameter, all fp32: two moments, or one (CAME's factors are vectors: next to nothing).
+_STATE_BYTES = {"adamw": 8, "lamb": 8, "came": 4, "muon": 4}
+
+
+def standing_bytes(model: ModelConfig, optim: OptimConfig) -> dict[str, int]:
+    """Memory that a run takes whatever its batch: fp32 weights, their gradients and the state of the optimizer.
+
+    Activations are not in it: they depend on the micro-batch and on recomputation.
+
+    Raises:
+        UserError: the vocabulary is not known, or a group of the optimizer fits no parameter.
+    """
+    table = parameter_table(model)
+    kinds = assign(optim, {name: len(parameter.shape) for name, parameter in table.items()})
+    elements = sum(parameter.size for parameter in table.values())
+    state = sum(_STATE_BYTES[kinds[name].kind] * parameter.size for name, parameter in table.items())
+    return {"weights": 4 * elements, "gradients": 4 * elements, f"{optim.name} state": state}
+
+
+def require_memory(needed: Mapping[str, int], available_bytes: int | None, where: str) -> None:
+    """Refuse a run whose weights, gradients and optimizer state alone do not fit.
+
+    Args:
+        needed: what `standing_bytes` says.
+        available_bytes: memory that could be had; None where that is unknown.
+        where: whose memory, for the message.
+
+    Raises:
+        UserError: they do not fit.
+    """
+    if available_bytes is None or sum(needed.values()) <= available_bytes:
+        return
+    raise UserError(
+        f"the model does not fit: {described(needed)} are {units.size(sum(needed.values()))}, and {where} has "
+        f"{units.size(available_bytes)} to give",
+        cure=smaller_model(needed),
+        field="model",
+    )
+
+
+def described(needed: Mapping[str, int]) -> str:
+    """``weights 1.00 GiB, gradients 1.00 GiB, adamw state 2.00 GiB``."""
+    return ", ".join(f"{name} {units.size(value)}" for name, value in needed.items())
+
+
+def smaller_model(needed: Mapping[str, int]) -> str:
+    """What makes the standing memory smaller."""
+    halves = "" if any(name in needed for name in ("came state", "muon state")) else ", or optim.name=came (half state)"
+    return f"make model.hidden or model.layers smaller{halves}"
+
+
+def host_available_bytes() -> int | None:
+    """Memory this process could still get without swapping: the system's, its control group's and its own limits."""
+    limits = [_meminfo("MemAvailable"), _control_group_bytes(), _address_space_bytes()]
+    known = [value for value in limits if value is not None]
+    return min(known) if known else None
+
+
+def _meminfo(name: str) -> int | None:
+    for line in _read("/proc/meminfo").splitlines():
+        key, _, value = line.partition(":")
+        if key == name:
+            return int(value.split()[0]) * 1024
+    return None
+
+
+def _control_group_bytes() -> int | None:
+    """What the limit of this process's control group (version 2) leaves; its page cache counts as free."""
+    group = Path("/sys/fs/cgroup") / _read("/proc/self/cgroup").partition("0::/")[2].strip()
+    limit, used = _read(group / "memory.max").strip(), _read(group / "memory.current").strip()
+    if not limit.isdigit() or not used.isdigit():
+        return None
+    cache = [line.split()[1] for line in _read(group / "memory.stat").splitlines() if line.startswith("file ")]
+    return int(limit) - int(used) + (int(cache[0]) if cache else 0)
+
+
+def _address_space_bytes() -> int | None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    pages = _read("/proc/self/statm").split()
+    if limit == resource.RLIM_INFINITY or not pages:
+        return None
+    return max(limit - int(pages[0]) * resource.getpagesize(), 0)
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

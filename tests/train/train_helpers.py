@@ -1,0 +1,203 @@
+"""Tiny runs for the tests of the trainer and of the command line: in this process, or in forked ones."""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from phalanx.core.config import load
+from phalanx.train import assemble as assembling
+from phalanx.train import session
+from phalanx.train.config import RunConfig
+from phalanx.train.loop import Outcome, train
+from phalanx.train.reporting import Reporter
+from phalanx.train.run import Run
+from phalanx.train.run_folder import open_for_training
+
+TEXT = "the quick brown fox jumps over a lazy dog while seven wizards mix å glass of grün ink"
+WORDS = TEXT.split()
+
+TINY: dict[str, Any] = {
+    "data.sources.0.kind": "jsonl",
+    "data.tokenizer.kind": "bytes",
+    "data.sequence_length": 16,
+    "data.validation_fraction": 0.1,
+    "model.layers": 2,
+    "model.hidden": 32,
+    "model.heads": 2,
+    "model.vocab_multiple": 1,
+    "optim.lr": 3e-3,
+    "train.steps": 20,
+    "train.global_batch": 4,
+    "train.micro_batch": 2,
+    "train.threads": 1,
+    "train.device": "cpu",
+    "train.precision": "fp32",
+    "logging.every_steps": 1,
+    "checkpoint.every_steps": 5,
+    "checkpoint.keep_last": 100,
+}
+
+
+def write_corpus(folder: Path, documents: int = 120, seed: int = 0) -> Path:
+    """Short documents of a few words, as JSON lines."""
+    chosen = random.Random(seed)
+    path = folder / "corpus.jsonl"
+    texts = (" ".join(chosen.choices(WORDS, k=chosen.randint(4, 30))) for _ in range(documents))
+    path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def overrides(folder: Path, changes: Mapping[str, Any] | None = None, run: str = "run") -> list[str]:
+    """``key=value`` pairs of a tiny run in `folder`; a change to None takes a key out."""
+    corpus = folder / "corpus.jsonl"
+    if not corpus.exists():
+        write_corpus(folder)
+    places = {
+        "data.sources.0.path": str(corpus),
+        "data.folder": str(folder / "prepared"),
+        "run.folder": str(folder / run),
+    }
+    settings = TINY | places | dict(changes or {})
+    return [f"{key}={_toml(value)}" for key, value in settings.items() if value is not None]
+
+
+def configured(folder: Path, changes: Mapping[str, Any] | None = None, run: str = "run") -> RunConfig:
+    return load(RunConfig, None, overrides(folder, changes, run)).value
+
+
+def begin(config: RunConfig, notes: list[str] | None = None) -> Run:
+    """An assembled run, ready for its next step. Release its folder when done."""
+    folder = open_for_training(config, Path(config.run.folder))
+    try:
+        return assembling.assemble(config, folder, (notes if notes is not None else []).append)
+    except BaseException:
+        folder.release()
+        raise
+
+
+def finish(run: Run) -> Outcome:
+    """Train an assembled run to its end."""
+    display = session.make_display(Console(file=io.StringIO(), width=200))
+    logger = session.open_loggers(run.config.logging, run.folder.path, run.progress.step)
+    try:
+        return train(run, Reporter(run, display, logger, 1.0))
+    finally:
+        logger.close()
+        run.folder.release()
+
+
+def run_all(folder: Path, changes: Mapping[str, Any] | None = None, run: str = "run") -> str:
+    """A whole session in this process; returns what it printed."""
+    out = io.StringIO()
+    status = session.train_session(configured(folder, changes, run), Path("tiny.toml"), Console(file=out, width=200))
+    assert status == 0
+    return out.getvalue()
+
+
+def entries(folder: Path, kind: str = "step") -> list[dict[str, Any]]:
+    """The lines of one kind in a run's metrics."""
+    every = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [entry for entry in every if entry["kind"] == kind]
+
+
+FIGURES = ("step", "loss", "grad_norm", "lr", "skipped", "tokens")
+HELD_OUT = ("step", "validation_loss", "validation_bits_per_byte", "validation_tokens")
+
+
+def figures(folder: Path) -> list[tuple[Any, ...]]:
+    """What must not depend on stops and kills, at full precision: steps, then evaluations."""
+    steps = [tuple(entry[name] for name in FIGURES) for entry in entries(folder)]
+    return steps + [tuple(entry[name] for name in HELD_OUT) for entry in entries(folder, "evaluation")]
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended: exit status (negative: killed by that signal), stdout and stderr."""
+
+    status: int
+    out: str
+    err: str
+
+
+class Commands:
+    """Runs ``phalanx`` in processes forked from one that has imported torch, so that one costs 0.1 s and not 3 s.
+
+    The forking process starts no thread, so its children are as good as fresh ones.
+    """
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(
+            ["phalanx.train.session", "phalanx.cli.generate", "torch.utils.checkpoint"]
+        )
+
+    def start(self, folder: Path, arguments: Sequence[str], limits: Mapping[str, int] | None = None) -> Any:
+        """A started process whose output goes to ``out`` and ``err`` in `folder`."""
+        process = self._context.Process(target=_child, args=(str(folder), list(arguments), dict(limits or {})))
+        process.start()
+        return process
+
+    def run(self, folder: Path, *arguments: str, limits: Mapping[str, int] | None = None) -> Ended:
+        process = self.start(folder, arguments, limits)
+        process.join(120)
+        assert process.exitcode is not None, "the command hangs"
+        return ended(process, folder)
+
+
+def ended(process: Any, folder: Path) -> Ended:
+    """What a finished process left."""
+    process.join()
+    return Ended(process.exitcode, (folder / "out").read_text(), (folder / "err").read_text())
+
+
+def _child(folder: str, arguments: list[str], limits: dict[str, int]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the fork server ignores some
+        signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+    for name, descriptor in (("out", 1), ("err", 2)):
+        file = os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, descriptor)
+    os.chdir(folder)
+    for name, value in limits.items():
+        _, hard = resource.getrlimit(getattr(resource, name))
+        resource.setrlimit(getattr(resource, name), (value, hard))
+    sys.argv = ["phalanx", *arguments]
+    from phalanx.cli.main import main
+
+    main(arguments)
+
+
+def wait_for_step(process: Any, run: Path, step: int) -> int:
+    """Wait until `run` has written down `step` (or the process has ended); returns the last step seen."""
+    metrics, deadline_s = run / "metrics.jsonl", time.monotonic() + 60
+    while time.monotonic() < deadline_s:
+        seen = metrics.read_bytes().count(b'"kind": "step"') if metrics.exists() else 0
+        if seen >= step or process.exitcode is not None:
+            return seen
+        time.sleep(0.001)
+    raise AssertionError(f"step {step} never came")
+
+
+def copies(run: Path) -> Iterator[Path]:
+    """The checkpoint folders of a run, oldest first."""
+    yield from sorted((run / "checkpoints").glob("step-*"))
+
+
+Reporting = Callable[[str], None]
