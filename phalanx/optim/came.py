@@ -40,7 +40,7 @@ class _Counts(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """One parameter, its gradient (scaled, or zero on a skipped step) and its state.
+    """One parameter, its gradient (scaled, or zero on a skipped step), its state and memory of its size to work in.
 
     Matrices are seen as BNM with factors of BN and BM; vectors are flat and have only `factors[0]`, the second moment.
     """
@@ -49,6 +49,7 @@ class _Work(NamedTuple):
     g: Tensor
     m: Tensor
     factors: tuple[Tensor, ...]
+    buffer: Tensor
 
 
 # A step of one parameter: yields a partial sum and the dimension it was summed over, and is sent the complete sum.
@@ -64,6 +65,7 @@ class _Kernels(NamedTuple):
 
     average: Callable[..., None]
     apply: Callable[..., None]
+    fused: bool
 
 
 class CAME(SkippingOptimizer):
@@ -109,9 +111,10 @@ class CAME(SkippingOptimizer):
         }
         self._reduction = reduction
         self._known_counts: dict[Tensor, _Counts] = {}
-        self._kernels = _Kernels(_average, _apply)
-        if compile:
-            self._kernels = _Kernels(*(torch.compile(kernel, dynamic=True) for kernel in self._kernels))
+        self._buffers: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        kernels = (_average, _apply)
+        average, apply = (torch.compile(k, dynamic=True) for k in kernels) if compile else kernels
+        self._kernels = _Kernels(average, apply, fused=compile)
         super().__init__(params, defaults)
 
     def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -146,11 +149,24 @@ class CAME(SkippingOptimizer):
     def _work(self, p: Tensor, g: Tensor) -> _Work:
         state = self.state[p]
         if p.dim() < 2:
-            return _Work(p.detach().view(-1), g.view(-1), state["exp_avg"].view(-1), (state["exp_avg_sq"].view(-1),))
+            flat = (p.detach().view(-1), g.view(-1), state["exp_avg"].view(-1))
+            return _Work(*flat, (state["exp_avg_sq"].view(-1),), self._buffer(p).view(-1))
         shape = (-1, *p.shape[-2:])
         names = ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col")
         factors = tuple(state[name].view(-1, state[name].shape[-1]) for name in names)
-        return _Work(p.detach().view(shape), g.view(shape), state["exp_avg"].view(shape), factors)
+        return _Work(
+            p.detach().view(shape), g.view(shape), state["exp_avg"].view(shape), factors, self._buffer(p).view(shape)
+        )
+
+    def _buffer(self, p: Tensor) -> Tensor:
+        """Memory of the size of `p`: one for all while they are updated one after the other, since fresh pages cost."""
+        if self._reduction is not local:
+            return torch.empty_like(p)
+        kind = (p.device, p.dtype)
+        if kind not in self._buffers or self._buffers[kind].numel() < p.numel():
+            alike = [q for group in self.param_groups for q in group["params"] if (q.device, q.dtype) == kind]
+            self._buffers[kind] = p.new_empty(max(q.numel() for q in alike))
+        return self._buffers[kind][: p.numel()]
 
     def _counts(self, p: Tensor) -> _Counts:
         """Sizes of the whole matrix, which the reduction adds up once from those of its parts."""
@@ -203,7 +219,7 @@ def _matrix_steps(
     work: _Work, lr: Tensor, keep: Tensor | None, counts: _Counts, rule: _Rule, kernels: _Kernels
 ) -> _Steps:
     row_BN, col_BM, res_row_BN, res_col_BM = work.factors
-    buffer_BNM = work.g.square()
+    buffer_BNM = torch.mul(work.g, work.g, out=work.buffer)
     yield from _advance_factors(buffer_BNM, row_BN, col_BM, keep, counts, rule.beta2, rule.eps)
     total_B = yield row_BN.sum(-1), -2
     by_row_BN, by_col_BM = _inverse(row_BN, total_B / counts.rows), 1 / col_BM
@@ -214,7 +230,8 @@ def _matrix_steps(
     yield from _advance_factors(buffer_BNM, res_row_BN, res_col_BM, keep, counts, rule.beta3, rule.eps_residual)
     total_B = yield res_row_BN.sum(-1), -2
     scale_BN = _inverse(res_row_BN, total_B / counts.rows).sqrt() * -lr
-    kernels.apply(work.p, work.m, buffer_BNM, scale_BN, res_col_BM.rsqrt(), 1 - lr * rule.weight_decay, keep)
+    spare = None if kernels.fused else buffer_BNM
+    kernels.apply(work.p, work.m, spare, scale_BN, res_col_BM.rsqrt(), 1 - lr * rule.weight_decay, keep)
 
 
 def _average(
@@ -236,18 +253,18 @@ def _average(
 def _apply(
     p_BNM: Tensor,
     m_BNM: Tensor,
-    buffer_BNM: Tensor,
+    buffer_BNM: Tensor | None,
     scale_BN: Tensor,
     scale_BM: Tensor,
     shrink: Tensor,
     keep: Tensor | None,
 ) -> None:
-    """Shrink the parameter and add the scaled average; the buffer is overwritten."""
-    torch.mul(m_BNM, scale_BN.unsqueeze(-1), out=buffer_BNM)
+    """Shrink the parameter and add the scaled average; the buffer, if there is one, is overwritten."""
+    scaled_BNM = torch.mul(m_BNM, scale_BN.unsqueeze(-1), out=buffer_BNM)
     if keep is None:
-        p_BNM.mul_(shrink).addcmul_(buffer_BNM, scale_BM.unsqueeze(-2))
+        p_BNM.mul_(shrink).addcmul_(scaled_BNM, scale_BM.unsqueeze(-2))
     else:
-        p_BNM.copy_(torch.where(keep, p_BNM * shrink + buffer_BNM * scale_BM.unsqueeze(-2), p_BNM))
+        p_BNM.copy_(torch.where(keep, p_BNM * shrink + scaled_BNM * scale_BM.unsqueeze(-2), p_BNM))
 
 
 def _advance_factors(

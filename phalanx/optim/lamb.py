@@ -186,13 +186,16 @@ def _factors(squares: Tensor, scalars: Tensor, keep: Tensor | None, rule: _Rule)
 def _compiled_step(
     p: Tensor, g: Tensor, m: Tensor, v: Tensor, scalars: Tensor, inverse: Tensor, keep: Tensor | None, rule: _Rule
 ) -> None:
-    """The same arithmetic for one flat parameter, written without mutation in the middle so that it fuses."""
+    """The same arithmetic for one flat parameter, written without mutation in the middle so that it fuses.
+
+    All numbers come from `scalars`: Python floats would be converted from float64 at every element.
+    """
     g = g.to(p.dtype) * inverse
-    m_new = m.lerp(g, 1 - rule.beta1)
-    v_new = v * rule.beta2 + g * g * (1 - rule.beta2)
+    m_new = m.lerp(g, scalars[3])
+    v_new = v * scalars[4] + g * g * scalars[5]
     if keep is not None:
         m_new, v_new = torch.where(keep, m_new, m), torch.where(keep, v_new, v)
-    u = m_new / (v_new.sqrt() * scalars[1] + scalars[2]) + rule.weight_decay * p
+    u = m_new / (v_new.sqrt() * scalars[1] + scalars[2]) + p * scalars[6]
     factor = _factors(torch.stack([p.square().sum(), u.square().sum()]), scalars, keep, rule)
     m.copy_(m_new)
     v.copy_(v_new)
@@ -200,7 +203,7 @@ def _compiled_step(
 
 
 def _scalars(group: dict[str, Any], step: Tensor) -> Tensor:
-    """``[lr, a, e]`` in float64, where the update is ``m / (sqrt(v) * a + e)``.
+    """``[lr, a, e, 1 - beta1, beta2, 1 - beta2, decay]``, float64, where the update is ``m / (sqrt(v) * a + e)``.
 
     Folding the bias corrections this way, ``a = c1 / sqrt(c2)`` and ``e = eps * c1``, saves two passes.
     """
@@ -209,7 +212,9 @@ def _scalars(group: dict[str, Any], step: Tensor) -> Tensor:
     c2 = 1 - beta2**step if group["bias_correction"] else torch.ones_like(step)
     # A skipped first step leaves the counter at 0 and the corrections too; nothing is then read of the result.
     c1, c2 = (torch.where(c > 0, c, 1.0) for c in (c1, c2))
-    return torch.stack([torch.full_like(step, float(group["lr"])), c1 / c2.sqrt(), group["eps"] * c1])
+    numbers = (float(group["lr"]), 1 - beta1, beta2, 1 - beta2, group["weight_decay"])
+    lr, *rest = (torch.full_like(step, number) for number in numbers)
+    return torch.stack([lr, c1 / c2.sqrt(), group["eps"] * c1, *rest])
 
 
 def _rule(group: dict[str, Any]) -> _Rule:
