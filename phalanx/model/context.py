@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from phalanx.core.errors import UserError
-from phalanx.kernels.attention import AttentionDropout
+from phalanx.kernels.attention import AttentionDropout, Backend, attention
 from phalanx.kernels.counter import dropout, make_key
 from phalanx.kernels.masks import AttentionMask
 from phalanx.model.config import ModelConfig
@@ -26,6 +26,10 @@ class DropoutState:
     seed: int
     step: int
     sample_index_B: Tensor
+
+    def key(self, site: str) -> int:
+        """The hash key of a dropout site in this step."""
+        return make_key(self.seed, "dropout", self.step, site)
 
 
 class KVCache:
@@ -107,18 +111,48 @@ class Context:
         """`x` with elements dropped at `rate` and the rest scaled up; the mask belongs to (step, `site`)."""
         if self.dropout is None or self.rows_T is None or not rate:
             return x_TD
-        return dropout(x_TD, rate, self.site_key(site), self.rows_T)
+        if torch.compiler.is_compiling():
+            return _untraced(_drop)(x_TD, rate, self.dropout, site, self.rows_T)
+        return _drop(x_TD, rate, self.dropout, site, self.rows_T)
 
-    def attention_dropout(self, site: str, rate: float) -> AttentionDropout | None:
-        """What drops attention weights at `site`, or None."""
-        if self.dropout is None or self.rows_T is None or not rate:
-            return None
-        return AttentionDropout(rate, self.site_key(site), self.rows_T.view(self.batch, self.length))
+    def attend(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, how: Attending) -> Tensor:
+        """Attention of one layer, with this pass' masks and dropout; (B, H, S, E)."""
+        mask = self.masks.get(how.window)  # Absent with a cache, where layers may hold different numbers of keys.
+        if self.dropout is None or self.rows_T is None or not how.dropout:
+            return attention(q_BHSE, k_BKSE, v_BKSE, window=how.window, mask=mask, backend=how.backend)
+        rows_BS = self.rows_T.view(self.batch, self.length)
+        attend = _untraced(_attend_dropping) if torch.compiler.is_compiling() else _attend_dropping
+        return attend(q_BHSE, k_BKSE, v_BKSE, mask, how, self.dropout, rows_BS)
 
-    def site_key(self, site: str) -> int:
-        """The hash key of a dropout site in this step."""
-        assert self.dropout is not None
-        return make_key(self.dropout.seed, "dropout", self.dropout.step, site)
+
+@dataclass(frozen=True)
+class Attending:
+    """How one layer attends: its window, its back end, the rate and the site of its dropped weights."""
+
+    window: int | None
+    backend: Backend
+    dropout: float
+    site: str
+
+
+def _drop(x_TD: Tensor, rate: float, state: DropoutState, site: str, rows_T: Tensor) -> Tensor:
+    return dropout(x_TD, rate, state.key(site), rows_T)
+
+
+def _attend_dropping(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, how: Attending, state: DropoutState, rows_BS: Tensor
+) -> Tensor:
+    weights = AttentionDropout(how.dropout, state.key(how.site), rows_BS)
+    return attention(q, k, v, window=how.window, mask=mask, dropout=weights, backend=how.backend)
+
+
+def _untraced(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`function` out of the compiler's sight: the 64-bit key is another in every step, and each would be compiled anew.
+
+    Not a decorator, because torch.compiler.disable imports the compiler, which takes seconds.
+    """
+    opaque: Callable[..., Tensor] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return opaque
 
 
 def dropout_rows(state: DropoutState, length: int, max_sequence: int) -> Tensor:

@@ -17,11 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.kernels.attention import attention
 from phalanx.kernels.loss import linear_cross_entropy
 from phalanx.kernels.norm import rms_norm
 from phalanx.model.config import ModelConfig
-from phalanx.model.context import Context
+from phalanx.model.context import Attending, Context
 from phalanx.model.rotary import rotate, rotate_heads
 
 
@@ -170,9 +169,11 @@ class Attention(Stored):
 
     def __init__(self, config: ModelConfig, layer: int, make: Make) -> None:
         super().__init__()
-        self.layer, self.window = layer, config.window_of(layer)
+        self.layer = layer
+        site = f"layers.{layer}.attention.weights"
+        self.how = Attending(config.window_of(layer), config.attention_backend, config.attention_dropout, site)
         self.group, self.size = config.heads // config.num_kv_heads, config.head_dim
-        self.eps, self.backend, self.rate = config.norm_eps, config.attention_backend, config.attention_dropout
+        self.eps = config.norm_eps
         self.q_norm = make.empty(self.size) if config.qk_norm else None
         self.k_norm = make.empty(self.size) if config.qk_norm else None
         prefix = f"layers.{layer}.attention."
@@ -184,9 +185,7 @@ class Attention(Stored):
         q, k, v = (x.transpose(1, 2) for x in self._heads(qkv_TN, context))
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v)
-        mask = context.masks.get(self.window)  # Absent with a cache, where layers may hold different numbers of keys.
-        dropout = context.attention_dropout(f"layers.{self.layer}.attention.weights", self.rate)
-        out_BHSE = attention(q, k, v, window=self.window, mask=mask, dropout=dropout, backend=self.backend)
+        out_BHSE = context.attend(q, k, v, self.how)
         return out_BHSE.transpose(1, 2).reshape(len(qkv_TN), -1)
 
     def _heads(self, qkv_TN: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:

@@ -174,6 +174,16 @@ def test_shards_and_dtype(tmp_path: Path) -> None:
         assert _theirs(tmp_path / "many")(tokens(config)).logits.isfinite().all()
 
 
+def test_gpt2_files_without_prefix_and_with_mask_buffers(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The form in which OpenAI's own GPT-2 weights are published."""
+    shutil.copytree(folders["gpt2"], tmp_path / "bare")
+    weights = load_file(tmp_path / "bare" / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    save_file({**bare, "h.0.attn.bias": torch.ones(1, 1, 64, 64).tril()}, tmp_path / "bare" / "model.safetensors")
+    (_, expected), (_, got) = import_folder(folders["gpt2"]), import_folder(tmp_path / "bare")
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
 def test_the_tokenizer_is_copied_and_found(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
