@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx.checkpoint.restore import newest
+from phalanx.checkpoint.restore import candidates, newest
 from phalanx.data.loader import Loader
 from phalanx.data.prepare import Progress as PrepareProgress
 from phalanx.data.prepare import prepare
@@ -89,6 +89,8 @@ def take_up(run: Run, say: Say) -> None:
         run.restore(checkpoint)
         say(f"going on from {checkpoint.path} (step {checkpoint.step} of {run.total_steps})")
         return
+    if candidates(run.folder.checkpoints):
+        say("no checkpoint is whole: starting again from step 0")
     if run.config.train.init_from:
         source = Path(run.config.train.init_from)
         load_initial_weights(run.parameters, run.model.config, run.prepared.tokenizer, source, say)

@@ -1,0 +1,302 @@
+"""A run that is stopped, killed or finds its newest checkpoint torn goes on with the same bits."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from train_helpers import (
+    Commands,
+    begin,
+    configured,
+    copies,
+    ended,
+    entries,
+    figures,
+    finish,
+    overrides,
+    run_all,
+    wait_for_step,
+    write_corpus,
+)
+
+from phalanx.checkpoint.restore import open_checkpoint
+from phalanx.core.errors import UserError
+from phalanx.core.points import Points
+from phalanx.data.batch import Batch
+from phalanx.train.run import Run
+
+pytestmark = pytest.mark.usefixtures("no_peak")
+
+WARM_UP = {
+    "optim.batch_warmup.start": 1,
+    "optim.batch_warmup.increment": 1,
+    "optim.batch_warmup.every_steps": 3,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "lamb": {"optim.name": "lamb"},
+    "came": {"optim.name": "came"},
+    "muon": {"optim.name": "muon"},
+    "dropout": {"model.dropout": 0.2},
+    "attention dropout": {"model.attention_dropout": 0.2, "model.attention_backend": "math"},
+    "batch warm-up": WARM_UP,
+    "recompute": {"train.recompute": "full", "model.dropout": 0.1},
+    "bf16": {"train.precision": "bf16"},
+    "parallel": {"model.block": "parallel", "model.window": 4, "model.attention": ["window", "full"]},
+    "tied": {"model.tie_embeddings": True, "model.vocab_multiple": 64},
+    "evaluations": {"evaluate.every_steps": 3, "evaluate.tokens": 200},
+    "bad steps": {"optim.bad_step.min_history": 4, "optim.bad_step.history": 6, "optim.bad_step.sigma": 2.0},
+}
+
+
+def _stop_at(run: Run, step: int, number: int = signal.SIGTERM) -> None:
+    """A signal in the middle of `step` (counted from 1)."""
+    original = run.accumulate_gradients
+
+    def asked(batch: Batch) -> torch.Tensor:
+        if run.progress.step + 1 == step:
+            os.kill(os.getpid(), number)
+        return original(batch)
+
+    run.accumulate_gradients = asked  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_stopped_and_resumed_is_uninterrupted_bit_for_bit(tmp_path: Path, name: str) -> None:
+    changes = VARIANTS[name] | {"train.steps": 14, "checkpoint.every_steps": 7}
+    run_all(tmp_path, changes, "straight")
+    config = configured(tmp_path, changes)
+    for stop in (1, 6, 9):
+        run = begin(config)
+        _stop_at(run, stop)
+        outcome = finish(run)
+        assert outcome.stopped_by == "SIGTERM"
+        assert run.progress.step == stop
+    finish(begin(config))
+    expected = figures(tmp_path / "straight")
+    assert figures(tmp_path / "run") == expected
+    assert len(entries(tmp_path / "run")) == 14
+    if name == "bad steps":
+        assert 0 < sum(entry["skipped"] for entry in entries(tmp_path / "run")) < 14
+    last = [open_checkpoint(list(copies(tmp_path / run))[-1]).read() for run in ("run", "straight")]
+    assert last[0].keys() == last[1].keys()
+    assert all(torch.equal(last[0][key], last[1][key]) for key in last[0])
+
+
+@pytest.mark.parametrize("stop", [5, 10])
+def test_an_evaluation_that_a_stop_left_out_is_made_up_for(tmp_path: Path, stop: int) -> None:
+    changes = {"evaluate.every_steps": 5}
+    run_all(tmp_path, changes, "straight")
+    run = begin(configured(tmp_path, changes))
+    _stop_at(run, stop)
+    finish(run)
+    assert [e["step"] for e in entries(tmp_path / "run", "evaluation")] == list(range(5, stop, 5))
+    finish(begin(configured(tmp_path, changes)))
+    assert figures(tmp_path / "run") == figures(tmp_path / "straight")
+
+
+def test_a_finished_run_does_nothing_twice(tmp_path: Path) -> None:
+    run_all(tmp_path)
+    before = figures(tmp_path / "run")
+    printed = run_all(tmp_path)
+    assert "step 20 of 20" in printed
+    assert figures(tmp_path / "run") == before
+
+
+def test_a_longer_run_goes_on_when_that_is_asked_for(tmp_path: Path) -> None:
+    run_all(tmp_path, {"optim.schedule.kind": "constant"})
+    with pytest.raises(UserError, match=r"train.steps: 20 -> 30.*run.resume=changed"):
+        run_all(tmp_path, {"optim.schedule.kind": "constant", "train.steps": 30})
+    longer = {"optim.schedule.kind": "constant", "train.steps": 30, "optim.schedule.warmup_steps": 0}
+    run_all(tmp_path, longer | {"run.resume": "changed"})
+    assert [entry["step"] for entry in entries(tmp_path / "run")] == list(range(1, 31))
+
+
+def test_a_changed_model_cannot_be_resumed_and_nothing_is_spoilt(tmp_path: Path) -> None:
+    run_all(tmp_path, {"train.steps": 5})
+    with pytest.raises(UserError, match="does not fit"):
+        run_all(tmp_path, {"train.steps": 5, "model.layers": 3, "run.resume": "changed"})
+    assert "step 5 of 5" in run_all(tmp_path, {"train.steps": 5})
+
+
+def test_other_text_is_noticed(tmp_path: Path) -> None:
+    run_all(tmp_path, {"train.steps": 5})
+    write_corpus(tmp_path, seed=1)
+    with pytest.raises(UserError, match=r"data\.sources: the text.*step 5.*run.resume=changed"):
+        run_all(tmp_path, {"train.steps": 5})
+    assert "step 5 of 5" in run_all(tmp_path, {"train.steps": 5, "run.resume": "changed"})
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)])
+def test_a_signal_ends_the_step_with_a_checkpoint(
+    tmp_path: Path, commands: Commands, number: signal.Signals, status: int
+) -> None:
+    (tmp_path / "tiny.toml").write_text("")
+    arguments = ["train", "tiny.toml", *overrides(tmp_path, {"train.steps": 4000, "checkpoint.every_steps": 0})]
+    process = commands.start(tmp_path, arguments)
+    wait_for_step(process, tmp_path / "run", 7)
+    os.kill(process.pid, number)
+    result = ended(process, tmp_path)
+    assert result.status == status, result
+    step = entries(tmp_path / "run")[-1]["step"]
+    assert 7 <= step < 4000
+    assert f"stopped by {number.name} after step {step} of 4000" in result.out
+    assert "the same command goes on from there" in result.out
+    assert [path.name for path in copies(tmp_path / "run")] == [f"step-{step:08d}"]
+    again = commands.start(tmp_path, arguments)
+    wait_for_step(again, tmp_path / "run", step + 3)
+    os.kill(again.pid, signal.SIGTERM)
+    assert f"going on from {copies_last(tmp_path)} (step {step} of 4000)" in ended(again, tmp_path).out
+    assert [e["step"] for e in entries(tmp_path / "run")] == list(range(1, len(entries(tmp_path / "run")) + 1))
+
+
+def copies_last(folder: Path) -> str:
+    return str(next(iter(copies(folder / "run"))))
+
+
+def _kill_at_random(folder: Path, commands: Commands, changes: dict[str, Any], kills: int, seed: int) -> None:
+    """SIGKILL one process after another at seeded moments, until one lives to the end."""
+    chosen = random.Random(seed)
+    arguments = ["train", "tiny.toml", *overrides(folder, changes)]
+    (folder / "tiny.toml").write_text("")
+    run = folder / "run"
+    killed_at = []
+    for number in range(kills):
+        process = commands.start(folder, arguments)
+        # Progress decides when: some steps beyond the last seen, then up to 30 ms, which may fall into a step, a
+        # checkpoint being written, an evaluation, or the start of the process.
+        seen = wait_for_step(process, run, 1 + (number * changes["train.steps"]) // (kills + 1))
+        process.join(chosen.random() * 0.03)
+        process.kill()
+        process.join()
+        killed_at.append(seen)
+        _readable(run)
+    result = commands.run(folder, *arguments)
+    assert result.status == 0, result
+    assert "done: " in result.out
+    assert len(set(killed_at)) > kills // 3, "the kills came all at the same moment"
+
+
+def _readable(run: Path) -> None:
+    """Whatever happened, what is there can be read: every checkpoint whole, every line of the metrics."""
+    for path in copies(run):
+        open_checkpoint(path)
+    if (run / "metrics.jsonl").exists():
+        whole = (run / "metrics.jsonl").read_bytes().rpartition(b"\n")[0]
+        assert all(line.startswith(b"{") and line.endswith(b"}") for line in whole.splitlines())
+
+
+def _killed_equals_straight(folder: Path, commands: Commands, changes: dict[str, Any], kills: int, seed: int) -> None:
+    (folder / "tiny.toml").write_text("")
+    straight = commands.run(folder, "train", "tiny.toml", *overrides(folder, changes, "straight"))
+    assert straight.status == 0, straight
+    _kill_at_random(folder, commands, changes, kills, seed)
+    assert figures(folder / "run") == figures(folder / "straight")
+    assert [entry["step"] for entry in entries(folder / "run")] == list(range(1, changes["train.steps"] + 1))
+
+
+KILLED: dict[str, Any] = {
+    "train.steps": 40,
+    "checkpoint.every_steps": 5,
+    "checkpoint.keep_last": 2,
+    "evaluate.every_steps": 7,
+    "evaluate.tokens": 200,
+    "model.dropout": 0.1,
+}
+
+
+def test_killed_four_times_is_uninterrupted_bit_for_bit(tmp_path: Path, commands: Commands) -> None:
+    _killed_equals_straight(tmp_path, commands, KILLED, kills=4, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_killed_twenty_times_is_uninterrupted_bit_for_bit(tmp_path: Path, commands: Commands, optimizer: str) -> None:
+    changes = KILLED | {"train.steps": 200, "optim.name": optimizer, "logging.every_steps": 3}
+    _killed_equals_straight(tmp_path, commands, changes, kills=20, seed=2)
+
+
+class _Death(BaseException):
+    """Stands for SIGKILL: no handler of the program's own may stop it."""
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "checkpoint.begin",
+        "checkpoint.tensors-written",
+        "checkpoint.manifest-written",
+        "checkpoint.before-rename",
+        "checkpoint.after-rename",
+        "checkpoint.published",
+    ],
+)
+def test_death_at_any_point_of_a_checkpoint(tmp_path: Path, point: str) -> None:
+    run_all(tmp_path, run="straight")
+    run = begin(configured(tmp_path))
+    hits = []
+
+    def die(**_details: Any) -> None:
+        hits.append(point)
+        if len(hits) == 2:
+            raise _Death
+
+    run.points = Points({point: die})
+    with pytest.raises(_Death):
+        finish(run)
+    finish(begin(configured(tmp_path)))
+    assert figures(tmp_path / "run") == figures(tmp_path / "straight")
+
+
+def _flip(path: Path) -> None:
+    file = path / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path / "__0_0.distcp", 1000)
+
+
+def _empty(path: Path) -> None:
+    shutil.rmtree(path)
+    path.mkdir()
+
+
+@pytest.mark.parametrize("damage", [_flip, _truncate, _empty, lambda path: (path / "manifest.json").write_text("{")])
+def test_a_damaged_newest_checkpoint_is_passed_over_and_said(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    run = begin(configured(tmp_path))
+    _stop_at(run, 12)
+    finish(run)
+    run_all(tmp_path, run="straight")
+    damage(tmp_path / "run" / "checkpoints" / "step-00000012")
+    printed = run_all(tmp_path)
+    assert "checkpoint step-00000012 is damaged" in printed
+    assert "step 10 of 20" in printed
+    assert figures(tmp_path / "run") == figures(tmp_path / "straight")
+
+
+def test_when_all_are_damaged_the_run_starts_anew_and_says_so(tmp_path: Path) -> None:
+    run_all(tmp_path, run="straight")
+    run_all(tmp_path)
+    for path in copies(tmp_path / "run"):
+        _flip(path)
+    printed = run_all(tmp_path)
+    assert printed.count("is damaged") == 4
+    assert "no checkpoint is whole: starting again from step 0" in printed
+    assert figures(tmp_path / "run") == figures(tmp_path / "straight")
+
+
+def test_old_checkpoints_go_and_every_nth_stays(tmp_path: Path) -> None:
+    run_all(tmp_path, {"checkpoint.every_steps": 3, "checkpoint.keep_last": 2, "checkpoint.keep_every": 6})
+    names = [path.name for path in copies(tmp_path / "run")]
+    assert names == [f"step-{step:08d}" for step in (6, 12, 18, 20)]
