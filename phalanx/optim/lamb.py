@@ -110,9 +110,10 @@ class LAMB(SkippingOptimizer):
         for group, parameters in found:
             step = self.state[parameters[0]]["step"]
             step.add_(1.0 if keep is None else keep.to(step.device))
-            together = self._reduction is not local
-            for bundle in bundles(parameters, together=together):
-                self._update_bundle(group, bundle, keep, grad_scale, step)
+            scalars = _scalars(group, step)
+            inverse = inverse_scale(grad_scale, keep, parameters[0])
+            for bundle in bundles(parameters, together=self._reduction is not local):
+                self._update_bundle(group, bundle, keep, inverse, scalars)
 
     def _clipping_scale(self, parameters: list[Tensor], grad_scale: Tensor | None, limit: float) -> Tensor:
         """The divisor that brings the norm of all gradients, already divided by `grad_scale`, down to `limit`."""
@@ -123,11 +124,11 @@ class LAMB(SkippingOptimizer):
         return torch.maximum(scale, total / limit)
 
     def _update_bundle(
-        self, group: dict[str, Any], ps: list[Tensor], keep: Tensor | None, grad_scale: Tensor | None, step: Tensor
+        self, group: dict[str, Any], ps: list[Tensor], keep: Tensor | None, inverse: Tensor | None, scalars: Tensor
     ) -> None:
         rule = _rule(group)
-        scalars = _scalars(group, step).to(ps[0])
-        inverse = inverse_scale(grad_scale, keep, ps[0])
+        scalars = scalars.to(ps[0])
+        inverse = None if inverse is None else inverse.to(ps[0])
         ms = [self.state[p]["exp_avg"] for p in ps]
         vs = [self.state[p]["exp_avg_sq"] for p in ps]
         if self._compiled is not None:
