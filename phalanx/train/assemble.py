@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from phalanx.checkpoint.restore import candidates, newest
+from phalanx.core.errors import UserError
 from phalanx.data.loader import Loader
 from phalanx.data.prepare import Progress as PrepareProgress
 from phalanx.data.prepare import prepare
@@ -43,6 +44,7 @@ def assemble(
     prepared = prepare(config.data, progress=prepare_progress)
     needed = standing_bytes(complete_model(config, prepared.vocab_size), config.optim)
     require_memory(needed, device.available_bytes(), device.name)
+    _require_a_batch(config, prepared)
     with explained(described(needed), smaller_model(needed)):
         run = build_run(config, folder, device, prepared)
         take_up(run, say)
@@ -51,6 +53,18 @@ def assemble(
     note_hardware(folder, describe_hardware(run))
     _note_ignored_settings(run, say)
     return run
+
+
+def _require_a_batch(config: RunConfig, prepared: Prepared) -> None:
+    """Refuse text so short that one batch would hold a sample twice."""
+    samples, batch = Loader(prepared, config.data).samples_per_epoch, config.train.global_batch
+    if samples < batch:
+        raise UserError(
+            f"the text makes {samples} samples of {config.data.sequence_length} tokens, fewer than one batch",
+            cure=f"add text, or set train.global_batch to {samples} or less",
+            field="train.global_batch",
+            value=batch,
+        )
 
 
 def build_run(config: RunConfig, folder: RunFolder, device: Device, prepared: Prepared) -> Run:

@@ -176,6 +176,8 @@ def _child(folder: str, arguments: list[str], limits: dict[str, int]) -> None:
         os.dup2(file, descriptor)
     os.chdir(folder)
     for name, value in limits.items():
+        if value < 0:  # so much more than the process has now
+            value = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() - value
         _, hard = resource.getrlimit(getattr(resource, name))
         resource.setrlimit(getattr(resource, name), (value, hard))
     sys.argv = ["phalanx", *arguments]
