@@ -79,10 +79,16 @@ class BadStepJudge:
         """Updates skipped since the last one made, an int64 scalar on the device."""
         return self._in_a_row
 
-    def raise_if_hopeless(self) -> None:
-        """Stop the run when too many steps in a row were bad; on a GPU the news may be a step or two old.
+    @property
+    def hopeless(self) -> bool:
+        """Whether too many steps in a row were bad; on a GPU the news may be a step or two old.
 
         Cheap enough for every step: it reads what has arrived and waits for nothing.
+        """
+        return self._mailbox.read() >= self._config.max_in_a_row
+
+    def raise_if_hopeless(self) -> None:
+        """Stop the run when it is `hopeless`.
 
         Raises:
             UserError: ``max_in_a_row`` steps in a row were skipped since this judge was made or loaded.

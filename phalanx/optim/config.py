@@ -141,7 +141,7 @@ class BadStepConfig(Config):
 
     enabled: bool = Field(True, description="skip updates whose loss or gradient norm is not finite or far too large")
     sigma: float = Field(
-        6.0, ge=0, description="standard deviations above the recent mean that are too many; 0: only not finite"
+        10.0, ge=0, description="standard deviations above the recent mean that are too many; 0: only not finite"
     )
     history: int = Field(128, ge=2, description="accepted steps that are remembered")
     min_history: int = Field(32, ge=2, description="accepted steps before sigma counts")

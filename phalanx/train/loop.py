@@ -64,7 +64,7 @@ def train(run: Run, reporter: Reporter) -> Outcome:
 
             ending = bool(stop) or step == run.total_steps  # asked once: a signal may come between two questions
             saving = ending or config.checkpoint.due(step)
-            if saving or config.logging.due(step):
+            if saving or config.logging.due(step) or run.judge.hopeless:
                 reporter.report(record.flush())
                 run.judge.raise_if_hopeless()
             if not ending and _evaluate_if_due(run, reporter):
