@@ -1,4 +1,4 @@
-"""`phalanx checkpoint`: look at checkpoints and verify them. Needs no torch."""
+"""`phalanx checkpoint`: look at checkpoints and verify them, without torch; convert them (phalanx.cli.huggingface)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,24 @@ from rich.table import Table
 from phalanx.checkpoint.folder import locate
 from phalanx.checkpoint.manifest import DamagedCheckpointError, Manifest
 from phalanx.checkpoint.verify import examine
+from phalanx.cli.lazy import LazyGroup
 from phalanx.core import units
 
+_LAZY = {
+    "export-hf": (
+        "phalanx.cli.huggingface:export_command",
+        "Write the newest checkpoint of RUN as a Hugging Face folder.",
+    ),
+    "import-hf": (
+        "phalanx.cli.huggingface:import_command",
+        "Write a config that trains on from a Hugging Face folder.",
+    ),
+}
 
-@click.group()
+
+@click.group(cls=LazyGroup, lazy=_LAZY)
 def command() -> None:
-    """List, inspect and verify checkpoints."""
+    """List, inspect and verify checkpoints; convert from and to Hugging Face."""
 
 
 @command.command("list")

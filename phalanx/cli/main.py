@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import Any
 
 import click
 
 from phalanx import __version__
+from phalanx.cli.lazy import LazyGroup
 from phalanx.core.errors import UserError
 
 # Subcommand -> one line of help. The code lies in `phalanx.cli.<name>`, in an object called `command`.
@@ -22,28 +22,11 @@ COMMANDS: dict[str, str] = {
 }
 
 
-class LazyGroup(click.Group):
-    """A click group whose subcommands are imported only when they are called."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Subcommands in the order in which a user meets them."""
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the module of `cmd_name`."""
-        if cmd_name not in COMMANDS:
-            return None
-        command = importlib.import_module(f"phalanx.cli.{cmd_name}").command
-        assert isinstance(command, click.Command)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of subcommands without importing any of them."""
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
-
-
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=LazyGroup,
+    lazy={name: (f"phalanx.cli.{name}:command", help_line) for name, help_line in COMMANDS.items()},
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, prog_name="phalanx")
 def group() -> None:
     """Train large language models on one laptop core or on thousands of GPUs with the same code."""

@@ -67,7 +67,7 @@ def load_initial_weights(
     Raises:
         UserError: `source` is neither, or its weights do not fit the model's config; nothing is changed then.
     """
-    weights = _of_run(source, say) if (source / "config.json").exists() and _is_run(source) else _of_folder(source)
+    weights = weights_of_run(source, say) if (source / "checkpoints").is_dir() else weights_of_folder(source)
     require_same_model(model, weights.model, weights.origin)
     parameters.load(weights.tensors)
     say(f"starting from the weights of {weights.origin}")
@@ -112,11 +112,12 @@ def _require(name: str, mine: object, given: object, source: Path) -> None:
         raise UserError(problem, cure=f"set model.{name}={shown}", field=f"model.{name}", value=mine)
 
 
-def _is_run(source: Path) -> bool:
-    return (source / "checkpoints").is_dir()
+def weights_of_run(source: Path, say: Callable[[str], None]) -> Weights:
+    """The weights of the newest good checkpoint of a run; `say` is told of damaged ones.
 
-
-def _of_run(source: Path, say: Callable[[str], None]) -> Weights:
+    Raises:
+        UserError: no run, no checkpoint or no tokenizer is there.
+    """
     folder = RunFolder(source)
     checkpoint = require_checkpoint(folder, say)
     tokenizer = open_saved_tokenizer(folder.tokenizer)
@@ -127,7 +128,12 @@ def _of_run(source: Path, say: Callable[[str], None]) -> Weights:
     return Weights(checkpoint.path, model, named, tokenizer)
 
 
-def _of_folder(source: Path) -> Weights:
+def weights_of_folder(source: Path) -> Weights:
+    """The weights of a Hugging Face folder.
+
+    Raises:
+        UserError: there is none, or of a kind that cannot be imported.
+    """
     if not source.is_dir():
         cure = "give a run folder or a Hugging Face folder"
         raise UserError("there is no such folder", cure=cure, field="train.init_from", value=str(source))
