@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import click
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from phalanx.core import units
@@ -24,6 +21,7 @@ from phalanx.data.prepared import Prepared
 from phalanx.data.sources import Split
 from phalanx.data.stream import TokenStream
 from phalanx.train.config import RunConfig
+from phalanx.train.preparing import PrepareDisplay
 
 
 @click.group()
@@ -40,8 +38,8 @@ def prepare(config: Path, overrides: tuple[str, ...], workers: int | None) -> No
     data = load(RunConfig, config, overrides).value.data
     console = Console()
     begin_s = time.monotonic()
-    with progress_bar(console) as report:
-        prepared = preparing.prepare(data, workers=workers, progress=report)
+    with PrepareDisplay(console) as display:
+        prepared = preparing.prepare(data, workers=workers, progress=display.show)
     console.print(summary(prepared, data))
     console.print(f"ready in {units.duration(time.monotonic() - begin_s)}", highlight=False)
 
@@ -107,30 +105,3 @@ def summary(prepared: Prepared, config: DataConfig) -> Table:
     table.caption = f"{prepared.vocab_size:,} token ids ({config.tokenizer.kind}), in {escape(config.folder)}"
     table.caption_justify = "left"
     return table
-
-
-@contextmanager
-def progress_bar(console: Console) -> Iterator[preparing.Report]:
-    """A live bar on a terminal, a line per stage elsewhere."""
-    if not console.is_terminal:
-        seen: set[str] = set()
-
-        def say(state: preparing.Progress) -> None:
-            if state.stage not in seen:
-                seen.add(state.stage)
-                console.print(state.stage, highlight=False, markup=False)
-
-        yield say
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
-    with Progress(*columns, console=console) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def show(state: preparing.Progress) -> None:
-            if state.stage not in tasks:
-                tasks[state.stage] = bar.add_task(escape(state.stage), total=None, note="")
-            note = f"{units.size(state.done_bytes)} of {units.size(state.total_bytes)}" if state.total_bytes else ""
-            note += f", {units.count(state.num_tokens)} tokens" if state.num_tokens else ""
-            bar.update(tasks[state.stage], completed=state.done_bytes, total=state.total_bytes or None, note=note)
-
-        yield show

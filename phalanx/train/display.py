@@ -13,6 +13,9 @@ from rich.table import Table
 from phalanx.core import units
 from phalanx.train.record import StepReport
 
+_GAP = 2
+_LEAST_URGENT_FIRST = ("memory", "MFU", "lr", "grad norm", "tokens/s")
+
 
 @dataclass(frozen=True)
 class Status:
@@ -59,6 +62,16 @@ def format_status(status: Status) -> list[tuple[str, str]]:
     ]
 
 
+def fitting(figures: list[tuple[str, str]], width: int) -> list[tuple[str, str]]:
+    """Those figures that fit side by side into `width` columns; the first to go are the least urgent."""
+    kept = list(figures)
+    for name in _LEAST_URGENT_FIRST:
+        if sum(max(len(title), len(text)) + _GAP for title, text in kept) <= width:
+            break
+        kept = [figure for figure in kept if figure[0] != name]
+    return kept
+
+
 class PlainDisplay:
     """One line per report, for log files and pipes."""
 
@@ -91,7 +104,7 @@ class LiveDisplay:
 
     def note(self, text: str) -> None:
         """Print a line above the live part."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(text, markup=False, highlight=False)
 
     def show(self, status: Status) -> None:
         """Redraw the bar and the figures."""
@@ -99,8 +112,8 @@ class LiveDisplay:
             self._live.start()
             self._started = True
         self._bar.update(self._task, completed=status.report.step, total=status.total_steps)
-        figures = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        row = format_status(status)
+        figures = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim")
+        row = fitting(format_status(status), self.console.width)
         for name, _ in row:
             figures.add_column(name, justify="right", no_wrap=True)
         figures.add_row(*(text for _, text in row))

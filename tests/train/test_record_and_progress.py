@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 
 import pytest
 import torch
 from rich.console import Console
 
-from phalanx.train.display import LiveDisplay, PlainDisplay, Status, make_display
+from phalanx.data.prepare import Progress as PrepareProgress
+from phalanx.train.display import LiveDisplay, PlainDisplay, Status, fitting, format_status, make_display
+from phalanx.train.preparing import PrepareDisplay
 from phalanx.train.progress import Progress
 from phalanx.train.record import StepRecord, StepReport
 from phalanx.train.signals import StopRequest
@@ -110,3 +113,39 @@ def test_a_terminal_gets_a_live_table_and_notes_above_it() -> None:
     display.close()
     assert "a [note] with brackets" in out.getvalue()
     assert "2.5000" in out.getvalue()
+
+
+@pytest.mark.parametrize(("width", "gone"), [(140, set()), (60, {"memory"}), (30, {"lr", "grad norm"})])
+def test_a_narrow_terminal_keeps_what_matters(width: int, gone: set[str]) -> None:
+    every = format_status(_status())
+    kept = fitting(every, width)
+    assert {"step", "loss", "left"} <= {name for name, _ in kept}
+    assert not gone & {name for name, _ in kept}
+    assert [figure for figure in every if figure in kept] == kept
+    if width == 140:
+        assert kept == every
+    out = io.StringIO()
+    display = LiveDisplay(Console(file=out, width=width, force_terminal=True))
+    display.show(_status())
+    display.close()
+    assert "…" not in out.getvalue()
+
+
+def _reported(console: Console) -> None:
+    with PrepareDisplay(console) as display:
+        display.show(PrepareProgress("corpus: looking"))
+        display.show(PrepareProgress("corpus: tokenising", 0, 2048, 0))
+        display.show(PrepareProgress("corpus: tokenising", 1024, 2048, 300))
+
+
+def test_preparing_is_a_line_per_stage_in_a_file() -> None:
+    out = io.StringIO()
+    _reported(Console(file=out, width=100))
+    assert out.getvalue() == "corpus: looking\ncorpus: tokenising\n"
+
+
+def test_preparing_is_one_line_on_a_terminal() -> None:
+    out = io.StringIO()
+    _reported(Console(file=out, width=100, force_terminal=True))
+    assert "1.00 KiB of 2.00 KiB, 300 tokens" in out.getvalue()
+    assert "?" not in re.sub(r"\x1b\[\?", "", out.getvalue())
