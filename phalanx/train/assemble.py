@@ -101,6 +101,8 @@ def take_up(run: Run, say: Say) -> None:
     checkpoint = newest(run.folder.checkpoints, say, verify=run.config.checkpoint.verify)
     if checkpoint is not None:
         run.restore(checkpoint)
+        if run.config.run.resume == "changed":
+            run.progress.micro_batch = choose_micro_batch(run)  # it may be what was changed
         say(f"going on from {checkpoint.path} (step {checkpoint.step} of {run.total_steps})")
         return
     if candidates(run.folder.checkpoints):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
@@ -14,6 +14,7 @@ from phalanx.core import units
 from phalanx.train.record import StepReport
 
 _GAP = 2
+_ECHO = 2  # left free at the end of the last line, where a terminal shows ^C, lest it wrap and leave debris
 _LEAST_URGENT_FIRST = ("memory", "MFU", "lr", "grad norm", "tokens/s")
 
 
@@ -113,14 +114,11 @@ class LiveDisplay:
             self._started = True
         self._bar.update(self._task, completed=status.report.step, total=status.total_steps)
         figures = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim")
-        row = fitting(format_status(status), self.console.width)
+        row = fitting(format_status(status), self.console.width - _ECHO)
         for name, _ in row:
             figures.add_column(name, justify="right", no_wrap=True)
         figures.add_row(*(text for _, text in row))
-        whole = Table.grid(expand=True)
-        whole.add_row(self._bar)
-        whole.add_row(figures)
-        self._live.update(whole)
+        self._live.update(Group(self._bar, figures))
 
     def close(self) -> None:
         """Stop redrawing; the last state stays on the screen."""

@@ -120,6 +120,14 @@ def test_a_longer_run_goes_on_when_that_is_asked_for(tmp_path: Path) -> None:
     assert [entry["step"] for entry in entries(tmp_path / "run")] == list(range(1, 31))
 
 
+def test_a_changed_micro_batch_is_taken_up(tmp_path: Path) -> None:
+    """What the error of a run out of memory advises must have its effect."""
+    run_all(tmp_path, {"train.steps": 5})
+    run = begin(configured(tmp_path, {"train.steps": 5, "train.micro_batch": 1, "run.resume": "changed"}))
+    run.folder.release()
+    assert (run.progress.step, run.progress.micro_batch) == (5, 1)
+
+
 def test_a_changed_model_cannot_be_resumed_and_nothing_is_spoilt(tmp_path: Path) -> None:
     run_all(tmp_path, {"train.steps": 5})
     with pytest.raises(UserError, match="does not fit"):
