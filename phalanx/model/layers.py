@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.kernels.linear import linear, project
 from phalanx.kernels.loss import linear_cross_entropy
 from phalanx.kernels.norm import rms_norm
 from phalanx.model.config import ModelConfig
@@ -123,7 +124,7 @@ class InputProjection(Stored):
     def forward(self, x_TD: Tensor) -> Tensor:
         """Project rows; a bias shorter than the stack (only q, k, v have one) is padded with zeros."""
         if self.bias is None:
-            return F.linear(x_TD, self.weight.to(self.compute))
+            return linear(x_TD, self.weight.to(self.compute))
         bias = self.bias.to(self.compute)
         if len(bias) < len(self.weight):
             bias = F.pad(bias, (0, len(self.weight) - len(bias)))
@@ -153,8 +154,8 @@ class OutputProjection(Stored):
         weight = self.weight.to(self.compute)
         if self.bias is None:
             if residual_TD is not None and residual_TD.dtype == inner_TN.dtype:
-                return torch.addmm(residual_TD, inner_TN, weight)
-            out = torch.mm(inner_TN, weight)
+                return project(inner_TN, weight, residual_TD)
+            out = project(inner_TN, weight)
         else:
             bias = self.bias.view(-1, weight.shape[1]).sum(0) if len(self.bias) > weight.shape[1] else self.bias
             out = torch.addmm(bias.to(self.compute), inner_TN, weight)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from phalanx.kernels import linear
+
 
 def selective_contexts() -> tuple[Any, Any]:
     """The pair of contexts for `torch.utils.checkpoint.checkpoint(context_fn=...)`."""
@@ -23,6 +25,7 @@ def _kept_operators() -> frozenset[Any]:
     aten = torch.ops.aten
     return frozenset(
         (
+            *linear.operators(),
             aten.mm.default,
             aten.addmm.default,
             aten.bmm.default,

@@ -1,0 +1,105 @@
+"""Matrix products of linear layers, in the faster of torch's two CPU libraries.
+
+``torch.mm`` of fp32 goes to MKL. For the flat products of linear layers oneDNN, which torch has on board as well,
+takes 5 to 18 % less time on an AMD Zen 4 (docs/benchmarks/train_cpu.md), and adds a residual in the same pass. torch
+reaches it through one private operator, ``mkldnn::_linear_pointwise``, used in this file alone;
+``tests/kernels/test_linear.py`` says what it must do, and :func:`is_available` tells whether this torch has it. Weight
+gradients stay with ``torch.mm``, which is the faster one for them; and everything else (bf16, whose ``torch.mm`` is
+oneDNN already, CUDA, float64, tracing by ``torch.compile``) runs torch's own operators.
+
+Shapes: T tokens, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Below this many multiplications a product costs less than the layers of Python that choose how to do it.
+_LEAST_MULTIPLICATIONS = 1 << 20
+
+
+def is_available() -> bool:
+    """Whether this torch has oneDNN, and the private operator to reach it by."""
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return bool(has_onednn) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def operators() -> tuple[Any, ...]:
+    """The private operators, for what must know matrix products by name (selective recompute); none where absent."""
+    return tuple(getattr(_operator(), name) for name in ("default", "binary")) if is_available() else ()
+
+
+def _operator() -> Any:
+    return torch.ops.mkldnn._linear_pointwise
+
+
+def _product(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """``x @ weight.T`` by oneDNN; a weight stored as (I, O) is given as its transposed view."""
+    out: Tensor = _operator()(x_TI, weight_OI, None, "none", [], "")
+    return out
+
+
+def _product_plus(x_TI: Tensor, weight_OI: Tensor, residual_TO: Tensor) -> Tensor:
+    """``residual + x @ weight.T`` by oneDNN, in one pass."""
+    out: Tensor = _operator().binary(x_TI, residual_TO, weight_OI, None, "add")
+    return out
+
+
+class _Project(torch.autograd.Function):
+    """``x @ weight.T`` (+ residual), or ``x @ weight`` of a weight stored as (I, O)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, residual: Tensor | None, inputs_first: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.inputs_first = inputs_first
+        weight_OI = weight.t() if inputs_first else weight
+        return _product(x, weight_OI) if residual is None else _product_plus(x, weight_OI, residual)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        needs_dx, needs_dw, needs_residual, _ = ctx.needs_input_grad
+        grad = grad.contiguous()
+        dx = _product(grad, weight if ctx.inputs_first else weight.t()) if needs_dx else None
+        dw = None
+        if needs_dw:
+            left, right = (x, grad) if ctx.inputs_first else (grad, x)
+            dw = torch.mm(left.t(), right)
+        return dx, dw, grad if needs_residual else None, None
+
+
+def _by_onednn(x: Tensor, weight: Tensor) -> bool:
+    return (
+        x.device.type == "cpu"
+        and x.dtype == weight.dtype == torch.float32
+        and x.shape[0] * weight.numel() >= _LEAST_MULTIPLICATIONS
+        and not torch.compiler.is_compiling()
+        and is_available()
+    )
+
+
+def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``, as ``torch.nn.functional.linear``: (T, I) -> (T, O).
+
+    No second derivatives where oneDNN runs (fp32 on a CPU, without a bias).
+    """
+    if bias_O is not None or not _by_onednn(x_TI, weight_OI):
+        return F.linear(x_TI, weight_OI, bias_O)
+    out: Tensor = _Project.apply(x_TI, weight_OI, None, False)  # type: ignore[no-untyped-call]
+    return out
+
+
+def project(x_TI: Tensor, weight_IO: Tensor, residual_TO: Tensor | None = None) -> Tensor:
+    """``x @ weight``, plus ``residual`` of the same type where one is given: (T, I) -> (T, O).
+
+    No second derivatives where oneDNN runs (fp32 on a CPU).
+    """
+    if not _by_onednn(x_TI, weight_IO):
+        return torch.mm(x_TI, weight_IO) if residual_TO is None else torch.addmm(residual_TO, x_TI, weight_IO)
+    out: Tensor = _Project.apply(x_TI, weight_IO, residual_TO, True)  # type: ignore[no-untyped-call]
+    return out
