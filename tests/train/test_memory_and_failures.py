@@ -1,0 +1,79 @@
+"""What a run says about memory and about refusals of the system."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+from train_helpers import begin, configured
+
+from phalanx.core.errors import UserError
+from phalanx.train import memory
+from phalanx.train.failures import explained, out_of_memory
+from phalanx.train.memory import host_available_bytes, require_memory, standing_bytes
+
+
+@pytest.mark.usefixtures("no_peak")
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "came", "muon"])
+def test_standing_memory_is_what_a_run_holds(tmp_path: Path, optimizer: str) -> None:
+    run = begin(configured(tmp_path, {"optim.name": optimizer}))
+    run.folder.release()
+    told = standing_bytes(run.model.config, run.config.optim)
+    weights = sum(parameter.nbytes for parameter in run.parameters.values())
+    state = sum(t.nbytes for name, t in run.optimizer.state_tensors().items() if not name.endswith(".step"))
+    assert told["weights"] == told["gradients"] == weights
+    # CAME's factors are rows and columns, which in matrices of 32 columns are not yet next to nothing
+    assert state == pytest.approx(told[f"{optimizer} state"], rel=0.35 if optimizer == "came" else 1e-9)
+
+
+def test_a_model_that_cannot_fit_is_refused_with_its_parts() -> None:
+    needed = {"weights": 2**30, "gradients": 2**30, "adamw state": 2**31}
+    require_memory(needed, 2**32, "the host")
+    require_memory(needed, None, "the host")
+    with pytest.raises(UserError) as refusal:
+        require_memory(needed, 2**32 - 1, "the host")
+    for words in ("weights 1.00 GiB", "gradients 1.00 GiB", "adamw state 2.00 GiB", "the host", "optim.name=came"):
+        assert words in str(refusal.value)
+
+
+def test_available_memory_minds_every_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    available = host_available_bytes()
+    assert available is not None
+    assert 0 < available < 2**50
+    texts = {
+        "/proc/meminfo": "MemTotal: 9 kB\nMemAvailable:  1000 kB\n",
+        "/proc/self/cgroup": "0::/job\n",
+        "/sys/fs/cgroup/job/memory.max": "500000\n",
+        "/sys/fs/cgroup/job/memory.current": "300000\n",
+        "/sys/fs/cgroup/job/memory.stat": "anon 5\nfile 100000\n",
+    }
+    monkeypatch.setattr(memory, "_read", lambda path: texts.get(str(path), ""))
+    assert host_available_bytes() == 300_000
+    texts["/sys/fs/cgroup/job/memory.max"] = "max\n"
+    assert host_available_bytes() == 1000 * 1024
+    texts.clear()
+    assert host_available_bytes() is None
+
+
+def test_memory_that_is_not_there_is_said_in_one_line() -> None:
+    says = r"no memory left for weights 1 GiB \(.*allocate.*\); be modest"
+    with pytest.raises(UserError, match=says) as refusal, explained("weights 1 GiB", "be modest"):
+        torch.empty(2**55, dtype=torch.uint8)
+    assert "\n" not in str(refusal.value)
+    assert not str(refusal.value).startswith("[enforce")
+    assert out_of_memory(MemoryError())
+    with pytest.raises(RuntimeError, match="something else"), explained("x", "y"):
+        raise RuntimeError("something else")
+
+
+@pytest.mark.parametrize(
+    ("number", "cure"), [(errno.ENOSPC, "free some space"), (errno.EROFS, "writable"), (errno.EACCES, "writable")]
+)
+def test_refusals_of_the_system_name_the_file_and_the_cure(number: int, cure: str) -> None:
+    says = f"'/some/file': cannot be read or written .*; .*{cure}"
+    with pytest.raises(UserError, match=says), explained("x", "y"):
+        raise OSError(number, "No", "/some/file")
+    with pytest.raises(BrokenPipeError), explained("x", "y"):
+        raise BrokenPipeError(errno.EPIPE, "closed")
