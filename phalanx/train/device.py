@@ -14,8 +14,12 @@ import torch
 
 from phalanx.core.errors import UserError
 from phalanx.core.hardware import Peak, table_peak
+from phalanx.kernels.host_memory import keep_freed_memory, use_huge_pages
 from phalanx.train.config import TrainConfig
 from phalanx.train.memory import host_available_bytes
+
+# Of address space, not of memory: room for the tensors of a step of the sizes that train on a CPU.
+_HUGE_PAGE_HEAP_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class Device:
 def choose_device(config: TrainConfig) -> Device:
     """Pick device, precision and threads, and set torch's thread count and determinism accordingly.
 
+    On a CPU the process is also told to keep the memory that it frees, and to have it in huge pages.
+
     Raises:
         UserError: a CUDA device or a precision was asked for that is not there.
     """
@@ -67,6 +73,8 @@ def choose_device(config: TrainConfig) -> Device:
     torch.set_num_threads(threads)
     set_determinism(config.deterministic)
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    if kind == "cpu" and keep_freed_memory():
+        use_huge_pages(_HUGE_PAGE_HEAP_BYTES)
     return Device(device, _name(device), _compute_dtype(config, device), threads)
 
 
