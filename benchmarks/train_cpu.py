@@ -140,6 +140,9 @@ def contenders(task: Task, options: argparse.Namespace) -> list[Entry]:
             print(f"{label} is left out: {options.peers_python} lacks {', '.join(missing)} (--help says how)\n")
         else:
             entries.append(Entry(label, name, task, options.peers_python))
+    if any(entry.contender == "huggingface" for entry in entries):
+        default = dataclasses.replace(task, activation="gelu_new")  # what GPT2Config has where it is not told otherwise
+        entries.append(Entry("HF Trainer, its default GELU", "huggingface", default, options.peers_python))
     return entries
 
 

@@ -21,7 +21,7 @@ def run(task: Task) -> None:
         n_embd=task.hidden,
         n_layer=task.layers,
         n_head=task.heads,
-        activation_function="gelu",
+        activation_function=task.activation,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,

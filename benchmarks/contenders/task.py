@@ -26,6 +26,7 @@ class Task:
         folder: where a contender may write.
         steps: optimizer steps, all told.
         overrides: settings of ours alone, as ``key=value``.
+        activation: Hugging Face's name of the MLP's nonlinearity, for its contender; the others have the exact GELU.
         nanogpt: folder of a checkout of nanoGPT, for the contender of that name.
     """
 
@@ -40,6 +41,7 @@ class Task:
     threads: int = 1
     precision: str = "fp32"
     overrides: tuple[str, ...] = ()
+    activation: str = "gelu"
     nanogpt: str = ""
 
     def to_json(self) -> str:
