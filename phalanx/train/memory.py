@@ -94,7 +94,19 @@ def _address_space_bytes() -> int | None:
     pages = _read("/proc/self/statm").split()
     if limit == resource.RLIM_INFINITY or not pages:
         return None
-    return max(limit - int(pages[0]) * resource.getpagesize(), 0)
+    return max(limit - int(pages[0]) * resource.getpagesize(), 0) + _unused_heap_bytes()
+
+
+def _unused_heap_bytes() -> int:
+    """Address space that the allocator holds already without using it (`use_huge_pages` takes much at once)."""
+    unused, in_heap = 0, False
+    for line in _read("/proc/self/smaps").splitlines():
+        name, *values = line.split()
+        if not name.endswith(":"):
+            in_heap = line.endswith("[heap]")
+        elif in_heap and name in ("Size:", "Rss:"):
+            unused += int(values[0]) * (1024 if name == "Size:" else -1024)
+    return max(unused, 0)
 
 
 def _read(path: str | Path) -> str:

@@ -49,7 +49,7 @@ def _fits(run: Run, micro_batch: int) -> bool:
     try:
         accumulate_gradients(run.model, repeated, micro_batch=micro_batch, device=run.device, seed=0, step=0)
         peak_bytes = torch.cuda.max_memory_allocated()
-    except (torch.OutOfMemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
         return False

@@ -77,7 +77,7 @@ class Run:
                 seed=train.seed,
                 step=self.progress.step,
             )
-        except (torch.OutOfMemoryError, RuntimeError) as error:
+        except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
             raise too_big(self.config, self.progress.micro_batch, error) from error

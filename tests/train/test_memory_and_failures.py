@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,14 @@ def test_refusals_of_the_system_name_the_file_and_the_cure(number: int, cure: st
         raise OSError(number, "No", "/some/file")
     with pytest.raises(BrokenPipeError), explained("x", "y"):
         raise BrokenPipeError(errno.EPIPE, "closed")
+
+
+@pytest.mark.usefixtures("no_peak")
+@pytest.mark.parametrize("refusal", [lambda: torch.empty(2**55, dtype=torch.uint8), lambda: bytearray(2**55)])
+def test_a_step_that_does_not_fit_says_what_to_set(tmp_path: Path, refusal: Callable[[], object]) -> None:
+    run = begin(configured(tmp_path))
+    run.folder.release()
+    run.model.forward = lambda *_args, **_details: refusal()  # type: ignore[method-assign,assignment]
+    says = r"train.micro_batch = 2: 2 x 16 tokens at once do not fit.*set train.micro_batch=1 or train.recompute=full"
+    with pytest.raises(UserError, match=says):
+        run.accumulate_gradients(run.loader.batch(0, 4))
