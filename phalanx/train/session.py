@@ -6,6 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
+from rich.panel import Panel
+from rich.text import Text
 
 from phalanx.core import units
 from phalanx.model.shapes import flops_per_token, num_parameters
@@ -20,6 +22,7 @@ from phalanx.train.preparing import PrepareDisplay
 from phalanx.train.reporting import Reporter, describe
 from phalanx.train.run import Run
 from phalanx.train.run_folder import open_for_training
+from phalanx.train.sampling import continue_text
 
 _LESS = "set train.micro_batch lower, train.recompute=full, or choose a smaller model or data.sequence_length"
 _EXIT_OF_SIGNAL = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138}
@@ -47,6 +50,8 @@ def train_session(config: RunConfig, config_path: Path, console: Console) -> int
         display.close()
         folder.release()
     console.print(closing(run, outcome))
+    if config.evaluate.sample_prompt and not outcome.stopped_by:
+        console.print(Panel(Text(sample(run)), title="a sample", title_align="left"))
     return _EXIT_OF_SIGNAL.get(outcome.stopped_by, 0)
 
 
@@ -86,6 +91,13 @@ def closing(run: Run, outcome: Outcome) -> str:
         lines.append(f"held-out text: {describe(outcome.evaluation)}")
     lines.append(f'sample from it: [bold]phalanx generate {path} "…"[/]')
     return "\n".join(lines)
+
+
+def sample(run: Run) -> str:
+    """What the trained model makes of `evaluate.sample_prompt`; the same in every run of the same seed."""
+    wanted = run.config.evaluate
+    pieces = continue_text(run.model, run.prepared.tokenizer, wanted.sample_prompt, max_new_tokens=wanted.sample_tokens)
+    return wanted.sample_prompt + "".join(pieces)
 
 
 def _train(run: Run, display: Display) -> Outcome:

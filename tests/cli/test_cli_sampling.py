@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from train_helpers import Commands, entries, write_corpus
 
-from phalanx.cli.generate import stream_text
 from phalanx.data.tokenizer import ByteTokenizer
+from phalanx.train.sampling import stream_text
 
 ROOT = Path(__file__).parents[2]
 
