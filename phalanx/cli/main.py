@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -32,8 +33,19 @@ def group() -> None:
     """Train large language models on one laptop core or on thousands of GPUs with the same code."""
 
 
+def yield_idle_cores() -> None:
+    """Let waiting OpenMP threads give up their core soon, unless the environment says otherwise.
+
+    By default they spin for milliseconds at every barrier, and one other busy process on the machine slows a step on two
+    cores by three to ten times. Must be called before torch loads its OpenMP library, which reads this once
+    (docs/LOG.md has the measurement).
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
 def main(arguments: list[str] | None = None) -> Any:
     """Entry point: a `UserError` becomes one line on stderr and exit status 2."""
+    yield_idle_cores()
     try:
         return group(args=arguments, prog_name="phalanx")
     except UserError as error:

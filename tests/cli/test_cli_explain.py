@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from phalanx.cli.explain import command as explain
-from phalanx.cli.main import COMMANDS, main
+from phalanx.cli.main import COMMANDS, main, yield_idle_cores
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -79,3 +80,12 @@ def test_a_mistake_is_one_line_on_stderr_and_status_2(capsys: pytest.CaptureFixt
     captured = capsys.readouterr()
     assert captured.err.strip() == "error: train.stepz: there is no such setting; did you mean train.steps?"
     assert captured.out == ""
+
+
+def test_idle_openmp_threads_yield_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    yield_idle_cores()
+    assert os.environ["GOMP_SPINCOUNT"] == "1000"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    yield_idle_cores()
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
