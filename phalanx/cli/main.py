@@ -36,8 +36,8 @@ def group() -> None:
 def yield_idle_cores() -> None:
     """Let waiting OpenMP threads give up their core soon, unless the environment says otherwise.
 
-    By default they spin for milliseconds at every barrier, and one other busy process on the machine slows a step on two
-    cores by three to ten times. Must be called before torch loads its OpenMP library, which reads this once
+    By default they spin for milliseconds at every barrier, and one other busy process on the machine slows a step on
+    two cores by three to ten times. Must be called before torch loads its OpenMP library, which reads this once
     (docs/LOG.md has the measurement).
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
