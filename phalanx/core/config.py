@@ -73,7 +73,7 @@ def validate(kind: type[C], tree: Mapping[str, Any]) -> C:
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        problems = [_explain(kind, item) for item in error.errors()]
+        problems = [_explain(kind, item) for item in _first_causes(error.errors())]
         if len(problems) == 1:
             raise problems[0] from None
         lines = "".join(f"\n  {problem}" for problem in problems)
@@ -191,6 +191,17 @@ def _leaves(tree: Any, prefix: str = "") -> Iterator[str]:
             yield from _leaves(value, key + ".")
         else:
             yield key
+
+
+def _first_causes(items: Sequence[Any]) -> list[Any]:
+    """Without the complaint that a list is too short when it is so only because pydantic left out a wrong item."""
+
+    def follows(item: Any) -> bool:
+        here = item["loc"]
+        inner = (other["loc"] for other in items if len(other["loc"]) > len(here))
+        return item["type"] == "too_short" and any(place[: len(here)] == here for place in inner)
+
+    return [item for item in items if not follows(item)]
 
 
 def _explain(kind: type[Config], item: Any) -> UserError:

@@ -124,6 +124,17 @@ def test_unreadable_files(tmp_path: Path, content: bytes | None, message: str) -
         load(Root, path)
 
 
+def test_a_wrong_item_does_not_make_its_list_too_short_as_well() -> None:
+    class Listing(Config):
+        sources: tuple[Item, ...] = Field((Item(),), min_length=1, description="sources")
+
+    with pytest.raises(UserError) as caught:
+        load(Listing, None, ["sources.0.weight=-1"])
+    assert str(caught.value).startswith("sources.0.weight = -1")
+    with pytest.raises(UserError, match="sources = "):
+        load(Listing, None, ["sources=[]"])
+
+
 def test_lines_are_right_around_multi_line_values() -> None:
     text = 'a = """\n[b]\nc = 1\n"""\n# x\nb = [\n 1,\n 2,\n]\n[t]\nd.e = 1\n'
     assert key_lines(text) == {"a": 1, "b": 6, "t.d.e": 11}
