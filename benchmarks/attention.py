@@ -89,7 +89,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument("--quick", action="store_true", help="one repeat, to see that it works")
     options = parser.parse_args()
+    options.repeats = 1 if options.quick else options.repeats
     torch.set_num_threads(options.threads)
     keep_freed_memory()
     clock = time.process_time if options.threads == 1 else time.perf_counter

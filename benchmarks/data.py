@@ -190,7 +190,9 @@ def main() -> None:
     parser.add_argument("--only", choices=["loader", "prepare", "memory"])
     parser.add_argument("--stage", choices=["prepare", "load"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--quick", action="store_true", help="one repeat, to see that it works")
     options = parser.parse_args()
+    options.repeats = 1 if options.quick else options.repeats
     if options.stage:
         stage(options.stage, options.folder, options.tokenizer)
         return

@@ -115,7 +115,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11, help="timed steps of each optimizer")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--only", nargs="*", default=list(OPTIMIZERS), choices=list(OPTIMIZERS), metavar="NAME")
+    parser.add_argument("--quick", action="store_true", help="a small model and few steps, to see that it works")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.params, arguments.rounds = 2e6, 3
     torch.set_num_threads(arguments.threads)
     names = [REFERENCE, *(name for name in arguments.only if name != REFERENCE)]
     shapes = decoder_shapes(arguments.params)

@@ -1,4 +1,4 @@
-"""The GPU benchmark says when there is no GPU, and its code runs on a CPU."""
+"""Every benchmark runs; that of a GPU says when there is none, and its code runs on a CPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "train_gpu.py"
+
+
+def test_every_benchmark_has_a_quick_form_for_make_bench() -> None:
+    for script in SCRIPT.parent.glob("*.py"):
+        shown = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, check=True)
+        assert "--quick" in shown.stdout, script.name
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
