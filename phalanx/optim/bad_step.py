@@ -16,12 +16,13 @@ _LEAST_RELATIVE_SPREAD = 0.01
 
 
 class BadStepJudge:
-    """Judges every step by the last accepted ones; nothing here waits for the device.
+    """Judges every step by the ones before it; nothing here waits for the device.
 
     A step is bad when its loss or gradient norm is not finite, or when one of them lies more than ``sigma`` standard
-    deviations above the mean of the last ``history`` accepted steps (once there are ``min_history``). Only upwards: a
-    loss that falls fast is no fault. Bad steps do not enter the history. When the policy is off, no step is bad and
-    the counters stay at zero.
+    deviations above the mean of the last ``history`` finite steps (once there are ``min_history``). Only upwards: a
+    loss that falls fast is no fault. What was too large enters the history as the limit it broke, so that a lasting
+    change of level is taken as the new normal after a few steps, and only ever larger values stop the run. When the
+    policy is off, no step is bad, and the counters stay at zero.
 
     The state (`state_tensors`) belongs into checkpoints, so that a resumed run skips the same steps.
     """
@@ -29,10 +30,10 @@ class BadStepJudge:
     def __init__(self, config: BadStepConfig, device: torch.device | str = "cpu") -> None:
         self._config = config
         self._history = torch.zeros(config.history, 2, dtype=torch.float64, device=device)
-        self._accepted = torch.zeros((), dtype=torch.int64, device=device)
-        self._skipped = torch.zeros_like(self._accepted)
-        self._in_a_row = torch.zeros_like(self._accepted)
-        self._worst = torch.zeros_like(self._accepted)
+        self._seen = torch.zeros((), dtype=torch.int64, device=device)
+        self._skipped = torch.zeros_like(self._seen)
+        self._in_a_row = torch.zeros_like(self._seen)
+        self._worst = torch.zeros_like(self._seen)
         self._slots = torch.arange(config.history, device=device)
         self._good = torch.zeros((), dtype=torch.float32, device=device)
         self._mailbox = _Mailbox(self._worst)
@@ -48,26 +49,28 @@ class BadStepJudge:
         if not self._config.enabled:
             return self._good
         values = torch.stack([loss.detach(), grad_norm.detach()]).to(self._history)
-        bad = ~torch.isfinite(values).all() | self._outlier(values)
-        slot = (self._accepted % self._config.history).view(1)
-        kept = torch.where(bad, self._history.index_select(0, slot), values)
-        self._history.index_copy_(0, slot, kept)
-        self._accepted += ~bad
+        finite, limit = torch.isfinite(values).all(), self._limit()
+        bad = ~finite | (values > limit).any()
+        slot = (self._seen % self._config.history).view(1)
+        entry = torch.where(finite, torch.minimum(values, limit), self._history.index_select(0, slot))
+        self._history.index_copy_(0, slot, entry)
+        self._seen += finite
         self._skipped += bad
         self._in_a_row.add_(1).mul_(bad)
         torch.maximum(self._worst, self._in_a_row, out=self._worst)
         self._mailbox.post()
         return bad.float()
 
-    def _outlier(self, values: Tensor) -> Tensor:
+    def _limit(self) -> Tensor:
+        """The largest loss and gradient norm that are no outliers; infinite while too little is known."""
         if not self._config.sigma:
-            return torch.zeros((), dtype=torch.bool, device=values.device)
-        known = self._accepted.clamp(max=self._config.history)
+            return torch.full_like(self._history[0], torch.inf)
+        known = self._seen.clamp(max=self._config.history)
         used = (self._slots < known).unsqueeze(1)
         mean = (self._history * used).sum(0) / known
         variance = ((self._history - mean).square() * used).sum(0) / (known - 1)
         spread = torch.maximum(variance.sqrt(), _LEAST_RELATIVE_SPREAD * mean.abs())
-        return (values > mean + self._config.sigma * spread).any() & (known >= self._config.min_history)
+        return torch.where(known >= self._config.min_history, mean + self._config.sigma * spread, torch.inf)
 
     @property
     def skipped(self) -> Tensor:
@@ -106,7 +109,7 @@ class BadStepJudge:
         """What a checkpoint must hold: the tensors themselves, not copies."""
         return {
             "history": self._history,
-            "accepted": self._accepted,
+            "seen": self._seen,
             "skipped": self._skipped,
             "in_a_row": self._in_a_row,
         }

@@ -143,8 +143,8 @@ class BadStepConfig(Config):
     sigma: float = Field(
         10.0, ge=0, description="standard deviations above the recent mean that are too many; 0: only not finite"
     )
-    history: int = Field(128, ge=2, description="accepted steps that are remembered")
-    min_history: int = Field(32, ge=2, description="accepted steps before sigma counts")
+    history: int = Field(128, ge=2, description="finite steps that are remembered")
+    min_history: int = Field(32, ge=2, description="finite steps before sigma counts")
     max_in_a_row: int = Field(10, ge=1, description="skipped steps in a row that stop the run")
 
     @model_validator(mode="after")

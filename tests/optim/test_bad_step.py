@@ -26,18 +26,18 @@ class Reference:
 
     def __init__(self, config: BadStepConfig) -> None:
         self.config = config
-        self.accepted: list[tuple[float, float]] = []
+        self.seen: list[np.ndarray] = []
 
     def judge(self, loss: float, norm: float) -> bool:
         values = np.array([loss, norm], dtype=np.float64)
-        bad = not np.isfinite(values).all()
-        recent = np.array(self.accepted[-self.config.history :])
-        if not bad and len(recent) >= self.config.min_history and self.config.sigma:
+        if not np.isfinite(values).all():
+            return True
+        recent, limit = np.array(self.seen[-self.config.history :]), np.full(2, np.inf)
+        if len(recent) >= self.config.min_history and self.config.sigma:
             mean, std = recent.mean(0), recent.std(0, ddof=1)
-            bad = bool((values > mean + self.config.sigma * np.maximum(std, 0.01 * np.abs(mean))).any())
-        if not bad:
-            self.accepted.append((float(values[0]), float(values[1])))
-        return bad
+            limit = mean + self.config.sigma * np.maximum(std, 0.01 * np.abs(mean))
+        self.seen.append(np.minimum(values, limit))
+        return bool((values > limit).any())
 
 
 numbers = st.one_of(
@@ -68,6 +68,27 @@ def test_a_spike_is_bad_and_a_fall_is_not() -> None:
     assert judge(mine, 9.0)
     assert judge(mine, 3.0, norm=50.0)
     assert not judge(mine, 0.1)
+
+
+def test_a_lasting_change_of_level_is_taken_after_a_few_steps() -> None:
+    """A run at twice nanoGPT's rate once stood still for good: its gradients had grown, and no step was let through."""
+    mine = BadStepJudge(BadStepConfig())
+    generator = np.random.default_rng(0)
+    for value in generator.normal(1.0, 0.1, 300):
+        judge(mine, 2.0, norm=value)
+    verdicts = [judge(mine, 2.0, norm=value) for value in generator.normal(4.0, 0.1, 40)]
+    assert verdicts[0]
+    assert sum(verdicts) < mine._config.max_in_a_row
+    assert not any(verdicts[10:])
+
+
+def test_a_run_that_explodes_is_stopped() -> None:
+    mine = BadStepJudge(BadStepConfig())
+    for value in np.random.default_rng(0).normal(1.0, 0.1, 300):
+        judge(mine, 2.0, norm=value)
+    for power in range(10):
+        assert judge(mine, 2.0, norm=10.0 * 3.0**power)
+    assert mine.hopeless
 
 
 def test_off_judges_nothing_bad() -> None:
