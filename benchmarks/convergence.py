@@ -59,9 +59,9 @@ COMPARISONS: dict[str, tuple[Variant, ...]] = {
     ),
     "optimizers": (
         Variant("AdamW", ADAMW, (2e-3, 4e-3, 8e-3)),
-        Variant("CAME", ("optim.name=came", "optim.weight_decay=0.01"), (1e-3, 2e-3, 4e-3)),
-        Variant("AdamW, batch x4", ADAMW, (4e-3, 8e-3), 32),
-        Variant("LAMB, batch x4", ("optim.name=lamb", "optim.weight_decay=0.01"), (1e-2, 2e-2, 4e-2), 32),
+        Variant("CAME", ("optim.name=came", "optim.weight_decay=0.01"), (1.5e-4, 2.5e-4, 5e-4)),
+        Variant("AdamW, batch x4", ADAMW, (2e-3, 4e-3, 8e-3), 32),
+        Variant("LAMB, batch x4", ("optim.name=lamb", "optim.weight_decay=0.01"), (2e-2, 4e-2, 8e-2), 32),
         Variant("Muon", ("optim.name=muon",), (2e-3, 4e-3)),
     ),
 }
