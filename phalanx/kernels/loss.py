@@ -5,7 +5,10 @@ Logits of T tokens over V words are the largest tensor of a step, and plain auto
 turned in place into the gradient, from which those of the hidden states and of the weight are made at once. The
 technique is that of Liger-Kernel's fused linear cross-entropy (arXiv 2410.10989, section 3.2).
 
-Shapes: T tokens, D hidden, V vocabulary, C tokens of a chunk.
+Rows that pad the vocabulary to a size the GEMM likes are multiplied with the others; their logits are then -inf, so
+their probabilities and gradients are exactly zero, as if the rows were not there.
+
+Shapes: T tokens, D hidden, V rows of the vocabulary (padding included), C tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -40,6 +43,13 @@ def _capped(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
     return tanh * softcap, tanh.square().neg_().add_(1.0)
 
 
+def mask_padding(logits: Tensor, vocabulary: int) -> Tensor:
+    """The logits (..., V) with -inf written behind the first `vocabulary` words; without padding nothing is done."""
+    if vocabulary < logits.shape[-1]:
+        logits[..., vocabulary:] = -torch.inf
+    return logits
+
+
 def _chunk_loss(logits: Tensor, targets: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None, Tensor]:
     """Loss (C,), log-sum-exp (C,) if asked for, and log-probabilities (C, V) of fp32 logits."""
     log_p = torch.log_softmax(logits, dim=-1)
@@ -66,6 +76,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weights: Tensor,
         softcap: float,
         z_loss: float,
+        vocabulary: int,
         chunk: int,
         needs_dx: bool,
         needs_dw: bool,
@@ -78,7 +89,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, start + chunk)
             w, t = weights[part], targets[part]
             logits, slope = _capped((x[part] @ cast.t()).float(), softcap)
-            loss, lse, log_p = _chunk_loss(logits, t, z_loss != 0.0)
+            loss, lse, log_p = _chunk_loss(mask_padding(logits, vocabulary), t, z_loss != 0.0)
             loss_sum += torch.dot(loss, w)
             if lse is not None:
                 z_sum += torch.dot(lse.square(), w) * z_loss
@@ -104,8 +115,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.z_loss and not _same_factor(grad_loss, grad_z):
             raise UserError("the loss and the z-loss share one gradient", cure="differentiate their sum")
         if grad_loss is None:
-            return (None,) * 9
-        return *(None if g is None else g * grad_loss.to(g.dtype) for g in ctx.saved_tensors), *(None,) * 7
+            return (None,) * 10
+        return *(None if g is None else g * grad_loss.to(g.dtype) for g in ctx.saved_tensors), *(None,) * 8
 
 
 def _same_factor(grad_loss: Tensor | None, grad_z: Tensor | None) -> bool:
@@ -118,12 +129,19 @@ def _same_factor(grad_loss: Tensor | None, grad_z: Tensor | None) -> bool:
 
 
 def plain_linear_cross_entropy(
-    x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, weights_T: Tensor, softcap: float, z_loss: float
+    x_TD: Tensor,
+    weight_VD: Tensor,
+    targets_T: Tensor,
+    weights_T: Tensor,
+    softcap: float,
+    z_loss: float,
+    vocabulary: int,
 ) -> tuple[Tensor, Tensor]:
     """:func:`linear_cross_entropy` in plain torch, with whole logits: what small cases run, for less overhead."""
     logits = F.linear(x_TD, weight_VD.to(x_TD.dtype)).float()
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
+    mask_padding(logits, vocabulary)
     loss_sum = torch.dot(F.cross_entropy(logits, targets_T, reduction="none"), weights_T)
     if not z_loss:
         return loss_sum, loss_sum.new_zeros(())
@@ -138,6 +156,7 @@ def linear_cross_entropy(
     *,
     softcap: float = 0.0,
     z_loss: float = 0.0,
+    vocabulary: int | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sums over tokens of weight times cross-entropy, and of weight times ``z_loss * logsumexp ** 2``.
@@ -148,17 +167,18 @@ def linear_cross_entropy(
     Args:
         x_TD: hidden states.
         weight_VD: output projection; cast to the type of ``x_TD`` once.
-        targets_T: int64 word to predict at each token, in [0, V).
+        targets_T: int64 word to predict at each token, in [0, vocabulary).
         weights_T: fp32 weight of each token (default 1).
         softcap: logits become ``softcap * tanh(logits / softcap)``; 0 for none.
         z_loss: factor of the squared log-sum-exp; 0 for none.
+        vocabulary: words; rows of `weight_VD` behind them are padding, with no part in the softmax (default: V).
         chunk: tokens per chunk (default: by vocabulary size).
 
     Returns:
         (loss_sum, z_sum), fp32 scalars.
 
     Raises:
-        UserError: shapes do not fit; in backward, second derivatives or unequal factors of the two sums are asked of
+        UserError: shapes do not fit, or there are more words than rows; in backward, second derivatives or unequal factors of the two sums are asked of
             the chunked form.
     """
     if x_TD.dim() != 2 or weight_VD.shape[1:] != x_TD.shape[1:] or targets_T.shape != x_TD.shape[:1]:
@@ -167,14 +187,20 @@ def linear_cross_entropy(
             "do not fit",
             cure="pass (tokens, hidden), (vocabulary, hidden) and (tokens,)",
         )
+    rows = weight_VD.shape[0]
+    words = rows if vocabulary is None else vocabulary
+    if not 0 < words <= rows:
+        raise UserError(
+            "does not fit the rows of the weight", cure=f"take 1 to {rows}", field="vocabulary", value=vocabulary
+        )
     if weights_T is None:
         weights_T = x_TD.new_ones(x_TD.shape[0], dtype=torch.float32)
     plain_elements = _PLAIN_ELEMENTS if x_TD.element_size() > 2 else _PLAIN_ELEMENTS_16_BIT
-    if chunk is None and x_TD.shape[0] * weight_VD.shape[0] <= plain_elements:
-        return plain_linear_cross_entropy(x_TD, weight_VD, targets_T, weights_T.float(), softcap, z_loss)
+    if chunk is None and x_TD.shape[0] * rows <= plain_elements:
+        return plain_linear_cross_entropy(x_TD, weight_VD, targets_T, weights_T.float(), softcap, z_loss, words)
     needs_dx, needs_dw = (torch.is_grad_enabled() and t.requires_grad for t in (x_TD, weight_VD))
-    size = _chunk_size(x_TD.shape[0], weight_VD.shape[0], chunk)
+    size = _chunk_size(x_TD.shape[0], rows, chunk)
     out: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x_TD, weight_VD, targets_T, weights_T.float(), softcap, z_loss, size, needs_dx, needs_dw
+        x_TD, weight_VD, targets_T, weights_T.float(), softcap, z_loss, words, size, needs_dx, needs_dw
     )
     return out

@@ -180,7 +180,7 @@ class Decoder(nn.Module):
         return hidden.view(*tokens_BS.shape, -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Float32 logits (..., V) of hidden states (..., D); rows beyond `vocab_size` are padding."""
+        """Float32 logits (..., V) of hidden states (..., D); those of padding, behind `vocab_size`, are -inf."""
         return self.head.logits(hidden)
 
     def loss(self, hidden_BSD: Tensor, targets_BS: Tensor, weights_BS: Tensor | None = None) -> tuple[Tensor, Tensor]:

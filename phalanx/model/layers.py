@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.kernels.linear import linear, project
-from phalanx.kernels.loss import linear_cross_entropy
+from phalanx.kernels.loss import linear_cross_entropy, mask_padding
 from phalanx.kernels.norm import rms_norm
 from phalanx.model.config import ModelConfig
 from phalanx.model.context import Attending, Context
@@ -210,16 +210,25 @@ class LossHead(Stored):
     def __init__(self, config: ModelConfig, make: Make, tied: nn.Parameter | None) -> None:
         super().__init__()
         self.compute, self.softcap, self.z_loss = make.compute, config.logit_softcap, config.z_loss
+        self.vocabulary = config.vocab_size
         self.weight = make.empty(config.vocab_rows, config.hidden) if tied is None else tied
         self.parts = stack("weight", {"head": config.vocab_rows}) if tied is None else ()
 
     def forward(self, hidden_TD: Tensor, targets_T: Tensor, weights_T: Tensor | None) -> tuple[Tensor, Tensor]:
         """Sums over tokens of weighted loss and weighted z-loss (`phalanx.kernels.loss.linear_cross_entropy`)."""
         return linear_cross_entropy(
-            hidden_TD, self.weight, targets_T, weights_T, softcap=self.softcap, z_loss=self.z_loss
+            hidden_TD,
+            self.weight,
+            targets_T,
+            weights_T,
+            softcap=self.softcap,
+            z_loss=self.z_loss,
+            vocabulary=self.vocabulary,
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Float32 logits (..., V), capped as in the loss."""
+        """Float32 logits (..., V), capped as in the loss; -inf for the rows of padding."""
         logits = F.linear(hidden, self.weight.to(self.compute)).float()
-        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+        if self.softcap:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return mask_padding(logits, self.vocabulary)

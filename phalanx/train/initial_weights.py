@@ -69,7 +69,7 @@ def load_initial_weights(
     """
     weights = weights_of_run(source, say) if (source / "checkpoints").is_dir() else weights_of_folder(source)
     require_same_model(model, weights.model, weights.origin)
-    parameters.load(weights.tensors)
+    parameters.load(_without_padding(weights))
     say(f"starting from the weights of {weights.origin}")
     if weights.tokenizer is not None and not same_ids(weights.tokenizer, tokenizer):
         say("warning: these weights were trained with another tokenizer than data.tokenizer, whose ids mean other text")
@@ -87,22 +87,24 @@ def require_same_model(ours: ModelConfig, theirs: ModelConfig, source: Path) -> 
             _require(name, getattr(ours, resolved), getattr(theirs, resolved), source)
     if ours.position == "learned":
         _require("max_sequence", ours.max_sequence, theirs.max_sequence, source)
-    _require_same_rows(ours, theirs, source)
+    _require_same_words(ours, theirs, source)
 
 
-def _require_same_rows(ours: ModelConfig, theirs: ModelConfig, source: Path) -> None:
-    """Refuse more or fewer rows of vocabulary: rows of padding take part in the softmax, and are not in the weights.
-
-    (A row of zeros has the logit 0, which beats every word of a GPT-2, whose logits lie about -100.)
-    """
-    if ours.vocab_rows != theirs.vocab_rows or ours.vocab_size > theirs.vocab_size:
+def _require_same_words(ours: ModelConfig, theirs: ModelConfig, source: Path) -> None:
+    """Refuse more or fewer words: what the weights say of a word is a share among the words they were trained with."""
+    if ours.vocab_size != theirs.vocab_size:
         raise UserError(
-            f"the weights of {source} have {theirs.vocab_rows} rows of vocabulary, this model {ours.vocab_rows}",
-            cure=f"set model.vocab_size={theirs.vocab_size} model.vocab_multiple={theirs.vocab_multiple}, "
-            "and data.tokenizer to theirs",
+            f"the weights of {source} know {theirs.vocab_size} words",
+            cure=f"set model.vocab_size={theirs.vocab_size}, and data.tokenizer to theirs",
             field="model.vocab_size",
             value=ours.vocab_size,
         )
+
+
+def _without_padding(weights: Weights) -> dict[str, Tensor]:
+    """The tensors, those of the vocabulary with a row for each word and no more: this model pads for itself."""
+    words = weights.model.vocab_size
+    return {n: t[:words] if n in ("embedding", "head") else t for n, t in weights.tensors.items()}
 
 
 def _require(name: str, mine: object, given: object, source: Path) -> None:

@@ -42,6 +42,52 @@ def test_values_and_gradients_equal_plain_torch(T, V, softcap, z_loss, chunk):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    T=st.integers(1, 50),
+    words=st.integers(1, 40),
+    padding=st.integers(1, 30),
+    softcap=st.sampled_from([0.0, 2.0, 30.0]),
+    z_loss=st.sampled_from([0.0, 1e-2]),
+    chunk=st.sampled_from([None, 1, 7, 64]),
+)
+def test_padding_rows_have_no_part(T, words, padding, softcap, z_loss, chunk):
+    """Loss, z-loss and gradients are those of the weight without the rows of padding, however large those rows are."""
+    x, weight, targets, weights = inputs(T, 12, words + padding)
+    targets %= words
+    with torch.no_grad():
+        weight[words:] *= 100.0
+    expected = plain(x, weight[:words], targets, weights, softcap, z_loss)
+    how = {"softcap": softcap, "z_loss": z_loss, "vocabulary": words, "chunk": chunk}
+    got = linear_cross_entropy(x, weight, targets, weights, **how)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
+    wanted_x, wanted_w = torch.autograd.grad(sum(expected), (x, weight))
+    got_x, got_w = torch.autograd.grad(sum(got), (x, weight))
+    torch.testing.assert_close(got_x, wanted_x, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got_w, wanted_w, rtol=1e-4, atol=1e-5)
+    assert not got_w[words:].any()
+
+
+def test_bf16_padding_rows_have_no_part():
+    x, weight, targets, weights = inputs(40, 16, 64, torch.bfloat16)
+    targets %= 50
+    for chunk in (None, 8):
+        how = {"softcap": 5.0, "z_loss": 1e-2, "chunk": chunk}
+        got = linear_cross_entropy(x, weight, targets, weights, vocabulary=50, **how)
+        expected = linear_cross_entropy(x, weight[:50], targets, weights, **how)
+        torch.testing.assert_close(got, expected)
+        pairs = zip(*(torch.autograd.grad(sum(pair), (x, weight)) for pair in (got, expected)), strict=True)
+        for ours, wanted in pairs:
+            torch.testing.assert_close(ours, wanted, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("vocabulary", [0, -1, 12])
+def test_more_words_than_rows_are_refused(vocabulary):
+    x, weight, targets, _ = inputs(10, 8, 11)
+    with pytest.raises(UserError, match=f"vocabulary = {vocabulary}"):
+        linear_cross_entropy(x, weight, targets, vocabulary=vocabulary)
+
+
 def test_weights_default_to_one():
     x, weight, targets, _ = inputs(20, 8, 11)
     loss, z = linear_cross_entropy(x, weight, targets)

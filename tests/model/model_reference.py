@@ -28,7 +28,9 @@ def reference_logits(
     x = _norm(config, weights, "norm", x)
     logits = x @ weights["embedding" if config.tie_embeddings else "head"].T
     cap = config.logit_softcap
-    return cap * torch.tanh(logits / cap) if cap else logits
+    logits = cap * torch.tanh(logits / cap) if cap else logits
+    padding = torch.arange(logits.shape[-1]) >= config.vocab_size
+    return logits.masked_fill(padding, -torch.inf)
 
 
 def _norm(config: ModelConfig, weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:

@@ -110,6 +110,7 @@ def test_bf16_is_close_to_fp32(variant: str, residual: str) -> None:
     assert hidden.dtype == torch.bfloat16
     expected, got = exact.logits(exact(ids)), low.logits(hidden)
     assert got.dtype == torch.float32
+    got, expected = got[..., : config.vocab_size], expected[..., : config.vocab_size]
     assert (got - expected).norm() < 0.06 * expected.norm()
     loss, expected_loss = sum(low.loss(hidden, ids)), sum(exact.loss(exact(ids), ids))
     assert abs(loss - expected_loss) < 0.05 * expected_loss

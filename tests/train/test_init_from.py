@@ -45,7 +45,10 @@ def test_weights_of_a_run_with_a_fresh_optimizer(first: Path, tmp_path: Path) ->
     assert checkpoint is not None
     assert f"starting from the weights of {checkpoint.path}" in notes
     saved = checkpoint.read(f"model.{name}" for name in run.parameters)
-    assert all(torch.equal(parameter, saved[f"model.{name}"]) for name, parameter in run.parameters.items())
+    for name, parameter in run.parameters.items():
+        rows = 257 if name in ("embedding", "head") else len(parameter)
+        assert torch.equal(parameter[:rows], saved[f"model.{name}"][:rows])
+        assert not parameter[rows:].any()
     assert run.progress.step == 0
     assert all(not tensor.any() for tensor in run.optimizer.state_tensors().values())
     run_all(tmp_path, changes, "second")
@@ -66,8 +69,7 @@ MISMATCHES = [
     ({"model.heads": 4}, "model.heads = 4.*set model.heads=2"),
     ({"model.rope_theta": 500.0}, "model.rope_theta = 500.0.*set model.rope_theta=10000.0"),
     ({"model.mlp_hidden": 99}, "model.mlp_hidden = 99.*set model.mlp_hidden=128"),
-    ({"model.vocab_multiple": 1}, "320 rows of vocabulary, this model 257.*model.vocab_multiple=64"),
-    ({"model.vocab_size": 320}, "model.vocab_size = 320.*set model.vocab_size=257"),
+    ({"model.vocab_size": 320}, "model.vocab_size = 320.*know 257 words.*set model.vocab_size=257"),
 ]
 
 
@@ -77,6 +79,18 @@ def test_weights_of_another_model_are_refused(first: Path, tmp_path: Path, chang
     with pytest.raises(UserError, match=says):
         _started(tmp_path, settings)
     assert not (tmp_path / "second" / "config.json").exists()
+
+
+@pytest.mark.parametrize("multiple", [1, 100])
+def test_the_padding_of_the_vocabulary_is_free(first: Path, tmp_path: Path, multiple: int) -> None:
+    changes = {"train.init_from": str(first / "run")}
+    for folder in ("64", str(multiple)):
+        (tmp_path / folder).mkdir()
+    same, other = (_started(tmp_path / str(m), changes | {"model.vocab_multiple": m}) for m in (64, multiple))
+    assert same.model.config.vocab_rows != other.model.config.vocab_rows
+    batch = same.loader.batch(0, 2)
+    losses = [sum(run.model.loss(run.model(batch.tokens_BS), batch.targets_BS)) for run in (same, other)]
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0.0)
 
 
 def test_another_tokenizer_is_warned_of(first: Path, tmp_path: Path) -> None:
@@ -165,9 +179,9 @@ def test_settings_that_do_not_fit_a_folder(tmp_path: Path) -> None:
     shorter = config.model_copy(update={"model": config.model.model_copy(update={"max_sequence": 32})})
     with pytest.raises(UserError, match=r"model.max_sequence = 32.*set model.max_sequence=64"):
         begin(shorter)
-    padded = config.model_copy(update={"model": config.model.model_copy(update={"vocab_multiple": 64})})
-    with pytest.raises(UserError, match=r"rows of vocabulary.*model.vocab_multiple=1"):
-        begin(padded)
+    wider = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": 320})})
+    with pytest.raises(UserError, match=r"model.vocab_size = 320.*set model.vocab_size=300"):
+        begin(wider)
 
 
 def test_an_architecture_without_a_counterpart_is_not_exported(first: Path, tmp_path: Path) -> None:
