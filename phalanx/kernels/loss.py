@@ -178,8 +178,8 @@ def linear_cross_entropy(
         (loss_sum, z_sum), fp32 scalars.
 
     Raises:
-        UserError: shapes do not fit, or there are more words than rows; in backward, second derivatives or unequal factors of the two sums are asked of
-            the chunked form.
+        UserError: shapes do not fit, or there are more words than rows; in backward, second derivatives or unequal
+            factors of the two sums are asked of the chunked form.
     """
     if x_TD.dim() != 2 or weight_VD.shape[1:] != x_TD.shape[1:] or targets_T.shape != x_TD.shape[:1]:
         raise UserError(
