@@ -1,0 +1,218 @@
+"""A group of ranks and its collectives, counted. Everything in this room that talks to other ranks does so through it.
+
+A `Group` wraps one torch process group (gloo or NCCL) that was built for its members alone, see
+`phalanx.parallel.groups`. It belongs to no registry, so several ranks can live in one process as threads, which is how
+most tests of this room run. Collectives return a `Work`; a group of one does nothing and returns one that is done.
+
+Shapes: the gathered or scattered dimension is always the first one, so that blocks of ranks are runs in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from phalanx.core.layout import Axis
+
+
+@dataclass
+class Traffic:
+    """What a group has carried so far, as this rank sees it: calls, and bytes that left this rank, by operation.
+
+    Bytes are what a bandwidth-optimal algorithm sends: ``(n - 1) / n`` of the whole for gathering and scattering,
+    twice that for an all-reduce.
+    """
+
+    calls: dict[str, int] = field(default_factory=dict)
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+
+    def add(self, operation: str, sent_bytes: int) -> None:
+        """Count one call."""
+        self.calls[operation] = self.calls.get(operation, 0) + 1
+        self.sent_bytes[operation] = self.sent_bytes.get(operation, 0) + sent_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes sent in all."""
+        return sum(self.sent_bytes.values())
+
+
+class Work:
+    """A collective on its way: `wait` returns when its result may be used (on a GPU: by later work of the stream)."""
+
+    def __init__(self, handles: Sequence[Any] = (), finish: Callable[[], None] | None = None) -> None:
+        self._handles = list(handles)
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Wait, once; later calls do nothing.
+
+        Raises:
+            RuntimeError: a peer is gone, or the time is up.
+        """
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return all(handle.is_completed() for handle in self._handles)
+
+
+class Group:
+    """The members of one group, as one of them sees it.
+
+    Args:
+        ranks: global ranks of the members, in order.
+        index: this rank's place among them.
+        backend: torch's process group of the members, made when it is first needed; never for a group of one.
+        axes: what the group spans, for messages.
+
+    Attributes:
+        traffic: what it has carried.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], index: int, backend: Callable[[], Any] | None, axes: Sequence[Axis] = ()
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.index = index
+        self.axes = tuple(axes)
+        self.traffic = Traffic()
+        self._make = backend
+        self._made: Any = None
+
+    @staticmethod
+    def alone(rank: int = 0) -> Group:
+        """A group of one: every collective is the identity."""
+        return Group((rank,), 0, None)
+
+    @property
+    def size(self) -> int:
+        """Members."""
+        return len(self.ranks)
+
+    @property
+    def backend(self) -> Any:
+        """The torch process group; made now if it was not needed before (then all members must ask)."""
+        if self._made is None:
+            assert self._make is not None, "a group of one has no process group"
+            self._made = self._make()
+        return self._made
+
+    def all_reduce(self, x: Tensor, op: Any = ReduceOp.SUM) -> Work:
+        """Reduce `x` in place over the members."""
+        if self.size == 1:
+            return Work()
+        self._count("all_reduce", 2 * _share(x, self.size))
+        return Work([self.backend.allreduce([x], _options(op))])
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Work:
+        """`out` (n * rows, …) = the members' `x` (rows, …) under one another; `x` may be this rank's block of `out`."""
+        if self.size == 1:
+            _copy(out, x)
+            return Work()
+        self._count("all_gather", (self.size - 1) * _bytes(x))
+        return Work([self.backend._allgather_base(out, x)])
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
+        """`out` (rows, …) = the sum over members of their `x` (n * rows, …) at this rank's block.
+
+        The sum is made in the type of `out`, which may be wider than what travels. gloo's own reduce-scatter is an
+        all-reduce of everything, so on a CPU the blocks travel by all-to-all and are added here, in rank order: half
+        the bytes, and the same bits every time.
+        """
+        if self.size == 1:
+            _copy(out, x)
+            return Work()
+        self._count("reduce_scatter", _share(x, self.size))
+        if x.device.type == "cpu":
+            blocks = torch.empty_like(x)
+            handle = self.backend.alltoall_base(blocks, x, [], [])
+            return Work([handle], lambda: _add_blocks(out, blocks, self.size))
+        if out.dtype == x.dtype:
+            return Work([self.backend._reduce_scatter_base(out, x)])
+        narrow = torch.empty_like(out, dtype=x.dtype)
+        return Work([self.backend._reduce_scatter_base(narrow, x)], lambda: _copy(out, narrow))
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        x: Tensor,
+        out_rows: Sequence[int] | None = None,
+        rows: Sequence[int] | None = None,
+    ) -> Work:
+        """Block j of `x` goes to member j, whose block from here is block i of its `out`; equal blocks by default."""
+        if self.size == 1:
+            _copy(out, x)
+            return Work()
+        self._count("all_to_all", _share(x, self.size))
+        return Work([self.backend.alltoall_base(out, x, list(out_rows or []), list(rows or []))])
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Work:
+        """`x` of member `root` for all, in place."""
+        if self.size == 1:
+            return Work()
+        self._count("broadcast", _bytes(x) if self.index == root else 0)
+        options = torch._C._distributed_c10d.BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        return Work([self.backend.broadcast([x], options)])
+
+    def send(self, x: Tensor, to: int, tag: int = 0) -> Work:
+        """Send contiguous `x` to member `to`; keep it unchanged until the work is done."""
+        self._count("send", _bytes(x))
+        return Work([self.backend.send([x], to, tag)])
+
+    def receive(self, x: Tensor, source: int, tag: int = 0) -> Work:
+        """Receive into contiguous `x` what member `source` sends under `tag` (on NCCL: in the order it was sent)."""
+        self._count("receive", 0)
+        return Work([self.backend.recv([x], source, tag)])
+
+    def barrier(self) -> None:
+        """Wait until every member is here."""
+        if self.size > 1:
+            self._count("barrier", 0)
+            self.backend.barrier().wait()
+
+    def _count(self, operation: str, sent_bytes: int) -> None:
+        self.traffic.add(operation, sent_bytes)
+
+    def __repr__(self) -> str:
+        spans = "·".join(self.axes) or "alone"
+        return f"Group({spans}, ranks {list(self.ranks)}, index {self.index})"
+
+
+def _options(op: Any) -> Any:
+    options = torch._C._distributed_c10d.AllreduceOptions()
+    options.reduceOp = op
+    return options
+
+
+def _add_blocks(out: Tensor, blocks: Tensor, size: int) -> None:
+    parts = blocks.view(size, -1)
+    flat = out.view(-1)
+    flat.copy_(parts[0])
+    for part in parts[1:]:
+        flat.add_(part)
+
+
+def _copy(out: Tensor, x: Tensor) -> None:
+    if out.data_ptr() != x.data_ptr() or out.dtype != x.dtype:
+        out.copy_(x.view(out.shape))
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _share(x: Tensor, size: int) -> int:
+    return _bytes(x) * (size - 1) // size
