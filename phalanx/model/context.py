@@ -95,8 +95,12 @@ class Context:
         rotary: cos and sin for `phalanx.model.rotary.rotate_heads`, or None.
         masks: the attention mask of each kind of layer, by window; empty with a cache.
         dropout: None outside training.
-        rows_T: hash row of every token, for dropout.
+        rows_T: hash row of every row of the residual stream, for dropout.
         cache: keys and values of earlier tokens, or None.
+        attention_rows_BS: hash row of every query, where those are not the rows of the stream (which a layout may
+            have split); None: they are.
+        attend_with: attention of a layout that splits sequences, in place of `phalanx.kernels.attention`; called with
+            the local queries, keys and values, and with how the layer attends.
     """
 
     batch: int
@@ -106,6 +110,8 @@ class Context:
     dropout: DropoutState | None = None
     rows_T: Tensor | None = None
     cache: KVCache | None = None
+    attention_rows_BS: Tensor | None = None
+    attend_with: Callable[[Tensor, Tensor, Tensor, Attending], Tensor] | None = None
 
     def drop(self, x_TD: Tensor, rate: float, site: str) -> Tensor:
         """`x` with elements dropped at `rate` and the rest scaled up; the mask belongs to (step, `site`)."""
@@ -117,22 +123,34 @@ class Context:
 
     def attend(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, how: Attending) -> Tensor:
         """Attention of one layer, with this pass' masks and dropout; (B, H, S, E)."""
+        if self.attend_with is not None:
+            return self.attend_with(q_BHSE, k_BKSE, v_BKSE, how)
         mask = self.masks.get(how.window)  # Absent with a cache, where layers may hold different numbers of keys.
         if self.dropout is None or self.rows_T is None or not how.dropout:
             return attention(q_BHSE, k_BKSE, v_BKSE, window=how.window, mask=mask, backend=how.backend)
-        rows_BS = self.rows_T.view(self.batch, self.length)
+        rows_BS = self.attention_rows_BS
+        if rows_BS is None:
+            rows_BS = self.rows_T.view(self.batch, self.length)
         attend = _untraced(_attend_dropping) if torch.compiler.is_compiling() else _attend_dropping
         return attend(q_BHSE, k_BKSE, v_BKSE, mask, how, self.dropout, rows_BS)
 
 
 @dataclass(frozen=True)
 class Attending:
-    """How one layer attends: its window, its back end, the rate and the site of its dropped weights."""
+    """How one layer attends.
+
+    Attributes:
+        window: keys that a query sees; None: all of the past.
+        dropout, site: the rate and the site of dropped weights.
+        first_head, num_heads: logical number of the first query head here, and of all (None: those here are all).
+    """
 
     window: int | None
     backend: Backend
     dropout: float
     site: str
+    first_head: int = 0
+    num_heads: int | None = None
 
 
 def _drop(x_TD: Tensor, rate: float, state: DropoutState, site: str, rows_T: Tensor) -> Tensor:
@@ -142,7 +160,7 @@ def _drop(x_TD: Tensor, rate: float, state: DropoutState, site: str, rows_T: Ten
 def _attend_dropping(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, how: Attending, state: DropoutState, rows_BS: Tensor
 ) -> Tensor:
-    weights = AttentionDropout(how.dropout, state.key(how.site), rows_BS)
+    weights = AttentionDropout(how.dropout, state.key(how.site), rows_BS, how.first_head, how.num_heads)
     return attention(q, k, v, window=how.window, mask=mask, dropout=weights, backend=how.backend)
 
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from phalanx.kernels.counter import make_key, normal
 from phalanx.model.config import ModelConfig
-from phalanx.model.decoder import Decoder
 from phalanx.model.logical import LogicalParameters
+from phalanx.model.part import DecoderPart
 from phalanx.model.shapes import Parameter, parameter_table
 
 
-def initialise(model: Decoder, seed: int) -> None:
+def initialise(model: DecoderPart, seed: int) -> None:
     """Fill every weight: matrices and embeddings normal(0, init_std), the residual outputs (``o``, ``down``) smaller by
     ``sqrt(2 layers)`` unless `init_depth_scaled` is off (GPT-2, section 2.3), norms 1, biases 0.
 

@@ -205,14 +205,20 @@ class Attention(Stored):
 
 
 class LossHead(Stored):
-    """Logits and loss over the vocabulary; the weight may be the embedding's."""
+    """Logits and loss over the vocabulary.
+
+    Args:
+        tied: the embedding's weight, where it is the head's and lives beside it. Tied embeddings whose embedding is
+            elsewhere (another pipeline stage) have a copy here, under the embedding's logical name.
+    """
 
     def __init__(self, config: ModelConfig, make: Make, tied: nn.Parameter | None) -> None:
         super().__init__()
         self.compute, self.softcap, self.z_loss = make.compute, config.logit_softcap, config.z_loss
         self.vocabulary = config.vocab_size
         self.weight = make.empty(config.vocab_rows, config.hidden) if tied is None else tied
-        self.parts = stack("weight", {"head": config.vocab_rows}) if tied is None else ()
+        name = "embedding" if config.tie_embeddings else "head"
+        self.parts = stack("weight", {name: config.vocab_rows}) if tied is None else ()
 
     def forward(self, hidden_TD: Tensor, targets_T: Tensor, weights_T: Tensor | None) -> tuple[Tensor, Tensor]:
         """Sums over tokens of weighted loss and weighted z-loss (`phalanx.kernels.loss.linear_cross_entropy`)."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.core.errors import UserError
-from phalanx.model.decoder import Decoder
 from phalanx.model.layers import Stored
+from phalanx.model.part import DecoderPart
 from phalanx.model.shapes import parameter_table
 
 
@@ -34,7 +34,7 @@ class LogicalParameters(Mapping[str, nn.Parameter]):
     Gradients arrive on the stored parameters; call `bind_gradients` after each backward pass.
     """
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: DecoderPart) -> None:
         found: dict[str, _Alias] = {}
         for module in model.modules():
             if isinstance(module, Stored):

@@ -6,7 +6,8 @@ from model_builders import VARIANTS, build, tiny, tokens
 from torch import Tensor
 
 from phalanx.model.context import DropoutState
-from phalanx.model.decoder import Decoder, Recompute
+from phalanx.model.decoder import Decoder
+from phalanx.model.part import Recompute
 
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 

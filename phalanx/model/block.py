@@ -1,0 +1,88 @@
+"""One layer of a decoder, in every variant that `ModelConfig` can declare; single-device code.
+
+Shapes: T tokens, D hidden, F inner width of the MLP.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.model.config import ModelConfig
+from phalanx.model.context import Context
+from phalanx.model.layers import Attention, InputProjection, Make, Norm, OutputProjection
+
+
+class Block(nn.Module):
+    """One layer. Serial, parallel, or parallel with merged projections: the parts differ, not the class."""
+
+    def __init__(self, config: ModelConfig, layer: int, make: Make) -> None:
+        super().__init__()
+        prefix = f"layers.{layer}."
+        size, kv_rows = config.head_dim, config.num_kv_heads * config.head_dim
+        qkv = {f"{prefix}attention.{n}": r for n, r in (("q", config.heads * size), ("k", kv_rows), ("v", kv_rows))}
+        mlp = {f"{prefix}mlp.{name}": config.mlp_width for name in (("gate", "up") if config.gated else ("up",))}
+        o, down = {f"{prefix}attention.o": config.heads * size}, {f"{prefix}mlp.down": config.mlp_width}
+        biased_qkv = qkv if config.bias != "none" else {}
+        biased_mlp = mlp if config.bias == "all" else {}
+        everywhere = config.bias == "all"
+        self.kind = "merged" if config.merged else config.block
+        self.prefix, self.rate, self.activation_name = prefix, config.dropout, config.activation
+        self.qkv_rows, self.inner_rows = sum(qkv.values()), config.heads * size
+        if self.kind == "serial":
+            self.attention_norm = Norm(config, f"{prefix}attention.norm", make)
+            self.mlp_norm = Norm(config, f"{prefix}mlp.norm", make)
+        else:
+            self.norm = Norm(config, f"{prefix}norm", make)
+        if self.kind == "merged":
+            self.input = InputProjection(config.hidden, qkv | mlp, biased_qkv | biased_mlp, make)
+            self.output = OutputProjection(config.hidden, o | down, everywhere, make)
+        else:
+            self.attention_input = InputProjection(config.hidden, qkv, biased_qkv, make)
+            self.attention_output = OutputProjection(config.hidden, o, everywhere, make)
+            self.mlp_input = InputProjection(config.hidden, mlp, biased_mlp, make)
+            self.mlp_output = OutputProjection(config.hidden, down, everywhere, make)
+        self.attention = Attention(config, layer, make)
+
+    def forward(self, x_TD: Tensor, context: Context) -> Tensor:
+        """The residual stream after this layer: (T, D) -> (T, D)."""
+        if self.kind == "serial":
+            return self._serial(x_TD, context)
+        return self._merged(x_TD, context) if self.kind == "merged" else self._parallel(x_TD, context)
+
+    def _serial(self, x: Tensor, context: Context) -> Tensor:
+        inner = self.attention(self.attention_input(self.attention_norm(x)), context)
+        x = self._add(self.attention_output, inner, x, context, "attention")
+        inner = self.activate(self.mlp_input(self.mlp_norm(x)))
+        return self._add(self.mlp_output, inner, x, context, "mlp")
+
+    def _parallel(self, x: Tensor, context: Context) -> Tensor:
+        normed = self.norm(x)
+        inner = self.attention(self.attention_input(normed), context)
+        wide = self.activate(self.mlp_input(normed))
+        if context.dropout is None or not self.rate:
+            added: Tensor = self.mlp_output(wide, self.attention_output(inner, x))
+            return added
+        out = self.mlp_output(wide, self.attention_output(inner))
+        return x + context.drop(out, self.rate, self.prefix + "block")
+
+    def _merged(self, x: Tensor, context: Context) -> Tensor:
+        stacked = self.input(self.norm(x))
+        qkv, mlp = stacked.split((self.qkv_rows, stacked.shape[1] - self.qkv_rows), dim=1)
+        inner = torch.cat([self.attention(qkv, context), self.activate(mlp)], dim=1)
+        return self._add(self.output, inner, x, context, "block")
+
+    def _add(self, output: nn.Module, inner: Tensor, x: Tensor, context: Context, site: str) -> Tensor:
+        """The stream plus a projection of `inner`, dropped where training drops; one GEMM writes both otherwise."""
+        if context.dropout is None or not self.rate:
+            added: Tensor = output(inner, x)
+            return added
+        return x + context.drop(output(inner), self.rate, self.prefix + site)
+
+    def activate(self, inner_TF: Tensor) -> Tensor:
+        """The MLP's nonlinearity: (T, F) -> (T, F), or with a gate (T, 2F) -> (T, F)."""
+        if self.activation_name == "swiglu":
+            gate, up = inner_TF.chunk(2, dim=1)
+            return F.silu(gate) * up
+        return F.gelu(inner_TF, approximate="tanh" if self.activation_name == "gelu_tanh" else "none")

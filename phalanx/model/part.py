@@ -1,0 +1,139 @@
+"""A run of layers of a decoder, with the embedding before it or the loss head after it, or both, or neither.
+
+A whole decoder is the part that has everything; a pipeline stage is a smaller one. Single-device code: what a stage
+receives and sends, and how its matrices are split, is decided outside.
+
+Shapes: B batch, S sequence, T tokens (B*S), D hidden, V vocabulary rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from phalanx.kernels.masks import AttentionMask
+from phalanx.model.block import Block
+from phalanx.model.config import ModelConfig
+from phalanx.model.context import Context, DropoutState, KVCache, dropout_rows
+from phalanx.model.layers import Embedding, LossHead, Make, Norm
+from phalanx.model.recompute import selective_contexts
+from phalanx.model.rotary import Rotary
+
+Recompute = Literal["none", "selective", "full"]
+
+
+class DecoderPart(nn.Module):
+    """Layers ``layers`` of a decoder, uninitialised (see `phalanx.model.init`).
+
+    Args:
+        config: of the whole decoder, with `vocab_size` and `max_sequence` known.
+        layers: which layers; None: all.
+        first: whether the embedding belongs to it.
+        last: whether the last norm and the loss head do. Where embeddings are tied and `first` is False, the head has
+            a copy of the embedding's weight, under the same logical name.
+        device: where the weights are; ``"meta"`` allocates none.
+        dtype: of the stored weights.
+        compute_dtype: of matrix products and attention; None = `dtype`.
+
+    Attributes:
+        recompute: what the backward pass computes again instead of keeping: ``"none"``; ``"selective"`` (all but the
+            results of matrix products and attention); ``"full"`` (everything but each block's input). Gradients are the
+            same bits.
+
+    Raises:
+        UserError: `vocab_size` or `max_sequence` is not known.
+    """
+
+    embedding: Embedding | None
+    norm: Norm | None
+    head: LossHead | None
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        layers: range | None = None,
+        first: bool = True,
+        last: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        config.require_sizes()
+        self.config = config
+        self.compute_dtype = compute_dtype or dtype
+        self.residual_dtype = self.compute_dtype if config.residual == "compute" else dtype
+        self.recompute: Recompute = "none"
+        make = Make(None if device is None else torch.device(device), dtype, self.compute_dtype)
+        self.embedding = Embedding(config, make) if first else None
+        self.rotary = Rotary(config) if config.position == "rotary" else None
+        chosen = range(config.layers) if layers is None else layers
+        self.layers = nn.ModuleList(Block(config, layer, make) for layer in chosen)
+        self.norm = Norm(config, "norm", make) if last else None
+        tied = self.embedding.weight if config.tie_embeddings and self.embedding is not None else None
+        self.head = LossHead(config, make, tied) if last else None
+
+    def context(
+        self,
+        tokens_BS: Tensor,
+        *,
+        start: int = 0,
+        positions_BS: Tensor | None = None,
+        documents_BS: Tensor | None = None,
+        dropout: DropoutState | None = None,
+        cache: KVCache | None = None,
+    ) -> Context:
+        """The constants of one forward pass over `tokens_BS`; arguments as of `Decoder.forward`.
+
+        Args:
+            start: position of the first token, where `positions_BS` is None.
+        """
+        batch, length = tokens_BS.shape
+        windows = {self.config.window_of(layer) for layer in range(self.config.layers)} if cache is None else set()
+        return Context(
+            batch=batch,
+            length=length,
+            rotary=None if self.rotary is None else self.rotary(start, length, positions_BS, tokens_BS),
+            masks={w: AttentionMask(length, length, window=w, documents_BS=documents_BS) for w in windows},
+            dropout=dropout,
+            rows_T=None if dropout is None else dropout_rows(dropout, length, self.config.max_sequence),
+            cache=cache,
+        )
+
+    def embed(
+        self, tokens_BS: Tensor, context: Context, *, start: int = 0, positions_BS: Tensor | None = None
+    ) -> Tensor:
+        """The residual stream before the first layer, (T, D)."""
+        assert self.embedding is not None, "this part begins after the embedding"
+        x_TD = self.embedding(tokens_BS, start, positions_BS).to(self.residual_dtype)
+        return context.drop(x_TD, self.config.dropout, "embedding")
+
+    def blocks(self, x_TD: Tensor, context: Context) -> Tensor:
+        """The residual stream after this part's layers: (T, D) -> (T, D)."""
+        run = self._runner()
+        for block in self.layers:
+            x_TD = run(block, x_TD, context)
+        return x_TD
+
+    def sums(self, hidden_TD: Tensor, targets_T: Tensor, weights_T: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Weighted sums over tokens of the cross-entropy (nats) and of the z-loss, of normed hidden states."""
+        assert self.head is not None, "this part ends before the head"
+        sums: tuple[Tensor, Tensor] = self.head(hidden_TD, targets_T, weights_T)
+        return sums
+
+    def _runner(self) -> Callable[[nn.Module, Tensor, Context], Tensor]:
+        """How a block is run: plainly, or so that the backward pass computes parts of it again."""
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            return lambda block, x, context: block(x, context)
+        if self.recompute == "full":
+            return lambda block, x, context: checkpoint(
+                block, x, context, use_reentrant=False, preserve_rng_state=False
+            )
+        return lambda block, x, context: checkpoint(
+            block, x, context, use_reentrant=False, preserve_rng_state=False, context_fn=selective_contexts
+        )
