@@ -17,9 +17,9 @@ from phalanx.core.config import load
 from phalanx.core.errors import UserError
 from phalanx.data import prepare as preparing
 from phalanx.data.config import DataConfig
-from phalanx.data.prepared import Prepared
-from phalanx.data.sources import Split
-from phalanx.data.stream import TokenStream
+from phalanx.data.sources.files import Split
+from phalanx.data.tokens.prepared import Prepared
+from phalanx.data.tokens.stream import TokenStream
 from phalanx.train.config import RunConfig
 from phalanx.train.preparing import PrepareDisplay
 

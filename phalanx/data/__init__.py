@@ -1,0 +1,1 @@
+"""From text to batches: `sources`, `tokenizers`, `tokens` and `encoding` from the bottom up, then `prepare`, `loader`."""

@@ -21,9 +21,9 @@ from phalanx.data.batch import Batch
 from phalanx.data.config import DataConfig
 from phalanx.data.order import Int64, Mixture, derive_key
 from phalanx.data.prefetch import Prefetcher
-from phalanx.data.prepared import Prepared
 from phalanx.data.samples import Arrays, SampleOrder, SampleReader
-from phalanx.data.sources import Split
+from phalanx.data.sources.files import Split
+from phalanx.data.tokens.prepared import Prepared
 
 BLOCK = 1024
 

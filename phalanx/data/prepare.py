@@ -15,10 +15,15 @@ from typing import Any
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_json
 from phalanx.data.config import TOKEN_KINDS, DataConfig, SourceConfig
-from phalanx.data.encode import NAMED_SKIPS, Rule
+from phalanx.data.encoding.encode import NAMED_SKIPS
+from phalanx.data.encoding.pool import encode_all
+from phalanx.data.encoding.reuse import collect_splits, delete_strangers, reusable_records, unit_digests
+from phalanx.data.encoding.worker import Job
 from phalanx.data.lock import folder_lock, friendly_os_errors
-from phalanx.data.pool import encode_all
-from phalanx.data.prepared import (
+from phalanx.data.sources.files import InputFile, Unit, list_files, listing_digest, plan_units
+from phalanx.data.sources.held_out import Rule
+from phalanx.data.tokenizers.spec import TokenizerSpec, find_spec, make_spec, open_tokenizer
+from phalanx.data.tokens.prepared import (
     FORMAT,
     MANIFEST,
     Prepared,
@@ -30,11 +35,7 @@ from phalanx.data.prepared import (
     source_name,
     write_splits,
 )
-from phalanx.data.reuse import collect_splits, delete_strangers, reusable_records, unit_digests
-from phalanx.data.sources import InputFile, Unit, list_files, listing_digest, plan_units
-from phalanx.data.tokenfiles import token_splits
-from phalanx.data.tokenizers import TokenizerSpec, find_spec, make_spec, open_tokenizer
-from phalanx.data.worker import Job
+from phalanx.data.tokens.tokenfiles import token_splits
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from phalanx.core.errors import UserError
 from phalanx.data.config import DataConfig
 from phalanx.data.order import Int64, Permutation, derive_key
-from phalanx.data.prepared import PreparedSource, PreparedSplit
-from phalanx.data.stream import TokenStream
+from phalanx.data.tokens.prepared import PreparedSource, PreparedSplit
+from phalanx.data.tokens.stream import TokenStream
 
 
 class Arrays(NamedTuple):

@@ -12,8 +12,8 @@ from phalanx.core.errors import UserError
 from phalanx.data.loader import Loader
 from phalanx.data.prepare import Progress as PrepareProgress
 from phalanx.data.prepare import prepare
-from phalanx.data.prepared import Prepared
-from phalanx.data.saved import save_tokenizer
+from phalanx.data.tokenizers.saved import save_tokenizer
+from phalanx.data.tokens.prepared import Prepared
 from phalanx.model.decoder import Decoder
 from phalanx.model.init import initialise
 from phalanx.model.logical import LogicalParameters

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.core.errors import UserError
-from phalanx.data.vocabulary import configured_vocab_size
+from phalanx.data.tokenizers.vocabulary import configured_vocab_size
 from phalanx.model.config import ModelConfig
 from phalanx.model.shapes import flops_per_token, num_parameters, parameter_table
 from phalanx.optim.groups import assign

@@ -9,8 +9,8 @@ from pathlib import Path
 from torch import Tensor
 
 from phalanx.core.errors import UserError
-from phalanx.data.saved import open_saved_tokenizer
-from phalanx.data.tokenizer import LibraryTokenizer, Tokenizer
+from phalanx.data.tokenizers.saved import open_saved_tokenizer
+from phalanx.data.tokenizers.tokenizer import LibraryTokenizer, Tokenizer
 from phalanx.model.config import ModelConfig
 from phalanx.model.huggingface import import_folder
 from phalanx.model.logical import LogicalParameters

@@ -21,7 +21,7 @@ from phalanx.core.hardware import Peak
 from phalanx.core.points import NO_POINTS, Points
 from phalanx.data.batch import Batch
 from phalanx.data.loader import Loader, LoaderState
-from phalanx.data.prepared import Prepared
+from phalanx.data.tokens.prepared import Prepared
 from phalanx.model.decoder import Decoder
 from phalanx.model.logical import LogicalParameters
 from phalanx.optim.bad_step import BadStepJudge

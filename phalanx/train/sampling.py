@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from phalanx.core.errors import UserError
-from phalanx.data.tokenizer import Tokenizer
+from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.model.decoder import Decoder
 from phalanx.model.generate import generate
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from train_helpers import Commands, entries, write_corpus
 
-from phalanx.data.tokenizer import ByteTokenizer
+from phalanx.data.tokenizers.tokenizer import ByteTokenizer
 from phalanx.train.sampling import stream_text
 
 ROOT = Path(__file__).parents[2]

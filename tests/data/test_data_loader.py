@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
-from phalanx.data import sources
 from phalanx.data.config import DataConfig, SourceConfig, TokenizerConfig
 from phalanx.data.loader import Loader, LoaderState
 from phalanx.data.prefetch import Prefetcher
 from phalanx.data.prepare import prepare
-from phalanx.data.prepared import PreparedSource, PreparedSplit
 from phalanx.data.samples import SampleReader
-from phalanx.data.shards import Mapped, Shard, npy_writer
-from phalanx.data.stream import TokenStream
+from phalanx.data.sources import files
+from phalanx.data.tokens.prepared import PreparedSource, PreparedSplit
+from phalanx.data.tokens.shards import Mapped, Shard, npy_writer
+from phalanx.data.tokens.stream import TokenStream
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MIN_UNIT_BYTES", 2048)
+    monkeypatch.setattr(files, "MIN_UNIT_BYTES", 2048)
 
 
 def make(folder: Path, **changes: object) -> Loader:
@@ -266,7 +266,7 @@ def test_windows_over_any_shards(folder: Path, sizes: list[int], length: int, da
 def test_windows_stay_right_when_pages_are_let_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = make(folder)
     before = loader.batch(0, 64)
-    monkeypatch.setattr("phalanx.data.stream.KEEP_BYTES", 0)
+    monkeypatch.setattr("phalanx.data.tokens.stream.KEEP_BYTES", 0)
     released: list[Mapped] = []
     real = Mapped.release
     monkeypatch.setattr(Mapped, "release", lambda mapped: released.append(mapped) or real(mapped))

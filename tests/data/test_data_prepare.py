@@ -14,18 +14,20 @@ import pytest
 from data_helpers import documents, lines, make_config, stored, write_jsonl, write_text
 
 from phalanx.core.errors import UserError
-from phalanx.data import encode, pool, prepared, sources
 from phalanx.data.config import DataConfig, SourceConfig, TokenizerConfig
+from phalanx.data.encoding import encode, pool
 from phalanx.data.lock import folder_lock
 from phalanx.data.prepare import Progress, open_prepared, prepare
-from phalanx.data.prepared import Prepared, read_manifest
+from phalanx.data.sources import files
+from phalanx.data.tokens import prepared
+from phalanx.data.tokens.prepared import Prepared, read_manifest
 
 RUN = """
 import sys
-from phalanx.data import sources
+from phalanx.data.sources import files
 from phalanx.data.config import DataConfig
 from phalanx.data.prepare import prepare
-sources.MIN_UNIT_BYTES = 4096
+files.MIN_UNIT_BYTES = 4096
 config = DataConfig.model_validate_json(sys.argv[1])
 prepared = prepare(config, workers=int(sys.argv[2]), progress=lambda p: print(p.num_tokens, flush=True))
 assert "torch" not in sys.modules, "preparing must not import torch"
@@ -35,7 +37,7 @@ print(prepared.fingerprint)
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MIN_UNIT_BYTES", 4096)
+    monkeypatch.setattr(files, "MIN_UNIT_BYTES", 4096)
 
 
 def corpus(folder: Path, count: int = 2000, **settings: Any) -> DataConfig:
@@ -266,7 +268,7 @@ class TestDisk:
         monkeypatch.undo()
         folder = next((tmp_path / "prepared").glob("jsonl-*"))
         assert not [p for p in folder.iterdir() if p.name.startswith(".")]
-        monkeypatch.setattr(sources, "MIN_UNIT_BYTES", 4096)
+        monkeypatch.setattr(files, "MIN_UNIT_BYTES", 4096)
         assert len(documents(prepare(config, workers=1))) > 1000
 
     def test_a_real_limit_on_file_size(self, tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ import pytest
 from data_helpers import documents, lines, make_config, stored, write_jsonl, write_text
 
 from phalanx.core.errors import UserError
-from phalanx.data import sources, text
 from phalanx.data.config import SourceConfig
 from phalanx.data.prepare import prepare
-from phalanx.data.sources import Unit, list_files, plan_units
-from phalanx.data.text import split_text
+from phalanx.data.sources import files, text
+from phalanx.data.sources.files import Unit, list_files, plan_units
+from phalanx.data.sources.text import split_text
 
 
 def run(folder: Path, source: SourceConfig, **settings: object) -> list[str]:
@@ -23,7 +23,7 @@ def run(folder: Path, source: SourceConfig, **settings: object) -> list[str]:
 @pytest.fixture
 def tiny_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units, pieces and searches so small that a few KiB are cut in many places."""
-    monkeypatch.setattr(sources, "MIN_UNIT_BYTES", 512)
+    monkeypatch.setattr(files, "MIN_UNIT_BYTES", 512)
     monkeypatch.setattr(text, "PIECE_BYTES", 64)
     monkeypatch.setattr(text, "SEARCH_BYTES", 40)
 
@@ -92,7 +92,7 @@ def test_packed_json_lines(tmp_path: Path) -> None:
 def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(sources, "MIN_UNIT_BYTES", 512)
+    monkeypatch.setattr(files, "MIN_UNIT_BYTES", 512)
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": lines(100), "n": list(range(100))}), path, row_group_size=10)
     source = SourceConfig(kind="parquet", path=str(path))

@@ -9,7 +9,7 @@ from phalanx.core.errors import UserError
 from phalanx.data.config import DataConfig, SourceConfig, TokenizerConfig
 from phalanx.data.loader import Loader
 from phalanx.data.prepare import prepare
-from phalanx.data.prepared import Prepared
+from phalanx.data.tokens.prepared import Prepared
 
 CODES = {"uint8": 1, "int32": 4, "int64": 5, "uint16": 8}
 

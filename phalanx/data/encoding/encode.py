@@ -13,31 +13,17 @@ import numpy as np
 
 from phalanx.core.files import write_json
 from phalanx.data.config import SourceConfig
-from phalanx.data.order import derive_key
-from phalanx.data.readers import read_pieces, was_skipped
-from phalanx.data.shards import NpyWriter, npy_writer
-from phalanx.data.sources import Part, Split, Unit
-from phalanx.data.text import Piece, open_raw
-from phalanx.data.tokenizer import IntArray, Tokenizer
+from phalanx.data.sources.documents import read_pieces, was_skipped
+from phalanx.data.sources.files import Split, Unit
+from phalanx.data.sources.held_out import Rule
+from phalanx.data.sources.text import Piece, open_raw
+from phalanx.data.tokenizers.tokenizer import IntArray, Tokenizer
+from phalanx.data.tokens.shards import NpyWriter, npy_writer
 
 BATCH_CHARACTERS = 1 << 20
 BATCH_PIECES = 1 << 12
 SPLITS: tuple[Split, ...] = ("train", "validation")
 NAMED_SKIPS = 5
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Which split a document belongs to: held out with probability `held_out`, by a keyed hash of its name."""
-
-    held_out: float
-    seed: int
-
-    def split(self, name: str, part: Part) -> Split:
-        """The split of the document called `name` (unless its whole part belongs to one)."""
-        if part.split is not None:
-            return part.split
-        return "validation" if derive_key("held out", self.seed, name) < self.held_out * 2**64 else "train"
 
 
 @dataclass

@@ -13,9 +13,9 @@ from dataclasses import asdict
 from typing import Any
 
 from phalanx.core.errors import UserError
-from phalanx.data.encode import UnitRecord
-from phalanx.data.sources import Unit
-from phalanx.data.worker import Encoder, Job
+from phalanx.data.encoding.encode import UnitRecord
+from phalanx.data.encoding.worker import Encoder, Job
+from phalanx.data.sources.files import Unit
 
 Beat = Callable[[int, int], None]
 BYTES_PER_WORKER = 2 << 20
@@ -74,7 +74,7 @@ def _in_processes(units: Sequence[Unit], job: Job, workers: int, beat: Beat) -> 
 
 
 def _start(job: Job) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "phalanx.data.worker"]
+    command = [sys.executable, "-m", "phalanx.data.encoding.worker"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     _send(process, job.to_json())

@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.data.encode import SPLITS, UnitRecord, content_hash, record_file, token_dtype, unit_file
-from phalanx.data.prepared import MANIFEST, PreparedSplit, combined_digest
-from phalanx.data.shards import Shard
-from phalanx.data.sources import Split, Unit
+from phalanx.data.encoding.encode import SPLITS, UnitRecord, content_hash, record_file, token_dtype, unit_file
+from phalanx.data.sources.files import Split, Unit
+from phalanx.data.tokens.prepared import MANIFEST, PreparedSplit, combined_digest
+from phalanx.data.tokens.shards import Shard
 
 HEADER_BYTES = 128
 

@@ -1,7 +1,7 @@
 """A preparing process: units of work come in as JSON lines, progress and results go out the same way.
 
-Started by `phalanx.data.pool` as ``python -m phalanx.data.worker``, so that it imports neither the caller's main module
-nor torch. It ends when its input ends or its parent is gone.
+Started by `phalanx.data.encoding.pool` as ``python -m phalanx.data.encoding.worker``, so that it imports neither the
+caller's main module nor torch. It ends when its input ends or its parent is gone.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any
 
 from phalanx.core.errors import UserError
 from phalanx.data.config import SourceConfig
-from phalanx.data.encode import Rule, UnitRecord, encode_unit
+from phalanx.data.encoding.encode import UnitRecord, encode_unit
 from phalanx.data.lock import friendly_os_errors
-from phalanx.data.sources import Part, Unit
-from phalanx.data.tokenizers import TokenizerSpec, open_tokenizer
+from phalanx.data.sources.files import Part, Unit
+from phalanx.data.sources.held_out import Rule
+from phalanx.data.tokenizers.spec import TokenizerSpec, open_tokenizer
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,18 @@ from typing import Any
 
 from phalanx.core.errors import UserError
 from phalanx.data.config import SourceConfig
-from phalanx.data.parquet import parquet_rows
-from phalanx.data.sources import Part
-from phalanx.data.text import Piece, Utf8, bad_byte, is_utf8, open_bytes, separated_pieces, split_text, text_pieces
+from phalanx.data.sources.files import Part
+from phalanx.data.sources.parquet import parquet_rows
+from phalanx.data.sources.text import (
+    Piece,
+    Utf8,
+    bad_byte,
+    is_utf8,
+    open_bytes,
+    separated_pieces,
+    split_text,
+    text_pieces,
+)
 
 Reader = Callable[[SourceConfig, Part], Iterator[Piece]]
 

@@ -13,8 +13,8 @@ from typing import Literal
 
 from phalanx.core.errors import UserError
 from phalanx.data.config import SourceConfig
-from phalanx.data.parquet import cut_row_groups
-from phalanx.data.text import cut_after, is_packed
+from phalanx.data.sources.parquet import cut_row_groups
+from phalanx.data.sources.text import cut_after, is_packed
 
 Split = Literal["train", "validation"]
 MIN_UNIT_BYTES = 1 << 20

@@ -8,7 +8,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from phalanx.core.errors import UserError
 from phalanx.data.config import TokenizerConfig
-from phalanx.data.tokenizer import END_OF_TEXT
+from phalanx.data.tokenizers.tokenizer import END_OF_TEXT
 
 # The pattern of cl100k (GPT-4), as in Llama 3's tokenizer.json.
 _GPT4 = (

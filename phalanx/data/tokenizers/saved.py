@@ -9,8 +9,8 @@ from pathlib import Path
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_bytes, write_json
 from phalanx.data.config import DataConfig, TokenizerConfig
-from phalanx.data.tokenizer import Tokenizer
-from phalanx.data.tokenizers import TokenizerSpec, find_spec, open_tokenizer
+from phalanx.data.tokenizers.spec import TokenizerSpec, find_spec, open_tokenizer
+from phalanx.data.tokenizers.tokenizer import Tokenizer
 
 _SPEC = "tokenizer_spec.json"
 

@@ -13,14 +13,14 @@ import numpy as np
 
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_bytes, write_json
-from phalanx.data.bpe import train_bpe
 from phalanx.data.config import TOKEN_KINDS, DataConfig, SourceConfig, TokenizerConfig
-from phalanx.data.encode import Rule
 from phalanx.data.lock import folder_lock, friendly_os_errors
 from phalanx.data.order import Permutation, derive_key
-from phalanx.data.readers import read_pieces, was_skipped
-from phalanx.data.sources import Unit, list_files, listing_digest, plan_units
-from phalanx.data.tokenizer import ByteTokenizer, CharTokenizer, IdTokenizer, LibraryTokenizer, Tokenizer
+from phalanx.data.sources.documents import read_pieces, was_skipped
+from phalanx.data.sources.files import Unit, list_files, listing_digest, plan_units
+from phalanx.data.sources.held_out import Rule
+from phalanx.data.tokenizers.bpe import train_bpe
+from phalanx.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, IdTokenizer, LibraryTokenizer, Tokenizer
 
 MIN_SAMPLE_BYTES = 1 << 18
 Say = Callable[[str], None]

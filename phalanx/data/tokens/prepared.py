@@ -12,9 +12,9 @@ from typing import Any
 
 from phalanx.core.errors import UserError
 from phalanx.data.config import DataConfig, SourceConfig
-from phalanx.data.shards import Shard
-from phalanx.data.sources import Split
-from phalanx.data.tokenizer import Tokenizer
+from phalanx.data.sources.files import Split
+from phalanx.data.tokenizers.tokenizer import Tokenizer
+from phalanx.data.tokens.shards import Shard
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.data.order import Int64
-from phalanx.data.shards import Mapped, Shard, map_npy
+from phalanx.data.tokens.shards import Mapped, Shard, map_npy
 
 KEEP_BYTES = 256 << 20
 RELEASE_WINDOWS = 256

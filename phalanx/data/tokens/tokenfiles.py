@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from phalanx.core.errors import UserError
 from phalanx.data.config import SourceConfig
 from phalanx.data.order import Int64
-from phalanx.data.prepared import PreparedSplit
-from phalanx.data.shards import Mapped, Shard, npy_writer
-from phalanx.data.sources import InputFile, Split
+from phalanx.data.sources.files import InputFile, Split
+from phalanx.data.tokens.prepared import PreparedSplit
+from phalanx.data.tokens.shards import Mapped, Shard, npy_writer
 
 CHUNK = 1 << 22
 _MAGIC = b"MMIDIDX\x00\x00"
