@@ -1,1 +1,1 @@
-"""From text to batches: `sources`, `tokenizers`, `tokens` and `encoding` from the bottom up, then `prepare`, `loader`."""
+"""From text to batches: from the bottom up `sources`, `tokenizers`, `tokens`, `encoding`, then `prepare`, `loader`."""
