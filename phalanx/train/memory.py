@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.core import units
@@ -65,8 +66,8 @@ def smaller_model(needed: Mapping[str, int]) -> str:
 
 
 def host_available_bytes() -> int | None:
-    """Memory this process could still get without swapping: the system's, its control group's and its own limits."""
-    limits = [_meminfo("MemAvailable"), _control_group_bytes(), _address_space_bytes()]
+    """Memory this process could still get without swapping: the system's, its control groups' and its own limits."""
+    limits = [_meminfo("MemAvailable"), *_control_group_bytes(), _address_space_bytes()]
     known = [value for value in limits if value is not None]
     return min(known) if known else None
 
@@ -79,14 +80,46 @@ def _meminfo(name: str) -> int | None:
     return None
 
 
-def _control_group_bytes() -> int | None:
-    """What the limit of this process's control group (version 2) leaves; its page cache counts as free."""
-    group = Path("/sys/fs/cgroup") / _read("/proc/self/cgroup").partition("0::/")[2].strip()
-    limit, used = _read(group / "memory.max").strip(), _read(group / "memory.current").strip()
+@dataclass(frozen=True)
+class _GroupFiles:
+    """What a version of control groups calls its files: where they are, limit and use (bytes), and the cached share."""
+
+    root: Path
+    limit: str
+    used: str
+    cache: str
+
+
+_VERSION_2 = _GroupFiles(Path("/sys/fs/cgroup"), "memory.max", "memory.current", "file")
+_VERSION_1 = _GroupFiles(Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache")
+
+
+def _control_group_bytes() -> Iterator[int | None]:
+    """What the limits of this process's control groups leave: of its own, and of each that it lies in.
+
+    In a container the path that the kernel tells may be that of the host, where the container sees its group as the
+    root: groups that are not there are passed over, and the root is always looked at.
+    """
+    for line in _read("/proc/self/cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" or "memory" in controllers.split(","):
+            files = _VERSION_2 if number == "0" else _VERSION_1
+            group = Path(path.lstrip("/"))
+            yield from (_left_in(files.root / nested, files) for nested in (group, *group.parents))
+
+
+def _left_in(group: Path, files: _GroupFiles) -> int | None:
+    """What the limit of one group leaves, None without one; its page cache counts as free.
+
+    (Version 1 has no word for "no limit": it shows a number beyond any machine's memory, which is the least of none.)
+    """
+    limit, used = _read(group / files.limit).strip(), _read(group / files.used).strip()
     if not limit.isdigit() or not used.isdigit():
         return None
-    cache = [line.split()[1] for line in _read(group / "memory.stat").splitlines() if line.startswith("file ")]
-    return int(limit) - int(used) + (int(cache[0]) if cache else 0)
+    cached = [
+        line.split()[1] for line in _read(group / "memory.stat").splitlines() if line.startswith(f"{files.cache} ")
+    ]
+    return max(int(limit) - int(used) + (int(cached[0]) if cached else 0), 0)
 
 
 def _address_space_bytes() -> int | None:

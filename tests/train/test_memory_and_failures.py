@@ -58,6 +58,41 @@ def test_available_memory_minds_every_limit(monkeypatch: pytest.MonkeyPatch) -> 
     assert host_available_bytes() is None
 
 
+def _version_1(group: str, limit: int) -> dict[str, str]:
+    folder = "/sys/fs/cgroup/memory" + group
+    return {
+        f"{folder}/memory.limit_in_bytes": f"{limit}\n",
+        f"{folder}/memory.usage_in_bytes": "300000\n",
+        f"{folder}/memory.stat": "cache 7\nrss 5\ntotal_cache 100000\n",
+    }
+
+
+UNLIMITED = 9223372036854771712  # what version 1 shows
+
+
+@pytest.mark.parametrize(
+    ("limits", "left"),
+    [
+        ({"/slurm/job": 500_000, "/slurm": UNLIMITED, "": UNLIMITED}, 300_000),
+        ({"/slurm/job": UNLIMITED, "/slurm": 500_000, "": UNLIMITED}, 300_000),
+        ({"": 500_000}, 300_000),  # a container: its path is that of the host
+        ({"/slurm/job": 100_000}, 0),
+        ({"/slurm/job": UNLIMITED, "/slurm": UNLIMITED, "": UNLIMITED}, 1000 * 1024),
+    ],
+)
+def test_limits_of_control_groups_of_version_1(
+    monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], left: int
+) -> None:
+    texts = {
+        "/proc/meminfo": "MemAvailable:  1000 kB\n",
+        "/proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/slurm/job\n3:cpuset:/\n0::/\n",
+    }
+    for group, limit in limits.items():
+        texts |= _version_1(group, limit)
+    monkeypatch.setattr(memory, "_read", lambda path: texts.get(str(path), ""))
+    assert host_available_bytes() == left
+
+
 def test_memory_that_is_not_there_is_said_in_one_line() -> None:
     says = r"no memory left for weights 1 GiB \(.*allocate.*\); be modest"
     with pytest.raises(UserError, match=says) as refusal, explained("weights 1 GiB", "be modest"):
