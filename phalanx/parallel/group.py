@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from phalanx.core.layout import Axis
+from phalanx.core.layout import Axis, Layout
 
 
 @dataclass
@@ -189,6 +189,28 @@ class Group:
     def __repr__(self) -> str:
         spans = "·".join(self.axes) or "alone"
         return f"Group({spans}, ranks {list(self.ranks)}, index {self.index})"
+
+
+class Groups(Protocol):
+    """The groups of one rank; each is made once, when it is first asked for."""
+
+    @property
+    def layout(self) -> Layout:
+        """Which rank sits where."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        ...
+
+    def group(self, *axes: Axis) -> Group:
+        """The group of this rank over `axes`."""
+        ...
+
+    def named(self, name: str, ranks: Sequence[int], axes: Sequence[Axis] = ()) -> Group:
+        """A group of `ranks`, this one among them, that all of them ask for under `name`."""
+        ...
 
 
 def _options(op: Any) -> Any:
