@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
@@ -94,10 +96,14 @@ def closing(run: Run, outcome: Outcome) -> str:
 
 
 def sample(run: Run) -> str:
-    """What the trained model makes of `evaluate.sample_prompt`; the same in every run of the same seed."""
+    """What the trained model makes of `evaluate.sample_prompt`; the same in every run of the same seed.
+
+    A compiled model runs as it was written here: it would be compiled again for one length of the text after another.
+    """
     wanted = run.config.evaluate
     pieces = continue_text(run.model, run.prepared.tokenizer, wanted.sample_prompt, max_new_tokens=wanted.sample_tokens)
-    return wanted.sample_prompt + "".join(pieces)
+    with torch.compiler.set_stance("force_eager") if run.config.train.compile else nullcontext():
+        return wanted.sample_prompt + "".join(pieces)
 
 
 def _train(run: Run, display: Display) -> Outcome:

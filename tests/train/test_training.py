@@ -20,6 +20,7 @@ from train_helpers import begin, configured, entries, figures, finish, overrides
 from phalanx.core.config import load
 from phalanx.core.errors import UserError
 from phalanx.data.batch import Batch
+from phalanx.model.decoder import Decoder
 from phalanx.optim.bad_step import _Mailbox
 from phalanx.optim.base import SkippingOptimizer
 from phalanx.train.accumulate import accumulate_gradients
@@ -27,6 +28,7 @@ from phalanx.train.config import RunConfig
 from phalanx.train.evaluate import evaluate
 from phalanx.train.run import Run
 from phalanx.train.run_folder import RunFolder
+from phalanx.train.session import sample
 
 pytestmark = pytest.mark.usefixtures("no_peak")
 
@@ -357,3 +359,22 @@ def test_a_hopeless_run_stops_with_a_good_checkpoint_before(tmp_path: Path) -> N
     finish(again)
     run_all(tmp_path, {"optim.bad_step.max_in_a_row": 3}, "straight")
     assert figures(tmp_path / "run") == figures(tmp_path / "straight")
+
+
+def test_sampling_at_the_end_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled model would be compiled again for the text of each length: the sample is taken from the plain one."""
+    graphs: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, _inputs: object) -> torch.fx.GraphModule:
+        graphs.append(len(graph.graph.nodes))
+        return graph
+
+    monkeypatch.setattr(Decoder, "compile", lambda model: torch.nn.Module.compile(model, backend=count))
+    changes = {"evaluate.sample_prompt": "the", "evaluate.sample_tokens": 12, "model.layers": 1}
+    run = begin(configured(tmp_path, changes | {"train.compile": True}))
+    run.folder.release()
+    text = sample(run)
+    assert text.startswith("the")
+    assert not graphs
+    run.model(torch.zeros(1, 4, dtype=torch.int64))
+    assert graphs
