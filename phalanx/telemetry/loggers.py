@@ -136,9 +136,10 @@ class TensorBoard:
 class WandB:
     """Weights & Biases. The run's id is kept in the run folder, so that a resumed run goes on in the same place.
 
-    W&B cannot take back steps: those that a killed run had sent beyond its checkpoint and sends again are ignored
-    there, which changes nothing, since a resumed run computes the same figures. For the same reason an evaluation that
-    comes before the figures of its step waits for them.
+    Every entry carries its training step as a value, and W&B is told to plot the others over it. W&B's own count of
+    steps only rises and drops what lies below it: an evaluation that comes before the figures of its step, or that a
+    resumed run makes at the step it starts from. Steps that are done again after a kill are there twice, with equal
+    figures.
 
     Raises:
         UserError: the wandb package is not installed.
@@ -146,8 +147,6 @@ class WandB:
 
     def __init__(self, config: LoggingConfig, folder: Path, run_config: Mapping[str, Any]) -> None:
         module = _optional("wandb", "logging.wandb", "wandb")
-        self._last_step = -1
-        self._waiting: dict[int, Values] = {}
         self._run = module.init(
             project=config.wandb_project,
             entity=config.wandb_entity or None,
@@ -158,27 +157,21 @@ class WandB:
             dir=str(folder),
             config=dict(run_config),
         )
+        self._run.define_metric("*", step_metric=STEP)
 
     def log(self, step: int, values: Values) -> None:
-        """Send the figures of a step, with those of its evaluation if that was made already."""
-        self._last_step = step
-        self._run.log({**values, **self._waiting.pop(step, {})}, step=step)
+        """Send the figures of a step."""
+        self._run.log({STEP: step, **values})
 
     def log_evaluation(self, step: int, values: Values) -> None:
-        """Send them, or keep them for the figures of that step."""
-        if step > self._last_step:
-            self._waiting[step] = values
-        else:
-            self._run.log(dict(values), step=step)
+        """The same: evaluations have names of their own."""
+        self.log(step, values)
 
     def flush(self) -> None:
         """Nothing: W&B sends on its own, and training does not wait for it."""
 
     def close(self) -> None:
         """Wait until everything is sent."""
-        for step, values in sorted(self._waiting.items()):
-            self._run.log(dict(values), step=step)
-        self._waiting.clear()
         self._run.finish()
 
 
@@ -262,7 +255,8 @@ def open_loggers(
         except UserError:
             raise
         except Exception as error:
-            problem = f"Weights & Biases cannot be reached ({type(error).__name__}: {error})"
+            said = " ".join(str(error).split())
+            problem = f"Weights & Biases cannot be reached ({type(error).__name__}: {said})"
             if resume_step == 0:
                 cure = "run `wandb login`, or set logging.wandb_mode=offline or logging.wandb=false"
                 raise UserError(problem, cure=cure, field="logging.wandb") from error

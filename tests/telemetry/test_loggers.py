@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -263,7 +265,8 @@ class FakeWandB(ModuleType):
     def __init__(self, failure: Exception | None = None) -> None:
         super().__init__("wandb")
         self.inits: list[dict[str, Any]] = []
-        self.logged: list[tuple[int, dict[str, Any]]] = []
+        self.defined: list[tuple[str, str]] = []
+        self.logged: list[dict[str, Any]] = []
         self.finished = 0
         self._failure = failure
 
@@ -273,8 +276,11 @@ class FakeWandB(ModuleType):
         self.inits.append(settings)
         return self
 
-    def log(self, values: dict[str, Any], step: int) -> None:
-        self.logged.append((step, values))
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.defined.append((name, step_metric))
+
+    def log(self, values: dict[str, Any]) -> None:
+        self.logged.append(values)
 
     def finish(self) -> None:
         self.finished += 1
@@ -302,29 +308,60 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
         "dir": str(tmp_path),
         "config": {"seed": 1},
     }
-    assert fake.logged == [(1, {"loss": 2.0}), (6, {"loss": 2.0})]
+    assert fake.defined == [("*", "step")] * 2
+    assert fake.logged == [{"step": 1, "loss": 2.0}, {"step": 6, "loss": 2.0}]
     assert fake.finished == 2
     assert steps(tmp_path / "metrics.jsonl") == [1, 6]
 
 
-def test_wandb_is_never_sent_back_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_takes_steps_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations come before the figures of their step, and at the step that a resumed run starts from."""
     fake = FakeWandB()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     logger = open_loggers(LoggingConfig(wandb=True), tmp_path, 0)
-    logger.log_evaluation(3, {"validation_loss": 9.0})  # the loop fetches figures of steps later than it evaluates
-    for step in (1, 2, 3, 4):
+    logger.log_evaluation(3, {"validation_loss": 9.0})
+    for step in (1, 2, 3):
         logger.log(step, {"loss": float(step)})
-    logger.log_evaluation(4, {"validation_loss": 8.0})
-    logger.log_evaluation(6, {"validation_loss": 7.0})
     logger.close()
-    assert fake.logged == [
-        (1, {"loss": 1.0}),
-        (2, {"loss": 2.0}),
-        (3, {"loss": 3.0, "validation_loss": 9.0}),
-        (4, {"loss": 4.0}),
-        (4, {"validation_loss": 8.0}),
-        (6, {"validation_loss": 7.0}),
+    assert [entry["step"] for entry in fake.logged] == [3, 1, 2, 3]
+    assert fake.logged[0] == {"step": 3, "validation_loss": 9.0}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+def test_the_real_wandb_keeps_every_entry(tmp_path: Path) -> None:
+    """What W&B itself wrote down offline: each figure, under the step that it was given."""
+    config = LoggingConfig(wandb=True, wandb_mode="offline")
+    for resume in (0, 2):
+        logger = open_loggers(config, tmp_path, resume, {"seed": 1})
+        logger.log_evaluation(resume, {"validation_loss": 9.0 + resume})
+        for step in (resume + 1, resume + 2):
+            logger.log(step, {"loss": float(step)})
+        logger.close()
+    kept = [_history(file) for file in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))]
+    evaluations = [{"step": 0, "validation_loss": 9.0}, {"step": 2, "validation_loss": 11.0}]
+    figures = [[{"step": step, "loss": float(step)} for step in steps] for steps in ((1, 2), (3, 4))]
+    assert sorted(kept, key=lambda rows: rows[0]["step"]) == [
+        [evaluation, *rows] for evaluation, rows in zip(evaluations, figures, strict=True)
     ]
+
+
+def _history(file: Path) -> list[dict[str, Any]]:
+    """The entries of a file of W&B, without those that it adds itself.
+
+    (A head of 7 bytes, then records as in LevelDB's log: checksum, length, type; whole ones within the first 32 KiB.)
+    """
+    records = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    content, place, rows = file.read_bytes(), 7, []
+    assert len(content) < 1 << 15
+    while place < len(content):
+        _checksum, length, _type = struct.unpack_from("<IHB", content, place)
+        record = records.Record()
+        record.ParseFromString(content[place + 7 : place + 7 + length])
+        place += 7 + length
+        if record.WhichOneof("record_type") == "history":
+            items = {(item.key or item.nested_key[0]): json.loads(item.value_json) for item in record.history.item}
+            rows.append({key: value for key, value in items.items() if not key.startswith("_")})
+    return rows
 
 
 def test_wandb_absent_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
