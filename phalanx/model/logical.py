@@ -91,6 +91,12 @@ class LogicalParameters(Mapping[str, nn.Parameter]):
                 alias.parameter.grad = None if grad is None else grad[alias.start : alias.start + alias.rows]
         self._bound = {id(owner): owner.grad for owner in self._owners}
 
+    def drop_gradients(self) -> None:
+        """Let go of all gradients, logical and stored."""
+        for alias in self._aliases.values():
+            alias.parameter.grad = alias.owner.grad = None
+        self._bound.clear()
+
 
 def _copy(name: str, parameter: nn.Parameter, value: Tensor) -> None:
     rows = value.shape[0] if name in ("embedding", "head") and value.dim() == 2 else parameter.shape[0]

@@ -27,6 +27,8 @@ def grad_norm(parameters: Iterable[Tensor], reduction: Reduction = local) -> Ten
     gradients = [p.grad for p in found if p.grad is not None]
     wide = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
     norms = torch._foreach_norm(gradients, 2, dtype=wide)
+    if reduction is local:  # one operator for all of them, instead of a square for each
+        return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     squares = reduction([norm.square() for norm in norms], found, None)
     return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
 

@@ -86,8 +86,7 @@ class Run:
 
     def zero_grad(self) -> None:
         """Let go of all gradients, stored and logical."""
-        self.model.zero_grad(set_to_none=True)
-        self.parameters.bind_gradients()
+        self.parameters.drop_gradients()
 
     def evaluate(self, tokens: int) -> Evaluation:
         """Look at about `tokens` held-out tokens, spread over all of them; 0: all."""
