@@ -1,7 +1,7 @@
 """A group of ranks and its collectives, counted. Everything in this room that talks to other ranks does so through it.
 
 A `Group` wraps one torch process group (gloo or NCCL) that was built for its members alone, see
-`phalanx.parallel.groups`. It belongs to no registry, so several ranks can live in one process as threads, which is how
+`phalanx.parallel.mesh`. It belongs to no registry, so several ranks can live in one process as threads, which is how
 most tests of this room run. Collectives return a `Work`; a group of one does nothing and returns one that is done.
 
 Shapes: the gathered or scattered dimension is always the first one, so that blocks of ranks are runs in memory.
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from phalanx.core.layout import Axis, Layout
+from phalanx.parallel.place import CollectiveError, Place
 
 
 @dataclass
@@ -45,19 +46,30 @@ class Traffic:
 class Work:
     """A collective on its way: `wait` returns when its result may be used (on a GPU: by later work of the stream)."""
 
-    def __init__(self, handles: Sequence[Any] = (), finish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        handles: Sequence[Any] = (),
+        finish: Callable[[], None] | None = None,
+        explain: Callable[[Exception], Exception] | None = None,
+    ) -> None:
         self._handles = list(handles)
         self._finish = finish
+        self._explain = explain
 
     def wait(self) -> None:
         """Wait, once; later calls do nothing.
 
         Raises:
-            RuntimeError: a peer is gone, or the time is up.
+            CollectiveError: a peer is gone, or the time is up; it names the group, the operation and this rank.
         """
         handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.wait()
+        try:
+            for handle in handles:
+                handle.wait()
+        except RuntimeError as error:
+            if self._explain is None:
+                raise
+            raise self._explain(error) from error
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -75,18 +87,25 @@ class Group:
         index: this rank's place among them.
         backend: torch's process group of the members, made when it is first needed; never for a group of one.
         axes: what the group spans, for messages.
+        place: which rank of which layout this is, for messages.
 
     Attributes:
         traffic: what it has carried.
     """
 
     def __init__(
-        self, ranks: Sequence[int], index: int, backend: Callable[[], Any] | None, axes: Sequence[Axis] = ()
+        self,
+        ranks: Sequence[int],
+        index: int,
+        backend: Callable[[], Any] | None,
+        axes: Sequence[Axis] = (),
+        place: Place | None = None,
     ) -> None:
         self.ranks = tuple(ranks)
         self.index = index
         self.axes = tuple(axes)
         self.traffic = Traffic()
+        self._place = place
         self._make = backend
         self._made: Any = None
 
@@ -102,18 +121,29 @@ class Group:
 
     @property
     def backend(self) -> Any:
-        """The torch process group; made now if it was not needed before (then all members must ask)."""
+        """The torch process group; made now if it was not needed before (then all members must ask).
+
+        Raises:
+            CollectiveError: the members did not all come in time.
+        """
         if self._made is None:
             assert self._make is not None, "a group of one has no process group"
-            self._made = self._make()
+            try:
+                self._made = self._make()
+            except RuntimeError as error:
+                raise self._failure("meeting", error) from error
         return self._made
+
+    def forget(self) -> None:
+        """Let go of the torch process group and never make it again."""
+        self._made, self._make = None, _closed
 
     def all_reduce(self, x: Tensor, op: Any = ReduceOp.SUM) -> Work:
         """Reduce `x` in place over the members."""
         if self.size == 1:
             return Work()
         self._count("all_reduce", 2 * _share(x, self.size))
-        return Work([self.backend.allreduce([x], _options(op))])
+        return self._start("all_reduce", lambda backend: backend.allreduce([x], _options(op)))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
         """`out` (n * rows, …) = the members' `x` (rows, …) under one another; `x` may be this rank's block of `out`."""
@@ -121,7 +151,7 @@ class Group:
             _copy(out, x)
             return Work()
         self._count("all_gather", (self.size - 1) * _bytes(x))
-        return Work([self.backend._allgather_base(out, x)])
+        return self._start("all_gather", lambda backend: backend._allgather_base(out, x))
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
         """`out` (rows, …) = the sum over members of their `x` (n * rows, …) at this rank's block.
@@ -136,12 +166,17 @@ class Group:
         self._count("reduce_scatter", _share(x, self.size))
         if x.device.type == "cpu":
             blocks = torch.empty_like(x)
-            handle = self.backend.alltoall_base(blocks, x, [], [])
-            return Work([handle], lambda: _add_blocks(out, blocks, self.size))
-        if out.dtype == x.dtype:
-            return Work([self.backend._reduce_scatter_base(out, x)])
-        narrow = torch.empty_like(out, dtype=x.dtype)
-        return Work([self.backend._reduce_scatter_base(narrow, x)], lambda: _copy(out, narrow))
+            return self._start(
+                "reduce_scatter",
+                lambda backend: backend.alltoall_base(blocks, x, [], []),
+                lambda: _add_blocks(out, blocks, self.size),
+            )
+        narrow = out if out.dtype == x.dtype else torch.empty_like(out, dtype=x.dtype)
+        return self._start(
+            "reduce_scatter",
+            lambda backend: backend._reduce_scatter_base(narrow, x),
+            None if narrow is out else lambda: _copy(out, narrow),
+        )
 
     def all_to_all(
         self,
@@ -155,7 +190,8 @@ class Group:
             _copy(out, x)
             return Work()
         self._count("all_to_all", _share(x, self.size))
-        return Work([self.backend.alltoall_base(out, x, list(out_rows or []), list(rows or []))])
+        split = list(out_rows or []), list(rows or [])
+        return self._start("all_to_all", lambda backend: backend.alltoall_base(out, x, *split))
 
     def broadcast(self, x: Tensor, root: int = 0) -> Work:
         """`x` of member `root` for all, in place."""
@@ -165,23 +201,34 @@ class Group:
         options = torch._C._distributed_c10d.BroadcastOptions()
         options.rootRank = root
         options.rootTensor = 0
-        return Work([self.backend.broadcast([x], options)])
+        return self._start("broadcast", lambda backend: backend.broadcast([x], options))
 
     def send(self, x: Tensor, to: int, tag: int = 0) -> Work:
         """Send contiguous `x` to member `to`; keep it unchanged until the work is done."""
         self._count("send", _bytes(x))
-        return Work([self.backend.send([x], to, tag)])
+        return self._start(f"send to rank {self.ranks[to]}", lambda backend: backend.send([x], to, tag))
 
     def receive(self, x: Tensor, source: int, tag: int = 0) -> Work:
         """Receive into contiguous `x` what member `source` sends under `tag` (on NCCL: in the order it was sent)."""
         self._count("receive", 0)
-        return Work([self.backend.recv([x], source, tag)])
+        operation = f"receive from rank {self.ranks[source]}"
+        return self._start(operation, lambda backend: backend.recv([x], source, tag))
 
     def barrier(self) -> None:
         """Wait until every member is here."""
         if self.size > 1:
             self._count("barrier", 0)
-            self.backend.barrier().wait()
+            self._start("barrier", lambda backend: backend.barrier()).wait()
+
+    def _start(self, operation: str, call: Callable[[Any], Any], finish: Callable[[], None] | None = None) -> Work:
+        backend = self.backend
+        try:
+            return Work([call(backend)], finish, lambda error: self._failure(operation, error))
+        except RuntimeError as error:
+            raise self._failure(operation, error) from error
+
+    def _failure(self, operation: str, error: Exception) -> CollectiveError:
+        return CollectiveError(operation, self.axes, self.ranks, self._place, error)
 
     def _count(self, operation: str, sent_bytes: int) -> None:
         self.traffic.add(operation, sent_bytes)
@@ -211,6 +258,10 @@ class Groups(Protocol):
     def named(self, name: str, ranks: Sequence[int], axes: Sequence[Axis] = ()) -> Group:
         """A group of `ranks`, this one among them, that all of them ask for under `name`."""
         ...
+
+
+def _closed() -> Any:
+    raise RuntimeError("the mesh of this group is closed")
 
 
 def _options(op: Any) -> Any:
