@@ -10,6 +10,7 @@ from phalanx.core.config import Config
 from phalanx.core.layout import Layout
 
 Schedule = Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]
+ContextMethod = Literal["ring", "all_to_all"]
 
 
 class ParallelConfig(Config):
@@ -42,7 +43,7 @@ class ParallelConfig(Config):
         "or torch's fused operators over symmetric memory (NVLink)",
     )
     tensor_chunks: int = Field(4, ge=1, description="chunks of `tensor_overlap = chunked`")
-    context_method: Literal["ring", "all_to_all"] = Field(
+    context_method: ContextMethod = Field(
         "ring", description="attention over split sequences: keys travel in a ring, or heads are exchanged (Ulysses)"
     )
 

@@ -1,0 +1,1 @@
+"""Context parallel: every sequence is split over ranks; attention meets the keys of the others."""

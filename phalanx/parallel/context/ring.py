@@ -1,0 +1,226 @@
+"""Ring attention: keys and values go round the context group while each rank attends to those that have arrived.
+
+In step s of C, rank r attends to the keys of rank r - s, while those of rank r - s - 1 are on their way. Keys go
+straight from their owner to the rank whose turn it is, and only those pieces that one of its queries sees: with
+windows, only neighbours talk. The backward pass goes round again, so that a rank keeps only its own keys, and sends the
+gradients of others' keys home (arXiv 2310.01889).
+
+Shapes: B batch, H query heads, G key/value heads, S local positions, E head size, P positions of some pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.attention import AttentionDropout
+from phalanx.parallel.context.blocks import Block, Partial, attend, attend_backward, merge
+from phalanx.parallel.context.split import SequenceSplit
+from phalanx.parallel.group import Group, Work
+
+_KEYS, _GRADIENTS = 0, 1  # tags
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What attention of one layer needs to know beside its tensors."""
+
+    window: int | None
+    scale: float
+    dropout: AttentionDropout | None
+
+
+class _Arrival(NamedTuple):
+    """Keys and values (2, B, G, P, E) of the pieces `places` of rank `owner`."""
+
+    owner: int
+    places: tuple[int, ...]
+    kv: Tensor
+
+
+class Ring:
+    """The exchange of one forward pass and its backward, over the same blocks for all layers.
+
+    Args:
+        group: the context group.
+        split: how the sequence is shared.
+        documents_BS: of the whole sequence, or None.
+    """
+
+    def __init__(self, group: Group, split: SequenceSplit, documents_BS: Tensor | None) -> None:
+        self.group, self.split, self._documents = group, split, documents_BS
+        self._blocks: dict[tuple[int, int, int, int | None], Block] = {}
+        self.piece = split.local_length // split.pieces_per_rank
+
+    def attention(self, q_BHSE: Tensor, k_BGSE: Tensor, v_BGSE: Tensor, layer: Layer) -> Tensor:
+        """(B, H, S, E): this rank's queries over the whole sequence."""
+        out: Tensor = _RingAttention.apply(q_BHSE, k_BGSE, v_BGSE, self, layer)  # type: ignore[no-untyped-call]
+        return out
+
+    def block(self, mine: int, owner: int, theirs: int, window: int | None) -> Block | None:
+        """Queries of this rank's piece `mine` on piece `theirs` of `owner`; None where nothing is seen."""
+        queries = self.split.pieces(self.group.index)[mine]
+        keys = self.split.pieces(owner)[theirs]
+        if not queries.sees(keys, window):
+            return None
+        key = (mine, owner, theirs, window)
+        if key not in self._blocks:
+            self._blocks[key] = Block(queries, keys, window, self._documents)
+        return self._blocks[key]
+
+    def queries(self, mine: int) -> slice:
+        """Where piece `mine` lies among the local positions."""
+        return slice(mine * self.piece, (mine + 1) * self.piece)
+
+    def arrivals(self, kv: Tensor, window: int | None) -> Iterator[_Arrival]:
+        """Keys and values of every rank that this one needs, own ones first, each while the next is on its way.
+
+        Args:
+            kv: (2, B, G, S, E), this rank's.
+        """
+        size, here = self.group.size, self.group.index
+        sends: list[tuple[Work, Tensor]] = []
+        coming = self._start(kv, 1, window, sends) if size > 1 else None
+        yield _Arrival(here, tuple(range(self.split.pieces_per_rank)), kv)
+        for step in range(1, size):
+            present, coming = coming, self._start(kv, step + 1, window, sends) if step + 1 < size else None
+            if present is not None:
+                work, arrival = present
+                work.wait()
+                yield arrival
+        for work, _ in sends:
+            work.wait()
+
+    def _start(
+        self, kv: Tensor, step: int, window: int | None, sends: list[tuple[Work, Tensor]]
+    ) -> tuple[Work, _Arrival] | None:
+        """Send what rank ``here + step`` needs, and receive what is needed of rank ``here - step``."""
+        size, here = self.group.size, self.group.index
+        reader, owner = (here + step) % size, (here - step) % size
+        wanted = self.split.needed(reader, here, window)
+        if wanted:
+            parcel = self._pieces(kv, wanted)
+            sends.append((self.group.send(parcel, reader, _KEYS), parcel))
+        places = self.split.needed(here, owner, window)
+        if not places:
+            return None
+        buffer = kv.new_empty((*kv.shape[:3], len(places) * self.piece, kv.shape[4]))
+        return self.group.receive(buffer, owner, _KEYS), _Arrival(owner, places, buffer)
+
+    def send_home(self, grad: Tensor, owner: int) -> Work:
+        """Send gradients (2, B, G, P, E) of `owner`'s keys and values to it."""
+        return self.group.send(grad, owner, _GRADIENTS)
+
+    def gradients_from(
+        self, step: int, like: Tensor, window: int | None
+    ) -> tuple[Work, Tensor, tuple[int, ...]] | None:
+        """Begin to receive the gradients of this rank's keys from the rank that has them in `step`."""
+        reader = (self.group.index + step) % self.group.size
+        places = self.split.needed(reader, self.group.index, window)
+        if not places:
+            return None
+        shape = (*like.shape[:3], len(places) * self.piece, like.shape[4])
+        buffer = torch.empty(shape, dtype=like.dtype, device=like.device)
+        return self.group.receive(buffer, reader, _GRADIENTS), buffer, places
+
+    def add_pieces(self, total: Tensor, part: Tensor, places: tuple[int, ...]) -> None:
+        """Add (2, B, G, P, E) of some pieces to (2, B, G, S, E) of all."""
+        for number, place in enumerate(places):
+            total[:, :, :, self.queries(place)] += part[:, :, :, self.queries(number)]
+
+    def _pieces(self, kv: Tensor, places: tuple[int, ...]) -> Tensor:
+        return torch.cat([kv[:, :, :, self.queries(place)] for place in places], dim=3).contiguous()
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, layer: Layer) -> Tensor:
+        kv = torch.stack([k, v])
+        totals: list[Partial | None] = [None] * ring.split.pieces_per_rank
+        for arrival in ring.arrivals(kv, layer.window):
+            for mine in range(len(totals)):
+                for number, theirs in enumerate(arrival.places):
+                    block = ring.block(mine, arrival.owner, theirs, layer.window)
+                    if block is None:
+                        continue
+                    here, there = ring.queries(mine), ring.queries(number)
+                    keys, values = arrival.kv[:, :, :, there]
+                    new = attend(q[:, :, here], keys, values, block, layer.scale, _rows(layer.dropout, here))
+                    totals[mine] = merge(totals[mine], new)
+        found = [total for total in totals if total is not None]  # every query sees itself, so none is missing
+        out = torch.cat([total.out for total in found], dim=2).to(q.dtype)
+        ctx.save_for_backward(q, kv, out, torch.cat([total.lse for total in found], dim=2))
+        ctx.ring, ctx.layer = ring, layer
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, kv, out, lse = ctx.saved_tensors
+        ring, layer = ctx.ring, ctx.layer
+        dq = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+        dkv = torch.zeros(kv.shape, dtype=dq.dtype, device=q.device)
+        coming = [ring.gradients_from(step, dkv, layer.window) for step in range(1, ring.group.size)]
+        sends = []
+        saved = _Saved(grad.contiguous(), q, Partial(out, lse), dq)
+        for arrival in ring.arrivals(kv, layer.window):
+            part = _gradients(ring, layer, arrival, saved)
+            if arrival.owner == ring.group.index:
+                dkv += part
+            else:
+                sends.append((ring.send_home(part, arrival.owner), part))
+        for parcel in coming:
+            if parcel is not None:
+                parcel[0].wait()
+                ring.add_pieces(dkv, parcel[1], parcel[2])
+        for work, _ in sends:
+            work.wait()
+        dk, dv = dkv.to(kv.dtype)
+        return dq.to(q.dtype), dk, dv, None, None
+
+
+class _Saved(NamedTuple):
+    grad: Tensor
+    q: Tensor
+    final: Partial
+    dq: Tensor
+
+
+def _gradients(ring: Ring, layer: Layer, arrival: _Arrival, saved: _Saved) -> Tensor:
+    """Gradients (2, B, G, P, E) of what has arrived; those of the queries are added to ``saved.dq``."""
+    part = torch.zeros(arrival.kv.shape, dtype=saved.dq.dtype, device=saved.dq.device)
+    for mine in range(ring.split.pieces_per_rank):
+        here = ring.queries(mine)
+        final = Partial(saved.final.out[:, :, here], saved.final.lse[:, :, here])
+        for number, theirs in enumerate(arrival.places):
+            block = ring.block(mine, arrival.owner, theirs, layer.window)
+            if block is None:
+                continue
+            there = ring.queries(number)
+            keys, values = arrival.kv[:, :, :, there]
+            dq, dk, dv = attend_backward(
+                saved.grad[:, :, here],
+                saved.q[:, :, here],
+                keys,
+                values,
+                final,
+                block,
+                layer.scale,
+                _rows(layer.dropout, here),
+            )
+            saved.dq[:, :, here] += dq
+            part[0, :, :, there] += dk
+            part[1, :, :, there] += dv
+    return part
+
+
+def _rows(dropout: AttentionDropout | None, queries: slice) -> AttentionDropout | None:
+    """The dropout of some of the queries."""
+    if dropout is None:
+        return None
+    rows = dropout.rows[:, queries]
+    return AttentionDropout(dropout.rate, dropout.key, rows, dropout.first_head, dropout.num_heads)

@@ -1,0 +1,112 @@
+"""A rank's part of every sequence, and the attention that makes up for the rest.
+
+Shapes: B batch, L positions of whole sequences, S positions on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.attention import AttentionDropout, attention
+from phalanx.kernels.masks import AttentionMask
+from phalanx.model.config import ModelConfig
+from phalanx.model.context import Attending, DropoutState
+from phalanx.parallel.config import ContextMethod
+from phalanx.parallel.context.heads import to_heads, to_positions
+from phalanx.parallel.context.ring import Layer, Ring
+from phalanx.parallel.context.split import SequenceSplit
+from phalanx.parallel.group import Group
+
+Attend = Callable[[Tensor, Tensor, Tensor, Attending], Tensor]
+
+
+class ContextSpread:
+    """How one rank of a context group takes part.
+
+    Args:
+        config: of the whole model.
+        group: the context group; of one rank, everything stays as it is.
+        method: how attention meets the keys of other ranks.
+
+    Raises:
+        UserError: sequences cannot be cut evenly.
+    """
+
+    def __init__(self, config: ModelConfig, group: Group, method: ContextMethod, length: int) -> None:
+        all_windows = all(config.window_of(layer) is not None for layer in range(config.layers))
+        balanced = method == "ring" and not all_windows
+        self.group, self._method, self._rows = group, method, config.max_sequence
+        self.split = SequenceSplit(length, group.size, balanced)
+        places = [_positions(self.split, rank) for rank in range(group.size)]
+        self.positions_S = places[group.index]
+        self._order_L = torch.argsort(torch.cat(places))
+
+    def cut(self, x_BL: Tensor) -> Tensor:
+        """This rank's positions of (B, L, …)."""
+        if self.group.size == 1:
+            return x_BL
+        return x_BL.index_select(1, self.positions_S.to(x_BL.device))
+
+    def dropout_rows(self, state: DropoutState) -> Tensor:
+        """Hash rows (B, S) of this rank's tokens, the same numbers as in a whole sequence."""
+        positions = self.positions_S.to(state.sample_index_B.device)
+        return state.sample_index_B.to(torch.int64)[:, None] * self._rows + positions
+
+    def attend_with(self, documents_BL: Tensor | None, dropout: DropoutState | None) -> Attend | None:
+        """Attention for one forward pass; None where the ordinary one will do.
+
+        Args:
+            documents_BL: of whole sequences; attention stays inside a document.
+            dropout: what decides dropped weights.
+        """
+        if self.group.size == 1:
+            return None
+        if self._method == "ring":
+            return self._ring(documents_BL, dropout)
+        return self._all_to_all(documents_BL, dropout)
+
+    def _ring(self, documents_BL: Tensor | None, state: DropoutState | None) -> Attend:
+        ring = Ring(self.group, self.split, documents_BL)
+        rows_BS = None if state is None else self.dropout_rows(state)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, how: Attending) -> Tensor:
+            dropped = _dropout(how, state, rows_BS, how.first_head, how.num_heads or q.shape[1])
+            return ring.attention(q, k, v, Layer(how.window, q.shape[-1] ** -0.5, dropped))
+
+        return attend
+
+    def _all_to_all(self, documents_BL: Tensor | None, state: DropoutState | None) -> Attend:
+        length, group = self.split.length, self.group
+        masks: dict[int | None, AttentionMask] = {}
+        rows_BL = None
+        if state is not None:
+            rows_BL = state.sample_index_B.to(torch.int64)[:, None] * self._rows + torch.arange(
+                length, device=state.sample_index_B.device
+            )
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, how: Attending) -> Tensor:
+            if how.window not in masks:
+                masks[how.window] = AttentionMask(length, length, window=how.window, documents_BS=documents_BL)
+            order = self._order_L.to(q.device)
+            mine = [to_heads(x, group, order) for x in (q, k, v)]
+            first = how.first_head + group.index * (q.shape[1] // group.size)
+            dropped = _dropout(how, state, rows_BL, first, how.num_heads or q.shape[1])
+            out = attention(*mine, window=how.window, mask=masks[how.window], dropout=dropped, backend=how.backend)
+            return to_positions(out, group, order)
+
+        return attend
+
+
+def _dropout(
+    how: Attending, state: DropoutState | None, rows: Tensor | None, first: int, heads: int
+) -> AttentionDropout | None:
+    if state is None or rows is None or not how.dropout:
+        return None
+    return AttentionDropout(how.dropout, state.key(how.site), rows, first, heads)
+
+
+def _positions(split: SequenceSplit, rank: int) -> Tensor:
+    return torch.cat([torch.arange(piece.start, piece.stop) for piece in split.pieces(rank)])
