@@ -51,10 +51,12 @@ class Work:
         handles: Sequence[Any] = (),
         finish: Callable[[], None] | None = None,
         explain: Callable[[Exception], Exception] | None = None,
+        ended: Callable[[], None] | None = None,
     ) -> None:
         self._handles = list(handles)
         self._finish = finish
         self._explain = explain
+        self._ended = ended
 
     def wait(self) -> None:
         """Wait, once; later calls do nothing.
@@ -70,6 +72,9 @@ class Work:
             if self._explain is None:
                 raise
             raise self._explain(error) from error
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended()
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -106,6 +111,7 @@ class Group:
         self.axes = tuple(axes)
         self.traffic = Traffic()
         self._place = place
+        self._under_way = 0
         self._make = backend
         self._made: Any = None
 
@@ -133,6 +139,11 @@ class Group:
             except RuntimeError as error:
                 raise self._failure("meeting", error) from error
         return self._made
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something was started here that has not been waited for, or failed."""
+        return self._under_way > 0
 
     def forget(self) -> None:
         """Let go of the torch process group and never make it again."""
@@ -222,10 +233,14 @@ class Group:
 
     def _start(self, operation: str, call: Callable[[Any], Any], finish: Callable[[], None] | None = None) -> Work:
         backend = self.backend
+        self._under_way += 1
         try:
-            return Work([call(backend)], finish, lambda error: self._failure(operation, error))
+            return Work([call(backend)], finish, lambda error: self._failure(operation, error), self._ended)
         except RuntimeError as error:
             raise self._failure(operation, error) from error
+
+    def _ended(self) -> None:
+        self._under_way -= 1
 
     def _failure(self, operation: str, error: Exception) -> CollectiveError:
         return CollectiveError(operation, self.axes, self.ranks, self._place, error)

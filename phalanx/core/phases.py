@@ -1,0 +1,47 @@
+"""How long each phase of starting up takes. Torch-free."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Phases:
+    """Seconds by phase, in the order in which phases began first; a phase that is entered again adds up.
+
+    Phases may be nested: the time of an inner one is then part of the outer one too, so name it after it
+    (``mesh``, ``mesh/tensor``); `total_s` counts the outer ones alone.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block, also when it raises."""
+        self.seconds.setdefault(name, 0.0)
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            self.seconds[name] += self._clock() - begin
+
+    def add(self, name: str, seconds: float) -> None:
+        """Count time that was measured elsewhere, such as by the process that started this one."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all phases that are not within another."""
+        return sum(seconds for name, seconds in self.seconds.items() if name.rpartition("/")[0] not in self.seconds)
+
+    def metrics(self, prefix: str = "startup/") -> dict[str, float]:
+        """The same with names as metrics have them, such as ``startup/mesh_s``."""
+        return {f"{prefix}{name}_s": seconds for name, seconds in self.seconds.items()}
+
+    def __str__(self) -> str:
+        """Such as ``1.32 s (import 1.10, mesh 0.22, mesh/tensor 0.20)``."""
+        parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
+        return f"{self.total_s:.2f} s ({parts})" if parts else "0.00 s"

@@ -1,0 +1,99 @@
+"""torch process groups made for their members alone: the one file of the mesh that uses torch's private parts.
+
+`torch.distributed.new_group` must be called by every rank for every group and ends with a barrier of all ranks, so
+making the groups of a mesh costs O(n^2) operations on the store. What it wraps does not: a `ProcessGroupGloo` or
+`ProcessGroupNCCL` that is constructed directly lets its members meet on a store, and nobody else knows of it.
+What each function relies on is tested in tests/parallel/test_mesh_backends.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store, _register_process_group, _unregister_process_group
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+
+Maker = Callable[[Store, int, int, float, str], Any]
+"""Makes the backend of one member: store of the group, index, members, timeout (seconds), name of the group."""
+
+
+def maker(device: torch.device) -> Maker:
+    """What makes groups for tensors on `device`: NCCL on CUDA, gloo on a CPU."""
+    if device.type != "cuda":
+        return make_gloo
+    return lambda store, index, size, timeout_s, name: make_nccl(store, index, size, timeout_s, name, device)
+
+
+def make_gloo(store: Store, index: int, size: int, timeout_s: float, name: str) -> Any:
+    """Meet the other members over TCP; returns when every pair is connected. n keys of the store are read.
+
+    Raises:
+        RuntimeError: not all members came within `timeout_s`.
+    """
+    return torch.distributed.ProcessGroupGloo(store, index, size, timedelta(seconds=timeout_s))
+
+
+def make_nccl(store: Store, index: int, size: int, timeout_s: float, name: str, device: torch.device) -> Any:
+    """Meet the other members through NCCL, whose own network carries all but one key of 128 bytes.
+
+    Raises:
+        RuntimeError: NCCL cannot connect the members.
+    """
+    options = torch.distributed.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options.group_name = c10d.GroupName(name)
+    backend = torch.distributed.ProcessGroupNCCL(store, index, size, options)
+    backend.eager_connect_single_device(device)
+    return backend
+
+
+def set_timeout(backend: Any, timeout_s: float) -> None:
+    """From now on, operations of `backend` that start may take so long."""
+    backend._set_default_timeout(timedelta(seconds=timeout_s))
+
+
+def let_go(backend: Any, *, is_busy: bool) -> None:
+    """Be done with `backend`, of which the caller holds the last reference, without waiting for anyone.
+
+    gloo has no abort: dropping a group waits for what is under way in it, which may be for as long as the timeout when
+    a peer is gone. So a busy one is kept for ever, with its threads, for the end of the process to take.
+    """
+    if backend.name() == "nccl":
+        backend.abort() if is_busy else backend.shutdown()
+    elif is_busy:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+
+
+def register(backend: Any, store: Store, ranks: Sequence[int], name: str, device: torch.device) -> ProcessGroup:
+    """A `ProcessGroup` around `backend` that torch finds by `name`, as symmetric memory and functional collectives do.
+
+    No rank but the members need call this, and they do not meet for it. `unregister` undoes it.
+
+    Raises:
+        ValueError: this process has a group of that name.
+    """
+    if any(name == known for known in c10d._world.pg_names.values()):
+        raise ValueError(f"name = {name!r}: this process has registered a group of that name")
+    inner = PrefixStore("registered", store)
+    kind = c10d.Backend.backend_type_map[backend.name()]
+    group = ProcessGroup(inner, backend.rank(), backend.size())
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, backend)
+    group._set_group_name(c10d.GroupName(name))
+    _register_process_group(c10d.GroupName(name), group)
+    c10d._world.pg_map[group] = (backend.name(), inner)
+    c10d._world.pg_names[group] = c10d.GroupName(name)
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group
+
+
+def unregister(group: ProcessGroup) -> None:
+    """Make torch forget a group of `register`."""
+    _unregister_process_group(group.group_name)
+    for table in (c10d._world.pg_map, c10d._world.pg_names, c10d._world.pg_group_ranks):
+        table.pop(group, None)

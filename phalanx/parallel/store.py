@@ -1,0 +1,82 @@
+"""The store where ranks meet: small values by key, asked for by all, held by one process.
+
+torch's `TCPStore` served by libuv: one thread that never waits for a single client (MegaScale 3.5 replaced the
+blocking server by Redis for this), in the process of whoever is the host. Opening it is not a barrier: a client goes on
+as soon as the server answers, whoever else is there.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from phalanx.core.errors import UserError
+
+
+def open_store(
+    host: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    *,
+    is_host: bool,
+    listen_fd: int | None = None,
+    timeout_s: float = 300.0,
+    attempt: int = 0,
+) -> Store:
+    """Join the store of one attempt of a run, and serve it if this process is its host.
+
+    Args:
+        host: name or address of the process that serves it.
+        port: its port; 0 with `is_host` takes a free one (see `port_of`).
+        rank: this rank, for the error.
+        world_size: ranks in all, for the error.
+        is_host: serve it from a thread of this process, for as long as the returned store lives.
+        listen_fd: a socket that already listens, to be served with `is_host`; it belongs to the store then, and `port`
+            must be the one it is bound to.
+        timeout_s: longest wait for the server to answer and for a key to be set, seconds.
+        attempt: keys of attempts do not mix, even in one server.
+
+    Raises:
+        UserError: nothing answers at `host`:`port`, or it cannot be listened to.
+    """
+    try:
+        store = TCPStore(
+            host,
+            port,
+            world_size=None,
+            is_master=is_host,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listen_fd,
+            use_libuv=True,
+        )
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise _unreachable(host, port, rank, world_size, is_host, error) from error
+    return PrefixStore(f"attempt{attempt}", store)
+
+
+def port_of(store: Store) -> int:
+    """The port of a store of `open_store`."""
+    inner = store.underlying_store if isinstance(store, PrefixStore) else store
+    assert isinstance(inner, TCPStore)
+    return inner.port
+
+
+def _unreachable(host: str, port: int, rank: int, world_size: int, is_host: bool, error: Exception) -> UserError:
+    reason = str(error).strip().splitlines()[0]
+    if is_host:
+        return UserError(
+            f"rank {rank} of {world_size} cannot serve the store there ({reason})",
+            cure="choose a port that is free, or 0",
+            field="store",
+            value=f"{host}:{port}",
+        )
+    return UserError(
+        f"rank {rank} of {world_size} gets no answer from the store ({reason})",
+        cure="check that the process of rank 0 runs, and that its host and port (MASTER_ADDR, MASTER_PORT) are "
+        "reachable from this host",
+        field="store",
+        value=f"{host}:{port}",
+    )
