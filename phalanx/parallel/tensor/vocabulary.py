@@ -1,0 +1,223 @@
+"""Embedding and loss over a vocabulary that is split among ranks; no rank ever holds a token's whole row of logits.
+
+*Embedding*: each rank looks up the tokens whose rows it has, zeros for the others, and a reduce-scatter leaves every
+rank its rows of the stream.
+
+*Loss*: as in `phalanx.kernels.loss`, a chunk of tokens at a time is projected and its logits are turned in place into
+their gradient; but a chunk's tokens are gathered first, each rank has the logits of its words alone, and the only
+things exchanged about them are two numbers per token and rank: the log-sum-exp over the rank's words, and the
+target's logit where the rank has it. All ranks get the same loss, to the bit. The gathers of the next chunks, and the
+reduce-scatters of the chunks' gradients, run beside the products.
+
+Shapes: T tokens, n ranks, R = T / n rows of this rank, C tokens of a chunk, D hidden, V rows of the whole vocabulary
+(padding included), W = V / n of this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.core.errors import UserError
+from phalanx.kernels.linear import linear
+from phalanx.parallel.group import Group, Work
+from phalanx.parallel.tensor.overlap import gather_rows, scatter_rows
+
+# Local logits of a chunk, in elements; as in `phalanx.kernels.loss`.
+_CHUNK_ELEMENTS = 1 << 21
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """What the loss is: soft cap and z-loss factor (0: none), and words of the whole vocabulary without its padding."""
+
+    softcap: float
+    z_loss: float
+    vocabulary: int
+
+
+def embed_rows(group: Group, weight_WD: Tensor, tokens_T: Tensor) -> Tensor:
+    """This rank's rows (R, D) of the embeddings of all tokens."""
+    out: Tensor = _Embed.apply(group, weight_WD, tokens_T)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Group, weight: Tensor, tokens_T: Tensor) -> Tensor:
+        row_T, elsewhere_T = _own_words(group, len(weight), tokens_T)
+        ctx.group, ctx.rows = group, len(weight)
+        ctx.save_for_backward(row_T, elsewhere_T)
+        x_TD = F.embedding(row_T, weight)
+        return scatter_rows(group, x_TD.masked_fill_(elsewhere_T[:, None], 0.0))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[None, Tensor, None]:
+        row_T, elsewhere_T = ctx.saved_tensors
+        grad_TD = gather_rows(ctx.group, grad_RD).masked_fill(elsewhere_T[:, None], 0.0)
+        return None, torch.ops.aten.embedding_dense_backward(grad_TD, row_T, ctx.rows, -1, False), None
+
+
+def _own_words(group: Group, rows: int, words: Tensor) -> tuple[Tensor, Tensor]:
+    """Local row of each word (0 where another rank has it), and which ones another rank has."""
+    local = words - group.index * rows
+    elsewhere = (local < 0) | (local >= rows)
+    return local.masked_fill(elsewhere, 0), elsewhere
+
+
+def split_cross_entropy(
+    group: Group, hidden_RD: Tensor, weight_WD: Tensor, targets_T: Tensor, weights_T: Tensor | None, terms: LossTerms
+) -> tuple[Tensor, Tensor]:
+    """Sums over all T tokens of weighted loss and weighted z-loss, the same on every rank.
+
+    Gradients are made in the forward, and are those of the sum of the two, once for the whole group: that of the
+    hidden rows is complete, that of the weight is over all tokens.
+
+    Args:
+        hidden_RD: this rank's normed rows, in the compute type.
+        weight_WD: this rank's rows of the head.
+        targets_T: int64 next words of all tokens.
+        weights_T: fp32 weights of all tokens (default 1).
+
+    Raises:
+        UserError: the shapes do not fit; in backward, second derivatives or unequal factors of the sums are asked for.
+    """
+    tokens = group.size * hidden_RD.shape[0]
+    if targets_T.shape != (tokens,):
+        cure = f"pass the targets of all {tokens} tokens of the {group.size} ranks"
+        raise UserError(f"targets {tuple(targets_T.shape)} do not fit hidden rows {tuple(hidden_RD.shape)}", cure=cure)
+    if weights_T is None:
+        weights_T = hidden_RD.new_ones(tokens, dtype=torch.float32)
+    needs = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden_RD, weight_WD))
+    out: tuple[Tensor, Tensor] = _SplitCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden_RD, weight_WD, targets_T, weights_T.float(), group, terms, needs
+    )
+    return out
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        group: Group,
+        terms: LossTerms,
+        needs: tuple[bool, bool],
+    ) -> tuple[Tensor, Tensor]:
+        head = _Head(group, weight.to(hidden.dtype), terms, needs)
+        sums, dx, dw = head.run(hidden.contiguous(), targets.view(group.size, -1), weights.view(group.size, -1))
+        ctx.set_materialize_grads(False)
+        ctx.z_loss = terms.z_loss
+        ctx.save_for_backward(dx, None if dw is None else dw.to(weight.dtype))
+        return sums[0], sums[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor | None, grad_z: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UserError("the split loss has no second derivatives", cure="take the loss of plain logits instead")
+        if ctx.z_loss and not _same_factor(grad_loss, grad_z):
+            raise UserError("the loss and the z-loss share one gradient", cure="differentiate their sum")
+        if grad_loss is None:
+            return (None,) * 7
+        return *(None if g is None else g * grad_loss.to(g.dtype) for g in ctx.saved_tensors), *(None,) * 5
+
+
+def _same_factor(grad_loss: Tensor | None, grad_z: Tensor | None) -> bool:
+    """Whether the two sums entered the objective alike; their values are compared on a CPU, where that is free."""
+    if grad_loss is None or grad_z is None:
+        return grad_loss is grad_z
+    return grad_loss.device.type != "cpu" or torch.equal(grad_loss, grad_z)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """One pass of the loss over chunks; a chunk is the same few rows of every rank, (n, c)."""
+
+    group: Group
+    weight_WD: Tensor
+    terms: LossTerms
+    needs: tuple[bool, bool]
+
+    def run(
+        self, hidden_RD: Tensor, targets_nR: Tensor, weights_nR: Tensor
+    ) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+        """Loss and z-loss, and the gradients that are needed: of the hidden rows, and of the weight in fp32."""
+        chunks = self._chunks(hidden_RD.shape[0])
+        sums = [hidden_RD.new_zeros((), dtype=torch.float32) for _ in range(2)]
+        dx_RD = torch.empty_like(hidden_RD, dtype=torch.float32) if self.needs[0] else None
+        dw_WD = torch.zeros_like(self.weight_WD, dtype=torch.float32) if self.needs[1] else None
+        scatters: list[tuple[Work, Tensor]] = []
+        coming = self._gather(hidden_RD, chunks[0])
+        for rows, following in zip(chunks, [*chunks[1:], None], strict=True):
+            work, x_CD = coming
+            if following is not None:
+                coming = self._gather(hidden_RD, following)
+            work.wait()
+            grad_CW = self._chunk(x_CD, targets_nR[:, rows].flatten(), weights_nR[:, rows].flatten(), sums)
+            if dx_RD is not None:
+                dx_CD = torch.mm(grad_CW, self.weight_WD)
+                scatters.append((self.group.reduce_scatter(dx_RD[rows], dx_CD), dx_CD))
+            if dw_WD is not None:
+                dw_WD += torch.mm(grad_CW.t(), x_CD)
+        for work, _ in scatters:
+            work.wait()
+        return sums, None if dx_RD is None else dx_RD.to(hidden_RD.dtype), dw_WD
+
+    def _chunks(self, rows: int) -> list[slice]:
+        size = max(1, max(256, _CHUNK_ELEMENTS // len(self.weight_WD)) // self.group.size)
+        return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+    def _gather(self, hidden_RD: Tensor, rows: slice) -> tuple[Work, Tensor]:
+        mine = hidden_RD[rows]
+        out = mine.new_empty(self.group.size * mine.shape[0], mine.shape[1])
+        return self.group.all_gather(out, mine), out
+
+    def _chunk(self, x_CD: Tensor, targets_C: Tensor, weights_C: Tensor, sums: list[Tensor]) -> Tensor:
+        """Adds a chunk's loss and z-loss to `sums`; the gradient by its logits (C, W), in the compute type."""
+        logits, slope = self._logits(x_CD)
+        row_C, elsewhere_C = _own_words(self.group, len(self.weight_WD), targets_C)
+        hit_C = logits.gather(1, row_C[:, None]).squeeze(1).masked_fill_(elsewhere_C, 0.0)
+        seen = gather_rows(self.group, torch.stack((logits.logsumexp(1), hit_C))[None])
+        lse_C, target_C = seen[:, 0].logsumexp(0), seen[:, 1].sum(0)
+        sums[0] += torch.dot(lse_C - target_C, weights_C)
+        factor_C = weights_C
+        if self.terms.z_loss:
+            sums[1] += self.terms.z_loss * torch.dot(lse_C.square(), weights_C)
+            factor_C = weights_C * torch.add(1.0, lse_C, alpha=2.0 * self.terms.z_loss)
+        grad = logits.sub_(lse_C[:, None]).exp_().mul_(factor_C[:, None])
+        grad.scatter_add_(1, row_C[:, None], (-weights_C).masked_fill_(elsewhere_C, 0.0)[:, None])
+        return (grad if slope is None else grad.mul_(slope)).to(x_CD.dtype)
+
+    def _logits(self, x_CD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """This rank's logits in fp32 after the soft cap, -inf where its words are padding, and the cap's derivative."""
+        logits = torch.mm(x_CD, self.weight_WD.t()).float()
+        slope = None
+        if self.terms.softcap:
+            tanh = logits.div_(self.terms.softcap).tanh_()
+            logits, slope = tanh * self.terms.softcap, tanh.square().neg_().add_(1.0)
+        return mask_own_padding(self.group, logits, self.terms.vocabulary), slope
+
+
+def mask_own_padding(group: Group, logits: Tensor, vocabulary: int) -> Tensor:
+    """The logits (..., W) of this rank's words, with -inf written where these are behind `vocabulary`."""
+    words = min(max(vocabulary - group.index * logits.shape[-1], 0), logits.shape[-1])
+    if words < logits.shape[-1]:
+        logits[..., words:] = -torch.inf
+    return logits
+
+
+def full_logits(group: Group, hidden_R: Tensor, weight_WD: Tensor, terms: LossTerms) -> Tensor:
+    """Float32 logits (T, V) of all tokens on every rank, for evaluation; hidden rows (R, D) in the compute type."""
+    logits_TW = linear(gather_rows(group, hidden_R), weight_WD.to(hidden_R.dtype)).float()
+    if terms.softcap:
+        logits_TW = terms.softcap * torch.tanh(logits_TW / terms.softcap)
+    logits_TW = mask_own_padding(group, logits_TW, terms.vocabulary)
+    return gather_rows(group, logits_TW.t()).t()
