@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -14,6 +13,7 @@ from phalanx.checkpoint.folder import locate
 from phalanx.checkpoint.manifest import DamagedCheckpointError, Manifest
 from phalanx.checkpoint.verify import examine
 from phalanx.cli.lazy import LazyGroup
+from phalanx.cli.tables import make_console, make_table
 from phalanx.core import units
 
 _LAZY = {
@@ -36,17 +36,22 @@ def command() -> None:
 @command.command("list")
 @click.argument("run", type=click.Path(path_type=Path))
 def list_command(run: Path) -> None:
-    """Show the checkpoints of RUN, newest first; sizes are checked, contents are not (see verify)."""
-    table = _table("checkpoint", "step", "written", "size", "tensors", "attempt", "config", "torch", right=(1, 3, 4, 5))
+    """Show the checkpoints of RUN, newest first.
+
+    Sizes of files are checked, contents are not (see verify).
+    """
+    table = make_table(
+        "checkpoint", "step", "written", "size", "attempt", "config", "torch", right=(1, 3, 4), whole=(0,)
+    )
     for path in locate(run):
         try:
             m = examine(path, checksums=False)
         except DamagedCheckpointError as damage:
             table.add_row(path.name, "", f"[red]damaged: {escape(damage.reason)}[/red]")
             continue
-        facts = (units.size(m.size_bytes), str(len(m.tensors)), str(m.attempt), m.config_sha256[:12], m.torch_version)
-        table.add_row(path.name, str(m.step), m.created[:19].replace("T", " "), *map(escape, facts))
-    Console().print(table)
+        facts = (units.size(m.size_bytes), str(m.attempt), m.config_sha256[:8], m.torch_version)
+        table.add_row(path.name, str(m.step), m.created[:16].replace("T", " "), *map(escape, facts))
+    make_console().print(table)
 
 
 @command.command("inspect")
@@ -64,7 +69,7 @@ def inspect_command(path: Path, config: bool, state: bool) -> None:
     if config or state:
         click.echo(json.dumps(manifest.config if config else manifest.state, indent=1, ensure_ascii=False))
         return
-    console = Console()
+    console = make_console()
     console.print(tensor_table(manifest))
     console.print(summary_table(path, manifest))
 
@@ -72,7 +77,10 @@ def inspect_command(path: Path, config: bool, state: bool) -> None:
 @command.command("verify")
 @click.argument("path", type=click.Path(path_type=Path))
 def verify_command(path: Path) -> None:
-    """Hold every byte of the checkpoint PATH, or of all of a run, against its checksum; exit status 1 if damaged."""
+    """Hold every byte of a checkpoint against its checksum.
+
+    PATH is a checkpoint, or a run for all of its own. The exit status is 1 if one is damaged.
+    """
     damaged = False
     for checkpoint in locate(path):
         try:
@@ -88,7 +96,7 @@ def verify_command(path: Path) -> None:
 
 def tensor_table(manifest: Manifest) -> Table:
     """Name, dtype, shape, elements and bytes on disk of each tensor."""
-    table = _table("tensor", "dtype", "shape", "elements", "on disk", right=(3, 4))
+    table = make_table("tensor", "dtype", "shape", "elements", "on disk", right=(3, 4))
     for name, tensor in manifest.tensors.items():
         shape = " x ".join(map(str, tensor.shape)) or "scalar"
         stored = units.size(sum(chunk.length for chunk in tensor.chunks))
@@ -112,11 +120,4 @@ def summary_table(path: Path, manifest: Manifest) -> Table:
     ]
     for name, text in rows:
         table.add_row(name, escape(text))
-    return table
-
-
-def _table(*columns: str, right: tuple[int, ...]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index in right else "left", overflow="fold")
     return table

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from phalanx.cli.tables import make_console, make_table
 from phalanx.core import units
 from phalanx.core.config import load
 from phalanx.core.errors import UserError
@@ -40,7 +41,7 @@ def prepare(config: Path, overrides: tuple[str, ...], workers: int | None) -> No
     begin_s = time.monotonic()
     with PrepareDisplay(console) as display:
         prepared = preparing.prepare(data, workers=workers, progress=display.show)
-    console.print(summary(prepared, data))
+    make_console().print(summary(prepared, data))
     console.print(f"ready in {units.duration(time.monotonic() - begin_s)}", highlight=False)
 
 
@@ -50,7 +51,7 @@ def prepare(config: Path, overrides: tuple[str, ...], workers: int | None) -> No
 def info(config: Path, overrides: tuple[str, ...]) -> None:
     """What has been prepared for CONFIG: tokens, documents and bytes of each source, and where they lie."""
     data = load(RunConfig, config, overrides).value.data
-    Console().print(summary(preparing.open_prepared(data), data))
+    make_console().print(summary(preparing.open_prepared(data), data))
 
 
 @command.command()
@@ -93,9 +94,9 @@ def as_markup(prepared: Prepared, stream: TokenStream, at: int, count: int) -> s
 
 def summary(prepared: Prepared, config: DataConfig) -> Table:
     """One row per source and split."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("source", "split", "tokens", "documents", "text", "bytes/token", "left out"):
-        table.add_column(column, justify="left" if column in ("source", "split") else "right", no_wrap=True)
+    columns = ("source", "split", "tokens", "documents", "text", "bytes/token", "left out")
+    numbers = tuple(range(2, len(columns)))
+    table = make_table(*columns, right=numbers, whole=(0, 1, *numbers))
     for source in (*prepared.sources, *prepared.validation_sources):
         for name, part in source.splits.items():
             ratio = f"{part.num_bytes / part.num_tokens:.2f}" if part.num_bytes else "n/a"

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from phalanx.cli.tables import make_console, make_table
 from phalanx.core import units
 from phalanx.core.config import Loaded, load, walk
 from phalanx.core.errors import UserError
@@ -25,7 +25,7 @@ from phalanx.train.derived import Derived, derive
 def command(config: Path, overrides: tuple[str, ...], given: bool, describe: bool) -> None:
     """Print every setting of CONFIG, where its value came from, and what follows from it."""
     loaded = load(RunConfig, config, overrides)
-    console = Console()
+    console = make_console()
     console.print(settings_table(loaded, given=given, describe=describe))
     try:
         console.print(derived_table(derive(loaded.value)))
@@ -35,11 +35,7 @@ def command(config: Path, overrides: tuple[str, ...], given: bool, describe: boo
 
 def settings_table(loaded: Loaded[RunConfig], *, given: bool, describe: bool) -> Table:
     """Key, value and origin of every setting, and what it is."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("setting", "value", "from"):
-        table.add_column(column, overflow="fold", no_wrap=column == "setting")
-    if describe:
-        table.add_column("what it is", overflow="fold")
+    table = make_table("setting", "value", "from", *(["what it is"] if describe else []), whole=(0,))
     for key, value, field in walk(loaded.value):
         origin = loaded.origin(key)
         if given and origin == "default":
@@ -66,4 +62,5 @@ def derived_table(derived: Derived) -> Table:
 
 
 def _text(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)
+    """A value as TOML has it, to be copied into a config; what JSON has of strings, numbers and lists is TOML too."""
+    return "unset" if value is None else json.dumps(value, ensure_ascii=False, default=str)

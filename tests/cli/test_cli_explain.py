@@ -89,3 +89,28 @@ def test_idle_openmp_threads_yield_unless_told_otherwise(monkeypatch: pytest.Mon
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     yield_idle_cores()
     assert os.environ["GOMP_SPINCOUNT"] == "7"
+
+
+def test_values_are_written_as_toml_has_them() -> None:
+    changes = ['model.attention=["window","full"]', "model.window=8", "train.compile=true"]
+    result = CliRunner().invoke(explain, [str(CONFIGS[0]), *changes], env={"COLUMNS": "200"})
+    lines = {line.split()[0]: line for line in result.output.splitlines() if line.strip()}
+    for name, value in (
+        ("model.attention", '["window", "full"]'),
+        ("train.compile", "true"),
+        ("train.deterministic", "false"),
+        ("optim.groups", "[]"),
+        ("optim.eps", "unset"),
+    ):
+        assert f"  {value}  " in lines[name]
+
+
+def test_rows_into_a_pipe_are_one_line_each(tmp_path: Path) -> None:
+    """Another program reads whole values, however long; a terminal of 80 columns folds them."""
+    config = f"{ROOT / 'configs' / 'shakespeare.toml'}"
+    path = "/".join(["a-long-folder-name"] * 12)
+    arguments = [sys.executable, "-m", "phalanx", "explain", config, f"data.sources.0.path={path}", "train.steps=200"]
+    bare = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
+    for environment, lines in ((bare, 1), (bare | {"COLUMNS": "80"}, 0)):
+        out = subprocess.check_output(arguments, text=True, env=environment, cwd=tmp_path)
+        assert sum(path in line for line in out.splitlines()) == lines
