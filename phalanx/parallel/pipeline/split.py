@@ -1,0 +1,141 @@
+"""Layers cut into pipeline stages of as equal a cost as can be. Torch-free.
+
+Cost is matrix-product FLOPs of one token, forward and backward: projections, attention over as many keys as the layer's
+window leaves, and the loss head, which weighs as much as several layers where the vocabulary is large. The embedding
+multiplies nothing: it copies one row forward and adds one backward, which is counted as one operation per element.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from phalanx.core.errors import UserError
+from phalanx.model.config import ModelConfig
+from phalanx.model.shapes import mean_keys, parameter_table
+
+
+@dataclass(frozen=True)
+class StageSpan:
+    """What one pipeline stage holds: a run of layers, and the embedding or the loss head at the ends.
+
+    Attributes:
+        flops_per_token: forward and backward, of the whole stage.
+    """
+
+    layers: range
+    first: bool
+    last: bool
+    flops_per_token: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """FLOPs of one token, forward and backward: of the embedding, of every layer, of the loss head."""
+
+    embedding: float
+    layers: tuple[float, ...]
+    head: float
+
+    @property
+    def total(self) -> float:
+        """Of the whole model."""
+        return self.embedding + sum(self.layers) + self.head
+
+
+def stage_costs(config: ModelConfig, sequence_length: int) -> Costs:
+    """What the pieces of `config` cost; layers and head together are `phalanx.model.shapes.flops_per_token`.
+
+    Raises:
+        UserError: the vocabulary or the longest sequence is not known yet.
+    """
+    weights = [0] * config.layers
+    for parameter in parameter_table(config).values():
+        if parameter.layer is not None and parameter.role in ("input", "output"):
+            weights[parameter.layer] += parameter.size
+    per_key = 4 * config.heads * config.head_dim
+    layers = tuple(
+        3 * (2.0 * size + per_key * mean_keys(sequence_length, config.window_of(layer)))
+        for layer, size in enumerate(weights)
+    )
+    return Costs(2.0 * config.hidden, layers, 6.0 * config.vocab_rows * config.hidden)
+
+
+def split_stages(config: ModelConfig, sequence_length: int, stages: int) -> list[StageSpan]:
+    """Cut `config` into `stages` runs of layers, at least one layer each, so that the most expensive is cheapest.
+
+    Exact. Among all cuts that are equal in this, the one with the smallest sum of squared costs.
+
+    Raises:
+        UserError: there are more stages than layers.
+    """
+    if stages > config.layers:
+        raise UserError(
+            f"{stages} pipeline stages (parallel.pipeline times parallel.chunks) cannot share {config.layers} layers",
+            cure=f"lower parallel.pipeline or parallel.chunks to at most {config.layers} stages, or raise model.layers",
+            field="model.layers",
+            value=config.layers,
+        )
+    costs = stage_costs(config, sequence_length)
+    pieces = list(costs.layers)
+    pieces[0] += costs.embedding
+    pieces[-1] += costs.head
+    bounds = _cut(pieces, stages)
+    return [
+        StageSpan(range(begin, end), begin == 0, end == config.layers, sum(pieces[begin:end]))
+        for begin, end in itertools.pairwise(bounds)
+    ]
+
+
+def imbalance(spans: Sequence[StageSpan]) -> float:
+    """How much longer the most expensive stage takes than the mean: 0 is even, 0.25 a quarter more.
+
+    A pipeline runs at the pace of its most expensive stage, so its ranks idle ``imbalance / (1 + imbalance)`` of the
+    time on top of the schedule's bubble.
+    """
+    costs = [span.flops_per_token for span in spans]
+    return max(costs) * len(costs) / sum(costs) - 1
+
+
+def _cut(costs: Sequence[float], stages: int) -> list[int]:
+    """Bounds 0 = b0 < b1 < … = len(costs): the least possible maximum of the sums between them, then of squares."""
+    sums = list(itertools.accumulate(costs, initial=0.0))
+    widest = _best(sums, stages, math.inf, max)
+    limit = max(sums[end] - sums[begin] for begin, end in itertools.pairwise(widest))
+    return _best(sums, stages, limit * (1 + 1e-9), lambda total, span: total + span * span)
+
+
+def _best(sums: Sequence[float], stages: int, limit: float, join: Callable[[float, float], float]) -> list[int]:
+    """Bounds of `stages` spans, none over `limit`, that make the joined spans least; dynamic programming over ends.
+
+    Args:
+        sums: of the first i costs.
+        join: the value of a cut and one span more; not below either.
+    """
+    values = [0.0] + [math.inf] * (len(sums) - 1)
+    begins = []
+    for stage in range(1, stages + 1):
+        values, chosen = _one_more(sums, stage, values, limit, join)
+        begins.append(chosen)
+    bounds = [len(sums) - 1]
+    for chosen in reversed(begins):
+        bounds.append(chosen[bounds[-1]])
+    return bounds[::-1]
+
+
+def _one_more(
+    sums: Sequence[float], stage: int, before: list[float], limit: float, join: Callable[[float, float], float]
+) -> tuple[list[float], list[int]]:
+    """Values of the best cuts into `stage` spans by where they end, and where their last span begins."""
+    values, begins = [math.inf] * len(sums), [0] * len(sums)
+    for end in range(stage, len(sums)):
+        for begin in range(end - 1, stage - 2, -1):
+            span = sums[end] - sums[begin]
+            if span > limit or join(0.0, span) >= values[end]:
+                break  # a longer span costs more still
+            value = join(before[begin], span)
+            if value < values[end]:
+                values[end], begins[end] = value, begin
+    return values, begins
