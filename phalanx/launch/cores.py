@@ -1,0 +1,109 @@
+"""Which cores of the host each local rank computes on. Torch-free.
+
+A share is a run of whole physical cores in the order of NUMA nodes, as many for every rank: ranks wait for each other
+at every collective, so a larger share would only wait longer. Hardware threads of one core stay together, and only one
+arithmetic thread is started per core, because both threads of a core share its vector units.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_SYSTEM = Path("/sys/devices/system")
+
+
+@dataclass(frozen=True, order=True)
+class Core:
+    """One physical core: where it sits, and the numbers of its hardware threads."""
+
+    node: int
+    package: int
+    number: int
+    cpus: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank gets: hardware threads to run on, and how many arithmetic threads.
+
+    Attributes:
+        cpus: None where ranks outnumber cores; they share all of them then, and the system places them.
+        threads: at least 1.
+    """
+
+    cpus: frozenset[int] | None
+    threads: int
+
+
+def read_cores(cpus: Iterable[int], system: Path = _SYSTEM) -> list[Core]:
+    """The physical cores that `cpus` belong to, by NUMA node, package and number, holding those of `cpus` alone.
+
+    Where the system tells nothing of a CPU, it counts as a core of its own.
+    """
+    nodes = _node_of_cpus(system)
+    found: dict[tuple[int, int, int], list[int]] = {}
+    for cpu in sorted(cpus):
+        topology = system / "cpu" / f"cpu{cpu}" / "topology"
+        number = _number(topology / "core_id", cpu)
+        found.setdefault((nodes.get(cpu, 0), _number(topology / "physical_package_id", 0), number), []).append(cpu)
+    return sorted(Core(*place, tuple(numbers)) for place, numbers in found.items())
+
+
+def share_cores(cores: list[Core], count: int) -> list[Share]:
+    """Divide `cores` among `count` ranks; what does not divide is left to helpers such as loaders."""
+    each = len(cores) // count
+    if each == 0:
+        return [Share(None, 1)] * count
+    runs = (cores[rank * each : (rank + 1) * each] for rank in range(count))
+    return [Share(frozenset(cpu for core in run for cpu in core.cpus), each) for run in runs]
+
+
+def local_shares(count: int) -> list[Share]:
+    """What each of `count` ranks gets of the cores that this process may use."""
+    return share_cores(read_cores(allowed_cpus()), count)
+
+
+def allowed_cpus() -> frozenset[int]:
+    """Hardware threads that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def bind(share: Share) -> None:
+    """Keep this process, and those it starts, on its share; nothing where the system cannot."""
+    if share.cpus is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, share.cpus)
+
+
+def bind_started_elsewhere(local_rank: int, local_world_size: int) -> Share:
+    """Bind a worker that torchrun or srun started, unless they did: then its mask is smaller than its parent's.
+
+    Returns:
+        The share it has now.
+    """
+    mine = allowed_cpus()
+    if hasattr(os, "sched_getaffinity") and mine < frozenset(os.sched_getaffinity(os.getppid())):
+        return Share(mine, len(read_cores(mine)))
+    share = local_shares(local_world_size)[local_rank]
+    bind(share)
+    return share
+
+
+def _node_of_cpus(system: Path) -> dict[int, int]:
+    """NUMA node of every CPU, as far as the system tells."""
+    result = {}
+    for folder in (system / "node").glob("node[0-9]*"):
+        for link in folder.glob("cpu[0-9]*"):
+            result[int(link.name.removeprefix("cpu"))] = int(folder.name.removeprefix("node"))
+    return result
+
+
+def _number(path: Path, default: int) -> int:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return default

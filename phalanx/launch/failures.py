@@ -1,0 +1,137 @@
+"""How ranks fail: which failure came first and which only followed from it, and how that is told. Torch-free."""
+
+from __future__ import annotations
+
+import re
+import signal
+import textwrap
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from phalanx.core.errors import UserError
+from phalanx.core.layout import Layout
+
+Kind = Literal["user", "raised", "interrupted", "signal", "status"]
+
+# What gloo, NCCL and TCPStore say when a peer is gone, as opposed to an error of this rank.
+_OF_A_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|closed by peer|reset by peer|broken pipe|socket closed"
+    r"|socket timeout|timed out (waiting|after)|watchdog caught collective|application timeout|remote process exited"
+    r"|nccl\w*remote\s?error|failed to recv|failed to send|recvvalue failed|sendbytes failed|wait timeout|writeerror"
+    r"|store is not available|software caused connection",
+    re.IGNORECASE,
+)
+_NETWORK_TYPES = {
+    "DistNetworkError",
+    "DistStoreError",
+    "ConnectionResetError",
+    "ConnectionRefusedError",
+    "BrokenPipeError",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's end that was not wanted.
+
+    Attributes:
+        rank: whose.
+        time_ns: when, on the host's monotonic clock.
+        kind: a `UserError`, another exception, KeyboardInterrupt, killed by a signal, or left without a word.
+        status: exit status that the job has because of it.
+        summary: one line.
+        text: the traceback, or the last lines that the rank wrote; may be empty.
+        follows: whether it says that a peer is gone, so that it explains nothing.
+    """
+
+    rank: int
+    time_ns: int
+    kind: Kind
+    status: int
+    summary: str
+    text: str = ""
+    follows: bool = False
+
+
+def failure_of_exception(rank: int, time_ns: int, error: BaseException) -> Failure:
+    """What an exception that nobody caught says of its rank."""
+    if isinstance(error, UserError):
+        return Failure(rank, time_ns, "user", 2, str(error))
+    if isinstance(error, KeyboardInterrupt):
+        return Failure(rank, time_ns, "interrupted", 128 + signal.SIGINT, "interrupted")
+    # The first frame is the launcher's own.
+    frames = error.__traceback__ and (error.__traceback__.tb_next or error.__traceback__)
+    lines = traceback.format_exception(type(error), error, frames)
+    summary = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}".removesuffix(": ")
+    return Failure(rank, time_ns, "raised", 1, summary, "".join(lines), follows=speaks_of_a_peer(error))
+
+
+def failure_of_exit(rank: int, time_ns: int, code: int, last_lines: Sequence[str] = ()) -> Failure:
+    """What the end of a process that left no word says; `code` as subprocess has it, negative for a signal."""
+    text = "".join(f"{line}\n" for line in last_lines)
+    if code < 0:
+        return Failure(rank, time_ns, "signal", 128 - code, f"killed by {signal_name(-code)}", text)
+    return Failure(rank, time_ns, "status", code, f"left with exit status {code} and no word", text)
+
+
+def speaks_of_a_peer(error: BaseException) -> bool:
+    """Whether an exception, or what it was raised from, is what one sees when a peer is gone."""
+    return any(type(e).__name__ in _NETWORK_TYPES or _OF_A_PEER.search(str(e)) for e in _chain(error))
+
+
+def signal_name(number: int) -> str:
+    """Such as SIGKILL."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def find_culprit(failures: Iterable[Failure]) -> Failure:
+    """The first failure that does not follow from another's; the first of all if every one seems to."""
+    return min(failures, key=lambda failure: (failure.follows, failure.time_ns))
+
+
+def describe(failures: Sequence[Failure], world_size: int, host: str, layout: Layout | None) -> str:
+    """What happened, the culprit last: its traceback under a line that names rank, host and layout.
+
+    A `UserError` is one line and has no traceback. Other ranks' failures are one line each above.
+    """
+    culprit = find_culprit(failures)
+    others = [failure for failure in failures if failure is not culprit and failure.summary != culprit.summary]
+    same = sum(failure.summary == culprit.summary for failure in failures) - 1
+    where = f"rank {culprit.rank} of {world_size} on {host}" + place(layout, culprit.rank)
+    also = f", and so did {same} more" if same else ""
+    others.sort(key=lambda failure: failure.time_ns)
+    lines = [f"  rank {failure.rank} then: {_short(failure.summary)}" for failure in others]
+    if culprit.kind == "user":
+        return "\n".join([*lines, f"error: {culprit.summary} [{where}{also}]"]) + "\n"
+    mark = f"{where}: {culprit.summary}{also}"
+    rule = "=" * min(max(len(mark), 20), 100)
+    return "\n".join([*lines, rule, mark, rule, *culprit.text.splitlines()]) + "\n"
+
+
+def place(layout: Layout | None, rank: int) -> str:
+    """Where a rank sits, such as `` (layout pp2·tp2: pipeline 1, tensor 0)``; empty without a layout."""
+    if layout is None:
+        return ""
+    used = [
+        f"{axis} {index}" for axis, index in layout.coordinates(rank)._asdict().items() if getattr(layout, axis) > 1
+    ]
+    return f" (layout {layout}{': ' if used else ''}{', '.join(used)})"
+
+
+def _short(summary: str) -> str:
+    """A summary without the source lines that C++ puts before its messages, cut to what fits on a line."""
+    return textwrap.shorten(re.sub(r"\[/\S+:\d+\] ", "", summary), 120, placeholder=" …")
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
