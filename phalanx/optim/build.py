@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from phalanx.optim.config import Kind, OptimConfig
 from phalanx.optim.groups import Settings, assign
 from phalanx.optim.lamb import LAMB
 from phalanx.optim.muon import Muon
-from phalanx.optim.reduction import Reduction, local
+from phalanx.optim.reduction import GradientNorm, Reduction, local
 
 
 class OptimizerSet:
@@ -30,18 +30,18 @@ class OptimizerSet:
         parameters: Mapping[str, Tensor],
         optimizers: Mapping[Kind, torch.optim.Optimizer],
         clip_norm: float,
-        reduction: Reduction = local,
+        gradient_norm: GradientNorm = grad_norm,
     ) -> None:
         self._parameters = dict(parameters)
         self._optimizers = dict(optimizers)
         self._clip_norm = clip_norm
-        self._reduction = reduction
+        self._gradient_norm = gradient_norm
         for optimizer in self._optimizers.values():
             create_state(optimizer)
 
     def clip(self) -> tuple[Tensor, Tensor | None]:
         """The norm of the whole gradient, and the divisor for `step` that clips it (None where clipping is off)."""
-        norm = grad_norm(self._parameters.values(), self._reduction)
+        norm = self._gradient_norm(self._parameters.values())
         return norm, clip_scale(norm, self._clip_norm) if self._clip_norm else None
 
     def set_lr(self, factor: float) -> float:
@@ -106,7 +106,12 @@ class OptimizerSet:
 
 
 def build_optimizer(
-    config: OptimConfig, named_parameters: Mapping[str, torch.nn.Parameter], *, reduction: Reduction = local
+    config: OptimConfig,
+    named_parameters: Mapping[str, torch.nn.Parameter],
+    *,
+    reduction: Reduction = local,
+    gradient_norm: GradientNorm = grad_norm,
+    whole_shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> OptimizerSet:
     """Make the optimizers of `config` for logical parameters; those that need no gradient are left out.
 
@@ -114,20 +119,26 @@ def build_optimizer(
         config: what to build.
         named_parameters: logical name to parameter; each is one logical matrix or vector in fp32.
         reduction: completes sums over parameters that are spread over ranks.
+        gradient_norm: of the whole gradient, where other ranks hold parts of it.
+        whole_shapes: shapes of all logical parameters of the model, where only parts of some are here.
 
     Raises:
-        UserError: a group's pattern fits nothing, or there is nothing to train.
+        UserError: a group's pattern fits nothing, there is nothing to train, or an optimizer needs whole matrices, or
+            all parameters, where only parts are here.
     """
     trained = {name: p for name, p in named_parameters.items() if p.requires_grad}
     if not trained:
         raise UserError("there is no parameter to train", cure="leave requires_grad on for some of the model")
-    settings = assign(config, {name: p.dim() for name, p in trained.items()})
+    shapes = whole_shapes or {name: p.shape for name, p in trained.items()}
+    everywhere = assign(config, {name: len(shape) for name, shape in shapes.items()})
+    settings = {name: everywhere[name] for name in trained}
+    _check_parts(config, everywhere, shapes, trained)
     optimizers: dict[Kind, torch.optim.Optimizer] = {}
     for kind in dict.fromkeys((config.name, *(s.kind for s in settings.values()))):
         groups = _torch_groups(kind, settings, trained)
         if groups:
-            optimizers[kind] = _make(kind, groups, config, reduction)
-    return OptimizerSet(trained, optimizers, config.clip_norm, reduction)
+            optimizers[kind] = _make(kind, groups, config, reduction, gradient_norm)
+    return OptimizerSet(trained, optimizers, config.clip_norm, gradient_norm)
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:
@@ -153,7 +164,38 @@ def _torch_groups(
     return list(groups.values())
 
 
-def _make(kind: Kind, groups: list[dict[str, Any]], config: OptimConfig, reduction: Reduction) -> torch.optim.Optimizer:
+def _check_parts(
+    config: OptimConfig,
+    everywhere: Mapping[str, Settings],
+    shapes: Mapping[str, Sequence[int]],
+    parameters: Mapping[str, Tensor],
+) -> None:
+    """Refuse what cannot be done with parts of matrices, or without the parameters of other ranks."""
+    cut = [n for n, p in parameters.items() if everywhere[n].kind == "muon" and tuple(p.shape) != tuple(shapes[n])]
+    if cut:
+        raise UserError(
+            f"works on whole matrices, and the layout splits {cut[0]} over ranks",
+            cure="spread the run with parallel.replicate or parallel.pipeline only, or take another optimizer",
+            field="optim.name",
+            value="muon",
+        )
+    partial = len(shapes) > len(parameters) and {s.kind for s in everywhere.values()} != {"lamb"}
+    if partial and config.lamb.max_grad_norm is not None and any(s.kind == "lamb" for s in everywhere.values()):
+        raise UserError(
+            "is the norm of LAMB's parameters alone, which no stage of a pipeline knows beside other optimizers",
+            cure="leave it out and set optim.clip_norm",
+            field="optim.lamb.max_grad_norm",
+            value=config.lamb.max_grad_norm,
+        )
+
+
+def _make(
+    kind: Kind,
+    groups: list[dict[str, Any]],
+    config: OptimConfig,
+    reduction: Reduction,
+    gradient_norm: GradientNorm,
+) -> torch.optim.Optimizer:
     betas, eps = config.betas_of(kind), config.eps_of(kind)
     if kind == "adamw":
         return torch.optim.AdamW(groups, betas=(betas[0], betas[1]), eps=eps, fused=True)
@@ -176,7 +218,16 @@ def _make(kind: Kind, groups: list[dict[str, Any]], config: OptimConfig, reducti
             groups, betas=triple, eps=pair, clip_threshold=came.clip_threshold, reduction=reduction, compile=compiled
         )
     options = config.lamb.model_dump()
-    return LAMB(groups, betas=(betas[0], betas[1]), eps=eps, reduction=reduction, compile=compiled, **options)
+    clipping = None if reduction is local else gradient_norm
+    return LAMB(
+        groups,
+        betas=(betas[0], betas[1]),
+        eps=eps,
+        reduction=reduction,
+        gradient_norm=clipping,
+        compile=compiled,
+        **options,
+    )
 
 
 def _step(optimizer: Any, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:

@@ -151,9 +151,10 @@ class CAME(SkippingOptimizer):
         if p.dim() < 2:
             flat = (p.detach().view(-1), g.view(-1), state["exp_avg"].view(-1))
             return _Work(*flat, (state["exp_avg_sq"].view(-1),), self._buffer(p).view(-1))
-        shape = (-1, *p.shape[-2:])
+        leading = p.shape[:-2].numel()  # not -1, which fits nothing where a rank holds no row
+        shape = (leading, *p.shape[-2:])
         names = ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col")
-        factors = tuple(state[name].view(-1, state[name].shape[-1]) for name in names)
+        factors = tuple(state[name].view(leading, -1) for name in names)
         return _Work(
             p.detach().view(shape), g.view(shape), state["exp_avg"].view(shape), factors, self._buffer(p).view(shape)
         )

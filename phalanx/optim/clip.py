@@ -7,19 +7,16 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from phalanx.optim.reduction import Reduction, local
-
 # As in torch.nn.utils.clip_grad_norm_.
 _GUARD = 1e-6
 
 
 @torch.no_grad()
-def grad_norm(parameters: Iterable[Tensor], reduction: Reduction = local) -> Tensor:
+def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     """The 2-norm of all gradients taken together: one pass, sums in float32 (float64 for float64 gradients).
 
     Args:
         parameters: those without a gradient are left out.
-        reduction: completes sums over parameters that are spread over ranks.
     """
     found = [p for p in parameters if p.grad is not None]
     if not found:
@@ -27,10 +24,9 @@ def grad_norm(parameters: Iterable[Tensor], reduction: Reduction = local) -> Ten
     gradients = [p.grad for p in found if p.grad is not None]
     wide = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
     norms = torch._foreach_norm(gradients, 2, dtype=wide)
-    if reduction is local:  # one operator for all of them, instead of a square for each
-        return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-    squares = reduction([norm.square() for norm in norms], found, None)
-    return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
+    # One operator for all of them, instead of a square for each.
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return norm
 
 
 def clip_scale(norm: Tensor, max_norm: float) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.optim.base import SkippingOptimizer, bundles, clean_gradients, inverse_scale
-from phalanx.optim.reduction import Reduction, local
+from phalanx.optim.reduction import GradientNorm, Reduction, local
 
 
 class _Rule(NamedTuple):
@@ -44,6 +44,7 @@ class LAMB(SkippingOptimizer):
         trust_clip: bound the trust ratio by 1.
         max_weight_norm: bound the parameter's norm in the trust ratio (cybertronai: 10); None for no bound.
         reduction: completes sums over matrices that are spread over ranks.
+        gradient_norm: for `max_grad_norm`, where other ranks hold parts of the gradient.
         compile: run the step through ``torch.compile`` (one graph for all shapes; needs the local reduction).
 
     Raises:
@@ -64,6 +65,7 @@ class LAMB(SkippingOptimizer):
         trust_clip: bool = False,
         max_weight_norm: float | None = None,
         reduction: Reduction = local,
+        gradient_norm: GradientNorm | None = None,
         compile: bool = False,
     ) -> None:
         _check(lr, betas, eps, weight_decay)
@@ -83,6 +85,7 @@ class LAMB(SkippingOptimizer):
         }
         self.max_grad_norm = max_grad_norm
         self._reduction = reduction
+        self._gradient_norm = gradient_norm
         self._compiled: Callable[..., None] | None = (
             torch.compile(_compiled_step, dynamic=True, fullgraph=True) if compile else None
         )
@@ -117,10 +120,13 @@ class LAMB(SkippingOptimizer):
 
     def _clipping_scale(self, parameters: list[Tensor], grad_scale: Tensor | None, limit: float) -> Tensor:
         """The divisor that brings the norm of all gradients, already divided by `grad_scale`, down to `limit`."""
-        norms = torch._foreach_norm([p.grad.to(p.dtype) for p in parameters if p.grad is not None])
-        squares = self._reduction([norm.square() for norm in norms], parameters, None)
-        scale = torch.ones_like(squares[0]) if grad_scale is None else grad_scale.to(squares[0])
-        total = torch.stack([square.to(squares[0]) for square in squares]).sum().sqrt()
+        if self._gradient_norm is not None:
+            total = self._gradient_norm(parameters)
+        else:
+            norms = torch._foreach_norm([p.grad.to(p.dtype) for p in parameters if p.grad is not None])
+            squares = self._reduction([norm.square() for norm in norms], parameters, None)
+            total = torch.stack([square.to(squares[0]) for square in squares]).sum().sqrt()
+        scale = torch.ones_like(total) if grad_scale is None else grad_scale.to(total)
         return torch.maximum(scale, total / limit)
 
     def _update_bundle(

@@ -7,7 +7,7 @@ sees a process group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -24,6 +24,14 @@ class Reduction(Protocol):
             parameters: the parameters the sums belong to.
             dim: the dimension that was summed away: -1 (columns), -2 (rows) or None (every dimension).
         """
+        ...
+
+
+class GradientNorm(Protocol):
+    """The norm of the whole gradient, also of what other ranks hold."""
+
+    def __call__(self, parameters: Iterable[Tensor], /) -> Tensor:
+        """The 2-norm of all gradients taken together, of `parameters` and of those of other ranks; a scalar."""
         ...
 
 
