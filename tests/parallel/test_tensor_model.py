@@ -32,6 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "position": "learned",
         "tie_embeddings": True,
     },
+    "nanogpt": {"norm": "layer", "activation": "gelu", "position": "learned", "tie_embeddings": True},
     "qwen": {"bias": "qkv", "kv_heads": 2, "qk_norm": True, "tie_embeddings": True},
     "windows": {"attention": ("window", "window", "full"), "window": 5, "kv_heads": 2},
     "parallel": {"block": "parallel", "activation": "gelu"},
@@ -162,14 +163,26 @@ def test_four_ranks_have_the_loss_and_gradients_of_one(variant: str) -> None:
     check(tiny(variant, kv_heads=4, vocab_multiple=64), 4)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_chunks_in_a_pipeline_have_the_same_loss_and_gradients(variant: str) -> None:
+    check(tiny(variant), 2, overlap="chunked", chunks=3)
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "parallel_biased", "merged"])
+def test_chunks_of_four_ranks_too(variant: str) -> None:
+    check(tiny(variant, kv_heads=4, vocab_multiple=64), 4, overlap="chunked", chunks=16)
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("variant", ["llama", "parallel_biased", "merged", "dropping"])
 def test_recomputed_blocks_communicate_in_step(variant: str, recompute: str) -> None:
     check(tiny(variant), 2, recompute=recompute)
+    check(tiny(variant), 2, recompute=recompute, overlap="chunked", chunks=2)
 
 
 def test_half_precision_is_close() -> None:
     check(tiny("llama"), 2, tolerance=3e-2, compute_dtype=torch.bfloat16)
+    check(tiny("parallel"), 2, tolerance=3e-2, compute_dtype=torch.bfloat16, overlap="chunked", chunks=2)
 
 
 def test_a_rank_may_hold_nothing_but_padding() -> None:

@@ -19,6 +19,7 @@ from phalanx.model.layers import InputProjection, OutputProjection
 from phalanx.model.part import DecoderPart
 from phalanx.parallel.deferred import WeightQueue
 from phalanx.parallel.group import Group
+from phalanx.parallel.tensor.chunked import ChunkedOverlap
 from phalanx.parallel.tensor.linear import Spread
 from phalanx.parallel.tensor.overlap import Overlap, PlainOverlap
 from phalanx.parallel.tensor.rows import local_rows
@@ -90,7 +91,9 @@ def local_context(context: Context, group: Group) -> Context:
 
 def make_overlap(kind: Kind, group: Group, chunks: int) -> Overlap:
     """The back end named `kind`; the plain one in a group of one."""
-    return PlainOverlap(group)
+    if kind == "none" or group.size == 1:
+        return PlainOverlap(group)
+    return ChunkedOverlap(group, chunks)
 
 
 def _spread_block(block: Block, spread: Spread, config: ModelConfig) -> None:
