@@ -1,0 +1,1 @@
+"""Data parallelism: flat buckets of parameters and gradients, split and summed over ranks."""

@@ -1,0 +1,224 @@
+"""The memory of one bucket, and the collectives over it.
+
+Three flat buffers: *weights*, what the model computes with; *master*, this rank's part in fp32, which the optimizer
+updates; *gradients* in fp32. What is whole and what a part depends on the ZeRO stage (arXiv 1910.02054):
+
+    ZeRO-1   weights whole, gradients whole; their own part becomes the sum over ranks
+    ZeRO-2   weights whole, gradients whole until they are reduced, then a part
+    ZeRO-3   weights whole while they are needed; gradients as in ZeRO-2, reduced after every backward pass
+
+The master is a part of the weights where these are fp32 and stay; memory of its own otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.parallel.group import Group, Work
+from phalanx.parallel.zero.places import Place, Run, Slot, runs
+
+
+@dataclass(frozen=True)
+class BucketGroups:
+    """Who works on a bucket.
+
+    Attributes:
+        split: the ranks that hold a part each.
+        add: groups over which parts of gradients are added besides: replicas, tensor ranks that share the parameters,
+            the other stage of tied embeddings.
+    """
+
+    split: Group
+    add: tuple[Group, ...]
+
+
+class Bucket:
+    """Stored parameters on flat memory, and this rank's part of them.
+
+    Args:
+        place: what lies where.
+        groups: who shares it.
+        zero: the ZeRO stage; 1 where nothing is split.
+        wire_dtype: in which gradients travel.
+        device: where the memory is.
+
+    Attributes:
+        parameters: what the model computes with, one for each slot, installed in its modules.
+        masters: this rank's runs of the logical parameters, fp32; gradients arrive on them.
+        keeps_weights: whether the weights stay whole.
+    """
+
+    def __init__(
+        self, place: Place, groups: BucketGroups, zero: int, wire_dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.place, self.groups, self.device, self.wire_dtype = place, groups, device, wire_dtype
+        self.zero = zero if groups.split.size > 1 else 1
+        self.keeps_weights = self.zero < 3 or place.kind.vectors
+        rows = place.padded_rows(groups.split.size)
+        part_rows = rows // groups.split.size
+        first_row = groups.split.index * part_rows
+        self._size = rows * place.width
+        self._own = slice(first_row * place.width, (first_row + part_rows) * place.width)
+        self._weights = torch.zeros(self._size, dtype=place.kind.dtype, device=device)
+        self._in_place = self.keeps_weights and place.kind.dtype == torch.float32
+        own = self._weights[self._own]
+        self._master = own if self._in_place else torch.zeros_like(own, dtype=torch.float32)
+        self.parameters = [self._install(slot) for slot in place.slots]
+        self.masters = [(run, nn.Parameter(_cut(self._master, run))) for run in runs(place, first_row, part_rows)]
+        self._gathering: Work | None = None
+        self._whole = True
+        self._gradients: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._sum: Tensor | None = None
+        self._has_sum = False
+        self._bound: Tensor | None = None
+        if not self.keeps_weights:
+            self.release()
+
+    def _install(self, slot: Slot) -> nn.Parameter:
+        # `.data` has a version counter of its own: filling the flat memory anew is no change of what autograd saved.
+        flat = self._weights.data[slot.row * self.place.width :]
+        parameter = nn.Parameter(flat[: slot.numel].view(slot.stored.meta.shape))
+        parameter.grad_dtype = torch.float32
+        for module, attribute in slot.stored.holders:
+            module.register_parameter(attribute, parameter)
+        return parameter
+
+    # Weights
+
+    def gather(self) -> None:
+        """Start to make the weights whole from the masters of all ranks."""
+        self.wait()
+        if not self.keeps_weights:
+            self._weights.untyped_storage().resize_(self._size * self._weights.element_size())
+        own = self._weights[self._own]
+        if not self._in_place:
+            own.copy_(self._master)
+        self._gathering = self.groups.split.all_gather(self._weights, own)
+        self._whole = True
+
+    def need(self) -> None:
+        """Start to make the weights whole unless they are, or are becoming so."""
+        if not self._whole:
+            self.gather()
+
+    def wait(self) -> None:
+        """Wait for the weights that are on their way."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def release(self) -> None:
+        """Free the whole weights (ZeRO-3); the parameters stay, without memory."""
+        self.wait()
+        self._weights.untyped_storage().resize_(0)
+        self._whole = False
+
+    # Gradients
+
+    def collect(self, index: int) -> None:
+        """Take the gradient of the parameter of slot `index` into flat memory, where it stays."""
+        parameter = self.parameters[index]
+        if self._gradients is None:
+            self._allocate_gradients()
+        view = self._views[index]
+        if parameter.grad is not None and parameter.grad is not view:
+            view.copy_(parameter.grad)
+            parameter.grad = view
+
+    def reduce(self, last: bool) -> Iterator[Work]:
+        """Sum this rank's part of the gradients over ranks.
+
+        Yields every collective as it is started, and is to be resumed when that is done.
+
+        Args:
+            last: nothing will be added any more: sum over replicas too.
+        """
+        yield from self._scatter()
+        if last:
+            yield from self._add()
+
+    def bind(self) -> None:
+        """Give the sums to the masters as their gradients."""
+        assert self._sum is not None, "gradients have not been reduced"
+        if self._bound is not self._sum:
+            self._bound = self._sum
+            for run, master in self.masters:
+                master.grad = _cut(self._sum, run)
+        self._has_sum = False
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients: of the parameters, of the masters, and sums that were begun."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        for _, master in self.masters:
+            master.grad = None
+        self._bound, self._has_sum = None, False
+        if self.zero > 1:
+            self._gradients, self._views = None, []
+
+    def _allocate_gradients(self) -> None:
+        flat = torch.empty(self._size, device=self.device)
+        starts = [slot.row * self.place.width for slot in self.place.slots]
+        ends = [start + slot.numel for start, slot in zip(starts, self.place.slots, strict=True)]
+        for end, next_start in zip(ends, [*starts[1:], self._size], strict=True):
+            flat[end:next_start].zero_()
+        self._gradients = flat
+        self._views = [
+            flat[start:end].view(parameter.shape)
+            for start, end, parameter in zip(starts, ends, self.parameters, strict=True)
+        ]
+
+    def _take_gradients(self) -> Tensor:
+        """The flat gradients, complete; the parameters, and with ZeRO-2 the bucket, let go of them."""
+        for index, parameter in enumerate(self.parameters):
+            self.collect(index)
+            if parameter.grad is None:
+                self._views[index].zero_()
+            parameter.grad = None
+        flat = self._gradients
+        assert flat is not None
+        if self.zero > 1:
+            self._gradients, self._views = None, []
+        return flat
+
+    @property
+    def _has_gradients(self) -> bool:
+        return self._gradients is not None or any(parameter.grad is not None for parameter in self.parameters)
+
+    def _scatter(self) -> Iterator[Work]:
+        if self._has_sum and not self._has_gradients:
+            return
+        whole = self._take_gradients()
+        if self.zero == 1 and self._sum is None:
+            self._sum = whole[self._own]
+        elif self._sum is None:
+            self._sum = torch.empty_like(self._master)
+        target = torch.empty_like(self._sum) if self._has_sum else self._sum
+        self._has_sum = True
+        if self.groups.split.size > 1:
+            yield self.groups.split.reduce_scatter(target, whole.to(self.wire_dtype))
+        if target is not self._sum:
+            self._sum.add_(target)
+
+    def _add(self) -> Iterator[Work]:
+        assert self._sum is not None
+        for group in self.groups.add:
+            sent = self._sum.to(self.wire_dtype)
+            yield group.all_reduce(sent)
+            if sent is not self._sum:
+                self._sum.copy_(sent)
+
+    def tensors(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """The memory that is in use: weights, masters (the same where in place), gradients."""
+        gradients = [self._gradients, self._sum, *(p.grad for p in self.parameters)]
+        return [self._weights], [self._master], [g for g in gradients if g is not None]
+
+
+def _cut(flat: Tensor, run: Run) -> Tensor:
+    count = run.count if len(run.shape) == 1 else run.count * run.shape[1]
+    return flat[run.offset : run.offset + count].view(run.shape)

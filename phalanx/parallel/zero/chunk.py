@@ -1,0 +1,287 @@
+"""A model chunk whose parameters, gradients and optimizer state are split over data-parallel ranks.
+
+The cadence is MegaScale's (arXiv 2402.15627, section 3.2). With ZeRO-1 and ZeRO-2 parameters are gathered and gradients
+reduced once per step and bucket, however many micro-batches there are. The gathers are started right after the update,
+in order of use, so that they overlap the loading of data and the forward pass of what comes before; a bucket is waited
+for by the first module that needs it. A bucket's reduction is started as soon as its last gradient is there.
+
+Ranks of the axis `context` see other tokens of the same sequences, so they are data-parallel ranks to everything here:
+parameters are split over `shard` and `context` together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.core.layout import AXES, Axis
+from phalanx.core.shard import Shard
+from phalanx.model.part import DecoderPart
+from phalanx.model.shapes import parameter_table
+from phalanx.parallel.config import ParallelConfig
+from phalanx.parallel.group import Group, Groups
+from phalanx.parallel.zero.bucket import Bucket, BucketGroups
+from phalanx.parallel.zero.places import Kind, StoredParameter, plan_places, stored_parameters
+from phalanx.parallel.zero.reductions import Reductions
+from phalanx.parallel.zero.stream import Unit, link
+
+Initial = Callable[[str, Shard], Tensor]
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class MemoryBytes(NamedTuple):
+    """Memory that this rank holds now: measured sizes of storages, bytes.
+
+    Attributes:
+        parameters: weights as the model uses them, and masters where these have memory of their own.
+        gradients: whole ones and sums.
+    """
+
+    parameters: int
+    gradients: int
+
+
+class ShardedChunk:
+    """A `DecoderPart` on flat buckets; makes its memory, and fills it.
+
+    One step is: `gather`, the forward and backward passes of all micro-batches with `last_backward` before the last
+    backward pass, `reduce`, `finish`, the update of `parameters`, `zero_grad`.
+
+    Args:
+        part: on the meta device, perhaps with seams replaced. Parameters that are not on the meta device (a tied head
+            whose embedding is in another chunk of this process) are left alone.
+        shards: what of each logical parameter is in the part, as its tensor-parallel rank holds it.
+        groups: of this rank.
+        config: `zero`, `bucket_bytes`, `reduce_dtype`.
+        initial: values of a block of a logical parameter; None leaves zeros (to be loaded).
+        device: where the memory is.
+
+    Attributes:
+        part: with parameters that have memory.
+        parameters: logical name to this rank's rows of the master, fp32, perhaps none; in the order of the table.
+        shards: what each of `parameters` is of the logical one.
+    """
+
+    def __init__(
+        self,
+        part: DecoderPart,
+        shards: Mapping[str, Shard],
+        groups: Groups,
+        config: ParallelConfig,
+        *,
+        initial: Initial | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.part = part
+        self._groups, self._config, self._device = groups, config, torch.device(device)
+        self._tensor_shards = shards
+        self._split_axes = _used(groups, "shard", "context")
+        self._split = spanning(groups, "shard", "context")
+        self._buckets = self._make_buckets()
+        self._reductions = Reductions(polls=self._device.type == "cpu")
+        self._last = False
+        self._seen: dict[Bucket, set[int]] = {bucket: set() for bucket in self._buckets}
+        # The order in which gradients are complete: what is used first has its gradient last.
+        self._to_reduce = sorted(self._buckets, key=lambda bucket: -bucket.place.first_use)
+        self._reduced: set[Bucket] = set()
+        self.parameters, self.shards = self._logical()
+        self._fill(initial)
+        self._units = self._make_units()
+        self._add_hooks()
+
+    # One step
+
+    def gather(self) -> None:
+        """Start to make the weights whole from the updated masters, in order of use."""
+        for unit in self._units:
+            unit.release()
+        for bucket in self._buckets:
+            if bucket.keeps_weights:
+                bucket.gather()
+        if self._units:
+            self._units[0].prefetch()
+
+    def wait(self) -> None:
+        """Wait for all weights that were asked for; modules that are called wait for theirs by themselves."""
+        for bucket in self._buckets:
+            bucket.wait()
+
+    def last_backward(self) -> None:
+        """The coming backward pass is the last of the step: reduce each bucket as soon as its gradients are there."""
+        self._last = True
+        for seen in self._seen.values():
+            seen.clear()
+
+    def reduce(self) -> None:
+        """Start the reductions that have not been started, for gradients that were made without autograd's hooks."""
+        for bucket in self._to_reduce:
+            if bucket not in self._reduced:
+                self._start(bucket, last=True)
+
+    def finish(self) -> None:
+        """Wait for all reductions; the sums over all ranks are then the gradients of `parameters`."""
+        self.reduce()
+        self._reductions.finish()
+        for bucket in self._buckets:
+            bucket.bind()
+        self._last = False
+        self._reduced.clear()
+
+    def zero_grad(self) -> None:
+        """Let go of all gradients."""
+        for bucket in self._buckets:
+            bucket.drop_gradients()
+
+    def memory_bytes(self) -> MemoryBytes:
+        """What parameters and gradients take on this rank at this moment."""
+        held = [bucket.tensors() for bucket in self._buckets]
+        parameters = [t for weights, masters, _ in held for t in (*weights, *masters)]
+        return MemoryBytes(stored_bytes(parameters), stored_bytes(t for *_, gradients in held for t in gradients))
+
+    # Making
+
+    def _make_buckets(self) -> list[Bucket]:
+        unit_of = self._unit_numbers() if self._config.zero == 3 and self._split.size > 1 else {}
+        table = parameter_table(self.part.config)
+
+        def kind_of(stored: StoredParameter) -> Kind:
+            name = stored.parts[0].name
+            vectors = stored.meta.dim() == 1
+            multiplied = not vectors and table[name].role in ("input", "output")
+            return Kind(
+                # The gradient of such a matrix is made in the compute dtype in any case: the numbers are the same.
+                dtype=self.part.compute_dtype if multiplied else torch.float32,
+                vectors=vectors,
+                shared=self._groups.layout.tensor > 1 and "tensor" not in self._tensor_shards[name].axes,
+                tied=name == "embedding" and self._is_tied(),
+                unit=-1 if vectors else unit_of.get(id(stored.holders[0][0]), -1),
+            )
+
+        stored = stored_parameters(self.part)
+        places = plan_places(stored, kind_of, self.part.config.hidden, self._config.bucket_bytes)
+        wire = _DTYPES[self._config.reduce_dtype]
+        return [
+            Bucket(place, self._bucket_groups(place.kind), self._config.zero, wire, self._device) for place in places
+        ]
+
+    def _bucket_groups(self, kind: Kind) -> BucketGroups:
+        axes: tuple[Axis, ...] = ("replicate", "tensor") if kind.shared else ("replicate",)
+        add = [spanning(self._groups, *axes)]
+        if kind.tied:
+            add.append(tied_group(self._groups))
+        return BucketGroups(self._split, tuple(group for group in add if group.size > 1))
+
+    def _is_tied(self) -> bool:
+        """Whether another stage holds the embedding too."""
+        whole = self.part.embedding is not None and self.part.head is not None
+        return self.part.config.tie_embeddings and not whole and self._config.schedule != "zbv"
+
+    def _tops(self) -> list[nn.Module]:
+        tops = [self.part.embedding, *self.part.layers, self.part.head]
+        return [module for module in tops if module is not None]
+
+    def _unit_numbers(self) -> dict[int, int]:
+        return {id(module): number for number, top in enumerate(self._tops()) for module in top.modules()}
+
+    def _make_units(self) -> list[Unit]:
+        passing = [bucket for bucket in self._buckets if not bucket.keeps_weights]
+        units = []
+        for top in self._tops() if passing else ():
+            held = {id(parameter) for parameter in top.parameters()}
+            used = [bucket for bucket in passing if any(id(p) in held for p in bucket.parameters)]
+            units.append(Unit(top, used, in_backward=top is not self.part.embedding))
+        link(units)
+        return units
+
+    def _add_hooks(self) -> None:
+        for module in self.part.modules():
+            held = {id(parameter) for parameter in module.parameters(recurse=False)}
+            for bucket in self._buckets:
+                if bucket.keeps_weights and any(id(p) in held for p in bucket.parameters):
+                    module.register_forward_pre_hook(partial(_wait_for, bucket))
+        for bucket in self._buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                hook = partial(self._accumulated, bucket, index)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _logical(self) -> tuple[dict[str, nn.Parameter], dict[str, Shard]]:
+        found, shards = {}, {}
+        first_replica = self._groups.layout.index(self._groups.rank, ("replicate",)) == 0
+        for bucket in self._buckets:
+            copy = bucket.place.kind.tied and self.part.embedding is None
+            for run, master in bucket.masters:
+                held = self._tensor_shards[run.name]
+                owner = held.owner and first_replica and not copy
+                found[run.name] = master
+                shards[run.name] = held.rows(run.start, run.count, self._split_axes, owner=owner)
+        order = [name for name in parameter_table(self.part.config) if name in found]
+        return {name: found[name] for name in order}, {name: shards[name] for name in order}
+
+    def _fill(self, initial: Initial | None) -> None:
+        if initial is None:
+            return
+        for name, parameter in self.parameters.items():
+            if parameter.numel():
+                parameter.data.copy_(initial(name, self.shards[name]))
+
+    # Gradients
+
+    def _accumulated(self, bucket: Bucket, index: int, _parameter: Tensor) -> None:
+        """A gradient of one micro-batch has been added."""
+        bucket.collect(index)
+        self._reductions.advance()
+        if not self._last and bucket.keeps_weights:
+            return
+        seen = self._seen[bucket]
+        seen.add(index)
+        if len(seen) == len(bucket.parameters):
+            self._reduce_complete()
+
+    def _reduce_complete(self) -> None:
+        """Start what is complete, in an order that is the same on all ranks."""
+        for bucket in self._to_reduce:
+            if bucket in self._reduced or (not self._last and bucket.keeps_weights):
+                continue
+            if len(self._seen[bucket]) < len(bucket.parameters):
+                return
+            self._start(bucket, last=self._last)
+
+    def _start(self, bucket: Bucket, last: bool) -> None:
+        self._seen[bucket].clear()
+        if not bucket.keeps_weights:
+            self._reductions.finish(leave=1)  # whole gradients of two blocks at most
+        self._reductions.start(bucket.reduce(last))
+        if last:
+            self._reduced.add(bucket)
+
+
+def _wait_for(bucket: Bucket, _module: nn.Module, _arguments: object) -> None:
+    bucket.wait()
+
+
+def spanning(groups: Groups, *axes: Axis) -> Group:
+    """The group over those of `axes` that have more than one rank; a group of one where there are none."""
+    used = _used(groups, *axes)
+    return groups.group(*used) if used else Group.alone(groups.rank)
+
+
+def tied_group(groups: Groups) -> Group:
+    """This rank and the one at the same place in the other of the first and the last pipeline stage."""
+    layout, here = groups.layout, groups.layout.coordinates(groups.rank)
+    ranks = [layout.rank(here._replace(pipeline=stage)) for stage in (0, layout.pipeline - 1)]
+    return groups.named("tied", ranks, ("pipeline",))
+
+
+def stored_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of all storages behind `tensors`, each counted once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}.values())
+
+
+def _used(groups: Groups, *axes: Axis) -> tuple[Axis, ...]:
+    return tuple(axis for axis in AXES if axis in axes and groups.layout.size(axis) > 1)
