@@ -9,18 +9,21 @@ Shapes: B leading dimensions taken together, N rows, M columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from phalanx.optim.base import SkippingOptimizer, bundles, clean_gradients, inverse_scale
+from phalanx.optim.came_fused import FusedStep, Matrix, Numbers, stacks_of
 from phalanx.optim.reduction import Reduction, local
+
+_FACTORS = ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col")
 
 
 class _Rule(NamedTuple):
-    """The settings of one group that are constants in a compiled step."""
+    """The settings of one group that stay the same from step to step."""
 
     beta1: float
     beta2: float
@@ -55,17 +58,6 @@ class _Work(NamedTuple):
 # A step of one parameter: yields a partial sum and the dimension it was summed over, and is sent the complete sum.
 # So one text serves a whole matrix, and many spread ones in lockstep with one collective for all.
 _Steps = Generator[tuple[Tensor, int | None], Tensor, None]
-
-
-class _Kernels(NamedTuple):
-    """The two passes over whole matrices that are worth compiling. Between them lie sums and small vectors.
-
-    In one graph the compiler would work the small vectors out anew, square roots and all, at every element.
-    """
-
-    average: Callable[..., None]
-    apply: Callable[..., None]
-    fused: bool
 
 
 class CAME(SkippingOptimizer):
@@ -112,9 +104,7 @@ class CAME(SkippingOptimizer):
         self._reduction = reduction
         self._known_counts: dict[Tensor, _Counts] = {}
         self._buffers: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        kernels = (_average, _apply)
-        average, apply = (torch.compile(k, dynamic=True) for k in kernels) if compile else kernels
-        self._kernels = _Kernels(average, apply, fused=compile)
+        self._fused = FusedStep() if compile else None
         super().__init__(params, defaults)
 
     def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -136,15 +126,19 @@ class CAME(SkippingOptimizer):
             parameters = self._with_gradients(group)
             whole = self._reduction is local  # then one after the other, so that temporaries stay small
             for bundle in [[p] for p in parameters] if whole else bundles(parameters, together=True):
-                lr = torch.full((), float(group["lr"]), dtype=bundle[0].dtype, device=bundle[0].device)
                 inverse = inverse_scale(grad_scale, keep, bundle[0])
                 gradients = clean_gradients(bundle, inverse, keep)
+                if self._fused is not None and _fits_fused(bundle[0], gradients[0]):
+                    self._fused(self._matrix(bundle[0], gradients[0]), _numbers(group, bundle[0]), keep)
+                    continue
+                lr = torch.full((), float(group["lr"]), dtype=bundle[0].dtype, device=bundle[0].device)
                 works = [self._work(p, g) for p, g in zip(bundle, gradients, strict=True)]
                 counts = [self._counts(p) for p in bundle]
-                steps = [
-                    _steps(w, lr, keep, c, _rule(group), self._kernels) for w, c in zip(works, counts, strict=True)
-                ]
+                steps = [_steps(w, lr, keep, c, _rule(group)) for w, c in zip(works, counts, strict=True)]
                 _in_lockstep(steps, bundle, self._reduction)
+
+    def _matrix(self, p: Tensor, g: Tensor) -> Matrix:
+        return Matrix(p.detach(), g, *(self.state[p][name] for name in ("exp_avg", *_FACTORS)))
 
     def _work(self, p: Tensor, g: Tensor) -> _Work:
         state = self.state[p]
@@ -153,8 +147,7 @@ class CAME(SkippingOptimizer):
             return _Work(*flat, (state["exp_avg_sq"].view(-1),), self._buffer(p).view(-1))
         leading = p.shape[:-2].numel()  # not -1, which fits nothing where a rank holds no row
         shape = (leading, *p.shape[-2:])
-        names = ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col")
-        factors = tuple(state[name].view(leading, -1) for name in names)
+        factors = tuple(state[name].view(leading, -1) for name in _FACTORS)
         return _Work(
             p.detach().view(shape), g.view(shape), state["exp_avg"].view(shape), factors, self._buffer(p).view(shape)
         )
@@ -198,9 +191,9 @@ def _in_lockstep(steps: Sequence[_Steps], parameters: Sequence[Tensor], reductio
         waiting = going_on
 
 
-def _steps(work: _Work, lr: Tensor, keep: Tensor | None, counts: _Counts, rule: _Rule, kernels: _Kernels) -> _Steps:
+def _steps(work: _Work, lr: Tensor, keep: Tensor | None, counts: _Counts, rule: _Rule) -> _Steps:
     if work.p.dim() > 1:
-        return _matrix_steps(work, lr, keep, counts, rule, kernels)
+        return _matrix_steps(work, lr, keep, counts, rule)
     return _vector_steps(work, lr, keep, counts, rule)
 
 
@@ -216,9 +209,7 @@ def _vector_steps(work: _Work, lr: Tensor, keep: Tensor | None, counts: _Counts,
         p.copy_(torch.where(keep, p * (1 - lr * rule.weight_decay) - lr * m, p))
 
 
-def _matrix_steps(
-    work: _Work, lr: Tensor, keep: Tensor | None, counts: _Counts, rule: _Rule, kernels: _Kernels
-) -> _Steps:
+def _matrix_steps(work: _Work, lr: Tensor, keep: Tensor | None, counts: _Counts, rule: _Rule) -> _Steps:
     row_BN, col_BM, res_row_BN, res_col_BM = work.factors
     buffer_BNM = torch.mul(work.g, work.g, out=work.buffer)
     yield from _advance_factors(buffer_BNM, row_BN, col_BM, keep, counts, rule.beta2, rule.eps)
@@ -227,12 +218,11 @@ def _matrix_steps(
     # The squares of the scaled gradient, summed without building it.
     total = yield (_weighted_sum(by_row_BN, buffer_BNM) * by_col_BM).sum(), None
     scale_BN = by_row_BN.sqrt() * _clip(total / counts.elements, rule)
-    kernels.average(work.g, work.m, buffer_BNM, scale_BN, by_col_BM.sqrt(), keep, rule.beta1)
+    _average(work.g, work.m, buffer_BNM, scale_BN, by_col_BM.sqrt(), keep, rule.beta1)
     yield from _advance_factors(buffer_BNM, res_row_BN, res_col_BM, keep, counts, rule.beta3, rule.eps_residual)
     total_B = yield res_row_BN.sum(-1), -2
     scale_BN = _inverse(res_row_BN, total_B / counts.rows).sqrt() * -lr
-    spare = None if kernels.fused else buffer_BNM
-    kernels.apply(work.p, work.m, spare, scale_BN, res_col_BM.rsqrt(), 1 - lr * rule.weight_decay, keep)
+    _apply(work.p, work.m, buffer_BNM, scale_BN, res_col_BM.rsqrt(), 1 - lr * rule.weight_decay, keep)
 
 
 def _average(
@@ -254,13 +244,13 @@ def _average(
 def _apply(
     p_BNM: Tensor,
     m_BNM: Tensor,
-    buffer_BNM: Tensor | None,
+    buffer_BNM: Tensor,
     scale_BN: Tensor,
     scale_BM: Tensor,
     shrink: Tensor,
     keep: Tensor | None,
 ) -> None:
-    """Shrink the parameter and add the scaled average; the buffer, if there is one, is overwritten."""
+    """Shrink the parameter and add the scaled average; the buffer is overwritten."""
     scaled_BNM = torch.mul(m_BNM, scale_BN.unsqueeze(-1), out=buffer_BNM)
     if keep is None:
         p_BNM.mul_(shrink).addcmul_(scaled_BNM, scale_BM.unsqueeze(-2))
@@ -301,6 +291,18 @@ def _advance(average: Tensor, value: Tensor, beta: float, keep: Tensor | None) -
         average.lerp_(value, 1 - beta)
     else:
         average.copy_(torch.where(keep, average.lerp(value, 1 - beta), average))
+
+
+def _fits_fused(p: Tensor, g: Tensor) -> bool:
+    """Whether the compiled passes are made for this tensor: a matrix with an even number of rows, not in pieces."""
+    return p.dim() == 2 and p.numel() > 0 and p.is_contiguous() and g.is_contiguous() and stacks_of(len(p)) > 1
+
+
+def _numbers(group: dict[str, Any], like: Tensor) -> Numbers:
+    rule, lr = _rule(group), float(group["lr"])
+    rates = (1 - rule.beta1, 1 - rule.beta2, 1 - rule.beta3)
+    rest = (rule.eps, rule.eps_residual, rule.clip_threshold, -lr, 1 - lr * rule.weight_decay)
+    return Numbers(*torch.tensor((*rates, *rest), dtype=like.dtype, device=like.device).unbind(0))
 
 
 def _rule(group: dict[str, Any]) -> _Rule:
