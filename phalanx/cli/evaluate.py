@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import click
 
 from phalanx.core.config import load
 from phalanx.train.config import RunConfig
-from phalanx.train.evaluate import evaluate
+from phalanx.train.evaluate import evaluate, held_out_loss
 from phalanx.train.reporting import describe
 from phalanx.train.trained import held_out_text, open_trained
 
@@ -34,7 +35,8 @@ def command(run: Path, data_config: Path | None, batch: int, tokens: int, device
     loader = held_out_text(trained, run, other)
     limit = max(tokens // (batch * loader.config.sequence_length), 1) if tokens else None
     batches = loader.validation_batches(batch, limit)
-    result = evaluate(trained.model, batches, trained.tokenizer.token_bytes(), trained.device)
+    loss_of = partial(held_out_loss, trained.model, device=trained.device)
+    result = evaluate(loss_of, batches, trained.tokenizer.token_bytes())
     if as_json:
         values = {
             "step": trained.step,

@@ -6,13 +6,14 @@ matrices of the architecture and do not change with its storage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.core.errors import UserError
+from phalanx.core.shard import Shard
 from phalanx.model.layers import Stored
 from phalanx.model.part import DecoderPart
 from phalanx.model.shapes import parameter_table
@@ -65,17 +66,8 @@ class LogicalParameters(Mapping[str, nn.Parameter]):
         return len(self._aliases)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy values in, in any dtype; padding rows of the vocabulary that `tensors` lack become zeros.
-
-        Raises:
-            UserError: a name is missing or unknown, or a shape differs.
-        """
-        wrong = sorted(set(self) ^ set(tensors))
-        if wrong:
-            problem = "is missing from the weights" if wrong[0] in self else "is not a parameter of this model"
-            raise UserError(problem, cure="give the weights of a model of the same config", field=wrong[0])
-        for name, parameter in self.items():
-            _copy(name, parameter, tensors[name])
+        """Copy values in, see `fill`."""
+        fill(self, {name: Shard.whole(tuple(p.shape)) for name, p in self.items()}, tensors, known=self)
 
     def bind_gradients(self) -> None:
         """Point each alias' gradient at its rows of its owner's; where the owner has none, to None.
@@ -98,11 +90,40 @@ class LogicalParameters(Mapping[str, nn.Parameter]):
         self._bound.clear()
 
 
-def _copy(name: str, parameter: nn.Parameter, value: Tensor) -> None:
-    rows = value.shape[0] if name in ("embedding", "head") and value.dim() == 2 else parameter.shape[0]
-    if value.shape != (rows, *parameter.shape[1:]) or rows > parameter.shape[0]:
-        problem = f"has shape {tuple(value.shape)} where the model has {tuple(parameter.shape)}"
+def fill(
+    parameters: Mapping[str, Tensor],
+    shards: Mapping[str, Shard],
+    tensors: Mapping[str, Tensor],
+    *,
+    known: Collection[str],
+) -> None:
+    """Copy whole logical `tensors`, in any dtype, into parameters that may hold only parts of them.
+
+    Rows of vocabulary padding that `tensors` lack become zeros.
+
+    Args:
+        parameters: by logical name.
+        shards: what part of its logical parameter each of them is.
+        known: names of all logical parameters of the model, which may be more than are here.
+
+    Raises:
+        UserError: a name is missing or unknown, or a shape differs.
+    """
+    wrong = sorted(set(known) ^ set(tensors))
+    if wrong:
+        problem = "is missing from the weights" if wrong[0] in known else "is not a parameter of this model"
+        raise UserError(problem, cure="give the weights of a model of the same config", field=wrong[0])
+    for name, parameter in parameters.items():
+        _copy(name, parameter, shards[name], tensors[name])
+
+
+def _copy(name: str, parameter: Tensor, shard: Shard, value: Tensor) -> None:
+    rows = value.shape[0] if name in ("embedding", "head") and value.dim() == 2 else shard.shape[0]
+    if tuple(value.shape) != (rows, *shard.shape[1:]) or rows > shard.shape[0]:
+        problem = f"has shape {tuple(value.shape)} where the model has {shard.shape}"
         raise UserError(problem, cure="give the weights of a model of the same config", field=name)
+    start = shard.offsets[0]
+    mine = value[start : start + shard.sizes[0]]
     with torch.no_grad():
-        parameter[:rows].copy_(value)
-        parameter[rows:].zero_()
+        parameter[: len(mine)].copy_(mine)
+        parameter[len(mine) :].zero_()

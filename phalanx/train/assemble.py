@@ -16,7 +16,6 @@ from phalanx.data.tokenizers.saved import save_tokenizer
 from phalanx.data.tokens.prepared import Prepared
 from phalanx.model.decoder import Decoder
 from phalanx.model.init import initialise
-from phalanx.model.logical import LogicalParameters
 from phalanx.optim.bad_step import BadStepJudge
 from phalanx.optim.build import build_optimizer
 from phalanx.train.config import RunConfig
@@ -28,6 +27,7 @@ from phalanx.train.memory import described, require_memory, smaller_model, stand
 from phalanx.train.micro_batch import choose_micro_batch
 from phalanx.train.run import Run
 from phalanx.train.run_folder import RunFolder, note_hardware
+from phalanx.train.trainer import LocalTrainer
 
 Say = Callable[[str], None]
 
@@ -69,8 +69,7 @@ def _require_a_batch(config: RunConfig, prepared: Prepared) -> None:
 
 def build_run(config: RunConfig, folder: RunFolder, device: Device, prepared: Prepared) -> Run:
     """Every part of a run that starts at step 0."""
-    model = build_model(config, prepared.vocab_size, device)
-    parameters = LogicalParameters(model)
+    trainer = LocalTrainer(build_model(config, prepared.vocab_size, device), device)
     return Run(
         config=config,
         folder=folder,
@@ -78,9 +77,8 @@ def build_run(config: RunConfig, folder: RunFolder, device: Device, prepared: Pr
         peak=measure_peak(device),
         prepared=prepared,
         loader=Loader(prepared, config.data),
-        model=model,
-        parameters=parameters,
-        optimizer=build_optimizer(config.optim, parameters),
+        trainer=trainer,
+        optimizer=build_optimizer(config.optim, trainer.parameters),
         judge=BadStepJudge(config.optim.bad_step, device.torch_device),
         total_steps=total_steps(config),
     )
@@ -109,7 +107,7 @@ def take_up(run: Run, say: Say) -> None:
         say("no checkpoint is whole: starting again from step 0")
     if run.config.train.init_from:
         source = Path(run.config.train.init_from)
-        load_initial_weights(run.parameters, run.model.config, run.prepared.tokenizer, source, say)
+        load_initial_weights(run.trainer, run.prepared.tokenizer, source, say)
     run.progress.micro_batch = choose_micro_batch(run)
 
 

@@ -13,10 +13,12 @@ from phalanx.data.tokenizers.saved import open_saved_tokenizer
 from phalanx.data.tokenizers.tokenizer import LibraryTokenizer, Tokenizer
 from phalanx.model.config import ModelConfig
 from phalanx.model.huggingface import import_folder
-from phalanx.model.logical import LogicalParameters
+from phalanx.model.logical import fill
+from phalanx.model.shapes import parameter_table
 from phalanx.train.derived import complete_model
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.trained import require_checkpoint, same_ids
+from phalanx.train.trainer import Trainer
 
 # What may differ between a model and the weights it starts from; sizes are compared as they are resolved.
 _FREE = frozenset(
@@ -51,25 +53,20 @@ class Weights:
     tokenizer: Tokenizer | None
 
 
-def load_initial_weights(
-    parameters: LogicalParameters,
-    model: ModelConfig,
-    tokenizer: Tokenizer,
-    source: Path,
-    say: Callable[[str], None],
-) -> None:
-    """Fill `parameters` from the newest checkpoint of the run folder, or from the Hugging Face folder, `source`.
+def load_initial_weights(trainer: Trainer, tokenizer: Tokenizer, source: Path, say: Callable[[str], None]) -> None:
+    """Fill a trainer's weights from the newest checkpoint of the run folder, or from the Hugging Face folder, `source`.
 
     Args:
-        model: the config of the model that `parameters` belong to.
         tokenizer: what the text of this run is tokenised with; `say` warns when the weights know another.
 
     Raises:
         UserError: `source` is neither, or its weights do not fit the model's config; nothing is changed then.
     """
     weights = weights_of_run(source, say) if (source / "checkpoints").is_dir() else weights_of_folder(source)
-    require_same_model(model, weights.model, weights.origin)
-    parameters.load(_without_padding(weights))
+    require_same_model(trainer.config, weights.model, weights.origin)
+    known = parameter_table(trainer.config)
+    fill(trainer.parameters, trainer.shards, _without_padding(weights), known=known)
+    trainer.weights_changed()
     say(f"starting from the weights of {weights.origin}")
     if weights.tokenizer is not None and not same_ids(weights.tokenizer, tokenizer):
         say("warning: these weights were trained with another tokenizer than data.tokenizer, whose ids mean other text")

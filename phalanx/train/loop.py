@@ -55,7 +55,7 @@ def train(run: Run, reporter: Reporter) -> Outcome:
             bad = run.judge.judge(loss, norm)
             lr = run.optimizer.set_lr(lr_factor(config.optim.schedule, progress.step, run.total_steps))
             run.optimizer.step(found_inf=bad, grad_scale=grad_scale)
-            run.zero_grad()
+            run.updated()
 
             progress.advance(*batch.tokens_BS.shape)
             record.add(step, loss, norm, bad, lr, progress.tokens, batch.tokens_BS.numel())

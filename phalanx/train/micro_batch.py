@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from phalanx.data.batch import Batch
-from phalanx.train.accumulate import accumulate_gradients
 from phalanx.train.failures import out_of_memory, too_big
 from phalanx.train.run import Run
 
@@ -47,14 +46,14 @@ def _fits(run: Run, micro_batch: int) -> bool:
     )
     torch.cuda.reset_peak_memory_stats()
     try:
-        accumulate_gradients(run.model, repeated, micro_batch=micro_batch, device=run.device, seed=0, step=0)
+        run.trainer.accumulate_gradients(repeated, micro_batch=micro_batch, seed=0, step=0)
         peak_bytes = torch.cuda.max_memory_allocated()
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
         return False
     finally:
-        run.zero_grad()
+        run.trainer.zero_grad()
         torch.cuda.empty_cache()
     return peak_bytes < _GPU_MEMORY_SHARE * torch.cuda.get_device_properties(0).total_memory
 

@@ -22,11 +22,8 @@ from phalanx.core.points import NO_POINTS, Points
 from phalanx.data.batch import Batch
 from phalanx.data.loader import Loader, LoaderState
 from phalanx.data.tokens.prepared import Prepared
-from phalanx.model.decoder import Decoder
-from phalanx.model.logical import LogicalParameters
 from phalanx.optim.bad_step import BadStepJudge
 from phalanx.optim.build import OptimizerSet
-from phalanx.train.accumulate import accumulate_gradients
 from phalanx.train.config import RunConfig
 from phalanx.train.derived import batch_sizes
 from phalanx.train.device import Device
@@ -34,6 +31,7 @@ from phalanx.train.evaluate import Evaluation, evaluate
 from phalanx.train.failures import out_of_memory, too_big
 from phalanx.train.progress import Progress
 from phalanx.train.run_folder import RunFolder
+from phalanx.train.trainer import Trainer
 
 _TEXT = "data_fingerprint"
 
@@ -48,8 +46,7 @@ class Run:
     peak: Peak | None
     prepared: Prepared
     loader: Loader
-    model: Decoder
-    parameters: LogicalParameters
+    trainer: Trainer
     optimizer: OptimizerSet
     judge: BadStepJudge
     total_steps: int
@@ -69,24 +66,18 @@ class Run:
         """Gradients of one global batch on the logical parameters; returns the mean loss, nats."""
         train = self.config.train
         try:
-            loss = accumulate_gradients(
-                self.model,
-                batch,
-                micro_batch=self.progress.micro_batch,
-                device=self.device,
-                seed=train.seed,
-                step=self.progress.step,
+            return self.trainer.accumulate_gradients(
+                batch, micro_batch=self.progress.micro_batch, seed=train.seed, step=self.progress.step
             )
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
             raise too_big(self.config, self.progress.micro_batch, error) from error
-        self.parameters.bind_gradients()
-        return loss
 
-    def zero_grad(self) -> None:
-        """Let go of all gradients, stored and logical."""
-        self.parameters.drop_gradients()
+    def updated(self) -> None:
+        """After an update: let go of all gradients, and make the new weights known."""
+        self.trainer.zero_grad()
+        self.trainer.weights_changed()
 
     def evaluate(self, tokens: int) -> Evaluation:
         """Look at about `tokens` held-out tokens, spread over all of them; 0: all."""
@@ -94,7 +85,7 @@ class Run:
         rows = max(self.progress.micro_batch, 1)
         limit = max(tokens // (rows * length), 1) if tokens else None
         batches = self.loader.validation_batches(rows, limit)
-        return evaluate(self.model, batches, self.prepared.tokenizer.token_bytes(), self.device)
+        return evaluate(self.trainer.held_out_loss, batches, self.prepared.tokenizer.token_bytes())
 
     @property
     def has_validation(self) -> bool:
@@ -104,7 +95,7 @@ class Run:
     def state_tensors(self) -> dict[str, Tensor]:
         """Every tensor that decides how training goes on, by name: weights, optimizer, bad-step history, RNG."""
         return {
-            **{f"model.{name}": parameter.detach() for name, parameter in self.parameters.items()},
+            **{f"model.{name}": parameter.detach() for name, parameter in self.trainer.parameters.items()},
             **{f"optim.{name}": tensor for name, tensor in self.optimizer.state_tensors().items()},
             **{f"bad_step.{name}": tensor for name, tensor in self.judge.state_tensors().items()},
             "rng.torch": torch.get_rng_state(),
@@ -139,4 +130,5 @@ class Run:
         prefix = "bad_step."
         self.judge.load_state_tensors({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
         torch.set_rng_state(tensors["rng.torch"])
+        self.trainer.weights_changed()
         self.progress = Progress.from_json(checkpoint.state)

@@ -25,6 +25,7 @@ from phalanx.train.reporting import Reporter, describe
 from phalanx.train.run import Run
 from phalanx.train.run_folder import open_for_training
 from phalanx.train.sampling import continue_text
+from phalanx.train.trained import open_trained
 
 _LESS = "set train.micro_batch lower, train.recompute=full, or choose a smaller model or data.sequence_length"
 _EXIT_OF_SIGNAL = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138}
@@ -59,7 +60,7 @@ def train_session(config: RunConfig, config_path: Path, console: Console) -> int
 
 def headline(run: Run) -> str:
     """What is going to be trained, on what."""
-    config, model = run.config, run.model.config
+    config, model = run.config, run.trainer.config
     peak = "" if run.peak is None else f", peak {run.peak.flops_per_s / 1e12:.2f} TFLOP/s ({run.peak.source})"
     tokens_per_step = config.train.global_batch * config.data.sequence_length
     dtype = str(run.device.compute_dtype).removeprefix("torch.")
@@ -101,7 +102,8 @@ def sample(run: Run) -> str:
     A compiled model runs as it was written here: it would be compiled again for one length of the text after another.
     """
     wanted = run.config.evaluate
-    pieces = continue_text(run.model, run.prepared.tokenizer, wanted.sample_prompt, max_new_tokens=wanted.sample_tokens)
+    model = run.trainer.whole_model or open_trained(run.folder.path, lambda _: None).model
+    pieces = continue_text(model, run.prepared.tokenizer, wanted.sample_prompt, max_new_tokens=wanted.sample_tokens)
     with torch.compiler.set_stance("force_eager") if run.config.train.compile else nullcontext():
         return wanted.sample_prompt + "".join(pieces)
 
@@ -112,7 +114,7 @@ def _train(run: Run, display: Display) -> Outcome:
         config.logging, run.folder.path, run.progress.step, config.model_dump(mode="json"), display.note
     )
     try:
-        flops = flops_per_token(run.model.config, config.data.sequence_length).total
+        flops = flops_per_token(run.trainer.config, config.data.sequence_length).total
         return train(run, Reporter(run, display, logger, flops))
     finally:
         logger.close()

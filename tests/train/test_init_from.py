@@ -44,8 +44,8 @@ def test_weights_of_a_run_with_a_fresh_optimizer(first: Path, tmp_path: Path) ->
     checkpoint = newest(first / "run" / "checkpoints", print)
     assert checkpoint is not None
     assert f"starting from the weights of {checkpoint.path}" in notes
-    saved = checkpoint.read(f"model.{name}" for name in run.parameters)
-    for name, parameter in run.parameters.items():
+    saved = checkpoint.read(f"model.{name}" for name in run.trainer.parameters)
+    for name, parameter in run.trainer.parameters.items():
         rows = 257 if name in ("embedding", "head") else len(parameter)
         assert torch.equal(parameter[:rows], saved[f"model.{name}"][:rows])
         assert not parameter[rows:].any()
@@ -87,9 +87,11 @@ def test_the_padding_of_the_vocabulary_is_free(first: Path, tmp_path: Path, mult
     for folder in ("64", str(multiple)):
         (tmp_path / folder).mkdir()
     same, other = (_started(tmp_path / str(m), changes | {"model.vocab_multiple": m}) for m in (64, multiple))
-    assert same.model.config.vocab_rows != other.model.config.vocab_rows
+    assert same.trainer.config.vocab_rows != other.trainer.config.vocab_rows
     batch = same.loader.batch(0, 2)
-    losses = [sum(run.model.loss(run.model(batch.tokens_BS), batch.targets_BS)) for run in (same, other)]
+    losses = [
+        sum(run.trainer.model.loss(run.trainer.model(batch.tokens_BS), batch.targets_BS)) for run in (same, other)
+    ]
     torch.testing.assert_close(*losses, rtol=1e-6, atol=0.0)
 
 

@@ -21,8 +21,8 @@ from phalanx.train.memory import host_available_bytes, require_memory, standing_
 def test_standing_memory_is_what_a_run_holds(tmp_path: Path, optimizer: str) -> None:
     run = begin(configured(tmp_path, {"optim.name": optimizer}))
     run.folder.release()
-    told = standing_bytes(run.model.config, run.config.optim)
-    weights = sum(parameter.nbytes for parameter in run.parameters.values())
+    told = standing_bytes(run.trainer.config, run.config.optim)
+    weights = sum(parameter.nbytes for parameter in run.trainer.parameters.values())
     state = sum(t.nbytes for name, t in run.optimizer.state_tensors().items() if not name.endswith(".step"))
     assert told["weights"] == told["gradients"] == weights
     # CAME's factors are rows and columns, which in matrices of 32 columns are not yet next to nothing
@@ -120,7 +120,7 @@ def test_refusals_of_the_system_name_the_file_and_the_cure(number: int, cure: st
 def test_a_step_that_does_not_fit_says_what_to_set(tmp_path: Path, refusal: Callable[[], object]) -> None:
     run = begin(configured(tmp_path))
     run.folder.release()
-    run.model.forward = lambda *_args, **_details: refusal()  # type: ignore[method-assign,assignment]
+    run.trainer.model.forward = lambda *_args, **_details: refusal()  # type: ignore[method-assign,assignment]
     says = r"train.micro_batch = 2: 2 x 16 tokens at once do not fit.*set train.micro_batch=1 or train.recompute=full"
     with pytest.raises(UserError, match=says):
         run.accumulate_gradients(run.loader.batch(0, 4))

@@ -79,17 +79,17 @@ def _uneven(batch: Batch) -> Batch:
 def test_gradients_do_not_depend_on_the_micro_batch(tmp_path: Path, micro_batch: int) -> None:
     run = begin(configured(tmp_path, {"train.global_batch": 6, "train.micro_batch": 6, "model.dropout": 0.2}))
     run.folder.release()
-    run.model.double()
-    for module in run.model.modules():
+    run.trainer.model.double()
+    for module in run.trainer.model.modules():
         if hasattr(module, "compute"):
             module.compute = torch.float64
-    run.model.compute_dtype = run.model.residual_dtype = torch.float64
+    run.trainer.model.compute_dtype = run.trainer.model.residual_dtype = torch.float64
     batch = _uneven(run.loader.batch(0, 6))
 
     def gradients(size: int) -> tuple[float, list[torch.Tensor]]:
-        run.model.zero_grad()
-        loss = accumulate_gradients(run.model, batch, micro_batch=size, device=run.device, seed=0, step=3)
-        return float(loss), [p.grad.clone() for p in run.model.parameters() if p.grad is not None]
+        run.trainer.model.zero_grad()
+        loss = accumulate_gradients(run.trainer.model, batch, micro_batch=size, device=run.device, seed=0, step=3)
+        return float(loss), [p.grad.clone() for p in run.trainer.model.parameters() if p.grad is not None]
 
     whole, expected = gradients(6)
     loss, found = gradients(micro_batch)
@@ -102,20 +102,20 @@ def test_gradients_do_not_depend_on_the_micro_batch(tmp_path: Path, micro_batch:
 def _reference(run: Run, steps: int) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step, by torch alone from the same initial weights; logits are the model's."""
     optim = run.config.optim
-    decayed = [p for n, p in run.parameters.items() if p.dim() == 2 and "embedding" not in n]
-    rest = [p for n, p in run.parameters.items() if not (p.dim() == 2 and "embedding" not in n)]
+    decayed = [p for n, p in run.trainer.parameters.items() if p.dim() == 2 and "embedding" not in n]
+    rest = [p for n, p in run.trainer.parameters.items() if not (p.dim() == 2 and "embedding" not in n)]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=(0.9, 0.95), eps=1e-8, fused=False, foreach=False)
     found = []
     for step in range(steps):
         batch = run.loader.batch(step * 4, 4)
-        logits = run.model.logits(run.model(batch.tokens_BS, documents_BS=batch.documents_BS))
+        logits = run.trainer.model.logits(run.trainer.model(batch.tokens_BS, documents_BS=batch.documents_BS))
         losses = F.cross_entropy(logits.flatten(0, 1), batch.targets_BS.flatten(), reduction="none")
         loss = (losses * batch.weights_BS.flatten()).sum() / batch.weights_BS.sum()
-        run.model.zero_grad()
+        run.trainer.model.zero_grad()
         loss.backward()
-        run.parameters.bind_gradients()
-        norm = torch.nn.utils.clip_grad_norm_(run.parameters.values(), 1.0)
+        run.trainer.parameters.bind_gradients()
+        norm = torch.nn.utils.clip_grad_norm_(run.trainer.parameters.values(), 1.0)
         for group in adamw.param_groups:
             warm = 2
             done = max(step - warm, 0) / (10 - warm)
@@ -288,7 +288,7 @@ def test_held_out_loss_and_bits_per_byte_against_plain_torch(tmp_path: Path) -> 
     loss, tokens, text = 0.0, 0, b""
     with torch.no_grad():
         for batch in run.loader.validation_batches(3):
-            logits = run.model.logits(run.model(batch.tokens_BS, documents_BS=batch.documents_BS))
+            logits = run.trainer.model.logits(run.trainer.model(batch.tokens_BS, documents_BS=batch.documents_BS))
             chances = torch.log_softmax(logits.double(), -1)
             for row in range(len(batch)):
                 for column in range(batch.tokens_BS.shape[1]):
@@ -297,7 +297,7 @@ def test_held_out_loss_and_bits_per_byte_against_plain_torch(tmp_path: Path) -> 
                         loss -= float(chances[row, column, target])
                         tokens += 1
                         text += b"" if target == tokenizer.end_of_text else _bytes_of(tokenizer, target)
-    result = evaluate(run.model, run.loader.validation_batches(4), tokenizer.token_bytes(), run.device)
+    result = evaluate(run.trainer.held_out_loss, run.loader.validation_batches(4), tokenizer.token_bytes())
     assert result.tokens == tokens
     assert result.text_bytes == len(text)
     assert result.loss == pytest.approx(loss / tokens, rel=1e-6)
@@ -336,7 +336,7 @@ def test_bad_batches_are_skipped_counted_and_logged(tmp_path: Path) -> None:
     assert [entry["step"] for entry in steps if entry["skipped"]] == [5, 6, 10]
     assert [entry["step"] for entry in steps if entry["loss"] is None] == [5, 6, 10]
     assert steps[4]["not_finite"] == {"loss": "nan"}
-    assert all(torch.isfinite(p).all() for p in run.parameters.values())
+    assert all(torch.isfinite(p).all() for p in run.trainer.parameters.values())
     assert int(run.judge.skipped) == 3
 
 
@@ -376,5 +376,5 @@ def test_sampling_at_the_end_compiles_nothing(tmp_path: Path, monkeypatch: pytes
     text = sample(run)
     assert text.startswith("the")
     assert not graphs
-    run.model(torch.zeros(1, 4, dtype=torch.int64))
+    run.trainer.model(torch.zeros(1, 4, dtype=torch.int64))
     assert graphs

@@ -1,0 +1,105 @@
+"""What makes the gradients of a run: one model on one device, or one rank's part of a spread one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from phalanx.core.shard import Shard
+from phalanx.data.batch import Batch
+from phalanx.model.config import ModelConfig
+from phalanx.model.decoder import Decoder
+from phalanx.model.logical import LogicalParameters
+from phalanx.train.accumulate import accumulate_gradients
+from phalanx.train.device import Device
+from phalanx.train.evaluate import held_out_loss
+
+
+class Trainer(Protocol):
+    """The model of a run as the training loop sees it. Ranks of a spread model call everything alike."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Of the whole model."""
+        ...
+
+    @property
+    def whole_model(self) -> Decoder | None:
+        """The model, where all of it is here."""
+        ...
+
+    @property
+    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        """What the optimizer updates here, by logical name."""
+        ...
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """What part of its logical parameter each of them is."""
+        ...
+
+    def accumulate_gradients(self, batch: Batch, *, micro_batch: int, seed: int, step: int) -> Tensor:
+        """Put gradients of this rank's share of a global batch, added over all ranks, on `parameters`.
+
+        Args:
+            micro_batch: sequences per forward and backward pass.
+            step: 0-based index of the optimizer step.
+
+        Returns:
+            The mean cross-entropy per weighted token of the global batch, nats.
+        """
+        ...
+
+    def zero_grad(self) -> None:
+        """Let go of all gradients."""
+        ...
+
+    def weights_changed(self) -> None:
+        """Take note that `parameters` have other values now: after an update, or when they were loaded."""
+        ...
+
+    def held_out_loss(self, batches: Iterable[Batch]) -> Tensor:
+        """Cross-entropy summed over the weighted tokens of `batches`, nats, float64; the same batches on all ranks."""
+        ...
+
+
+class LocalTrainer:
+    """A whole model on one device."""
+
+    def __init__(self, model: Decoder, device: Device) -> None:
+        self.model = model
+        self.parameters = LogicalParameters(model)
+        self.shards = {name: Shard.whole(tuple(p.shape)) for name, p in self.parameters.items()}
+        self._device = device
+
+    @property
+    def config(self) -> ModelConfig:
+        """Of the model."""
+        return self.model.config
+
+    @property
+    def whole_model(self) -> Decoder:
+        """The model."""
+        return self.model
+
+    def accumulate_gradients(self, batch: Batch, *, micro_batch: int, seed: int, step: int) -> Tensor:
+        """See `phalanx.train.accumulate.accumulate_gradients`."""
+        loss = accumulate_gradients(
+            self.model, batch, micro_batch=micro_batch, device=self._device, seed=seed, step=step
+        )
+        self.parameters.bind_gradients()
+        return loss
+
+    def zero_grad(self) -> None:
+        """Let go of all gradients, stored and logical."""
+        self.parameters.drop_gradients()
+
+    def weights_changed(self) -> None:
+        """Nothing to do: the parameters are the model's own."""
+
+    def held_out_loss(self, batches: Iterable[Batch]) -> Tensor:
+        """See `phalanx.train.evaluate.held_out_loss`."""
+        return held_out_loss(self.model, batches, self._device)
