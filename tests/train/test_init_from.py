@@ -156,9 +156,9 @@ def test_from_a_hugging_face_folder_and_back(tmp_path: Path, family: str) -> Non
         logits = theirs(batch.tokens_BS).logits.flatten(0, 1)
     losses = torch.nn.functional.cross_entropy(logits, batch.targets_BS.flatten(), reduction="none")
     expected = float((losses * batch.weights_BS.flatten()).sum() / batch.weights_BS.sum())
-    run.zero_grad()
+    run.updated()
     assert float(run.accumulate_gradients(batch)) == pytest.approx(expected, rel=1e-5)
-    run.zero_grad()
+    run.updated()
     finish(run)
     export_run(tmp_path / "run", tmp_path / "ours", said.append)
     assert "differ by at most" in said[-1]

@@ -1,0 +1,295 @@
+"""From ``[parallel]`` to a layout: axes that were left open are chosen, impossible layouts refused. Torch-free.
+
+Everything here is arithmetic on the config, done before any process is started.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from phalanx.core import units
+from phalanx.core.errors import UserError
+from phalanx.core.layout import AXES, Axis, Layout
+from phalanx.model.config import ModelConfig
+from phalanx.model.shapes import Parameter, parameter_table
+from phalanx.parallel.config import ParallelConfig
+from phalanx.parallel.pipeline.split import StageSpan, split_stages
+from phalanx.parallel.pipeline.tables import make_table, placement_of
+from phalanx.parallel.tensor.sizes import local_config
+
+# Tokens of a micro-batch that are enough to keep a GEMM near its best rate.
+_ENOUGH_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be trained, as far as a layout depends on it.
+
+    Attributes:
+        model: with vocabulary and longest sequence known.
+        sequence_length: tokens.
+        global_batches: sequences per step, every number that occurs in the run (warm-up has smaller ones).
+        micro_batch: sequences per forward pass; 0: to be chosen.
+        weight_bytes, gradient_bytes, state_bytes: of the whole model and its optimizer.
+    """
+
+    model: ModelConfig
+    sequence_length: int
+    global_batches: tuple[int, ...]
+    micro_batch: int
+    weight_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Where the ranks are to be: how many a host has, and the memory that each of them could have (None: unknown)."""
+
+    ranks_per_host: int
+    available_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout that can be run.
+
+    Attributes:
+        config: with every axis and the ZeRO stage filled in.
+        reasons: why, a line each; empty where nothing was left open.
+        micro_batch: sequences per forward pass on each data-parallel rank; 0 where it is still to be chosen.
+        micro_batches: passes per step and data-parallel rank, at the full global batch; 0 likewise.
+    """
+
+    config: ParallelConfig
+    reasons: tuple[str, ...]
+    micro_batch: int
+    micro_batches: int
+
+    @property
+    def layout(self) -> Layout:
+        """Its axes."""
+        return self.config.layout
+
+
+def choose_layout(config: ParallelConfig, task: Task, machines: Machines) -> Choice:
+    """The layout that `config` asks for; where it gives only a number of devices, a good one.
+
+    Data parallel comes first, because it talks least. Where the state does not fit beside it, more of it is split
+    (ZeRO); where the batch has too few sequences or memory is still short, tensor parallel inside a host, then
+    pipeline.
+
+    Raises:
+        UserError: numbers that do not divide each other, too few micro-batches or layers, or memory that cannot do.
+    """
+    if config.devices:
+        return _choose(config, task, machines)
+    return _checked(config, task, machines, ())
+
+
+def needed_bytes(config: ParallelConfig, task: Task) -> int:
+    """Weights, gradients and optimizer state on the fullest rank; activations are not in it."""
+    split = config.shard * config.context
+    weights = task.weight_bytes / (split if config.zero == 3 else 1)
+    gradients = task.gradient_bytes / (split if config.zero >= 2 else 1)
+    masters = task.weight_bytes / split if split > 1 and config.zero < 3 else 0
+    share = _largest_share(config, task)
+    return math.ceil(share * (weights + gradients + masters + task.state_bytes / split) / config.tensor)
+
+
+def micro_batch_of(config: ParallelConfig, task: Task) -> int:
+    """Sequences per forward pass: `task.micro_batch`, or with a pipeline the most that keep its bubble small.
+
+    Without a pipeline 0, as the trainer measures what fits.
+    """
+    if task.micro_batch or config.pipeline == 1:
+        return task.micro_batch
+    share = task.global_batches[-1] // (config.replicate * config.shard)
+    wanted = 4 * config.pipeline
+    fitting = [n for n in _divisors(share) if n * task.sequence_length <= 2 * _ENOUGH_TOKENS or n == 1]
+    enough = [n for n in fitting if share // n >= wanted]
+    return max(enough, default=1)
+
+
+def _choose(config: ParallelConfig, task: Task, machines: Machines) -> Choice:
+    given: list[Axis] = [axis for axis in AXES if getattr(config, axis) > 1]
+    known = math.prod(getattr(config, axis) for axis in given)
+    if config.devices % known:
+        listed = " x ".join(f"{axis} {getattr(config, axis)}" for axis in given)
+        raise UserError(
+            f"cannot be shared by {listed} = {known} ranks",
+            cure=f"make it a multiple of {known}, or leave an axis out",
+            field="parallel.devices",
+            value=config.devices,
+        )
+    refused: list[UserError] = []
+    for candidate, reasons in _candidates(config, given, config.devices // known, task, machines):
+        try:
+            return _checked(candidate, task, machines, reasons)
+        except UserError as error:
+            refused.append(error)
+    if not refused:
+        return _checked(config, task, machines, ())
+    raise UserError(
+        f"no layout of so many devices was found ({refused[0]})",
+        cure="give the axes yourself, or another number of devices",
+        field="parallel.devices",
+        value=config.devices,
+    )
+
+
+def _candidates(
+    config: ParallelConfig, given: Sequence[Axis], rest: int, task: Task, machines: Machines
+) -> Iterator[tuple[ParallelConfig, tuple[str, ...]]]:
+    """Ways to fill `rest` ranks, those that talk least first, each with its reasons.
+
+    Splitting weights (ZeRO-3) gathers them in every pass: inside one host it comes before tensor parallel, between
+    hosts after everything else, as in MegaScale, which has tensor parallel inside hosts and pipelines between them.
+    """
+    in_host = [t for t in _divisors(rest) if t <= machines.ranks_per_host and machines.ranks_per_host % t == 0]
+    stages = [p for p in _divisors(rest) if p <= task.model.layers]
+    shapes = [
+        (pipeline, tensor)
+        for pipeline in ([1] if "pipeline" in given else stages)
+        for tensor in ([1] if "tensor" in given else in_host)
+        if rest % (pipeline * tensor) == 0
+    ]
+    zeros = (1, 2, 3) if config.zero == 1 else (config.zero,)
+    far = config.devices > machines.ranks_per_host
+    tried = [(pipeline, tensor, zero) for pipeline, tensor in shapes for zero in zeros]
+    for pipeline, tensor, zero in sorted(tried, key=lambda shape: far and shape[2] == 3):
+        yield _filled(config, given, pipeline, tensor, rest // (pipeline * tensor), zero)
+
+
+def _filled(
+    config: ParallelConfig, given: Sequence[Axis], pipeline: int, tensor: int, data: int, zero: int
+) -> tuple[ParallelConfig, tuple[str, ...]]:
+    update: dict[str, int] = {"zero": zero, "devices": 0}
+    reasons = []
+    if "pipeline" not in given and pipeline > 1:
+        update["pipeline"] = pipeline
+        reasons.append(f"pipeline = {pipeline}: with fewer stages the weights would not fit")
+    if "tensor" not in given and tensor > 1:
+        update["tensor"] = tensor
+        reasons.append(f"tensor = {tensor}: inside one host, where ranks talk fastest")
+    axis = "replicate" if "shard" in given else "shard"
+    if data > 1:
+        update[axis] = getattr(config, axis) * data
+        reasons.append(f"{axis} = {update[axis]}: data parallel, which talks least")
+        if axis == "shard":
+            what = {1: "optimizer state is", 2: "optimizer state and gradients are", 3: "state and weights are"}[zero]
+            reasons.append(f"zero = {zero}: {what} split over them; the smallest that fits talks least")
+    return config.model_copy(update=update), tuple(reasons)
+
+
+def _checked(config: ParallelConfig, task: Task, machines: Machines, reasons: tuple[str, ...]) -> Choice:
+    _check_devices(config)
+    _check_context(config, task)
+    local_config(task.model, config.tensor)
+    _check_rows(config, task)
+    if config.pipeline > 1:
+        split_stages(task.model, task.sequence_length, config.stages)
+    micro_batch = micro_batch_of(config, task)
+    counts = _check_batches(config, task, micro_batch)
+    _check_memory(config, task, machines)
+    return Choice(config, reasons, micro_batch, counts)
+
+
+def _check_devices(config: ParallelConfig) -> None:
+    if config.devices and config.devices != config.layout.world_size:
+        raise UserError(
+            f"is not the product of the axes, {config.layout} = {config.layout.world_size}",
+            cure="leave parallel.devices out, or leave an axis out to have it chosen",
+            field="parallel.devices",
+            value=config.devices,
+        )
+
+
+def _check_context(config: ParallelConfig, task: Task) -> None:
+    pieces = 2 * config.context if config.context > 1 else 1
+    if task.sequence_length % pieces:
+        raise UserError(
+            f"does not divide data.sequence_length = {task.sequence_length} into {pieces} equal pieces, two a rank",
+            cure=f"make data.sequence_length a multiple of {pieces}",
+            field="parallel.context",
+            value=config.context,
+        )
+
+
+def _check_rows(config: ParallelConfig, task: Task) -> None:
+    rows = max(task.micro_batch, 1) * task.sequence_length // config.context
+    if rows % config.tensor:
+        raise UserError(
+            f"does not divide the {rows} tokens of a micro-batch on one rank, whose rows are split (sequence parallel)",
+            cure=f"make data.sequence_length a multiple of {config.tensor * config.context}",
+            field="parallel.tensor",
+            value=config.tensor,
+        )
+
+
+def _check_batches(config: ParallelConfig, task: Task, micro_batch: int) -> int:
+    ranks = config.replicate * config.shard
+    count = 0
+    for batch in task.global_batches:
+        if batch % ranks:
+            raise UserError(
+                f"cannot be shared by parallel.replicate x parallel.shard = {config.replicate} x {config.shard} "
+                "data-parallel ranks",
+                cure=f"make it, and the steps of optim.batch_warmup, multiples of {ranks}",
+                field="train.global_batch",
+                value=batch,
+            )
+        if micro_batch and (batch // ranks) % micro_batch:
+            raise UserError(
+                f"does not divide the {batch // ranks} sequences of each of {ranks} data-parallel ranks "
+                f"(train.global_batch = {batch})",
+                cure=f"choose a divisor of {batch // ranks}, or 0 to have one chosen",
+                field="train.micro_batch",
+                value=micro_batch,
+            )
+        count = batch // ranks // micro_batch if micro_batch else 0
+        if config.pipeline > 1:
+            make_table(config.schedule, config.pipeline, config.num_chunks, count)
+    return count
+
+
+def _check_memory(config: ParallelConfig, task: Task, machines: Machines) -> None:
+    if machines.available_bytes is None:
+        return
+    needed = needed_bytes(config, task)
+    if needed > machines.available_bytes:
+        raise UserError(
+            f"weights, gradients and optimizer state are {units.size(needed)} on each rank of {config.layout} with "
+            f"zero = {config.zero}, and each has {units.size(machines.available_bytes)} to give",
+            cure="raise parallel.zero, parallel.shard, parallel.tensor or parallel.pipeline, or make the model smaller",
+            field="parallel",
+        )
+
+
+def _largest_share(config: ParallelConfig, task: Task) -> float:
+    """Of all weights, the part that the fullest pipeline rank holds (before tensor parallel).
+
+    Stages are equal in time, not in weights: those at the ends have the embedding and the head.
+    """
+    if config.pipeline == 1:
+        return 1.0
+    spans = split_stages(task.model, task.sequence_length, config.stages)
+    placement = placement_of(config.schedule, config.pipeline, config.num_chunks)
+    table = parameter_table(task.model)
+    held = [
+        sum(sum(p.size for p in table.values() if _holds(spans[stage], p)) for stage in placement.stages_of(rank))
+        for rank in range(config.pipeline)
+    ]
+    return max(held) / sum(p.size for p in table.values())
+
+
+def _holds(span: StageSpan, parameter: Parameter) -> bool:
+    if parameter.layer is not None:
+        return parameter.layer in span.layers
+    return span.first if parameter.role == "embedding" else span.last
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,103 @@
+"""Layouts that are chosen, and impossible ones that are refused before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from phalanx.core.config import validate
+from phalanx.core.errors import UserError
+from phalanx.model.config import ModelConfig
+from phalanx.parallel.choose import Choice, Machines, Task, choose_layout, needed_bytes
+from phalanx.parallel.config import ParallelConfig
+
+MODEL: dict[str, Any] = {"layers": 8, "hidden": 64, "heads": 8, "vocab_size": 256, "max_sequence": 64}
+
+
+def task(batch: int = 16, micro_batch: int = 0, weight_bytes: int = 4_000, **model: Any) -> Task:
+    config = ModelConfig(**(MODEL | model))
+    return Task(config, 64, (batch,), micro_batch, weight_bytes, weight_bytes, 2 * weight_bytes)
+
+
+def choose(settings: dict[str, Any], what: Task | None = None, **machines: Any) -> Choice:
+    config = validate(ParallelConfig, settings)
+    return choose_layout(config, what or task(), Machines(**({"ranks_per_host": 8} | machines)))
+
+
+def test_without_devices_the_axes_are_taken_as_they_are() -> None:
+    choice = choose({"tensor": 2, "shard": 2})
+    assert str(choice.layout) == "fs2·tp2" and choice.reasons == ()
+
+
+def test_devices_alone_become_data_parallel_and_it_says_why() -> None:
+    choice = choose({"devices": 8})
+    assert str(choice.layout) == "fs8" and choice.config.zero == 1
+    assert any("shard = 8" in reason for reason in choice.reasons)
+
+
+def test_more_state_is_split_where_memory_is_short() -> None:
+    # Whole: 4 kB weights, 4 kB gradients, 8 kB state; split over 8: masters 0.5 kB and state 1 kB beside them.
+    assert choose({"devices": 8}, available_bytes=10_000).config.zero == 1
+    assert choose({"devices": 8}, available_bytes=6_500).config.zero == 2
+    assert choose({"devices": 8}, available_bytes=2_500).config.zero == 3
+
+
+def test_a_small_batch_is_shared_by_splitting_matrices() -> None:
+    assert str(choose({"devices": 8}, task(batch=4)).layout) == "fs4·tp2"
+
+
+def test_between_hosts_a_pipeline_comes_before_split_weights() -> None:
+    # On 2 ranks a host, tensor = 2 leaves 2 kB of weights and as much of gradients on each rank, which is too much.
+    choice = choose({"devices": 8}, task(batch=64), ranks_per_host=2, available_bytes=2_600)
+    assert choice.config.pipeline > 1 and choice.config.zero < 3
+    assert choose({"devices": 8}, task(batch=64), available_bytes=2_600).config.zero == 3
+
+
+def test_given_axes_stay() -> None:
+    choice = choose({"devices": 8, "tensor": 2})
+    assert choice.config.tensor == 2 and choice.layout.world_size == 8
+
+
+def test_memory_counts_what_each_zero_stage_splits() -> None:
+    sizes = [needed_bytes(ParallelConfig(shard=4, zero=zero), task()) for zero in (1, 2, 3)]
+    assert sizes == [4_000 + 4_000 + 1_000 + 2_000, 4_000 + 1_000 + 1_000 + 2_000, 1_000 + 1_000 + 2_000]
+    assert needed_bytes(ParallelConfig(), task()) == 16_000
+    assert needed_bytes(ParallelConfig(tensor=2), task()) == 8_000
+    assert 8_000 <= needed_bytes(ParallelConfig(pipeline=2), task()) < 10_000
+
+
+def test_micro_batches_are_chosen_so_that_the_bubble_is_small() -> None:
+    choice = choose({"pipeline": 2}, task(batch=64))
+    assert choice.micro_batches >= 8 and choice.micro_batches * choice.micro_batch == 64
+
+
+@pytest.mark.parametrize(
+    ("settings", "what", "message"),
+    [
+        ({"tensor": 3}, {}, r"parallel\.tensor = 3.*model\.heads = 8"),
+        ({"replicate": 3}, {}, r"train\.global_batch = 16.*multiples of 3"),
+        ({"shard": 2}, {"micro_batch": 3}, r"train\.micro_batch = 3.*8 sequences"),
+        ({"pipeline": 16}, {}, r"16 pipeline stages.*8 layers"),
+        ({"pipeline": 4}, {"batch": 2}, r"parallel\.pipeline = 4.*2 micro-batches"),
+        ({"context": 3}, {}, r"parallel\.context = 3.*64.*multiple of 6"),
+        ({"devices": 6, "tensor": 4}, {}, r"parallel\.devices = 6.*tensor 4"),
+        ({"devices": 7}, {"layers": 1, "heads": 1}, r"parallel\.devices = 7.*no layout"),
+    ],
+)
+def test_impossible_layouts_are_refused_with_the_numbers_and_the_cure(
+    settings: dict[str, Any], what: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        choose(settings, task(**what))
+
+
+def test_memory_that_cannot_do_is_refused() -> None:
+    with pytest.raises(UserError, match=r"parallel: .*each rank.*raise parallel\.zero"):
+        choose({"shard": 2}, available_bytes=1_000)
+
+
+def test_schedules_and_chunks_must_fit() -> None:
+    with pytest.raises(UserError, match="chunks = 2 does not fit schedule = '1f1b'"):
+        validate(ParallelConfig, {"pipeline": 2, "chunks": 2})
+    assert ParallelConfig(pipeline=2, schedule="zbv").stages == 4
