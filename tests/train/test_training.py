@@ -194,7 +194,7 @@ def test_a_profile_window_beyond_the_end_is_said(tmp_path: Path) -> None:
     assert "profile.start_step = 50" in run_all(tmp_path, {"train.steps": 4, "profile.start_step": 50})
 
 
-@pytest.mark.parametrize(("length", "expected"), [(16, 4), (4096, 2), (8192, 1)])
+@pytest.mark.parametrize(("length", "expected"), [(16, 4), (2048, 2), (4096, 1)])
 def test_the_micro_batch_is_chosen_by_size(tmp_path: Path, length: int, expected: int) -> None:
     if length > 16:
         write_corpus(tmp_path, documents=600)
