@@ -148,9 +148,6 @@ class _Job:
     def close(self) -> None:
         """End the template, and whatever its ranks have left in its process group."""
         self.connection.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            if not self.running:
-                self.template.wait(0)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.template.pid, signal.SIGKILL)
         self.template.wait()
@@ -171,7 +168,7 @@ class _Job:
         if message.fork_refused and self.options.fork:
             self.report.write(f"the ranks are not forked, each imports for itself: {message.fork_refused}\n")
         elapsed_s = time.monotonic() - self.started_s
-        specs = [self._spec(rank, {"template": elapsed_s}) for rank in range(self.count)]
+        specs = [self._spec(rank, {"template": round(elapsed_s, 6)}) for rank in range(self.count)]
         self.connection.send((specs, self.options.fork))
         self.running = set(range(self.count))
         return None
@@ -219,7 +216,8 @@ class _Job:
             self._send(number)
 
     def _send(self, number: signal.Signals) -> None:
-        self.connection.send(Send(sorted(self.running), number))
+        if self.running:
+            self.connection.send(Send(sorted(self.running), number))
 
     def _drain(self) -> None:
         """Show what the ranks wrote before they ended, unless something they started keeps writing."""
@@ -238,7 +236,7 @@ class _Job:
         statuses = [self.statuses.get(rank, 0) for rank in range(self.count)]
         if len(set(statuses)) > 1:
             ends = ", ".join(f"rank {rank}: {status}" for rank, status in enumerate(statuses) if status)
-            self.report.write(f"not all ranks ended alike; exit status of {ends}, of the others 0\n")
+            self.report.write(f"exit status of {ends}; the others ended well\n")
         return next((status for status in statuses if status), 0)
 
     def _template_is_gone(self) -> int:

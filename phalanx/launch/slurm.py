@@ -12,6 +12,10 @@ from phalanx.core.errors import UserError
 _EXPRESSION = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
 _PIECE = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+# As in Slurm's hostlist.h.
+_LONGEST_RANGE = 1 << 16
+
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
@@ -52,6 +56,8 @@ def _numbers(inner: str, hosts: str) -> list[str]:
         if match is None:
             raise _unreadable("host list", "SLURM_STEP_NODELIST", hosts)
         first, last = match[1], match[2] or match[1]
+        if int(last) - int(first) >= _LONGEST_RANGE:
+            raise _unreadable("host list", "SLURM_STEP_NODELIST", hosts)
         result += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return result
 

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
@@ -80,9 +80,8 @@ def _run(connection: Connection, specs: Sequence[RankSpec], *, fork: bool) -> No
     try:
         for spec in specs:
             if fork:
-                ours = [connection.fileno(), *(child.words.fileno() for child in children.values())]
                 theirs = [descriptor for other in specs if other is not spec for descriptor in _descriptors(other)]
-                child = _fork(spec, begin_ns, [*ours, *theirs])
+                child = _fork(spec, begin_ns, [connection.fileno(), *theirs, *_held(children.values())])
             else:
                 child = _execute(spec, begin_ns)
             child.pidfd = _pidfd(child.pid)
@@ -163,6 +162,12 @@ def _look_after(connection: Connection, children: dict[int, _Child]) -> None:
                 _pass_words_on(child, connection)  # the last ones, written before it ended
                 connection.send(Exited(child.rank, time.monotonic_ns(), code))
                 _close(child)
+
+
+def _held(children: Iterable[_Child]) -> list[int]:
+    """Descriptors through which the template knows of its children."""
+    held = [(child.words.fileno(), child.pidfd) for child in children]
+    return [descriptor for pair in held for descriptor in pair if descriptor is not None]
 
 
 def _pass_words_on(child: _Child, connection: Connection) -> None:

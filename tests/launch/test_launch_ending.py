@@ -1,0 +1,155 @@
+"""Which failure explains a job's end, how it is told, and when the other ranks are ended."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from phalanx.core.errors import UserError
+from phalanx.core.layout import Layout
+from phalanx.launch.ending import Ending
+from phalanx.launch.environment import Worker
+from phalanx.launch.failures import Failure, describe, failure_of_exception, failure_of_exit, find_culprit
+from phalanx.launch.named import errors_named
+
+
+def raised(rank: int, time_s: float, error: BaseException | None = None) -> Failure:
+    try:
+        raise error or ValueError("wrong")
+    except BaseException as caught:
+        return failure_of_exception(rank, int(time_s * 1e9), caught)
+
+
+CLOSED = "[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:13006. GLHF!"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(CLOSED),
+        RuntimeError("[../pair.cc:537] Read error [127.0.0.1]:2974: Connection reset by peer. GLHF!"),
+        RuntimeError("[unbound_buffer.cc:88] Timed out waiting 1800000ms for recv operation to complete"),
+        RuntimeError("[2]: Application timeout caused pair closure"),
+        RuntimeError("NCCL error: remote process exited or there was a network error, NCCL version 2.29"),
+        RuntimeError("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)"),
+        ConnectionResetError("whatever"),
+        BrokenPipeError(32, "Broken pipe"),
+    ],
+)
+def test_errors_about_a_peer_follow_from_its_own(error: Exception) -> None:
+    first, second = raised(0, 1.0, error), raised(1, 2.0)
+    assert (first.follows, second.follows) == (True, False)
+    assert find_culprit([first, second]) is second
+
+
+def test_an_error_raised_from_one_about_a_peer_follows_too() -> None:
+    error = KeyError("state")
+    error.__cause__ = RuntimeError(CLOSED)
+    assert raised(0, 1.0, error).follows
+
+
+def test_the_first_explains_where_several_could() -> None:
+    failures = [raised(2, 5.0), failure_of_exit(1, int(4e9), -9), raised(0, 6.0, RuntimeError(CLOSED))]
+    assert find_culprit(failures).rank == 1
+    assert find_culprit(failures[2:]).rank == 0
+
+
+def test_the_traceback_comes_last_under_a_line_that_names_rank_host_and_layout() -> None:
+    failures = [raised(0, 1.0, RuntimeError(CLOSED)), raised(3, 0.9)]
+    text = describe(failures, 4, "host7", Layout(pipeline=2, tensor=2))
+    lines = text.splitlines()
+    assert lines[0] == "  rank 0 then: RuntimeError: Connection closed by peer [127.0.0.1]:13006. GLHF!"
+    assert lines[2] == "rank 3 of 4 on host7 (layout pp2·tp2: pipeline 1, tensor 1): ValueError: wrong"
+    assert lines[4] == "Traceback (most recent call last):"
+    assert lines[-1] == "ValueError: wrong"
+
+
+def test_a_user_error_is_one_line_and_said_once_for_all_ranks() -> None:
+    error = UserError("is too large", cure="take 3", field="model.layers", value=7)
+    failures = [raised(rank, 1.0 + rank, error) for rank in range(4)]
+    (line,) = describe(failures, 4, "host7", None).splitlines()
+    assert line == ("error: model.layers = 7: is too large; take 3 [rank 0 of 4 on host7, and so did 3 more]")
+
+
+def test_a_signal_is_named_with_the_last_lines() -> None:
+    text = describe([failure_of_exit(1, 0, -11, ["one", "two"])], 2, "host7", None)
+    assert "rank 1 of 2 on host7: killed by SIGSEGV" in text
+    assert text.endswith("one\ntwo\n")
+    assert failure_of_exit(1, 0, -11).status == 139
+
+
+def test_an_error_that_explains_itself_ends_the_others_at_once() -> None:
+    ending = Ending(settle_s=0.4, grace_s=0.9)
+    assert (ending.due_s, ending.signal_due(1e9)) == (math.inf, None)
+    ending.fail(raised(1, 10.0), 10.1)
+    assert ending.signal_due(10.1) == signal.SIGTERM
+    assert ending.signal_due(10.9) is None
+    assert ending.due_s == pytest.approx(11.0)
+    assert ending.signal_due(11.0) == signal.SIGKILL
+    assert (ending.due_s, ending.signal_due(1e9)) == (math.inf, None)
+
+
+def test_an_error_about_a_peer_waits_for_that_peer() -> None:
+    ending = Ending(settle_s=0.4, grace_s=0.9)
+    ending.fail(raised(0, 10.0, RuntimeError(CLOSED)), 10.0)
+    assert ending.signal_due(10.3) is None
+    ending.fail(raised(1, 10.3), 10.3)
+    assert ending.signal_due(10.3) == signal.SIGTERM
+    assert find_culprit(ending.failures.values()).rank == 1
+
+
+def test_an_error_about_a_peer_that_stays_alone_ends_all() -> None:
+    ending = Ending(settle_s=0.4, grace_s=0.9)
+    ending.fail(raised(0, 10.0, RuntimeError(CLOSED)), 10.0)
+    assert ending.signal_due(10.4) == signal.SIGTERM
+    assert find_culprit(ending.failures.values()).rank == 0
+
+
+def test_what_comes_of_being_ended_is_no_failure() -> None:
+    ending = Ending()
+    ending.fail(raised(0, 10.0), 10.0)
+    ending.signal_due(10.0)
+    ending.fail(failure_of_exit(1, int(10.1e9), -int(signal.SIGTERM)), 10.1)
+    ending.fail(raised(2, 10.1), 10.1)
+    ending.fail(raised(3, 9.9), 10.1)  # raised before, heard of after
+    assert set(ending.failures) == {0, 3}
+
+
+def test_a_ranks_first_word_counts() -> None:
+    ending = Ending()
+    ending.fail(raised(0, 10.0), 10.0)
+    ending.fail(failure_of_exit(0, int(10.1e9), 1), 10.0)
+    assert ending.failures[0].kind == "raised"
+
+
+def named(error: BaseException, launcher: str) -> Callable[[], None]:
+    def run() -> None:
+        with errors_named(Worker(1, 1, 2, 2, "h", 1, launcher=launcher), Layout(tensor=2)):  # type: ignore[arg-type]
+            raise error
+
+    return run
+
+
+def test_under_torchrun_an_error_names_its_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        named(ValueError("wrong"), "torchrun")()
+    shown = capsys.readouterr().err
+    assert left.value.code == 1
+    assert "rank 1 of 2 on " in shown
+    assert "(layout tp2: tensor 1): ValueError: wrong" in shown
+    assert shown.endswith("ValueError: wrong\n")
+
+
+def test_under_srun_an_error_about_a_peer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        named(RuntimeError(CLOSED), "srun")()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("rank 1 ended with a peer: RuntimeError")
+
+
+def test_our_own_launcher_is_told_by_the_error_itself() -> None:
+    with pytest.raises(ValueError, match="wrong"):
+        named(ValueError("wrong"), "phalanx")()
