@@ -8,7 +8,7 @@ from phalanx.data.batch import Batch
 from phalanx.train.failures import out_of_memory, too_big
 from phalanx.train.run import Run
 
-# Tokens of a micro-batch on a CPU: twice as many save at most 2 % of time and take a GiB more at 10M parameters.
+# Tokens of a micro-batch on a CPU: twice as many save at most 3 % of time and take a GiB more at 10M parameters.
 _CPU_TOKENS = 4096
 _GPU_MEMORY_SHARE = 0.9
 
