@@ -108,6 +108,8 @@ def describe(failures: Sequence[Failure], world_size: int, host: str, layout: La
     lines = [f"  rank {failure.rank} then: {_short(failure.summary)}" for failure in others]
     if culprit.kind == "user":
         return "\n".join([*lines, f"error: {culprit.summary} [{where}{also}]"]) + "\n"
+    if culprit.kind == "interrupted":
+        return f"interrupted, and so were all {world_size} ranks\n"
     mark = f"{where}: {culprit.summary}{also}"
     rule = "=" * min(max(len(mark), 20), 100)
     return "\n".join([*lines, rule, mark, rule, *culprit.text.splitlines()]) + "\n"

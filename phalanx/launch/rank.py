@@ -92,13 +92,13 @@ def _set_output(output_fd: int | None) -> None:
 
 
 def _set_libraries(threads: int) -> None:
-    """Threads, and random numbers as a new process has them: Python's and NumPy's differ, torch's are its default."""
+    """Threads; and generators of random numbers that differ, as those of new processes do."""
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(threads)
-        torch.default_generator.manual_seed(torch.initial_seed())
+        torch.default_generator.seed()
 
 
 def _status(result: Any) -> int:
