@@ -88,7 +88,7 @@ class ShardedChunk:
         self._seen: dict[Bucket, set[int]] = {bucket: set() for bucket in self._buckets}
         # The order in which gradients are complete: what is used first has its gradient last.
         self._to_reduce = sorted(self._buckets, key=lambda bucket: -bucket.place.first_use)
-        self._reduced: set[Bucket] = set()
+        self._passed: set[Bucket] = set()  # reduced since the present backward pass began
         self.parameters, self.shards = self._logical()
         self._fill(initial)
         self._units = self._make_units()
@@ -112,16 +112,23 @@ class ShardedChunk:
             bucket.wait()
 
     def last_backward(self) -> None:
-        """The coming backward pass is the last of the step: reduce each bucket as soon as its gradients are there."""
+        """The coming backward pass is the last of the step: reduce each bucket as soon as its gradients are there.
+
+        Not for schedules that put weight gradients off: those of earlier micro-batches may still be to come. They call
+        `reduce` when the last has been made.
+        """
         self._last = True
+        self._passed.clear()
         for seen in self._seen.values():
             seen.clear()
 
     def reduce(self) -> None:
         """Start the reductions that have not been started, for gradients that were made without autograd's hooks."""
+        if not self._last:
+            self.last_backward()
         for bucket in self._to_reduce:
-            if bucket not in self._reduced:
-                self._start(bucket, last=True)
+            if bucket not in self._passed:
+                self._start(bucket)
 
     def finish(self) -> None:
         """Wait for all reductions; the sums over all ranks are then the gradients of `parameters`."""
@@ -130,7 +137,7 @@ class ShardedChunk:
         for bucket in self._buckets:
             bucket.bind()
         self._last = False
-        self._reduced.clear()
+        self._passed.clear()
 
     def zero_grad(self) -> None:
         """Let go of all gradients."""
@@ -189,21 +196,33 @@ class ShardedChunk:
         return {id(module): number for number, top in enumerate(self._tops()) for module in top.modules()}
 
     def _make_units(self) -> list[Unit]:
-        passing = [bucket for bucket in self._buckets if not bucket.keeps_weights]
-        units = []
-        for top in self._tops() if passing else ():
-            held = {id(parameter) for parameter in top.parameters()}
-            used = [bucket for bucket in passing if any(id(p) in held for p in bucket.parameters)]
-            units.append(Unit(top, used, in_backward=top is not self.part.embedding))
+        if all(bucket.keeps_weights for bucket in self._buckets):
+            return []
+        units = [
+            Unit(
+                top,
+                self._holding(top.parameters(), keeps_weights=False),
+                in_backward=top is not self.part.embedding,
+            )
+            for top in self._tops()
+        ]
         link(units)
         return units
 
+    def _holding(self, parameters: Iterable[nn.Parameter], keeps_weights: bool) -> list[Bucket]:
+        """The buckets with any of `parameters`: those that stay gathered, or the others."""
+        wanted = {id(parameter) for parameter in parameters}
+        some = [bucket for bucket in self._buckets if bucket.keeps_weights == keeps_weights]
+        return [bucket for bucket in some if any(id(parameter) in wanted for parameter in bucket.parameters)]
+
     def _add_hooks(self) -> None:
-        for module in self.part.modules():
-            held = {id(parameter) for parameter in module.parameters(recurse=False)}
-            for bucket in self._buckets:
-                if bucket.keeps_weights and any(id(p) in held for p in bucket.parameters):
-                    module.register_forward_pre_hook(partial(_wait_for, bucket))
+        norm, head = self.part.norm, self.part.head
+        for top in (*self._tops(), *([] if norm is None else [norm])):
+            # A whole block waits, since seams may use the weights of their neighbours; the last norm waits for the
+            # head, whose logits are not taken by a call of the module.
+            needed = [*top.parameters(), *(head.parameters() if top is norm and head is not None else ())]
+            buckets = self._holding(needed, keeps_weights=True)
+            top.register_forward_pre_hook(partial(_wait_for, buckets))
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.parameters):
                 hook = partial(self._accumulated, bucket, index)
@@ -237,6 +256,9 @@ class ShardedChunk:
         self._reductions.advance()
         if not self._last and bucket.keeps_weights:
             return
+        if bucket in self._passed:  # all its gradients came before: another backward pass has begun
+            assert not self._last, "a backward pass after the one that was said to be the last"
+            self._passed.clear()
         seen = self._seen[bucket]
         seen.add(index)
         if len(seen) == len(bucket.parameters):
@@ -245,23 +267,23 @@ class ShardedChunk:
     def _reduce_complete(self) -> None:
         """Start what is complete, in an order that is the same on all ranks."""
         for bucket in self._to_reduce:
-            if bucket in self._reduced or (not self._last and bucket.keeps_weights):
+            if bucket in self._passed or (not self._last and bucket.keeps_weights):
                 continue
             if len(self._seen[bucket]) < len(bucket.parameters):
                 return
-            self._start(bucket, last=self._last)
+            self._start(bucket)
 
-    def _start(self, bucket: Bucket, last: bool) -> None:
+    def _start(self, bucket: Bucket) -> None:
         self._seen[bucket].clear()
         if not bucket.keeps_weights:
             self._reductions.finish(leave=1)  # whole gradients of two blocks at most
-        self._reductions.start(bucket.reduce(last))
-        if last:
-            self._reduced.add(bucket)
+        self._reductions.start(bucket.reduce(self._last))
+        self._passed.add(bucket)
 
 
-def _wait_for(bucket: Bucket, _module: nn.Module, _arguments: object) -> None:
-    bucket.wait()
+def _wait_for(buckets: list[Bucket], _module: nn.Module, _arguments: object) -> None:
+    for bucket in buckets:
+        bucket.wait()
 
 
 def spanning(groups: Groups, *axes: Axis) -> Group:
