@@ -184,6 +184,25 @@ def test_a_pass_without_gradients_between_steps(schedule: Schedule, chunks: int)
     assert found == [pytest.approx({0: whole(2 * chunks, 2).losses[0]})]
 
 
+def test_messages_may_have_a_shape_per_micro_batch_and_any_type() -> None:
+    table = forward_table("interleaved_1f1b", 2, 2, 3)
+    shapes = [(2, 3), (5, 3), (0, 3)]
+
+    def body(groups: ThreadGroups) -> dict[int, Tensor]:
+        def stage(x: Tensor | None, micro_batch: int) -> Tensor:
+            return torch.zeros(shapes[micro_batch], dtype=torch.bfloat16).T.contiguous().T if x is None else x + 1
+
+        runners = {index: AutogradStage(stage) for index in table.placement.stages_of(groups.rank)}
+        with torch.no_grad():
+            executor = PipelineExecutor(groups, table.placement, runners, dtype=torch.bfloat16)
+            return executor.run(table, shapes)
+
+    results = run_ranks(Layout(pipeline=2), body)
+    assert results[0] == {}
+    for micro_batch, result in results[1].items():
+        assert torch.equal(result, torch.full(shapes[micro_batch], 3.0, dtype=torch.bfloat16))
+
+
 class Counting(AutogradStage):
     """Counts the stage inputs (or outputs, on the first stage) that are alive, through their storage."""
 
@@ -334,19 +353,25 @@ class LostError(Exception):
 @pytest.mark.parametrize("vanishes", [True, False])
 def test_a_lost_peer_is_named_and_nobody_hangs(vanishes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 of 2 fails in micro-batch 1 and closes its connections, or just says nothing until the time is up."""
-    monkeypatch.setattr(thread_ranks, "TIMEOUT", timedelta(seconds=30 if vanishes else 0.5))
+    monkeypatch.setattr(thread_ranks, "TIMEOUT", timedelta(seconds=30 if vanishes else 1.5))
     table = make_table("1f1b", 2, 1, 3)
     messages = list[str]()
-    over = threading.Event()
+    arrived, over = threading.Event(), threading.Event()
+
+    class Going(AutogradStage):
+        def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
+            arrived.set()
+            return super().backward(micro_batch, gradient)
 
     class Failing(AutogradStage):
         def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
             if micro_batch == 1:
+                assert arrived.wait(30.0)
                 raise LostError("a fault")
             return super().forward(micro_batch, x)
 
     def body(groups: ThreadGroups) -> None:
-        kind = Failing if groups.rank else AutogradStage
+        kind = Failing if groups.rank else Going
         executor = PipelineExecutor(groups, table.placement, {groups.rank: kind(Stage(groups.rank, 2, WeightQueue()))})
         if groups.rank:
             with pytest.raises(LostError) as caught:

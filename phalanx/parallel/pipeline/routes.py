@@ -65,8 +65,8 @@ def route(table: Table, rank: int, look_ahead: int) -> list[Step]:
     """The steps of pipeline rank `rank`.
 
     Args:
-        look_ahead: receives that are started before their turn, beyond the next one; a channel's order may make it a
-            few more.
+        look_ahead: receives that are started before their turn, beyond that of the action itself; a channel's order
+            may make it one more.
     """
     given = _given(table, rank)
     incoming = {peer: [m for m in _given(table, peer).values() if m.receiver == rank] for peer in _peers(table, rank)}

@@ -42,6 +42,11 @@ class AutogradStage:
         """Micro-batches between their forward and their backward pass (of inputs, where it is split)."""
         return len(self._live)
 
+    @property
+    def is_splitting(self) -> bool:
+        """Whether a backward pass is going on that leaves weight gradients to `backward_weights`."""
+        return self._queue.deferring
+
     def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
         """The stage's output, detached; nothing is kept where gradients are off."""
         if not torch.is_grad_enabled():
