@@ -69,10 +69,9 @@ def square(y: Tensor, target: Tensor) -> Tensor:
 def ours(mesh: Mesh, table: Table, rank: int, split: bool) -> Step:
     """A step of our executor; as torch's stages, the first one takes rows and the last one a target."""
     rows, target = torch.ones(ROWS, WIDTH), torch.zeros(ROWS, WIDTH)
-    queue = WeightQueue()
 
     def runner(stage: int) -> AutogradStage:
-        layer = nn.Linear(WIDTH, WIDTH, bias=False)
+        layer, queue = nn.Linear(WIDTH, WIDTH, bias=False), WeightQueue()
 
         def function(x: Tensor | None, _: int) -> Tensor:
             x = rows if x is None else x

@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -76,8 +75,6 @@ class Outcome:
 
     losses: dict[int, float]
     gradients: dict[str, Tensor]
-    peaks: int = 0
-    runners: dict[int, AutogradStage] = field(default_factory=dict)
 
 
 def whole(stages: int, micro_batches: int) -> Outcome:
@@ -101,15 +98,15 @@ def gradients(stages: dict[int, Stage]) -> dict[str, Tensor]:
 def step(groups: ThreadGroups, table: Table, steps: int = 1, **options: Any) -> Outcome:
     """Run `table` on one rank, `steps` times; losses and gradients are of the last."""
     rank = groups.layout.coordinates(groups.rank).pipeline
-    queue = WeightQueue()
-    stages = {i: Stage(i, table.placement.stages, queue) for i in table.placement.stages_of(rank)}
-    runners = {i: AutogradStage(stage, queue) for i, stage in stages.items()}
+    stages = {i: Stage(i, table.placement.stages, WeightQueue()) for i in table.placement.stages_of(rank)}
+    runners = {i: AutogradStage(stage, stage.queue) for i, stage in stages.items()}
     executor = PipelineExecutor(groups, table.placement, runners, **options)
     for _ in range(steps):
         for stage in stages.values():
             stage.zero_grad()
         losses = executor.run(table, [SHAPE] * table.micro_batches)
-    assert queue.waiting == 0 and all(runner.live == 0 for runner in runners.values())
+    assert all(runner.live == 0 for runner in runners.values())
+    assert all(stage.queue.waiting == 0 for stage in stages.values())
     return Outcome({m: float(loss) for m, loss in losses.items()}, gradients(stages))
 
 
@@ -168,9 +165,8 @@ def test_a_pass_without_gradients_between_steps(schedule: Schedule, chunks: int)
     training, evaluation = make_table(schedule, 2, chunks, 2), forward_table(schedule, 2, chunks, 1)
 
     def body(groups: ThreadGroups) -> dict[int, float]:
-        queue = WeightQueue()
-        stages = {i: Stage(i, 2 * chunks, queue) for i in training.placement.stages_of(groups.rank)}
-        runners = {i: AutogradStage(stage, queue) for i, stage in stages.items()}
+        stages = {i: Stage(i, 2 * chunks, WeightQueue()) for i in training.placement.stages_of(groups.rank)}
+        runners = {i: AutogradStage(stage, stage.queue) for i, stage in stages.items()}
         executor = PipelineExecutor(groups, training.placement, runners)
         executor.run(training, [SHAPE] * 2)
         before = {name: g.clone() for name, g in gradients(stages).items()}
@@ -206,8 +202,8 @@ def test_messages_may_have_a_shape_per_micro_batch_and_any_type() -> None:
 class Counting(AutogradStage):
     """Counts the stage inputs (or outputs, on the first stage) that are alive, through their storage."""
 
-    def __init__(self, stage: Callable[..., Tensor], queue: WeightQueue, seen: list[weakref.ref[Any]]) -> None:
-        super().__init__(self._watched, queue)
+    def __init__(self, stage: Stage, seen: list[weakref.ref[Any]]) -> None:
+        super().__init__(self._watched, stage.queue)
         self.stage, self.seen = stage, seen
         self.peak = 0
 
@@ -231,9 +227,9 @@ def test_no_more_activations_live_than_the_schedule_promises(
     table = make_table(schedule, ranks, chunks, count)
 
     def body(groups: ThreadGroups) -> int:
-        queue, seen = WeightQueue(), list[weakref.ref[Any]]()
+        seen = list[weakref.ref[Any]]()
         stages = table.placement.stages_of(groups.rank)
-        runners = {i: Counting(Stage(i, ranks * chunks, queue), queue, seen) for i in stages}
+        runners = {i: Counting(Stage(i, ranks * chunks, WeightQueue()), seen) for i in stages}
         PipelineExecutor(groups, table.placement, runners).run(table, [SHAPE] * count)
         gc.collect()
         assert not any(ref() is not None for ref in seen)
@@ -289,8 +285,7 @@ def test_a_late_peer_does_not_hold_up_independent_compute(executor: type[Pipelin
                 seen.append(second_forward.wait(30.0 if on_time else 0.3))
             return super().backward(micro_batch, gradient)
 
-    queue = WeightQueue()
-    stages = [Stage(0, 2, queue), Stage(1, 2, queue)]
+    stages = [Stage(index, 2, WeightQueue()) for index in range(2)]
 
     def body(groups: ThreadGroups) -> None:
         runner = AutogradStage(first) if groups.rank == 0 else Late(stages[1])

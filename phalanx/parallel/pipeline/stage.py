@@ -28,8 +28,8 @@ class AutogradStage:
     Args:
         stage: ``stage(x, micro_batch) -> output``: x is None on the first stage, a leaf elsewhere (not to be changed in
             place); the output of the last stage is a scalar, of which gradients are taken.
-        queue: where the layers of `stage` put off weight gradients; None: they make them at once, and a schedule that
-            splits backward passes gains nothing.
+        queue: where the layers of this stage, and of no other, put off weight gradients; None: they make them at once,
+            and a schedule that splits backward passes gains nothing.
     """
 
     def __init__(self, stage: Callable[[Tensor | None, int], Tensor], queue: WeightQueue | None = None) -> None:
