@@ -38,6 +38,8 @@ _LOOPBACK = "127.0.0.1"
 # Once all ranks are gone: how long what they wrote, and the template, may take to come to an end.
 _REST_S = 0.5
 
+_SHOW_CURSOR = "\x1b[?25h"
+
 
 @dataclass(frozen=True)
 class _Options:
@@ -104,6 +106,10 @@ def launch_local(
         return job.run()
 
 
+class _TemplateGoneError(Exception):
+    """The template hung up."""
+
+
 @dataclass
 class _Job:
     """The launcher's side of a job."""
@@ -135,12 +141,12 @@ class _Job:
     def run(self) -> int:
         """Start the ranks, wait for them, and return the job's exit status."""
         try:
-            self.connection.send([*self.options.preload, self.target.partition(":")[0]])
+            self._tell([*self.options.preload, self.target.partition(":")[0]])
             if (status := self._await_template()) is not None:
                 return status
             while self.running:
                 self._wait()
-        except (EOFError, ConnectionResetError, BrokenPipeError):
+        except _TemplateGoneError:
             return self._template_is_gone()
         self._drain()
         return self._conclude()
@@ -160,7 +166,7 @@ class _Job:
                     if number in FORWARDED:
                         return 128 + number
                     self._pass_on(number)
-        message = self.connection.recv()
+        message = self._listen()
         if isinstance(message, Broken):
             self.report.write(_describe_broken(message.failure))
             return message.failure.status
@@ -169,7 +175,7 @@ class _Job:
             self.report.write(f"the ranks are not forked, each imports for itself: {message.fork_refused}\n")
         elapsed_s = time.monotonic() - self.started_s
         specs = [self._spec(rank, {"template": round(elapsed_s, 6)}) for rank in range(self.count)]
-        self.connection.send((specs, self.options.fork))
+        self._tell((specs, self.options.fork))
         self.running = set(range(self.count))
         return None
 
@@ -180,7 +186,7 @@ class _Job:
         ready = wait(sources, None if math.isinf(timeout_s) else timeout_s)
         self.output.read(ready)
         if self.connection in ready:
-            self._hear(self.connection.recv())
+            self._hear(self._listen())
         if self.signals.fileno() in ready:
             for number in self.signals.take():
                 self._pass_on(number)
@@ -217,7 +223,19 @@ class _Job:
 
     def _send(self, number: signal.Signals) -> None:
         if self.running:
-            self.connection.send(Send(sorted(self.running), number))
+            self._tell(Send(sorted(self.running), number))
+
+    def _tell(self, message: Any) -> None:
+        try:
+            self.connection.send(message)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise _TemplateGoneError from error
+
+    def _listen(self) -> Any:
+        try:
+            return self.connection.recv()
+        except (EOFError, ConnectionResetError) as error:
+            raise _TemplateGoneError from error
 
     def _drain(self) -> None:
         """Show what the ranks wrote before they ended, unless something they started keeps writing."""
@@ -226,18 +244,24 @@ class _Job:
             self.output.read(ready)
 
     def _conclude(self) -> int:
+        """Tell what has to be told, and choose the exit status."""
         failures = list(self.ending.failures.values())
+        ends = ", ".join(f"rank {rank}: {status}" for rank, status in sorted(self.statuses.items()))
+        first_status = next((self.statuses[rank] for rank in sorted(self.statuses) if self.statuses[rank]), 0)
         if failures:
+            culprit = find_culprit(failures)
+            if self.report.isatty():
+                self.report.write(_SHOW_CURSOR)  # a live display that was cut off has left it hidden
+            if culprit.follows and ends:
+                self.report.write(f"some ranks had returned before the others lost them, with exit status: {ends}\n")
             self.report.write(describe(failures, self.count, socket.gethostname(), self.options.layout))
             self.report.flush()
-            return find_culprit(failures).status
+            return first_status if culprit.follows and first_status else culprit.status
         if self.stopped_by:
             return 128 + self.stopped_by
-        statuses = [self.statuses.get(rank, 0) for rank in range(self.count)]
-        if len(set(statuses)) > 1:
-            ends = ", ".join(f"rank {rank}: {status}" for rank, status in enumerate(statuses) if status)
-            self.report.write(f"exit status of {ends}; the others ended well\n")
-        return next((status for status in statuses if status), 0)
+        if len(set(self.statuses.values())) > 1:
+            self.report.write(f"not all ranks returned the same exit status: {ends}\n")
+        return first_status
 
     def _template_is_gone(self) -> int:
         """The process that the ranks hung on has died, and they with it."""
@@ -285,6 +309,7 @@ def _start_template(environ: Mapping[str, str], descriptors: Sequence[int]) -> t
         env={**environ, **quiet},
         pass_fds=[theirs.fileno(), *descriptors],
         process_group=0,
+        stdin=subprocess.DEVNULL,  # in the background of a terminal, whoever reads from it is stopped
     )
     theirs.close()
     return ours, process

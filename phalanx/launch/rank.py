@@ -84,9 +84,6 @@ def _set_output(output_fd: int | None) -> None:
     for descriptor in (1, 2):
         os.dup2(output_fd, descriptor)
     os.close(output_fd)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 

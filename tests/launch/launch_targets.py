@@ -96,6 +96,11 @@ def raise_late(seconds: float) -> NoReturn:
     raise ValueError("the one that explains it")
 
 
+def reset_late(seconds: float) -> NoReturn:
+    time.sleep(seconds)  # as after a peer that returned
+    raise ConnectionResetError("by peer")
+
+
 def kill_self(number: int) -> None:
     os.kill(os.getpid(), number)
     wait_for_ever()
@@ -113,6 +118,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "refuses": raise_user_error,
     "reset": raise_reset,
     "late": raise_late,
+    "late_reset": reset_late,
     "killed": kill_self,
     "leaves": leave,
 }

@@ -88,7 +88,7 @@ def test_threads_may_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (
             {0: ("returns", 0), 1: ("exits", 5)},
             5,
-            "exit status of rank 1: 5; the others ended well\n",
+            "not all ranks returned the same exit status: rank 0: 0, rank 1: 5\n",
         ),
     ],
 )
@@ -117,6 +117,13 @@ def test_what_followed_is_one_line_above_what_explains_it() -> None:
     assert status == 1
     assert report.startswith("  rank 0 then: ConnectionResetError: by peer\n")
     assert report.endswith("ValueError: the one that explains it\n")
+
+
+def test_ranks_that_returned_before_the_others_lost_them_are_named() -> None:
+    status, report = launch(3, "end", {0: ("returns", 4), 1: ("late_reset", 0.05)})
+    assert status == 4
+    assert report.startswith("some ranks had returned before the others lost them, with exit status: rank 0: 4\n")
+    assert report.endswith("ConnectionResetError: by peer\n")
 
 
 def test_a_user_error_is_one_line_with_its_cure() -> None:
