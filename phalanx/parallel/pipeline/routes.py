@@ -149,20 +149,20 @@ def _confirmations(
     table: Table, rank: int, needs: Sequence[Message | None], given: Mapping[Action, Message]
 ) -> list[tuple[Message, ...]]:
     """For every action, what its need's arrival says to have arrived: all that its sender had used before making it."""
-    used: dict[int, dict[_Key, int]] = {}
+    under_way: dict[int, list[tuple[int, Message]]] = {}
     made: dict[int, dict[Message, int]] = {}
     for peer in _peers(table, rank):
         places = {action: at for at, action in enumerate(table.actions[peer]) if action.kind != "W"}
-        used[peer] = {_need(action): at for action, at in places.items()}
         made[peer] = {message: places[action] for action, message in _given(table, peer).items()}
-    under_way = {peer: [m for m in given.values() if m.receiver == peer] for peer in used}
+        used = {_need(action): at for action, at in places.items()}
+        sent = [(used[_key(message)], message) for message in given.values() if message.receiver == peer]
+        under_way[peer] = sorted(sent, reverse=True)
     confirmed: list[tuple[Message, ...]] = []
     for need in needs:
-        if need is None or need.sender == rank:
-            confirmed.append(())
-            continue
-        peer, at = need.sender, made[need.sender][need]
-        done = [message for message in under_way[peer] if used[peer][_key(message)] <= at]
-        under_way[peer] = [message for message in under_way[peer] if used[peer][_key(message)] > at]
+        done = []
+        if need is not None and need.sender != rank:
+            rest, at = under_way[need.sender], made[need.sender][need]
+            while rest and rest[-1][0] <= at:
+                done.append(rest.pop()[1])
         confirmed.append(tuple(done))
     return confirmed
