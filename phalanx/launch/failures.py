@@ -23,12 +23,13 @@ _OF_A_PEER = re.compile(
     r"|store is not available|software caused connection",
     re.IGNORECASE,
 )
-_NETWORK_TYPES = {
+_OF_A_PEER_BY_TYPE = {
+    "BrokenPipeError",
+    "CollectiveError",  # phalanx.parallel's
+    "ConnectionRefusedError",
+    "ConnectionResetError",
     "DistNetworkError",
     "DistStoreError",
-    "ConnectionResetError",
-    "ConnectionRefusedError",
-    "BrokenPipeError",
 }
 
 
@@ -58,7 +59,7 @@ class Failure:
 def failure_of_exception(rank: int, time_ns: int, error: BaseException) -> Failure:
     """What an exception that nobody caught says of its rank."""
     if isinstance(error, UserError):
-        return Failure(rank, time_ns, "user", 2, str(error))
+        return Failure(rank, time_ns, "user", 2, str(error), follows=speaks_of_a_peer(error))
     if isinstance(error, KeyboardInterrupt):
         return Failure(rank, time_ns, "interrupted", 128 + signal.SIGINT, "interrupted")
     # The first frame is the launcher's own.
@@ -78,7 +79,7 @@ def failure_of_exit(rank: int, time_ns: int, code: int, last_lines: Sequence[str
 
 def speaks_of_a_peer(error: BaseException) -> bool:
     """Whether an exception, or what it was raised from, is what one sees when a peer is gone."""
-    return any(type(e).__name__ in _NETWORK_TYPES or _OF_A_PEER.search(str(e)) for e in _chain(error))
+    return any(type(e).__name__ in _OF_A_PEER_BY_TYPE or _OF_A_PEER.search(str(e)) for e in _chain(error))
 
 
 def signal_name(number: int) -> str:

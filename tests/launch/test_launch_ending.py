@@ -51,6 +51,14 @@ def test_an_error_raised_from_one_about_a_peer_follows_too() -> None:
     assert raised(0, 1.0, error).follows
 
 
+def test_what_cannot_be_reached_because_a_peer_is_gone_follows_whoever_words_it() -> None:
+    unreachable = UserError("no answer from the store", cure="check that rank 0 runs")
+    unreachable.__cause__ = RuntimeError("Connection reset by peer")
+    collective = type("CollectiveError", (RuntimeError,), {})("all_reduce failed: a member has ended")
+    assert [raised(rank, 1.0, error).follows for rank, error in enumerate((unreachable, collective))] == [True, True]
+    assert not raised(0, 1.0, UserError("is too large", cure="take 3")).follows
+
+
 def test_the_first_explains_where_several_could() -> None:
     failures = [raised(2, 5.0), failure_of_exit(1, int(4e9), -9), raised(0, 6.0, RuntimeError(CLOSED))]
     assert find_culprit(failures).rank == 1
