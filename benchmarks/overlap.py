@@ -30,6 +30,7 @@ from support import namespaces
 from support.pair import in_turns, join, run_pair
 from torch import Tensor, nn
 
+from phalanx.kernels.host_memory import keep_freed_memory
 from phalanx.kernels.linear import project
 from phalanx.parallel.group import Group
 from phalanx.parallel.tensor.linear import Spread, gather_products, products_scatter
@@ -99,7 +100,7 @@ class Projection:
 def tensor_part(group: Group, arguments: argparse.Namespace) -> list[Result]:
     """Input and output projections, forward and backward; each chunk count against the plain back end."""
     results = []
-    for tokens, hidden, width in SHAPES[: 1 if arguments.quick else None]:
+    for tokens, hidden, width in arguments.shapes[: 1 if arguments.quick else None]:
         for gathers in (True, False):
             projection = Projection(group, gathers, tokens, hidden, width)
             for backward in (False, True):
@@ -141,6 +142,14 @@ def report(title: str, results: list[Result], limited: bool) -> None:
             print(f"    {name:10} {1e3 * seconds:7.1f} ms, exposed {1e3 * exposed:6.1f} ms{speed}{hidden}")
 
 
+def shape(text: str) -> tuple[int, ...]:
+    """Tokens, hidden width and rows of a weight, of ``TxDxN``."""
+    sizes = tuple(int(size) for size in text.split("x"))
+    if len(sizes) != 3:
+        raise ValueError(text)
+    return sizes
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=[*PARTS], default="tensor", help="what to measure")
@@ -149,13 +158,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=15, help="turns; medians are printed")
     parser.add_argument("--priority", type=int, default=0, help="nice value of the ranks; below 0 needs root")
     parser.add_argument("--where", choices=["both", "link", "loopback"], default="both")
+    parser.add_argument("--shapes", type=shape, nargs="+", default=SHAPES, help="such as 1024x1024x2048")
     parser.add_argument("--quick", action="store_true", help="one shape, three turns")
     parser.add_argument("--json", type=Path, help="write the figures here")
     for hidden in ("--rank", "--core"):
         parser.add_argument(hidden, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    arguments.repeats = 3 if arguments.quick else arguments.repeats
+    arguments.repeats = min(3, arguments.repeats) if arguments.quick else arguments.repeats
     return arguments
 
 
@@ -170,6 +180,7 @@ def put_before_others(priority: int) -> None:
 def run_rank(arguments: argparse.Namespace) -> None:
     """One of the two ranks: measure, and print the figures."""
     put_before_others(arguments.priority)
+    keep_freed_memory()  # As training does.
     group = join(arguments.rank, arguments.address, arguments.core, ("tensor",))
     print(json.dumps(PARTS[arguments.part](group, arguments)))
 
@@ -177,6 +188,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
 def run_where(arguments: argparse.Namespace, title: str, place: AbstractContextManager[Any]) -> list[Result]:
     """Measure on two hosts and print."""
     options = ["--part", arguments.part, "--repeats", str(arguments.repeats), "--priority", str(arguments.priority)]
+    options += ["--shapes", *("x".join(map(str, sizes)) for sizes in arguments.shapes)]
     options += ["--chunks", *map(str, arguments.chunks)] + ["--quick"] * arguments.quick
     with place as hosts:
         results: list[Result] = run_pair(hosts, Path(__file__).resolve(), options, timeout_s=900.0)
