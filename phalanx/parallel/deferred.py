@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 
@@ -36,6 +37,7 @@ class WeightQueue:
         """Put off one gradient of a stored `parameter`; `gradient` makes it, in the parameter's shape."""
         self._waiting.setdefault(self._current, []).append((parameter, gradient))
 
+    @torch.no_grad()
     def run(self, micro_batch: int) -> None:
         """Make the gradients of `micro_batch` and add them to their parameters' ``.grad``."""
         for parameter, make in self._waiting.pop(micro_batch, []):

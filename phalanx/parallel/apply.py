@@ -1,0 +1,123 @@
+"""The only place where a model is spread: in one fixed order, each step a function of its own room.
+
+Split into stages, then for each stage of this rank: a part on the meta device in tensor-local sizes, its seams
+replaced, recompute, and its parameters laid on flat buckets, of which this rank makes only its own slices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.core.shard import Shard
+from phalanx.model.config import ModelConfig
+from phalanx.model.init import initial_values
+from phalanx.model.part import DecoderPart, Recompute
+from phalanx.model.shapes import parameter_table
+from phalanx.parallel.config import ParallelConfig
+from phalanx.parallel.context.spread import ContextSpread
+from phalanx.parallel.deferred import WeightQueue
+from phalanx.parallel.engine import Engine, Held
+from phalanx.parallel.group import Groups
+from phalanx.parallel.pipeline.split import StageSpan, split_stages
+from phalanx.parallel.pipeline.tables import Placement, placement_of
+from phalanx.parallel.stage import Stage
+from phalanx.parallel.tensor.sizes import local_config, tensor_shards
+from phalanx.parallel.tensor.spread import spread_tensor
+from phalanx.parallel.zero.chunk import Initial, ShardedChunk
+
+_SPLITS_BACKWARD = ("interleaved_zero_bubble", "zbv")
+
+
+@dataclass(frozen=True)
+class Build:
+    """How the parts of a model are made, whatever the layout.
+
+    Attributes:
+        sequence_length: of the samples, tokens.
+        compute_dtype: of matrix products; master weights are float32.
+        seed: of the initial weights.
+    """
+
+    sequence_length: int
+    device: torch.device
+    compute_dtype: torch.dtype
+    seed: int
+    recompute: Recompute = "none"
+
+
+def build_engine(model: ModelConfig, config: ParallelConfig, groups: Groups, build: Build) -> Engine:
+    """This rank's part of `model` with its initial weights; all ranks call it.
+
+    Args:
+        model: with vocabulary and longest sequence known.
+        config: with all axes given, whose layout is that of `groups`.
+
+    Raises:
+        UserError: something does not divide.
+    """
+    assert config.layout == groups.layout, "the groups are of another layout"
+    placement = _placement(config)
+    spans = split_stages(model, build.sequence_length, placement.stages)
+    spread = ContextSpread(model, groups.group("context"), config.context_method, build.sequence_length)
+    rank = groups.layout.index(groups.rank, ("pipeline",))
+    held: dict[int, Held] = {}
+    for number in placement.stages_of(rank):
+        first = next(iter(held.values()), None)
+        held[number] = _hold(spans[number], model, config, groups, build, first)
+    engine = Engine(model, config, groups, spread, held, placement, build.device)
+    engine.weights_changed()
+    return engine
+
+
+def _placement(config: ParallelConfig) -> Placement:
+    if config.pipeline == 1:
+        return Placement(1, 1)
+    return placement_of(config.schedule, config.pipeline, config.num_chunks)
+
+
+def _hold(
+    span: StageSpan, model: ModelConfig, config: ParallelConfig, groups: Groups, build: Build, first: Held | None
+) -> Held:
+    """One stage of this rank.
+
+    Args:
+        first: the first of this rank's stages, if this is another.
+    """
+    tensor = groups.group("tensor")
+    part = DecoderPart(
+        local_config(model, config.tensor),
+        layers=span.layers,
+        first=span.first,
+        last=span.last,
+        device="meta",
+        compute_dtype=build.compute_dtype,
+    )
+    splits = config.pipeline > 1 and config.schedule in _SPLITS_BACKWARD
+    queue = WeightQueue() if splits else None
+    spread_tensor(part, tensor, model, overlap=config.tensor_overlap, chunks=config.tensor_chunks, queue=queue)
+    part.recompute = build.recompute
+    if model.tie_embeddings and first is not None:
+        _share_embedding(first.stage.part, part)
+    shards = tensor_shards(model, config.tensor, tensor.index)
+    chunk = ShardedChunk(part, shards, groups, config, initial=_initial(model, build), device=build.device)
+    return Held(Stage(part, tensor, build.device), chunk, queue)
+
+
+def _share_embedding(first: DecoderPart, last: DecoderPart) -> None:
+    """Where the embedding and the head that is tied to it are on one rank (the V of zbv), they are one parameter."""
+    if first.embedding is not None and last.head is not None and last.embedding is None:
+        last.head.weight = first.embedding.weight
+
+
+def _initial(model: ModelConfig, build: Build) -> Initial:
+    table = parameter_table(model)
+
+    def values(name: str, shard: Shard) -> Tensor:
+        return initial_values(
+            model, table[name], build.seed, offsets=shard.offsets, shape=shard.sizes, device=build.device
+        )
+
+    return values

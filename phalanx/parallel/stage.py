@@ -1,0 +1,150 @@
+# ruff: noqa: N802  (read-only attributes of a protocol, named as the batch names them)
+"""One run of layers on one rank at work: what it is given for a micro-batch, and its forward pass.
+
+Shapes: B samples of the micro-batch, L positions of whole sequences, S those on this rank (context parallel), T = B*S
+tokens, D hidden. The residual stream between stages is (T / tensor, D).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from phalanx.model.context import Context, DropoutState
+from phalanx.model.part import DecoderPart
+from phalanx.parallel.context.spread import Attend, ContextSpread
+from phalanx.parallel.group import Group
+from phalanx.parallel.tensor.spread import local_context
+
+
+class Samples(Protocol):
+    """The batch of a data-parallel rank: as `phalanx.data.batch.Batch`, which this room does not know."""
+
+    @property
+    def tokens_BS(self) -> Tensor:
+        """(B, L) int64."""
+        ...
+
+    @property
+    def targets_BS(self) -> Tensor:
+        """(B, L) int64."""
+        ...
+
+    @property
+    def weights_BS(self) -> Tensor:
+        """(B, L) float32."""
+        ...
+
+    @property
+    def documents_BS(self) -> Tensor | None:
+        """(B, L) int32, or None."""
+        ...
+
+    @property
+    def sample_index_B(self) -> Tensor:
+        """(B,) int64."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def rows(self, begin: int, end: int) -> Samples:
+        """Samples ``begin .. end``."""
+        ...
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What every stage of this rank needs for one forward pass; the residual stream apart.
+
+    Attributes:
+        positions_BS: where the tokens stand in their sequences; None: 0, 1, 2 …
+        documents_BS: of this rank's positions, None where attention is replaced or there is one document.
+        rows_BS: dropout rows of this rank's tokens; None where nothing is dropped.
+        attend_with: attention over split sequences; None for the ordinary one.
+    """
+
+    tokens_BS: Tensor
+    targets_T: Tensor
+    weights_T: Tensor
+    positions_BS: Tensor | None
+    documents_BS: Tensor | None
+    dropout: DropoutState | None
+    rows_BS: Tensor | None
+    attend_with: Attend | None
+
+
+def cut_micro_batch(
+    samples: Samples, spread: ContextSpread, dropout: DropoutState | None, device: torch.device
+) -> MicroBatch:
+    """This rank's part of some samples, on its device.
+
+    Args:
+        samples: whole sequences.
+        dropout: what decides dropped elements in training; None in evaluation.
+    """
+    split = spread.group.size > 1
+    tokens = spread.cut(samples.tokens_BS).to(device, non_blocking=True)
+    documents = None if samples.documents_BS is None else samples.documents_BS.to(device, non_blocking=True)
+    positions = spread.positions_S.to(device).expand(len(tokens), -1) if split else None
+    return MicroBatch(
+        tokens_BS=tokens,
+        targets_T=spread.cut(samples.targets_BS).flatten().to(device, non_blocking=True),
+        weights_T=spread.cut(samples.weights_BS).flatten().to(device, non_blocking=True),
+        positions_BS=positions,
+        documents_BS=None if split else documents,
+        dropout=dropout,
+        rows_BS=None if dropout is None else spread.dropout_rows(dropout).to(device),
+        attend_with=spread.attend_with(documents, dropout),
+    )
+
+
+class Stage:
+    """A part of the model on this rank.
+
+    Args:
+        part: with its seams replaced where matrices are split.
+        tensor: the tensor group.
+
+    Attributes:
+        loss_sum: weighted cross-entropy summed over the tokens seen since `reset`, nats; of the last stage only.
+    """
+
+    def __init__(self, part: DecoderPart, tensor: Group, device: torch.device) -> None:
+        self.part, self._tensor = part, tensor
+        self._zero = torch.zeros((), device=device)
+        self.loss_sum = self._zero
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the loss is made here."""
+        return self.part.head is not None
+
+    def reset(self) -> None:
+        """Forget the loss seen so far."""
+        self.loss_sum = self._zero
+
+    def forward(self, x_TD: Tensor | None, micro: MicroBatch) -> Tensor:
+        """The stream after this part, (T / tensor, D); of the last part, the objective summed over tokens."""
+        context = self._context(micro)
+        if x_TD is None:
+            x_TD = self.part.embed(micro.tokens_BS, context, positions_BS=micro.positions_BS)
+        x_TD = self.part.blocks(x_TD, context)
+        if self.part.norm is None:
+            return x_TD
+        loss_sum, z_sum = self.part.sums(self.part.norm(x_TD), micro.targets_T, micro.weights_T)
+        self.loss_sum = self.loss_sum + loss_sum.detach()
+        return loss_sum + z_sum
+
+    def _context(self, micro: MicroBatch) -> Context:
+        context = self.part.context(
+            micro.tokens_BS,
+            positions_BS=micro.positions_BS,
+            documents_BS=micro.documents_BS,
+            dropout=micro.dropout,
+        )
+        rows_T = None if micro.rows_BS is None else micro.rows_BS.flatten()
+        context = replace(context, rows_T=rows_T, attend_with=micro.attend_with)
+        return local_context(context, self._tensor)
