@@ -16,7 +16,7 @@ from phalanx.core.layout import Layout
 from phalanx.model.shapes import num_parameters
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.group import Group
-from phalanx.parallel.zero.chunk import ShardedChunk, spanning, stored_bytes
+from phalanx.parallel.zero.chunk import ShardedChunk, stored_bytes
 
 AXES = ("replicate", "shard", "context")
 
@@ -211,7 +211,7 @@ def test_gradients_may_travel_in_bf16() -> None:
         one_step(chunk, groups, Job())
         chunk.finish()
         gradients = {n: p.grad.clone() for n, p in chunk.parameters.items() if p.grad is not None}
-        return dict(spanning(groups, "shard").traffic.sent_bytes), padded_bytes(chunk, 2), gradients
+        return dict(groups.group("shard").traffic.sent_bytes), padded_bytes(chunk, 2), gradients
 
     narrow = on_ranks(Layout(shard=2), Job(), body, reduce_dtype="bf16")
     wide = on_ranks(Layout(shard=2), Job(), body)

@@ -28,12 +28,19 @@ class BucketGroups:
 
     Attributes:
         split: the ranks that hold a part each.
-        add: groups over which parts of gradients are added besides: replicas, tensor ranks that share the parameters,
-            the other stage of tied embeddings.
+        add: groups over which parts of gradients are added besides: replicas, tensor ranks that share the parameters.
+        tied: the other stage that holds the same embedding, if there is one.
     """
 
     split: Group
     add: tuple[Group, ...]
+    tied: Group | None = None
+
+    def meet(self) -> None:
+        """Let the members meet now: later, one could wait for another that waits for it in another group."""
+        for group in (self.split, *self.add, self.tied):
+            if group is not None and group.size > 1:
+                _ = group.backend
 
 
 class Bucket:
@@ -56,6 +63,7 @@ class Bucket:
         self, place: Place, groups: BucketGroups, zero: int, wire_dtype: torch.dtype, device: torch.device
     ) -> None:
         self.place, self.groups, self.device, self.wire_dtype = place, groups, device, wire_dtype
+        groups.meet()
         self.zero = zero if groups.split.size > 1 else 1
         self.keeps_weights = self.zero < 3 or place.kind.vectors
         rows = place.padded_rows(groups.split.size)
@@ -139,8 +147,13 @@ class Bucket:
             last: nothing will be added any more: sum over replicas too.
         """
         yield from self._scatter()
-        if last:
-            yield from self._add()
+        for group in self.groups.add if last else ():
+            yield from self._add(group)
+
+    def add_tied(self) -> Iterator[Work]:
+        """Add what the other stage with the same weights has; not before both have made all their gradients."""
+        if self.groups.tied is not None:
+            yield from self._add(self.groups.tied)
 
     def bind(self) -> None:
         """Give the sums to the masters as their gradients."""
@@ -168,8 +181,9 @@ class Bucket:
         for end, next_start in zip(ends, [*starts[1:], self._size], strict=True):
             flat[end:next_start].zero_()
         self._gradients = flat
+        # `.data` makes tensors that anybody may add to, whether or not autograd is on then and was on here.
         self._views = [
-            flat[start:end].view(parameter.shape)
+            flat[start:end].view(parameter.shape).data
             for start, end, parameter in zip(starts, ends, self.parameters, strict=True)
         ]
 
@@ -205,13 +219,12 @@ class Bucket:
         if target is not self._sum:
             self._sum.add_(target)
 
-    def _add(self) -> Iterator[Work]:
+    def _add(self, group: Group) -> Iterator[Work]:
         assert self._sum is not None
-        for group in self.groups.add:
-            sent = self._sum.to(self.wire_dtype)
-            yield group.all_reduce(sent)
-            if sent is not self._sum:
-                self._sum.copy_(sent)
+        sent = self._sum.to(self.wire_dtype)
+        yield group.all_reduce(sent)
+        if sent is not self._sum:
+            self._sum.copy_(sent)
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """The memory that is in use: weights, masters (the same where in place), gradients."""

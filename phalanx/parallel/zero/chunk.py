@@ -81,7 +81,7 @@ class ShardedChunk:
         self._groups, self._config, self._device = groups, config, torch.device(device)
         self._tensor_shards = shards
         self._split_axes = _used(groups, "shard", "context")
-        self._split = spanning(groups, "shard", "context")
+        self._split = _own_group(groups, "shard", "context")
         self._buckets = self._make_buckets()
         self._reductions = Reductions(polls=self._device.type == "cpu")
         self._last = False
@@ -134,6 +134,10 @@ class ShardedChunk:
         """Wait for all reductions; the sums over all ranks are then the gradients of `parameters`."""
         self.reduce()
         self._reductions.finish()
+        # Only now: the other stage has its sum when its backward passes are done, which may be waiting for ours.
+        for bucket in self._buckets:
+            self._reductions.start(bucket.add_tied())
+        self._reductions.finish()
         for bucket in self._buckets:
             bucket.bind()
         self._last = False
@@ -178,10 +182,9 @@ class ShardedChunk:
 
     def _bucket_groups(self, kind: Kind) -> BucketGroups:
         axes: tuple[Axis, ...] = ("replicate", "tensor") if kind.shared else ("replicate",)
-        add = [spanning(self._groups, *axes)]
-        if kind.tied:
-            add.append(tied_group(self._groups))
-        return BucketGroups(self._split, tuple(group for group in add if group.size > 1))
+        add = _own_group(self._groups, *axes)
+        tied = tied_group(self._groups) if kind.tied else None
+        return BucketGroups(self._split, (add,) if add.size > 1 else (), tied)
 
     def _is_tied(self) -> bool:
         """Whether another stage holds the embedding too."""
@@ -286,10 +289,18 @@ def _wait_for(buckets: list[Bucket], _module: nn.Module, _arguments: object) -> 
         bucket.wait()
 
 
-def spanning(groups: Groups, *axes: Axis) -> Group:
-    """The group over those of `axes` that have more than one rank; a group of one where there are none."""
+def _own_group(groups: Groups, *axes: Axis) -> Group:
+    """A group over `axes` that nothing else uses while a backward pass goes on.
+
+    Reductions go on when they can, which is not at the same moment on all ranks; among the collectives of layers (over
+    `tensor` and `context`) they would be taken for one another.
+    """
     used = _used(groups, *axes)
-    return groups.group(*used) if used else Group.alone(groups.rank)
+    if not used:
+        return Group.alone(groups.rank)
+    if "tensor" in used or "context" in used:
+        return groups.named("zero", groups.layout.members(groups.rank, used), used)
+    return groups.group(*used)
 
 
 def tied_group(groups: Groups) -> Group:
