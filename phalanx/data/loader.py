@@ -1,8 +1,8 @@
 """Samples in a global order that depends on the seed alone, and the thread that prepares them ahead of time.
 
-Sample g of the order is a pure function of (prepared corpus, config, seed, g): `Mixture` says which source and which of
-its samples, a `Permutation` per source and epoch says which window of its tokens. So a loader's state is one number,
-any process can read any part of the order, and changing the batch size on the way is nothing special.
+Sample g of the order is a pure function of (prepared corpus, config, seed, g): see `phalanx.data.packed`. So a loader's
+state is one number, any process can read any part of the order, and changing the batch size on the way is nothing
+special.
 
 Shape letters: B samples, S positions.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -19,13 +18,12 @@ import torch
 from phalanx.core.errors import UserError
 from phalanx.data.batch import Batch
 from phalanx.data.config import DataConfig
-from phalanx.data.order import Int64, Mixture, derive_key
+from phalanx.data.order import Int64
+from phalanx.data.packed import PackedSplit, read_mixed
 from phalanx.data.prefetch import Prefetcher
-from phalanx.data.samples import Arrays, SampleOrder, SampleReader
+from phalanx.data.samples import Arrays, SampleReader
 from phalanx.data.sources.files import Split
 from phalanx.data.tokens.prepared import Prepared
-
-BLOCK = 1024
 
 
 @dataclass(frozen=True)
@@ -63,29 +61,17 @@ class Loader:
         self.config = config
         self.prepared = prepared
         self.split = split
-        seed = config.seed if seed is None else seed
-        parts = prepared.split(split)
-        if not parts:
-            raise UserError(f"there are no {split} tokens", cure="prepare some: see data.sources", field="data")
-        self._readers = [SampleReader(*part, config) for part in parts]
-        self._orders = [
-            SampleOrder(reader, key=derive_key(seed, i), random_offset=config.random_offset)
-            for i, reader in enumerate(self._readers)
-        ]
-        self._mixture = Mixture([r.weight or o.num_samples for r, o in zip(self._readers, self._orders, strict=True)])
-        self._located = lru_cache(maxsize=4)(self._locate_block)
+        self._packed = PackedSplit(prepared.split(split), config, split=split, seed=seed)
         self._held_out = [SampleReader(*part, config) for part in prepared.split("validation")]
 
     @property
     def samples_per_epoch(self) -> int:
         """Samples after which every source has been read once, on average."""
-        return sum(order.num_samples for order in self._orders)
+        return self._packed.samples_per_epoch
 
     def batch(self, start: int, count: int) -> Batch:
         """Samples ``start..start+count`` of the global order; a pure function."""
-        index_B = np.arange(start, start + count)
-        source_B, begin_B = self._windows(index_B)
-        return self._read(self._readers, source_B, begin_B, index_B)
+        return _to_batch(self._packed.read(start, count), np.arange(start, start + count))
 
     def stream(
         self,
@@ -112,7 +98,7 @@ class Loader:
             An iterator of (batch, state after it), to be closed (it is a context manager too). The state counts the
             samples of all ranks, so it is the same on each. What goes wrong in the thread is raised in the consumer.
         """
-        steps = _endless(counts) if isinstance(counts, int) else iter(counts)
+        steps = endless(counts) if isinstance(counts, int) else iter(counts)
         return Prefetcher(self._steps(state or LoaderState(), steps, rank, ranks, pin_memory), ahead)
 
     def validation_batches(self, batch_size: int, max_batches: int | None = None) -> Iterator[Batch]:
@@ -133,7 +119,8 @@ class Loader:
             index_B = np.arange(first, min(first + batch_size, wanted)) * total // wanted
             source_B = np.searchsorted(borders, index_B, "right") - 1
             begin_B = (index_B - borders[source_B]) * self.config.sequence_length
-            yield _padded(self._read(self._held_out, source_B, begin_B, index_B), batch_size)
+            arrays = read_mixed(self._held_out, source_B, begin_B, self.config)
+            yield _padded(_to_batch(arrays, index_B), batch_size)
 
     def _steps(
         self, state: LoaderState, counts: Iterator[int], rank: int, ranks: int, pin: bool
@@ -145,37 +132,6 @@ class Loader:
             batch = self.batch(state.samples + rank * share, share)
             state = LoaderState(state.samples + count)
             yield batch.pin_memory() if pin else batch, state
-
-    def _windows(self, index_B: Int64) -> tuple[Int64, Int64]:
-        """Source and first token of samples that follow each other, from blocks that are worked out once."""
-        first, last = int(index_B[0]) // BLOCK, int(index_B[-1]) // BLOCK
-        blocks = [self._located(block) for block in range(first, last + 1)]
-        inside = slice(int(index_B[0]) - first * BLOCK, int(index_B[-1]) + 1 - first * BLOCK)
-        source = blocks[0][0] if len(blocks) == 1 else np.concatenate([block[0] for block in blocks])
-        begin = blocks[0][1] if len(blocks) == 1 else np.concatenate([block[1] for block in blocks])
-        return source[inside], begin[inside]
-
-    def _locate_block(self, block: int) -> tuple[Int64, Int64]:
-        source_B, local_B = self._mixture.locate(np.arange(block * BLOCK, (block + 1) * BLOCK))
-        begin_B = np.empty(BLOCK, np.int64)
-        for number in np.unique(source_B).tolist():
-            chosen = source_B == number
-            begin_B[chosen] = self._orders[number].begins(local_B[chosen])
-        return source_B, begin_B
-
-    def _read(self, readers: list[SampleReader], source_B: Int64, begin_B: Int64, index_B: Int64) -> Batch:
-        used = np.unique(source_B).tolist()
-        if len(used) == 1:
-            return _to_batch(readers[used[0]].read(begin_B), index_B)
-        size, length = len(index_B), self.config.sequence_length
-        documents = np.zeros((size, length), np.int32) if self.config.document_mask else None
-        result = Arrays(np.zeros((size, length + 1), np.int64), np.zeros((size, length), np.float32), documents)
-        for number in used:
-            rows = source_B == number
-            for whole, part in zip(result, readers[number].read(begin_B[rows]), strict=True):
-                if whole is not None:
-                    whole[rows] = part
-        return _to_batch(result, index_B)
 
 
 def _to_batch(arrays: Arrays, index_B: Int64) -> Batch:
@@ -207,6 +163,7 @@ def _padded(batch: Batch, size: int) -> Batch:
     )
 
 
-def _endless(count: int) -> Iterator[int]:
+def endless(count: int) -> Iterator[int]:
+    """`count`, over and over."""
     while True:
         yield count
