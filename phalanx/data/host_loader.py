@@ -1,0 +1,182 @@
+"""One loader per host: a process that reads and packs batches into shared memory, from which the host's ranks copy.
+
+MegaScale (arXiv 2402.15627) 3.4: the ranks of a tensor-parallel group need identical input, so a loader in each of them
+reads the same again and again. Here one process per host reads; ranks of one data-parallel index (those that differ
+only along tensor, context and pipeline) copy from the same slots of shared memory.
+
+    # on the first rank of a host, as early as possible: while it has one thread, a fork takes milliseconds
+    loader = start_host_loader(prepared, config.data, indices=[0, 0, 1, 1])   # data-parallel index of its four ranks
+    address = loader.address                                                  # a string: tell it the other three
+
+    # on each rank, with its data-parallel index; from here on as with `Loader.stream`
+    client = HostLoaderClient(address, rank=1, ranks=8)
+    with client.stream(state, counts=1024, ahead=2) as stream:
+        for batch, state in stream: ...
+
+    loader.close()                                                            # or ``with start_host_loader(…) as …``
+
+What holds:
+
+- The batches are those of `Loader.stream(state, counts=…, rank=…, ranks=…)`, bit for bit; they are private copies
+  (page-locked if asked), so they stay valid, and the slot is free at once.
+- Ranks of one index must open the same streams in the same order: what they ask for is compared at every step, and a
+  rank that asks for something else is told so. One of them can be ahead of another by `ahead` steps, no more.
+- Ranks of an index may be on several hosts: each host's loader serves those it was told of.
+- An error of the loader, such as a damaged corpus, is raised in every rank where its batch would have come, a
+  `UserError` as it is. A loader that is gone is a `HostLoaderError` at once, naming its process.
+- A rank that ends, in whatever way, is left out; the others go on.
+- The loader ends with the process that started it, however that ends, and leaves nothing behind: its memory has no
+  name (memfd), and neither has its socket in any folder. SIGINT, SIGTERM and SIGUSR1, which a terminal or a scheduler
+  sends to all processes of a job, it leaves to the ranks.
+- It needs Linux: `why_no_host_loader` says so elsewhere, and `Loader.stream` does everywhere.
+
+Held-out batches are few and not shared: take them from `Loader.validation_batches`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+
+from phalanx.data.config import DataConfig
+from phalanx.data.loader import LoaderState, endless
+from phalanx.data.packed import PackedSplit
+from phalanx.data.sharing import messages
+from phalanx.data.sharing.client import SharedStream
+from phalanx.data.sharing.messages import HostLoaderError
+from phalanx.data.sharing.process import Method, Task, fork_is_safe, start
+from phalanx.data.sources.files import Split
+from phalanx.data.tokens.prepared import Prepared
+
+__all__ = ["HostLoader", "HostLoaderClient", "HostLoaderError", "start_host_loader", "why_no_host_loader"]
+
+
+def why_no_host_loader() -> str | None:
+    """Why this system cannot have a loader process, or None where it can."""
+    missing = sys.platform != "linux" or not hasattr(os, "memfd_create") or not os.path.isdir("/proc/self/fd")  # noqa: PTH112
+    return "it needs Linux with /proc: memory and sockets that have no name" if missing else None
+
+
+def start_host_loader(
+    prepared: Prepared,
+    config: DataConfig,
+    *,
+    indices: Sequence[int],
+    split: Split = "train",
+    seed: int | None = None,
+    method: Method | None = None,
+) -> HostLoader:
+    """Start this host's loader process; to be called by one process of the host, which the loader does not outlive.
+
+    Args:
+        prepared, config, split, seed: what to read, as for `Loader`.
+        indices: the data-parallel index of every rank of this host, in any order.
+        method: ``fork`` or ``exec`` (a new Python, about half a second of one core, while this process goes on); None:
+            a fork where this process has one thread and no device in use, else exec.
+
+    Raises:
+        UserError: the split has no tokens, or too few for one sample; nothing was started.
+        HostLoaderError: this system cannot have one.
+    """
+    if (why := why_no_host_loader()) is not None:
+        raise HostLoaderError(f"no loader process here: {why}")
+    parts = prepared.split(split)
+    PackedSplit(parts, config, split=split, seed=seed)  # raises what is wrong with the settings here and now
+    return HostLoader(
+        Task(parts, config, split, seed, dict(Counter(indices))), method or ("fork" if fork_is_safe() else "exec")
+    )
+
+
+class HostLoader:
+    """A loader process that this process has started; `start_host_loader` makes it.
+
+    Attributes:
+        address: where its readers connect; valid in all processes of this host's network namespace.
+        method: how it was started.
+        pid: its process id.
+    """
+
+    def __init__(self, task: Task, method: Method) -> None:
+        self.method = method
+        self.address, listener = messages.listen()
+        with listener:
+            self._wait, self.pid, self._hold = start(task, listener, method)
+        self._exit_code: int | None = None
+
+    def __enter__(self) -> HostLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(grace_s=1.0 if error is None else 0.0)
+
+    def close(self, grace_s: float = 1.0) -> int:
+        """End the process and wait for it; returns its exit status, negative for a signal.
+
+        Args:
+            grace_s: for so long ranks that still read may read on; new streams are refused.
+        """
+        if self._exit_code is not None:
+            return self._exit_code
+        os.close(self._hold)
+        try:
+            self._exit_code = self._wait(grace_s)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self._exit_code = self._wait(None)
+        return self._exit_code
+
+
+class HostLoaderClient:
+    """The streams of one rank.
+
+    Args:
+        address: of the loader process of this host.
+        rank: this rank's data-parallel index.
+        ranks: how many there are.
+    """
+
+    def __init__(self, address: str, *, rank: int = 0, ranks: int = 1) -> None:
+        self._address = address
+        self._rank = rank
+        self._ranks = ranks
+        self._streams = 0
+
+    def stream(
+        self,
+        state: LoaderState | None = None,
+        *,
+        counts: int | Iterable[int],
+        ahead: int = 2,
+        pin_memory: bool = False,
+    ) -> SharedStream:
+        """Batches from `state` on, as `Loader.stream` gives them.
+
+        Args:
+            state: where to start; None: at the start.
+            counts: samples of each step over all ranks: one number for all steps, or one after the other. A lazy
+                iterable is asked up to ``ahead + 1`` steps early.
+            ahead: steps to prepare early, 1 to 128; as many batches lie in shared memory.
+            pin_memory: whether to copy batches into page-locked memory.
+
+        Returns:
+            An iterator of (batch, state after it), to be closed (it is a context manager too).
+
+        Raises:
+            HostLoaderError: the loader cannot be reached.
+            ValueError: `ahead` is out of bounds.
+        """
+        if not 1 <= ahead <= messages.MAX_AHEAD:
+            raise ValueError(f"ahead = {ahead}: must be 1 to {messages.MAX_AHEAD}")
+        steps = endless(counts) if isinstance(counts, int) else iter(counts)
+        hello = messages.Hello(messages.VERSION, self._rank, self._ranks, ahead, self._streams)
+        self._streams += 1
+        return SharedStream(self._address, hello, state or LoaderState(), steps, pin_memory=pin_memory)

@@ -1,0 +1,148 @@
+"""A rank's side of the loader process of its host.
+
+Shape letters: B samples, S positions.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Iterator
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from phalanx.data.batch import Batch
+from phalanx.data.loader import LoaderState
+from phalanx.data.sharing import messages
+from phalanx.data.sharing.messages import Failed, Hello, HostLoaderError, Ready, Wanted, Welcome
+from phalanx.data.sharing.slots import ReaderSlot, fields_of
+
+
+class SharedStream:
+    """Iterates over (batch, state after it), each batch a copy of what the loader process put into shared memory.
+
+    Up to `ahead` steps are asked for before they are needed. An exception, of the counts or of the loader, is raised at
+    the place where its batch would have come.
+    """
+
+    def __init__(
+        self, address: str, hello: Hello, state: LoaderState, counts: Iterator[int], *, pin_memory: bool
+    ) -> None:
+        self._hello = hello
+        self._who = f"the loader process of this host (at {address}, for data-parallel index {hello.index})"
+        self._counts = counts
+        self._samples = state.samples
+        self._pin_memory = pin_memory
+        self._slots: list[ReaderSlot] = []
+        self._on_the_way: deque[tuple[int, LoaderState]] = deque()
+        self._asked = 0
+        self._end: Exception | None = None
+        self._connection: socket.socket | None = messages.connect(address)
+        self._say(hello)
+        for _ in range(hello.ahead):
+            self._ask()
+
+    def __iter__(self) -> Iterator[tuple[Batch, LoaderState]]:
+        return self
+
+    def __next__(self) -> tuple[Batch, LoaderState]:
+        if self._connection is None:
+            raise StopIteration
+        if not self._on_the_way:
+            end = self._end or StopIteration()
+            self.close()
+            raise end
+        try:
+            if not self._slots:
+                self._meet()
+            batch = self._copy(self._await_step())
+        except BaseException:
+            self.close()
+            raise
+        _, state = self._on_the_way.popleft()
+        self._ask()
+        return batch, state
+
+    def __enter__(self) -> SharedStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave; the ranks that share the batches go on without this one. Batches that were handed out stay valid."""
+        if self._connection is None:
+            return
+        self._connection.close()
+        self._connection = None
+        for slot in self._slots:
+            slot.close()
+
+    def _ask(self) -> None:
+        """Ask for the next step, and by that let go of the one whose slot it will have."""
+        if self._end is not None:
+            return
+        try:
+            count = next(self._counts)
+            _check(count, self._hello.ranks)
+        except Exception as error:  # StopIteration too
+            self._end = error
+            return
+        self._say(Wanted(self._asked, self._samples, count))
+        self._samples += count
+        self._on_the_way.append((self._asked, LoaderState(self._samples)))
+        self._asked += 1
+
+    def _say(self, message: Hello | Wanted) -> None:
+        assert self._connection is not None
+        try:
+            messages.send(self._connection, message)
+        except OSError:  # it is gone; what it has said before is worth more than this, and `receive` comes to its end
+            return
+
+    def _meet(self) -> None:
+        message, descriptors = self._hear()
+        if not isinstance(message, Welcome):
+            raise HostLoaderError(f"{self._who} said {message} for a welcome")
+        self._who = self._who.replace("(at", f"(process {message.pid}, at")
+        self._slots = [ReaderSlot(descriptor) for descriptor in descriptors]
+
+    def _await_step(self) -> Ready:
+        message, _ = self._hear()
+        step, _ = self._on_the_way[0]
+        if not isinstance(message, Ready) or message.step != step:
+            raise HostLoaderError(f"{self._who} said {message} while step {step} was awaited")
+        return message
+
+    def _hear(self) -> tuple[messages.Message, list[int]]:
+        assert self._connection is not None
+        message, descriptors = messages.receive(self._connection)
+        if message is None:
+            why = "it was killed, for instance for want of memory, or the rank that started it has ended"
+            raise HostLoaderError(f"{self._who} is gone: {why}")
+        if isinstance(message, Failed):
+            raise messages.error_of(message, self._who)
+        return message, descriptors
+
+    def _copy(self, ready: Ready) -> Batch:
+        fields, size_bytes = fields_of(ready.rows, ready.length, documents=ready.documents)
+        tensors = [self._empty(field.shape, field.dtype) for field in fields]
+        slot = self._slots[ready.step % self._hello.ahead]
+        slot.read(fields, size_bytes, [tensor.numpy() for tensor in tensors])
+        tokens_BS, targets_BS, weights_BS, sample_index_B = tensors[:4]
+        return Batch(tokens_BS, targets_BS, weights_BS, tensors[4] if ready.documents else None, sample_index_B)
+
+    def _empty(self, shape: tuple[int, ...], dtype: type) -> Tensor:
+        return torch.empty(shape, dtype=_TORCH[dtype.__name__], pin_memory=self._pin_memory)
+
+
+_TORCH = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
+
+
+def _check(count: int, ranks: int) -> None:
+    if count % ranks:
+        raise ValueError(f"{count} samples a step cannot be shared by {ranks} ranks: make it a multiple")
