@@ -87,14 +87,20 @@ class ChunkedOverlap:
         """See `Overlap.products_scatter`."""
         blocks = [x.view(self.group.size, -1, x.shape[1]) for x in inputs_TI]
         chunks = rising_chunks(blocks[0].shape[1], self.chunks)
-        going = [self._start_scatter(blocks, matrices_IO, chunk) for chunk in chunks]
+        shapes = [(self.group.size, chunk.stop - chunk.start, matrices_IO[0].shape[1]) for chunk in chunks]
+        received = [matrices_IO[0].new_empty(shape) for shape in shapes]
+        links = [self._open_scatter(x_nCO) for x_nCO in received]
+        going = [
+            send(self._products_of_others(blocks, matrices_IO, chunk))
+            for send, chunk in zip(links, chunks, strict=True)
+        ]
         own_RO = sum_of_products([block[self.group.index] for block in blocks], matrices_IO)
 
         def finish() -> Tensor:
             out_RO = torch.empty_like(own_RO, dtype=torch.promote_types(own_RO.dtype, torch.float32))
-            for chunk, (wait, received_nCO) in zip(chunks, going, strict=True):
+            for chunk, wait, x_nCO in zip(chunks, going, received, strict=True):
                 wait()
-                add_into(out_RO[chunk], own_RO[chunk], [received_nCO[member] for member in self._others()])
+                add_into(out_RO[chunk], own_RO[chunk], [x_nCO[member] for member in self._others()])
             return out_RO.to(own_RO.dtype)
 
         return Pending(finish)
@@ -110,7 +116,7 @@ class ChunkedOverlap:
         own_CI = x_nRI[self.group.index, chunk]
         if own_CI.device.type == "cpu":
             others = self._others()
-            return self._exchange({m: x_nRI[m, chunk] for m in others}, dict.fromkeys(others, own_CI))
+            return self._open({m: x_nRI[m, chunk] for m in others})(dict.fromkeys(others, own_CI))
         x_nCI = torch.empty_like(x_nRI[:, chunk])
         work = self.group.all_gather(x_nCI.flatten(0, 1), own_CI)
 
@@ -120,32 +126,41 @@ class ChunkedOverlap:
 
         return wait
 
-    def _start_scatter(
-        self, blocks_nRI: Sequence[Tensor], matrices_IO: Sequence[Tensor], chunk: slice
-    ) -> tuple[Wait, Tensor]:
-        """Multiply one chunk of the rows of every other member, and start to send it there and to receive theirs."""
-        rows = chunk.stop - chunk.start
-        sent_nCO = matrices_IO[0].new_empty(self.group.size, rows, matrices_IO[0].shape[1])
+    def _open_scatter(self, received_nCO: Tensor) -> Callable[[Tensor], Wait]:
+        """Be ready for what the other members send; gives the function that sends them theirs."""
         others = self._others()
-        for member in others:
-            sum_into(sent_nCO[member], [block[member, chunk] for block in blocks_nRI], matrices_IO)
-        received_nCO = torch.empty_like(sent_nCO)
-        if sent_nCO.device.type == "cpu":
-            wait = self._exchange({m: received_nCO[m] for m in others}, {m: sent_nCO[m] for m in others})
-            return wait, received_nCO
-        return self.group.all_to_all(received_nCO.flatten(0, 1), sent_nCO.flatten(0, 1)).wait, received_nCO
+        if received_nCO.device.type == "cpu":
+            send = self._open({m: received_nCO[m] for m in others})
+            return lambda sent_nCO: send({m: sent_nCO[m] for m in others})
+        received = received_nCO.flatten(0, 1)
+        return lambda sent_nCO: self.group.all_to_all(received, sent_nCO.flatten(0, 1)).wait
 
-    def _exchange(self, received: Mapping[int, Tensor], sent: Mapping[int, Tensor]) -> Wait:
-        """Start one message from and one to each of some members, under a tag that all of them count alike."""
-        self._tag = (self._tag + 1) % _TAGS
-        works = [self.group.receive(x, member, self._tag) for member, x in received.items()]
-        works += [self.group.send(x, member, self._tag) for member, x in sent.items()]
+    def _products_of_others(self, blocks_nRI: Sequence[Tensor], matrices_IO: Sequence[Tensor], chunk: slice) -> Tensor:
+        """What this rank adds to one chunk of the rows of every other member, (n, C, O)."""
+        rows = chunk.stop - chunk.start
+        out_nCO = matrices_IO[0].new_empty(self.group.size, rows, matrices_IO[0].shape[1])
+        for member in self._others():
+            sum_into(out_nCO[member], [block[member, chunk] for block in blocks_nRI], matrices_IO)
+        return out_nCO
 
-        def wait() -> None:
-            for work in works:
-                work.wait()
+    def _open(self, received: Mapping[int, Tensor]) -> Callable[[Mapping[int, Tensor]], Wait]:
+        """Be ready for a message from each of some members; gives the function that sends one to each.
 
-        return wait
+        A message whose receiver is ready leaves at once. All members count tags alike.
+        """
+        self._tag = tag = (self._tag + 1) % _TAGS
+        works = [self.group.receive(x, member, tag) for member, x in received.items()]
+
+        def send(sent: Mapping[int, Tensor]) -> Wait:
+            works.extend(self.group.send(x, member, tag) for member, x in sent.items())
+
+            def wait() -> None:
+                for work in works:
+                    work.wait()
+
+            return wait
+
+        return send
 
     def _others(self) -> list[int]:
         """The other members, the next one first, so that no two ranks send to the same one at a time."""
