@@ -18,6 +18,17 @@ Launcher = Literal["phalanx", "torchrun", "srun"]
 
 _PREFIX = "PHALANX_"
 _MARK = "PHALANX_RANK"
+_NAMES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "STORE_HOST",
+    "STORE_PORT",
+    "ATTEMPT",
+    "PHASES",
+    "STORE_FD",
+)
 
 # Slurm gives no port, so it is derived from the numbers of job, step and restart. The range lies below the ephemeral
 # ports of Linux (32768 and up), out of which other programs' connections are served.
@@ -63,19 +74,19 @@ class Worker:
 
     def to_environment(self) -> dict[str, str]:
         """Variables out of which `worker_environment` makes this worker again; only for our own launcher."""
-        values = {
-            "RANK": self.rank,
-            "LOCAL_RANK": self.local_rank,
-            "WORLD_SIZE": self.world_size,
-            "LOCAL_WORLD_SIZE": self.local_world_size,
-            "STORE_HOST": self.host,
-            "STORE_PORT": self.port,
-            "ATTEMPT": self.attempt,
-            "PHASES": " ".join(f"{name}={seconds}" for name, seconds in self.phases_s.items()),
-        }
-        if self.listen_fd is not None:
-            values["STORE_FD"] = self.listen_fd
-        return {_PREFIX + name: str(value) for name, value in values.items()}
+        values = (
+            self.rank,
+            self.local_rank,
+            self.world_size,
+            self.local_world_size,
+            self.host,
+            self.port,
+            self.attempt,
+            " ".join(f"{name}={seconds}" for name, seconds in self.phases_s.items()),
+            self.listen_fd,
+        )
+        pairs = zip(_NAMES, values, strict=True)
+        return {_PREFIX + name: str(value) for name, value in pairs if value is not None}
 
 
 def worker_environment(environ: Mapping[str, str] | None = None) -> Worker | None:
@@ -105,7 +116,8 @@ def worker_environment(environ: Mapping[str, str] | None = None) -> Worker | Non
 
 def without_worker(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` without the variables that our own launcher sets."""
-    return {name: value for name, value in environ.items() if not name.startswith(_PREFIX)}
+    ours = {_PREFIX + name for name in _NAMES}
+    return {name: value for name, value in environ.items() if name not in ours}
 
 
 @dataclass(frozen=True)

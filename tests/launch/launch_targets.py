@@ -51,6 +51,12 @@ def say(worker: Worker, text: str) -> None:
     sys.stdout.write("no end of line")
 
 
+def say_and_wait(worker: Worker, folder: str) -> None:
+    note(folder, f"pid-{worker.rank}", os.getpid())
+    print("a line", flush=True)
+    wait_for_ever()
+
+
 def end(worker: Worker, endings: dict[int, Any]) -> Any:
     """Rank r ends as `endings[r]` says; the others wait for a signal for ever."""
     if worker.rank not in endings:
@@ -62,11 +68,18 @@ def end(worker: Worker, endings: dict[int, Any]) -> Any:
 def end_leaving_time(worker: Worker, folder: str, endings: dict[int, Any]) -> Any:
     """As `end`, with the time and every process noted first; SIGTERM does not impress those that wait."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    Path(folder, f"pid-{worker.rank}").write_text(str(os.getpid()))
+    note(folder, f"pid-{worker.rank}", os.getpid())
     if worker.rank in endings:
         wait_for_files(folder, "pid-*", worker.world_size)
-        Path(folder, "time").write_text(str(time.monotonic()))
+        note(folder, "time", time.monotonic())
     return end(worker, endings)
+
+
+def note(folder: str, name: str, value: float) -> None:
+    """Write a number so that nobody who sees the file finds it empty."""
+    aside = Path(folder, f".{name}")
+    aside.write_text(str(value))
+    aside.rename(Path(folder, name))
 
 
 def wait_for_ever() -> NoReturn:
@@ -126,19 +139,19 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 
 def leave_a_child(worker: Worker, folder: str) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-    Path(folder, f"child-{worker.rank}").write_text(str(child.pid))
+    note(folder, f"child-{worker.rank}", child.pid)
 
 
 def count_signals(worker: Worker, folder: str, until: int) -> int:
     """Count signals until `until` comes, and a moment longer; returns 7 then."""
     counts: dict[int, int] = {}
 
-    def note(number: int, _: object) -> None:
+    def count(number: int, _: object) -> None:
         counts[number] = counts.get(number, 0) + 1
 
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(number, note)
-    Path(folder, f"pid-{worker.rank}").write_text(str(os.getpid()))
+        signal.signal(number, count)
+    note(folder, f"pid-{worker.rank}", os.getpid())
     while until not in counts:
         signal.sigtimedwait([], 0.05)
     signal.sigtimedwait([], 0.1)  # one that came twice would be here by now
@@ -147,5 +160,5 @@ def count_signals(worker: Worker, folder: str, until: int) -> int:
 
 
 def write_pid_and_wait(worker: Worker, folder: str) -> None:
-    Path(folder, f"pid-{worker.rank}").write_text(str(os.getpid()))
+    note(folder, f"pid-{worker.rank}", os.getpid())
     wait_for_ever()

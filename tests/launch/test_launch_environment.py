@@ -91,6 +91,7 @@ def test_a_batch_script_and_a_single_task_of_slurm_are_no_workers() -> None:
 @pytest.mark.parametrize("launched_by", [TORCHRUN, SLURM])
 def test_our_own_variables_go_first_and_say_everything(launched_by: dict[str, str]) -> None:
     worker = Worker(0, 0, 2, 2, "127.0.0.1", 1234, attempt=3, hosts_store=True, listen_fd=7, phases_s={"fork": 0.25})
+    launched_by = launched_by | {"PHALANX_OF_ANOTHER_KIND": "1"}
     environ = launched_by | worker.to_environment()
     assert worker_environment(environ) == worker
     assert without_worker(environ) == launched_by

@@ -26,8 +26,8 @@ def test_forked_ranks_join_compute_and_have_their_threads(tmp_path: Path, monkey
     report = io.StringIO()
     preload = ["phalanx.train.session", "torch.distributed"]
     arguments = (str(tmp_path),)
-    assert launch_local(RANKS, "gloo_targets:all_reduce", arguments, preload=preload, report=report) == 0
-    assert report.getvalue() == ""
+    status = launch_local(RANKS, "gloo_targets:all_reduce", arguments, preload=preload, report=report)
+    assert (status, report.getvalue()) == (0, "")
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
     for rank in ranks:
         assert rank["total"] == sum(2 * 64 * value for value in range(RANKS))

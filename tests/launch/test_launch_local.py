@@ -7,6 +7,8 @@ import json
 import os
 import select
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -34,12 +36,12 @@ def is_alive(pid: int) -> bool:
 
 
 def await_end(pid: int) -> None:
-    """Wait until a process is gone, which a signal has been sent to; fails after 2 s."""
+    """Wait until a process is gone, which a signal has been sent to; fails after 10 s."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    assert select.select([descriptor], [], [], 2)[0], f"{pid} is still there"
+    assert select.select([descriptor], [], [], 10)[0], f"{pid} is still there"
     os.close(descriptor)
 
 
@@ -62,7 +64,7 @@ def test_ranks_are_given_what_is_theirs(tmp_path: Path, fork: bool, monkeypatch:
         assert rank["argv"] == ["some command"]
         assert rank["phases"] == ["template", "fork" if fork else "exec", "setup"]
         assert rank["group"] == rank["parent"] == ranks[0]["parent"] != os.getpid()
-        assert rank["listening"] == 1
+    assert ranks[0]["listening"] == 1
     assert (ranks[0]["listen_fd"] is not None, ranks[1]["listen_fd"], ranks[2]["listen_fd"]) == (True, None, None)
     assert len({rank["random"] for rank in ranks}) == 3
     assert len({rank["imported_in"] for rank in ranks}) == (1 if fork else 3)
@@ -176,6 +178,24 @@ def test_a_template_with_a_thread_is_not_forked_and_that_is_said(tmp_path: Path)
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["template exec setup"] * 2
 
 
+@pytest.mark.parametrize(("killed", "status", "told"), [(-1, 3, ""), (1, 137, "killed by SIGKILL")])
+def test_other_systems_than_linux_are_served_too(killed: int, status: int, told: str) -> None:
+    report = io.StringIO()
+    assert launch_local(2, "elsewhere_targets:end", (killed,), report=report) == status
+    assert "forking after imports is not safe on elsewhere" in report.getvalue()
+    assert told in report.getvalue()
+
+
+def test_elsewhere_a_thread_watches_for_the_parent(tmp_path: Path) -> None:
+    child = "import elsewhere_targets, os, signal, sys; from phalanx.launch.processes import die_with_parent as die\n"
+    child += "die(os.getppid()); print('here', flush=True); signal.pause()"
+    parent = "import os, subprocess, sys\n"
+    parent += f"made = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE)\n"
+    parent += "made.stdout.readline(); print(made.pid, flush=True); os._exit(0)"
+    done = subprocess.run([sys.executable, "-c", parent], cwd=Path(__file__).parent, capture_output=True, check=True)
+    await_end(int(done.stdout))
+
+
 def test_what_cannot_be_imported_is_said_before_any_rank_starts() -> None:
     status, report = launch(2, "describe_self", preload=["no_such_module"])
     assert status == 1
@@ -186,6 +206,19 @@ def test_what_ranks_leave_behind_ends_with_them(tmp_path: Path) -> None:
     assert launch(2, "leave_a_child", str(tmp_path)) == (0, "")
     for rank in range(2):
         await_end(int((tmp_path / f"child-{rank}").read_text()))
+
+
+class ClosedPipe(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_report_that_nobody_reads_ends_the_ranks(tmp_path: Path) -> None:
+    with pytest.raises(BrokenPipeError):
+        launch_local(2, "launch_targets:say_and_wait", (str(tmp_path),), report=ClosedPipe())
+    for file in tmp_path.glob("pid-*"):
+        await_end(int(file.read_text()))
+    assert (tmp_path / "pid-1").exists()
 
 
 @pytest.mark.parametrize(("count", "target"), [(0, "a:b"), (2, "no function")])

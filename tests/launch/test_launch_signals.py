@@ -30,11 +30,13 @@ sys.exit(status)
 
 
 @contextmanager
-def launcher(target: str, folder: Path, *numbers: int, terminal: int | None = None) -> Iterator[subprocess.Popen[str]]:
+def launcher(
+    target: str, folder: Path, *numbers: int, terminal: int | None = None, program: str = PROGRAM
+) -> Iterator[subprocess.Popen[str]]:
     """A launcher whose ranks have written their process ids into `folder`; on `terminal` if one is given."""
     adopt = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n" if terminal is not None else ""
     process = subprocess.Popen(
-        [sys.executable, "-c", adopt + PROGRAM, target, str(folder), *map(str, numbers)],
+        [sys.executable, "-c", adopt + program, target, str(folder), *map(str, numbers)],
         stdin=terminal,
         stdout=terminal,
         stderr=subprocess.PIPE if terminal is None else terminal,
@@ -97,12 +99,29 @@ def test_an_interrupt_that_nobody_handles_is_one_line(tmp_path: Path) -> None:
         assert process.stderr.read() == f"interrupted, and so were all {RANKS} ranks\n"
 
 
+def test_a_signal_while_the_template_imports_ends_all(tmp_path: Path) -> None:
+    (tmp_path / "slow_to_import.py").write_text(
+        "import os, signal\n"
+        f"from launch_targets import note\nfor rank in range({RANKS}):\n"
+        f"    note({str(tmp_path)!r}, f'pid-{{rank}}', os.getpid())\n"
+        "signal.pause()\n"
+    )
+    program = PROGRAM.replace('"launch_targets:" + ', "").replace(
+        "sys.path[:0] = [", f"sys.path[:0] = [{str(tmp_path)!r}, "
+    )
+    with launcher("slow_to_import:function", tmp_path, program=program) as process:
+        template, _ = processes(tmp_path)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 128 + signal.SIGTERM
+        assert select.select([template], [], [], 10)[0]
+
+
 def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
     with launcher("write_pid_and_wait", tmp_path) as process:
         ranks = processes(tmp_path)
         process.kill()
         for rank in ranks:
-            assert select.select([rank], [], [], 2)[0]
+            assert select.select([rank], [], [], 10)[0]
             os.close(rank)
 
 
@@ -115,7 +134,7 @@ def test_no_rank_outlives_its_template_and_that_is_said(tmp_path: Path) -> None:
         assert process.stderr is not None
         assert process.stderr.read() == "the template process was killed by SIGKILL; all ranks ended with it\n"
         for rank in ranks:
-            assert select.select([rank], [], [], 2)[0]
+            assert select.select([rank], [], [], 10)[0]
             os.close(rank)
 
 
@@ -134,5 +153,5 @@ def test_ctrl_z_stops_the_ranks_too(tmp_path: Path) -> None:
 def await_state(pids: list[int], states: str) -> None:
     deadline_s = time.monotonic() + 5
     while not all(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in states for pid in pids):
-        assert time.monotonic() < deadline_s
+        assert time.monotonic() < deadline_s, f"not all of {pids} are in one of {states}"
         time.sleep(0.005)
