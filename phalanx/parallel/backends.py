@@ -9,6 +9,7 @@ What each function relies on is tested in tests/parallel/test_mesh_backends.py.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -30,11 +31,15 @@ def maker(device: torch.device) -> Maker:
 
 
 def make_gloo(store: Store, index: int, size: int, timeout_s: float, name: str) -> Any:
-    """Meet the other members over TCP; returns when every pair is connected. n keys of the store are read.
+    """Meet the other members over TCP; returns when every pair is connected.
+
+    One operation sets this member's address and two read those of all n; without gloo's newer way with stores it would
+    be 3 n operations. The bytes are n addresses of 154 + 8 n bytes in either case.
 
     Raises:
         RuntimeError: not all members came within `timeout_s`.
     """
+    os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
     return torch.distributed.ProcessGroupGloo(store, index, size, timedelta(seconds=timeout_s))
 
 

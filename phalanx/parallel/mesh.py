@@ -15,6 +15,7 @@ import hashlib
 import socket
 import threading
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -127,8 +128,9 @@ class Mesh:
         """The name under which torch finds `group`, for operators that take a name; made if it is not there yet."""
         key = next(key for (key, _), known in self._groups.items() if known is group)
         if key not in self._registered:
-            store = PrefixStore(_path(key), self._store)
-            self._registered[key] = backends.register(group.backend, store, group.ranks, _path(key), self._device)
+            place = meeting_place(*key)
+            store = PrefixStore(place, self._store)
+            self._registered[key] = backends.register(group.backend, store, group.ranks, place, self._device)
         return self._registered[key].group_name
 
     def close(self) -> None:
@@ -155,15 +157,17 @@ class Mesh:
         with self._lock:
             if key not in self._backends:
                 with self.phases.phase(f"mesh/{name.partition(':')[2]}"):
-                    store = PrefixStore(_path(key), self._store)
+                    place = meeting_place(*key)
+                    store = PrefixStore(place, self._store)
+                    store.set_timeout(timedelta(seconds=self._timeout_s))  # how long a member waits for others' keys
                     index = ranks.index(self._rank)
-                    self._backends[key] = self._make(store, index, len(ranks), self._timeout_s, _path(key))
+                    self._backends[key] = self._make(store, index, len(ranks), self._timeout_s, place)
         return self._backends[key]
 
 
-def _path(key: _Key) -> str:
+def meeting_place(name: str, ranks: tuple[int, ...]) -> str:
     """Where the members of a group meet: short whatever their number, and no other group's."""
-    return f"{key[0]}/{_digest(key)}"
+    return f"{name}/{_digest((name, ranks))}"
 
 
 def _digest(key: _Key) -> str:

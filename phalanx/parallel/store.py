@@ -1,17 +1,27 @@
 """The store where ranks meet: small values by key, asked for by all, held by one process.
 
-torch's `TCPStore` served by libuv: one thread that never waits for a single client (MegaScale 3.5 replaced the
-blocking server by Redis for this), in the process of whoever is the host. Opening it is not a barrier: a client goes on
-as soon as the server answers, whoever else is there.
+torch's `TCPStore` served by libuv: one thread that never waits for a client (MegaScale 3.5 replaced the blocking server
+by Redis for this), in the process of whoever is the host. Opening it is not a barrier: a client goes on as soon as the
+server answers, whoever else is there.
+
+One thing does hold that thread up: for every client that connects it asks for the name of the client's address. A name
+name server that loses one question stops the store for five seconds (seen after 48 to 140 clients). So the store
+listens on IPv4 where it can (torch's own socket shows IPv4 clients under IPv6 addresses, which are in no /etc/hosts),
+and a process that does nothing but serve the store should call `look_names_up_in_files_only` first.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import socket
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from phalanx.core.errors import UserError
+
+_BACKLOG = 4096
 
 
 def open_store(
@@ -42,6 +52,9 @@ def open_store(
         UserError: nothing answers at `host`:`port`, or it cannot be listened to.
     """
     try:
+        if is_host and listen_fd is None and (listener := _listen(host, port)) is not None:
+            port = listener.getsockname()[1]
+            listen_fd = listener.detach()
         store = TCPStore(
             host,
             port,
@@ -52,7 +65,7 @@ def open_store(
             master_listen_fd=listen_fd,
             use_libuv=True,
         )
-    except (RuntimeError, ValueError, TypeError) as error:
+    except (OSError, RuntimeError, ValueError, TypeError) as error:
         raise _unreachable(host, port, rank, world_size, is_host, error) from error
     return PrefixStore(f"attempt{attempt}", store)
 
@@ -62,6 +75,30 @@ def port_of(store: Store) -> int:
     inner = store.underlying_store if isinstance(store, PrefixStore) else store
     assert isinstance(inner, TCPStore)
     return inner.port
+
+
+def look_names_up_in_files_only() -> bool:
+    """From now on this process knows the names in /etc/hosts and asks no name server; for one that serves the store.
+
+    Returns:
+        Whether the C library can do so (glibc can).
+    """
+    configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)
+    return configure is not None and configure(b"hosts", b"files") == 0
+
+
+def _listen(host: str, port: int) -> socket.socket | None:
+    """Listen on the address of `host`, or on all where that is no address of this machine; None without IPv4."""
+    try:
+        address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
+    except socket.gaierror:
+        return None
+    try:
+        return socket.create_server((str(address), port), backlog=_BACKLOG)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+    return socket.create_server(("", port), backlog=_BACKLOG)
 
 
 def _unreachable(host: str, port: int, rank: int, world_size: int, is_host: bool, error: Exception) -> UserError:
