@@ -218,7 +218,7 @@ def _make(
             groups, betas=triple, eps=pair, clip_threshold=came.clip_threshold, reduction=reduction, compile=compiled
         )
     options = config.lamb.model_dump()
-    clipping = None if reduction is local else gradient_norm
+    clipping = None if gradient_norm is grad_norm else gradient_norm
     return LAMB(
         groups,
         betas=(betas[0], betas[1]),

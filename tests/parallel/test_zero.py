@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
-from zero_runs import Job, assert_parity, single, split
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import ThreadGroups, run_ranks
+from torch import Tensor
+from zero_runs import SEED, Job, assert_parity, batch, make_chunk, single, split
 
 from phalanx.core.layout import Layout
+from phalanx.model.decoder import Decoder
+from phalanx.model.init import initialise
+from phalanx.model.layers import Part
+from phalanx.parallel.config import ParallelConfig
+from phalanx.parallel.zero.places import Kind, Place, StoredParameter, runs
 
 LAYOUTS = {
     "replicate2": (Layout(replicate=2), {}),
@@ -64,3 +74,70 @@ def test_weights_gathered_in_bf16_give_the_same_bits(layout: Layout, zero: int) 
     one = Job(optim={"name": "adamw"}, micro_batches=2, compute_dtype=torch.bfloat16, steps=3)
     mine, whole = split(job, layout, zero=zero), single(one)  # the same forward passes, one after the other
     assert_parity(mine, whole, tolerance=1e-6)
+
+
+def test_a_group_of_one_and_evaluation_between_steps() -> None:
+    """Without gradients weights are gathered and freed as in training, and nothing is left behind."""
+    job = Job()
+    whole = Decoder(job.config)
+    initialise(whole, SEED)
+    tokens, targets, weights = batch(0)
+    with torch.no_grad():
+        expected = whole.loss(whole(tokens), targets, weights)[0]
+
+    def body(groups: ThreadGroups) -> tuple[Tensor, tuple[int, int], tuple[int, int]]:
+        chunk = make_chunk(groups, job.config, ParallelConfig(shard=groups.layout.shard, zero=3), job)
+        chunk.gather()
+        chunk.wait()
+        before = chunk.memory_bytes()
+        part = chunk.part
+        with torch.no_grad():
+            context = part.context(tokens)
+            hidden = part.norm(part.blocks(part.embed(tokens, context), context))  # type: ignore[misc]
+            loss = part.sums(hidden, targets.flatten(), weights.flatten())[0]
+        return loss, before, chunk.memory_bytes()
+
+    for layout in (Layout(), Layout(shard=2)):
+        for loss, before, after in run_ranks(layout, body):
+            torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+            assert after[0] <= before[0] and after[1] == 0
+
+
+def test_a_step_without_a_gradient_for_a_parameter_sums_zeros() -> None:
+    def body(groups: ThreadGroups) -> dict[str, Tensor]:
+        chunk = make_chunk(groups, Job().config, ParallelConfig(shard=2), Job())
+        chunk.gather()
+        chunk.finish()
+        return {n: p.grad for n, p in chunk.parameters.items() if p.grad is not None}
+
+    for gradients in run_ranks(Layout(shard=2), body):
+        assert gradients and not any(g.any() for g in gradients.values())
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.integers(1, 3)), min_size=1, max_size=6),
+    ranks=st.integers(1, 7),
+    width=st.integers(1, 5),
+)
+def test_parts_of_a_bucket_hold_every_row_once(sizes: list[tuple[int, bool, int]], ranks: int, width: int) -> None:
+    """Whatever the sizes: what the ranks' runs say of a flat bucket puts every logical parameter together again."""
+    place = Place(Kind(torch.float32, False, False, False, -1), width)
+    flat, logical = [], {}
+    for number, (rows, vector, parts) in enumerate(sizes):
+        shape = (rows * parts,) if vector else (rows * parts, width)
+        names = [Part(f"{number}.{i}", "weight", i * rows, rows) for i in range(parts)]
+        values = torch.randn(shape)
+        logical |= {p.name: values[p.start : p.start + rows] for p in names}
+        place.add(StoredParameter(torch.nn.Parameter(torch.empty(shape, device="meta")), tuple(names), []), number)
+        flat.append(torch.cat([values.flatten(), torch.zeros(place.rows * width)])[: place.slots[-1].rows * width])
+    table = torch.zeros(place.padded_rows(ranks) * width)
+    table[: place.rows * width] = torch.cat(flat)
+    found: dict[str, list[Tensor]] = {name: [] for name in logical}
+    per_rank = place.padded_rows(ranks) // ranks
+    for rank in range(ranks):
+        own = table[rank * per_rank * width :]
+        for run in runs(place, rank * per_rank, per_rank):
+            assert run.start == sum(len(piece) for piece in found[run.name]) or run.count == 0
+            found[run.name].append(own[run.offset : run.offset + math.prod(run.shape)].view(run.shape))
+    for name, value in logical.items():
+        assert torch.equal(torch.cat(found[name]), value)

@@ -7,23 +7,107 @@ from typing import Any
 import pytest
 import torch
 from ranks import ThreadGroups, run_ranks
-from zero_runs import Job, assert_parity, make_chunk, optimizer_of, single, split
+from torch import Tensor
+from zero_runs import SEED, Job, assert_parity, batch, make_chunk, optimizer_of, single, split, together
 
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
+from phalanx.core.shard import Shard
+from phalanx.model.init import initial_values
+from phalanx.model.part import DecoderPart
+from phalanx.model.shapes import parameter_table
 from phalanx.parallel.config import ParallelConfig
+from phalanx.parallel.zero.chunk import ShardedChunk
+from phalanx.parallel.zero.sums import GradientNorm
 
 TIED = {"tie_embeddings": True, "position": "learned"}
 BIASED = {"bias": "all", "norm": "layer", "activation": "gelu", "vocab_multiple": 64}
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("layout", [Layout(pipeline=2), Layout(pipeline=2, shard=2), Layout(pipeline=2, replicate=2)])
+SPLIT = Layout(pipeline=2, shard=2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "zero"),
+    [(Layout(pipeline=2), 1), (Layout(pipeline=2, replicate=2), 1), (SPLIT, 1), (SPLIT, 2), (SPLIT, 3)],
+)
 def test_tied_embeddings_of_the_first_and_the_last_stage(layout: Layout, zero: int) -> None:
-    if zero > 1 and layout.shard == 1:
-        pytest.skip("nothing is split")
     job = Job(model=TIED, sgd=True, optim={"clip_norm": 0.4}, micro_batches=2)
     assert_parity(split(job, layout, zero=zero), single(job))
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_tied_embeddings_of_two_chunks_of_one_rank(zero: int) -> None:
+    """As with ZBV, whose first and last stage are on one rank; two chunks, one after the other."""
+    job = Job(model=TIED, sgd=True, optim={"clip_norm": 0.0}, steps=3, micro_batches=2)
+    alone = single(job)
+
+    def body(groups: ThreadGroups) -> tuple[Any, ...]:
+        config = ParallelConfig(pipeline=2, schedule="zbv", shard=2, zero=zero, bucket_bytes=20_000)  # type: ignore[arg-type]
+        chunks = zbv_chunks(groups, job, config)
+        parameters = {name: p for chunk in chunks for name, p in chunk.parameters.items()}
+        shards = {name: s for chunk in chunks for name, s in chunk.shards.items()}
+        norm = GradientNorm(groups, {p: shards[n] for n, p in parameters.items()})
+        norms, gradients = [], {}
+        for step in range(job.steps):
+            for chunk in chunks:
+                chunk.gather()
+            zbv_backwards(groups, chunks, job, step)
+            for chunk in chunks:
+                chunk.finish()
+            norms.append(float(norm(parameters.values())))
+            gradients = gradients or {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
+            job.optimizer(parameters, whole_shapes=shapes(job)).step()
+            for chunk in chunks:
+                chunk.zero_grad()
+        return gradients, shards, norms
+
+    results = run_ranks(Layout(shard=2), body)
+    whole = together([(gradients, shards) for gradients, shards, _ in results])
+    for name, value in alone.gradients.items():
+        torch.testing.assert_close(whole[name], value, rtol=1e-4, atol=1e-7)
+    for *_, norms in results:
+        assert norms == pytest.approx(alone.norms, rel=1e-5)
+
+
+def shapes(job: Job) -> dict[str, tuple[int, ...]]:
+    return {name: parameter.shape for name, parameter in parameter_table(job.config).items()}
+
+
+def zbv_chunks(groups: ThreadGroups, job: Job, config: ParallelConfig) -> list[ShardedChunk]:
+    table = parameter_table(job.config)
+    whole = {name: Shard.whole(parameter.shape) for name, parameter in table.items()}
+
+    def initial(name: str, shard: Shard) -> Tensor:
+        return initial_values(job.config, table[name], SEED, offsets=shard.offsets, shape=shard.sizes)
+
+    parts = [
+        DecoderPart(job.config, layers=range(1), last=False, device="meta"),
+        DecoderPart(job.config, layers=range(1, 2), first=False, device="meta"),
+    ]
+    first = ShardedChunk(parts[0], whole, groups, config, initial=initial)
+    first.share_embedding(parts[1])
+    last = ShardedChunk(parts[1], whole, groups, config, initial=initial)
+    assert "embedding" in first.parameters and "embedding" not in last.parameters
+    return [first, last]
+
+
+def zbv_backwards(groups: ThreadGroups, chunks: list[ShardedChunk], job: Job, step: int) -> None:
+    rows = batch(step)
+    total = float(rows[2].sum())
+    mine = [x.chunk(2)[groups.rank].chunk(job.micro_batches) for x in rows]
+    for index, (tokens, targets, weights) in enumerate(zip(*mine, strict=True)):
+        ending = index == job.micro_batches - 1
+        first, last = (chunk.part for chunk in chunks)
+        context = first.context(tokens)
+        out = first.blocks(first.embed(tokens, context), context)
+        x = out.detach().requires_grad_()
+        assert last.norm is not None
+        sums = last.sums(last.norm(last.blocks(x, context)), targets.flatten(), weights.flatten())
+        for chunk, edge, gradient in ((chunks[1], sums[0] / total, None), (chunks[0], out, x)):
+            if ending:
+                chunk.last_backward()
+            edge.backward(None if gradient is None else gradient.grad)
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb", "came"])

@@ -25,7 +25,7 @@ from phalanx.parallel.deferred import WeightQueue
 from phalanx.parallel.tensor.sizes import local_config, tensor_shards
 from phalanx.parallel.tensor.spread import local_context, spread_tensor
 from phalanx.parallel.zero.chunk import ShardedChunk
-from phalanx.parallel.zero.sums import GradientNorm, ShardReduction
+from phalanx.parallel.zero.sums import GradientNorm, reduction_over
 
 SEED = 5
 SEQUENCES, LENGTH = 12, 8
@@ -159,7 +159,7 @@ def make_chunk(groups: ThreadGroups, config: ModelConfig, parallel: ParallelConf
 def optimizer_of(job: Job, groups: ThreadGroups, chunk: ShardedChunk) -> OptimizerSet:
     shards = {p: chunk.shards[n] for n, p in chunk.parameters.items()}
     whole = {name: p.shape for name, p in parameter_table(job.config).items()}
-    reduction, norm = ShardReduction(groups, shards), GradientNorm(groups, shards)
+    reduction, norm = reduction_over(groups, shards), GradientNorm(groups, shards)
     return job.optimizer(chunk.parameters, reduction=reduction, gradient_norm=norm, whole_shapes=whole)
 
 

@@ -154,6 +154,19 @@ class ShardedChunk:
         parameters = [t for weights, masters, _ in held for t in (*weights, *masters)]
         return MemoryBytes(stored_bytes(parameters), stored_bytes(t for *_, gradients in held for t in gradients))
 
+    def share_embedding(self, last: DecoderPart) -> None:
+        """Let the head of `last` use the embedding of this chunk: both are in this process (schedule ``"zbv"``).
+
+        To be called before `last` is made a chunk, which then leaves the weight alone: its gradients from both places
+        are reduced, and the weight updated, here. Call this chunk's `last_backward` after the last backward of `last`.
+        """
+        assert self.part.embedding is not None and last.head is not None
+        weight = self.part.embedding.weight
+        last.head.weight, last.head.parts = weight, ()
+        last.head.register_forward_pre_hook(partial(_wait_for, self._holding([weight], keeps_weights=True)))
+        if self._units:
+            self._units.append(Unit(last.head, self._holding([weight], keeps_weights=False), in_backward=True))
+
     # Making
 
     def _make_buckets(self) -> list[Bucket]:

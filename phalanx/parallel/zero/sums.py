@@ -9,6 +9,7 @@ from torch import Tensor
 
 from phalanx.core.layout import AXES, Axis
 from phalanx.core.shard import Shard
+from phalanx.optim.reduction import Reduction, local
 from phalanx.parallel.group import Groups
 
 _Kind = tuple[tuple[Axis, ...], torch.dtype]
@@ -47,6 +48,11 @@ class ShardReduction:
         self._groups.group(*axes).all_reduce(packed).wait()
         pieces = torch.split(packed, [value.numel() for value in sums])
         return [piece.view(value.shape) for piece, value in zip(pieces, sums, strict=True)]
+
+
+def reduction_over(groups: Groups, shards: Mapping[Tensor, Shard]) -> Reduction:
+    """The reduction that the optimizers of parts need; the local one, which may be compiled, where nothing is split."""
+    return ShardReduction(groups, shards) if any(_spread(groups, s) for s in shards.values()) else local
 
 
 class GradientNorm:
