@@ -9,9 +9,11 @@ partial afterwards: each rank has those of its rows or heads, and whoever reduce
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
+from phalanx.core.errors import UserError
 from phalanx.model.block import Block
 from phalanx.model.config import ModelConfig
 from phalanx.model.context import Context
@@ -31,8 +33,12 @@ from phalanx.parallel.tensor.seams import (
     pair_inputs,
     pair_outputs,
 )
+from phalanx.parallel.tensor.symmetric import SymmetricOverlap, require_symmetric_memory
 
 Kind = Literal["none", "chunked", "symmetric"]
+
+Registered = Callable[[Group], str]
+"""The name under which torch knows a group, made known to it first: `phalanx.parallel.mesh.Mesh.registered`."""
 
 
 def spread_tensor(
@@ -43,6 +49,7 @@ def spread_tensor(
     overlap: Kind = "none",
     chunks: int = 4,
     queue: WeightQueue | None = None,
+    registered: Registered | None = None,
 ) -> None:
     """Replace the seams of `part`, in place; its stream is rows of tokens then, its context `local_context`.
 
@@ -53,13 +60,14 @@ def spread_tensor(
         overlap: how collectives run beside matrix products, see `phalanx.parallel.tensor.overlap`.
         chunks: of ``"chunked"``.
         queue: where weight gradients go while it is deferring.
+        registered: names the group for ``"symmetric"``, which needs it.
 
     Raises:
         UserError: the back end cannot run here.
     """
     if group.size == 1 and queue is None:
         return
-    spread = Spread(make_overlap(overlap, group, chunks), part.compute_dtype, queue)
+    spread = Spread(make_overlap(overlap, group, chunks, registered), part.compute_dtype, queue)
     for block in part.layers:
         assert isinstance(block, Block), "a part is spread once, before anything else wraps its blocks"
         _spread_block(block, spread, config)
@@ -89,11 +97,22 @@ def local_context(context: Context, group: Group) -> Context:
     return replace(context, rows_T=context.rows_T[rows], attention_rows_BS=queries)
 
 
-def make_overlap(kind: Kind, group: Group, chunks: int) -> Overlap:
-    """The back end named `kind`; the plain one in a group of one."""
+def make_overlap(kind: Kind, group: Group, chunks: int, registered: Registered | None = None) -> Overlap:
+    """The back end named `kind`; the plain one in a group of one.
+
+    Raises:
+        UserError: it cannot run here.
+    """
     if kind == "none" or group.size == 1:
         return PlainOverlap(group)
-    return ChunkedOverlap(group, chunks)
+    if kind == "chunked":
+        return ChunkedOverlap(group, chunks)
+    if registered is None:
+        problem = "needs a group that torch knows by a name"
+        raise UserError(problem, cure="pass Mesh.registered", field="parallel.tensor_overlap", value=kind)
+    name = registered(group)
+    require_symmetric_memory(name)
+    return SymmetricOverlap(group, name)
 
 
 def _spread_block(block: Block, spread: Spread, config: ModelConfig) -> None:

@@ -1,0 +1,87 @@
+"""torch's fused operators over symmetric memory: the back end for GPUs that read each other's memory over NVLink.
+
+``symm_mem::fused_all_gather_matmul`` and ``fused_matmul_reduce_scatter`` are private to torch and used in this file
+alone; tests/parallel/test_tensor_symmetric.py says what they must do. They find the group by a name that it is
+registered under (`phalanx.parallel.mesh.Mesh.registered`).
+
+Shapes: T tokens, n ranks, R = T / n rows of this rank, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric_memory
+from torch.distributed import distributed_c10d as c10d
+
+from phalanx.core.errors import UserError
+from phalanx.parallel.group import Group
+from phalanx.parallel.tensor.overlap import Pending
+
+# Enough to see that the members can reach each other; torch makes the workspace larger when it needs more.
+_PROBE_BYTES = 1 << 20
+
+
+class SymmetricOverlap:
+    """Collectives fused with products, one peer's rows at a time.
+
+    Args:
+        group: of two GPUs or more, for which `require_symmetric_memory` was called.
+        name: under which torch knows it.
+    """
+
+    def __init__(self, group: Group, name: str) -> None:
+        self.group, self.name = group, name
+
+    def gather(self, x_RI: Tensor) -> Pending:
+        """See `Overlap.gather`; an ordinary collective, beside whatever product comes."""
+        out = x_RI.new_empty(self.group.size * x_RI.shape[0], x_RI.shape[1])
+        work = self.group.all_gather(out, x_RI)
+
+        def finish() -> Tensor:
+            work.wait()
+            return out
+
+        return Pending(finish)
+
+    def gather_products(
+        self, x_RI: Tensor, matrices_IO: Sequence[Tensor], biases_O: Sequence[Tensor | None]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """See `Overlap.gather_products`."""
+        self._count("all_gather", x_RI.numel() * x_RI.element_size() * (self.group.size - 1))
+        x_TI, outs = torch.ops.symm_mem.fused_all_gather_matmul(x_RI, list(matrices_IO), 0, self.name)
+        return x_TI, [out if bias is None else out.add_(bias) for out, bias in zip(outs, biases_O, strict=True)]
+
+    def products_scatter(self, inputs_TI: Sequence[Tensor], matrices_IO: Sequence[Tensor]) -> Pending:
+        """See `Overlap.products_scatter`; several products are one of their stacked inputs, to be scattered once."""
+        alone = len(inputs_TI) == 1
+        x_TI = inputs_TI[0] if alone else torch.cat(list(inputs_TI), dim=1)
+        matrix_IO = matrices_IO[0] if alone else torch.cat(list(matrices_IO), dim=0)
+        sent_bytes = x_TI.shape[0] * matrix_IO.shape[1] * x_TI.element_size()
+        self._count("reduce_scatter", sent_bytes * (self.group.size - 1) // self.group.size)
+        out = torch.ops.symm_mem.fused_matmul_reduce_scatter(x_TI, matrix_IO, "sum", 0, self.name)
+        return Pending.done(out)
+
+    def _count(self, operation: str, sent_bytes: int) -> None:
+        self.group.traffic.add(operation, sent_bytes)
+
+
+def require_symmetric_memory(name: str) -> None:
+    """Refuse symmetric memory where the members of the group `name` cannot have it; all of them call this.
+
+    Raises:
+        UserError: there is no GPU, or the group's GPUs cannot reach each other's memory.
+    """
+    if not torch.cuda.is_available():
+        raise _refused("there is no CUDA device")
+    try:
+        symmetric_memory.get_symm_mem_workspace(c10d.GroupName(name), _PROBE_BYTES)
+    except RuntimeError as error:
+        raise _refused(str(error).splitlines()[0]) from error
+
+
+def _refused(reason: str) -> UserError:
+    problem = f"needs GPUs of one host that reach each other's memory over NVLink ({reason})"
+    return UserError(problem, cure="set it to 'chunked'", field="parallel.tensor_overlap", value="symmetric")
