@@ -70,6 +70,7 @@ def start_host_loader(
     indices: Sequence[int],
     split: Split = "train",
     seed: int | None = None,
+    cores: Iterable[int] | None = None,
     method: Method | None = None,
 ) -> HostLoader:
     """Start this host's loader process; to be called by one process of the host, which the loader does not outlive.
@@ -77,6 +78,8 @@ def start_host_loader(
     Args:
         prepared, config, split, seed: what to read, as for `Loader`.
         indices: the data-parallel index of every rank of this host, in any order.
+        cores: the processor numbers that the loader may run on; None: those of this process, which is bad for a rank
+            that is bound to its share of them and computes there: give those of all ranks of the host.
         method: ``fork`` or ``exec`` (a new Python, about half a second of one core, while this process goes on); None:
             a fork where this process has one thread and no device in use, else exec.
 
@@ -88,9 +91,8 @@ def start_host_loader(
         raise HostLoaderError(f"no loader process here: {why}")
     parts = prepared.split(split)
     PackedSplit(parts, config, split=split, seed=seed)  # raises what is wrong with the settings here and now
-    return HostLoader(
-        Task(parts, config, split, seed, dict(Counter(indices))), method or ("fork" if fork_is_safe() else "exec")
-    )
+    task = Task(parts, config, split, seed, dict(Counter(indices)), None if cores is None else tuple(cores))
+    return HostLoader(task, method or ("fork" if fork_is_safe() else "exec"))
 
 
 class HostLoader:

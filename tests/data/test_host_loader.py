@@ -393,6 +393,14 @@ class TestEnds:
             assert same(next(stream)[0], corpus.batch(2, 2))
             assert same(next(stream)[0], corpus.batch(4, 2))
 
+    @pytest.mark.parametrize("method", ["fork", "exec"])
+    def test_it_runs_on_the_cores_it_was_given(self, corpus: Loader, method: str) -> None:
+        core = max(os.sched_getaffinity(0))
+        with started(corpus, [0], cores=[core], method=method) as host:
+            with HostLoaderClient(host.address).stream(counts=2) as stream:
+                next(stream)
+            assert os.sched_getaffinity(host.pid) == {core}
+
     def test_closing_waits_for_readers_a_while_and_no_longer(self, corpus: Loader) -> None:
         host = started(corpus, [0])
         stream = HostLoaderClient(host.address).stream(counts=2)

@@ -1,6 +1,6 @@
 """A rank's side of the loader process of its host.
 
-Shape letters: B samples, S positions.
+Shape letters: B samples, S positions, L = S + 1 tokens.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ import socket
 from collections import deque
 from collections.abc import Iterator
 from types import TracebackType
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.data.batch import Batch
@@ -130,17 +133,21 @@ class SharedStream:
 
     def _copy(self, ready: Ready) -> Batch:
         fields, size_bytes = fields_of(ready.rows, ready.length, documents=ready.documents)
-        tensors = [self._empty(field.shape, field.dtype) for field in fields]
-        slot = self._slots[ready.step % self._hello.ahead]
-        slot.read(fields, size_bytes, [tensor.numpy() for tensor in tensors])
-        tokens_BS, targets_BS, weights_BS, sample_index_B = tensors[:4]
-        return Batch(tokens_BS, targets_BS, weights_BS, tensors[4] if ready.documents else None, sample_index_B)
+        arrays = self._slots[ready.step % self._hello.ahead].view(fields, size_bytes)
+        documents_BS = arrays.documents_BS
+        return Batch(
+            self._own(arrays.tokens_BL[:, :-1], torch.int64),
+            self._own(arrays.tokens_BL[:, 1:], torch.int64),
+            self._own(arrays.weights_BS, torch.float32),
+            None if documents_BS is None else self._own(documents_BS, torch.int32),
+            self._own(np.arange(ready.first, ready.first + ready.rows), torch.int64),
+        )
 
-    def _empty(self, shape: tuple[int, ...], dtype: type) -> Tensor:
-        return torch.empty(shape, dtype=_TORCH[dtype.__name__], pin_memory=self._pin_memory)
-
-
-_TORCH = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
+    def _own(self, array: NDArray[Any], dtype: torch.dtype) -> Tensor:
+        """A copy; in page-locked memory straight away, where that is wanted."""
+        tensor = torch.empty(array.shape, dtype=dtype, pin_memory=self._pin_memory)
+        np.copyto(tensor.numpy(), array, casting="no")
+        return tensor
 
 
 def _check(count: int, ranks: int) -> None:

@@ -25,7 +25,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from phalanx.core.errors import UserError
 
@@ -69,9 +69,10 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Ready:
-    """Step `step` is in slot ``step % ahead``: `rows` samples of `length` tokens, with documents or without."""
+    """Step `step` is in slot ``step % ahead``: `rows` samples from `first` on, with documents or without."""
 
     step: int
+    first: int
     rows: int
     length: int
     documents: bool
@@ -118,7 +119,7 @@ def send(connection: socket.socket, message: Message, descriptors: Sequence[int]
     Raises:
         OSError: the other side is gone.
     """
-    packet = json.dumps([type(message).__name__, *astuple(message)]).encode()
+    packet = json.dumps([type(message).__name__, *vars(message).values()]).encode()
     if descriptors:
         socket.send_fds(connection, [packet], list(descriptors), socket.MSG_NOSIGNAL)
     else:

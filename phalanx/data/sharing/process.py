@@ -41,13 +41,17 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 @dataclass(frozen=True)
 class Task:
-    """What a loader process is to serve: samples of `parts` of a split, to so many readers of each index."""
+    """What a loader process is to serve: samples of `parts` of a split, to so many readers of each index.
+
+    `cores`: those it may run on; None: those of the process that starts it.
+    """
 
     parts: Parts
     config: DataConfig
     split: Split
     seed: int | None
     readers: Mapping[int, int]
+    cores: tuple[int, ...] | None = None
 
 
 def fork_is_safe() -> bool:
@@ -120,6 +124,8 @@ def _become(task: Task, listener: socket.socket, life: int, parent: int | None) 
     status = 1
     try:
         _set_up(parent)
+        if task.cores:
+            os.sched_setaffinity(0, task.cores)
         serve(listener, _reader(task), task.readers, life)
         status = 0
     except BaseException:

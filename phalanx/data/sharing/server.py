@@ -2,8 +2,6 @@
 
 It sleeps in one `select` on everything that can happen, and works while a step is due; the stream that is furthest
 behind comes first.
-
-Shape letters: B samples, S positions, L = S + 1 tokens.
 """
 
 from __future__ import annotations
@@ -13,10 +11,6 @@ import selectors
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from phalanx.data.samples import Arrays
 from phalanx.data.sharing import messages
@@ -57,15 +51,12 @@ class _Shared:
         step, start, count = due
         share = count // self.ring.ranks
         first = start + self.ring.index * share
-        tokens_BL, weights_BS, documents_BS = read(first, share)
-        arrays: list[NDArray[Any]] = [tokens_BL[:, :-1], tokens_BL[:, 1:], weights_BS, np.arange(first, first + share)]
-        if documents_BS is not None:
-            arrays.append(documents_BS)
-        rows, length = weights_BS.shape
-        fields, size_bytes = fields_of(rows, length, documents=documents_BS is not None)
+        arrays = read(first, share)
+        (rows, length), documents = arrays.weights_BS.shape, arrays.documents_BS is not None
+        fields, size_bytes = fields_of(rows, length, documents=documents)
         slot = step % self.ring.ahead
         self.slots[slot].write(fields, size_bytes, arrays)
-        self.ready[slot] = Ready(step, rows, length, documents_BS is not None)
+        self.ready[slot] = Ready(step, first, rows, length, documents)
         self.ring.wrote()
         return self.ready[slot]
 

@@ -3,7 +3,7 @@
 A slot is a memfd, memory that has no name: it is handed over a socket, and gone when the last process that has it is.
 It grows with the batch; it is never made smaller, so that no reader's map can lose its ground (sealed).
 
-Shape letters: B samples, S positions.
+Shape letters: B samples, S positions, L = S + 1 tokens.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import math
 import mmap
 import os
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from phalanx.data.samples import Arrays
 
 _ALIGN = 64  # a cache line
 
@@ -29,17 +32,12 @@ class Field(NamedTuple):
     shape: tuple[int, ...]
 
 
+@lru_cache(maxsize=16)
 def fields_of(rows: int, length: int, *, documents: bool) -> tuple[list[Field], int]:
-    """Where tokens, targets, weights, sample index and, last, documents lie in a slot, and how many bytes they need."""
-    plane = (rows, length)
-    wanted: list[tuple[Any, tuple[int, ...]]] = [
-        (np.int64, plane),
-        (np.int64, plane),
-        (np.float32, plane),
-        (np.int64, (rows,)),
-    ]
+    """Where the tokens, weights and documents of `Arrays` lie in a slot, and how many bytes they need."""
+    wanted: list[tuple[Any, tuple[int, ...]]] = [(np.int64, (rows, length + 1)), (np.float32, (rows, length))]
     if documents:
-        wanted.append((np.int32, plane))
+        wanted.append((np.int32, (rows, length)))
     fields, end = [], 0
     for dtype, shape in wanted:
         fields.append(Field(end, dtype, shape))
@@ -57,14 +55,15 @@ class WriterSlot:
         self.reading = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         self._memory: mmap.mmap | None = None
 
-    def write(self, fields: Sequence[Field], size_bytes: int, arrays: Sequence[NDArray[Any]]) -> None:
+    def write(self, fields: Sequence[Field], size_bytes: int, arrays: Arrays) -> None:
         """Put `arrays` where `fields` say.
 
         Raises:
             OSError: the memory cannot be had.
         """
         memory = self._map(size_bytes)
-        for field, array in zip(fields, arrays, strict=True):
+        present = [array for array in arrays if array is not None]
+        for field, array in zip(fields, present, strict=True):
             np.copyto(_view(memory, field), array, casting="no")
 
     def close(self) -> None:
@@ -91,14 +90,14 @@ class ReaderSlot:
         self._descriptor = descriptor
         self._memory: mmap.mmap | None = None
 
-    def read(self, fields: Sequence[Field], size_bytes: int, out: Sequence[NDArray[Any]]) -> None:
-        """Copy the arrays that lie where `fields` say into `out`."""
+    def view(self, fields: Sequence[Field], size_bytes: int) -> Arrays:
+        """The arrays that lie where `fields` say; not to be written to, nor kept longer than the step."""
         if self._memory is None or len(self._memory) < size_bytes:
             if self._memory is not None:
                 self._memory.close()
             self._memory = mmap.mmap(self._descriptor, size_bytes, prot=mmap.PROT_READ)
-        for field, array in zip(fields, out, strict=True):
-            np.copyto(array, _view(self._memory, field), casting="no")
+        tokens_BL, weights_BS, *documents = (_view(self._memory, field) for field in fields)
+        return Arrays(tokens_BL, weights_BS, documents[0] if documents else None)
 
     def close(self) -> None:
         """Let go of the memory."""
