@@ -25,6 +25,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from phalanx.checkpoint.boxes import cover_fault
 from phalanx.core.errors import UserError
 
 FORMAT_VERSION = 1
@@ -94,8 +95,9 @@ class TensorEntry(_Part):
                 raise ValueError("a chunk lies outside its tensor")
         if any(math.prod(chunk.sizes) > chunk.length for chunk in self.chunks):
             raise ValueError("a chunk has fewer bytes than elements")  # before memory is taken for it
-        if sum(math.prod(chunk.sizes) for chunk in self.chunks) != self.elements:
-            raise ValueError("its chunks do not fill it")
+        fault = cover_fault(self.shape, self.chunks)
+        if fault is not None:
+            raise ValueError(fault)
         return self
 
 
@@ -147,8 +149,13 @@ class Manifest(_Part):
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as the bytes of ``manifest.json``."""
-    return (json.dumps(manifest.model_dump(), indent=1, ensure_ascii=False) + "\n").encode()
+    """The manifest as the bytes of ``manifest.json``, with a line for each tensor and each file."""
+    tree = manifest.model_dump()
+    tensors = [f"{_line(name)}: {_line(entry)}" for name, entry in tree.pop("tensors").items()]
+    files = [_line(entry) for entry in tree.pop("files")]
+    fields = [f"{_line(name)}: {json.dumps(value, indent=1, ensure_ascii=False)}" for name, value in tree.items()]
+    fields += ['"tensors": {\n' + ",\n".join(tensors) + "\n}", '"files": [\n' + ",\n".join(files) + "\n]"]
+    return ("{\n" + ",\n".join(fields) + "\n}\n").encode()
 
 
 def decode(content: bytes, path: Path) -> Manifest:
@@ -174,6 +181,10 @@ def decode(content: bytes, path: Path) -> Manifest:
         raise DamagedCheckpointError(
             path, f"{MANIFEST}: {where}: {first['msg'].removeprefix('Value error, ')}"
         ) from None
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def sums_text(files: Iterable[FileEntry], manifest_sha256: str) -> bytes:

@@ -9,11 +9,17 @@ from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.folder import Candidate, candidates, clean, delete
 from phalanx.checkpoint.verify import examine
 from phalanx.core.errors import UserError
+from phalanx.core.peers import ALONE, Peers
 from phalanx.core.points import NO_POINTS, Points
 
 
 def prune(
-    folder: Path, config: CheckpointConfig, *, good_step: int | None = None, points: Points = NO_POINTS
+    folder: Path,
+    config: CheckpointConfig,
+    *,
+    good_step: int | None = None,
+    points: Points = NO_POINTS,
+    peers: Peers = ALONE,
 ) -> list[Path]:
     """Delete the checkpoints of `folder` that `config` does not keep, oldest first; return the folders deleted.
 
@@ -25,7 +31,10 @@ def prune(
         good_step: a checkpoint known to be whole because this process has just saved it. Without it, checkpoints are
             read and hashed from the newest on until a whole one is found.
         points: ``checkpoint.deleting`` is reached when one has lost its name and not yet its files.
+        peers: rank 0 of them deletes, and nobody waits for it; the others return nothing.
     """
+    if peers.rank != 0:
+        return []
     clean(folder)
     found = candidates(folder)
     sound = [c for c in found if _whole(c, checksums=False)]

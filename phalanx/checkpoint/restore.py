@@ -1,20 +1,27 @@
-"""Reading checkpoints: find the newest whole one, and fill tensors from it."""
+"""Reading checkpoints: find the newest whole one, and fill tensors from it, in any layout."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint import dcp
+from phalanx.checkpoint import dcp, tables
+from phalanx.checkpoint.blocks import Block, held
+from phalanx.checkpoint.fill import fill
 from phalanx.checkpoint.folder import Candidate, candidates, clean
-from phalanx.checkpoint.manifest import DamagedCheckpointError, Manifest, TensorEntry
-from phalanx.checkpoint.verify import examine
+from phalanx.checkpoint.manifest import DamagedCheckpointError, Manifest, TensorEntry, decode, encode
+from phalanx.checkpoint.tables import names_on_no_rank, names_to_bits, share_out
+from phalanx.checkpoint.together import at_first, everywhere
+from phalanx.checkpoint.verify import check_file, examine
 from phalanx.core.errors import UserError
+from phalanx.core.peers import ALONE, Peers
+from phalanx.core.shard import Shard
 
 __all__ = ["Candidate", "Checkpoint", "Differences", "candidates", "newest", "open_checkpoint"]
 
@@ -46,13 +53,27 @@ class Checkpoint:
         """What was given to `save` as state, as plain JSON values."""
         return self.manifest.state
 
-    def load_into(self, tensors: Mapping[str, Tensor], *, strict: bool = True, cast: bool = False) -> Differences:
+    def load_into(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        shards: Mapping[str, Shard] | None = None,
+        strict: bool = True,
+        cast: bool = False,
+        peers: Peers = ALONE,
+    ) -> Differences:
         """Fill `tensors` in place, on whatever device they are; nothing is changed if anything does not fit.
+
+        Called by several ranks together (with `peers`), each fills its own, in whatever layout the checkpoint was
+        written; if anything does not fit on one of them, nothing is changed on any.
 
         Args:
             tensors: by the names under which they were saved; of the saved shapes and dtypes.
-            strict: every name must be on both sides; otherwise only those on both are filled.
+            shards: which block of its logical tensor each of `tensors` is; those not named here are whole.
+            strict: every name must be on both sides; otherwise only those on both are filled. Names of which another
+                rank has a part are on both sides.
             cast: convert where the dtypes differ instead of refusing.
+            peers: the ranks that load together.
 
         Returns:
             The names that are not in the checkpoint (missing) or only there (unexpected); both empty when strict.
@@ -61,22 +82,33 @@ class Checkpoint:
             UserError: listing what is missing, unexpected, or of another shape or dtype.
             DamagedCheckpointError: the files do not hold what the manifest says, or were replaced meanwhile; only then
                 may some of `tensors` have been filled.
+            ValueError: a shard has not the size of its tensor.
         """
         saved = self.manifest.tensors
-        differences = Differences(
-            missing=tuple(name for name in tensors if name not in saved),
-            unexpected=tuple(name for name in saved if name not in tensors),
-        )
-        common = {name: tensor for name, tensor in tensors.items() if name in saved}
-        problems = [p for name, t in common.items() for p in _misfits(name, saved[name], t, cast)]
+        blocks: dict[str, Block] = {}
+
+        def offer() -> list[Any]:
+            blocks.update(held(tensors, shards or {}))
+            problems = [p for n, b in blocks.items() if n in saved for p in _misfits(n, saved[n], b, cast)]
+            missing = [name for name in blocks if name not in saved]
+            return [problems[:_SHOWN], missing[:_SHOWN], len(missing), names_to_bits(saved, blocks)]
+
+        offers = everywhere(peers, offer)
+        unexpected = names_on_no_rank(saved, [bits for *_, bits in offers])
+        self._require_fit(offers, unexpected, strict)
+        self._fill({name: block for name, block in blocks.items() if name in saved}, peers)
+        return Differences(tuple(name for name in blocks if name not in saved), unexpected)
+
+    def _require_fit(self, offers: list[list[Any]], unexpected: tuple[str, ...], strict: bool) -> None:
+        problems: list[str] = []
+        for rank, (misfits, missing, missing_count, _) in enumerate(offers):
+            here = misfits + (_listed("missing in the checkpoint", missing, missing_count) if strict else [])
+            problems += [f"rank {rank}: {problem}" if len(offers) > 1 else problem for problem in here]
         if strict:
-            problems += _listed("missing in the checkpoint", differences.missing)
-            problems += _listed("only in the checkpoint", differences.unexpected)
+            problems += _listed("only in the checkpoint", unexpected, len(unexpected))
         if problems:
             cure = "use the config it was written with, or train.init_from to take over weights only"
             raise UserError("does not fit: " + "; ".join(problems[:_SHOWN]), cure=cure, field=str(self.path))
-        self._fill(common)
-        return differences
 
     def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """The tensors called `names` (default: all) as new tensors in host memory.
@@ -89,21 +121,25 @@ class Checkpoint:
         wanted = list(saved) if names is None else list(names)
         absent = [name for name in wanted if name not in saved]
         if absent:
-            problem = "; ".join(_listed("missing in the checkpoint", tuple(absent)))
+            problem = "; ".join(_listed("missing in the checkpoint", absent, len(absent)))
             raise UserError(problem, cure="see `phalanx checkpoint inspect` for its tensors", field=str(self.path))
         fresh = {name: torch.empty(saved[name].shape, dtype=dcp.torch_dtype(saved[name].dtype)) for name in wanted}
-        self._fill(fresh)
+        self._fill(held(fresh, {}), ALONE)
         return fresh
 
-    def _fill(self, tensors: Mapping[str, Tensor]) -> None:
-        if not tensors:
-            return
+    def _fill(self, targets: Mapping[str, Block], peers: Peers) -> None:
+        everywhere(peers, lambda: self._fill_here(targets))
+        at_first(peers, self._require_same)
+
+    def _fill_here(self, targets: Mapping[str, Block]) -> None:
         try:
-            dcp.read(self.path, self.manifest, tensors)
+            fill(self.path, self.manifest.tensors, targets)
         except (MemoryError, torch.OutOfMemoryError, UserError):
             raise
         except Exception as error:
             raise DamagedCheckpointError(self.path, f"its tensors cannot be read ({_first_line(error)})") from error
+
+    def _require_same(self) -> None:
         if examine(self.path, checksums=False) != self.manifest:
             raise DamagedCheckpointError(self.path, "it was replaced by another process while being read")
 
@@ -129,38 +165,96 @@ def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
                 raise
 
 
-def newest(folder: Path, report: Callable[[str], None], *, verify: bool = True) -> Checkpoint | None:
+def newest(
+    folder: Path, report: Callable[[str], None], *, verify: bool = True, peers: Peers = ALONE
+) -> Checkpoint | None:
     """The newest whole checkpoint of `folder`, or None where there is none.
 
     Each newer one that is torn or corrupted is passed over, and `report` is called with one line that says so and why.
     Leftovers of killed writers are cleared up first. A writer or pruner at work in another process does no harm.
+
+    Called by several ranks together (with `peers`), all get the same one. Rank 0 looks, clears up, reports, and sends
+    the manifest to the others, so that not all of them read it from the disk; the files are divided among all ranks
+    to be hashed, so every byte is read once, and by as many ranks at a time as there are.
+
+    Raises:
+        UserError: it was written by a newer version.
     """
-    clean(folder)
-    tried: set[tuple[int, int] | None] = set()
-    while fresh := [c for c in candidates(folder) if _identity(c.path) not in tried]:
-        tried.add(_identity(fresh[0].path))
-        try:
-            return open_checkpoint(fresh[0].path, verify=verify)
-        except DamagedCheckpointError as damage:
-            if fresh[0].path.exists():
-                report(f"checkpoint {fresh[0].path.name} is damaged ({damage.reason}); trying the one before it")
+    look = _Look(folder, report)
+    while (found := look.offer(peers)) is not None:
+        reasons = everywhere(peers, partial(_damage, found, peers)) if verify else []
+        reason = next((reason for reason in reasons if reason is not None), None)
+        if reason is None:
+            return found
+        if peers.rank == 0:
+            look.refuse(found.path, reason)
     return None
 
 
-def _misfits(name: str, saved: TensorEntry, tensor: Tensor, cast: bool) -> list[str]:
-    if list(tensor.shape) != saved.shape:
-        return [f"{name} has shape {tuple(tensor.shape)} here and {tuple(saved.shape)} in the checkpoint"]
-    if not cast and tensor.dtype != dcp.torch_dtype(saved.dtype):
-        here = str(tensor.dtype).removeprefix("torch.")
-        return [f"{name} has dtype {here} here and {saved.dtype} in the checkpoint"]
+class _Look:
+    """Rank 0's search for the newest checkpoint, which remembers what it has offered."""
+
+    def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
+        self._folder, self._report = folder, report
+        self._tried: set[tuple[int, int] | None] = set()
+
+    def offer(self, peers: Peers) -> Checkpoint | None:
+        """The next newest one in which nothing is wrong at first sight; the same on all ranks."""
+        here: list[Checkpoint] = []
+
+        def look() -> list[str] | None:
+            here.extend(self._next())
+            content = (encode(found.manifest).decode() for found in here if peers.size > 1)
+            return [here[0].path.name, tables.pack(next(content, None))] if here else None
+
+        told = at_first(peers, look)
+        if told is None or here:
+            return here[0] if here else None
+        path = self._folder / told[0]
+        return Checkpoint(path, decode(tables.unpack(told[1]).encode(), path))
+
+    def refuse(self, path: Path, reason: str) -> None:
+        """Report that it is damaged, unless another has meanwhile taken its place."""
+        if _identity(path) in self._tried - {None}:
+            self._report(f"checkpoint {path.name} is damaged ({reason}); trying the one before it")
+
+    def _next(self) -> list[Checkpoint]:
+        clean(self._folder)
+        while fresh := [c for c in candidates(self._folder) if _identity(c.path) not in self._tried]:
+            path = fresh[0].path
+            self._tried.add(_identity(path))
+            try:
+                return [open_checkpoint(path, verify=False)]
+            except DamagedCheckpointError as damage:
+                self.refuse(path, damage.reason)
+        return []
+
+
+def _damage(found: Checkpoint, peers: Peers) -> str | None:
+    """What is wrong with this rank's share of the files."""
+    files = {file.name: file for file in found.manifest.files}
+    share = share_out({name: file.size_bytes for name, file in files.items()}, peers.size)[peers.rank]
+    try:
+        for name in share:
+            check_file(found.path, files[name])
+    except DamagedCheckpointError as damage:
+        return damage.reason
+    return None
+
+
+def _misfits(name: str, saved: TensorEntry, block: Block, cast: bool) -> list[str]:
+    if list(block.shard.shape) != saved.shape:
+        return [f"{name} has shape {block.shard.shape} here and {tuple(saved.shape)} in the checkpoint"]
+    if not cast and block.tensor.dtype != dcp.torch_dtype(saved.dtype):
+        return [f"{name} has dtype {dcp.dtype_name(block.tensor)} here and {saved.dtype} in the checkpoint"]
     return []
 
 
-def _listed(what: str, names: tuple[str, ...]) -> list[str]:
+def _listed(what: str, names: Sequence[str], count: int) -> list[str]:
     if not names:
         return []
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return [f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{more}"]
+    more = f" and {count - _SHOWN} more" if count > _SHOWN else ""
+    return [f"{count} {what}: {', '.join(names[:_SHOWN])}{more}"]
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -1,12 +1,13 @@
-"""Writing a checkpoint: aside, durably, and published by one rename."""
+"""Writing a checkpoint: aside, durably, by all ranks together, and published by one rename."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,19 @@ import torch
 from torch import Tensor
 
 from phalanx import __version__
-from phalanx.checkpoint import dcp
+from phalanx.checkpoint import dcp, tables
 from phalanx.checkpoint import manifest as manifests
+from phalanx.checkpoint.blocks import Block, held
 from phalanx.checkpoint.folder import clean, publish, writing
-from phalanx.checkpoint.manifest import FORMAT_VERSION, MANIFEST, SUMS, FileEntry, Manifest, Meta, TensorEntry
+from phalanx.checkpoint.manifest import FORMAT_VERSION, MANIFEST, SUMS, Manifest, Meta
+from phalanx.checkpoint.tables import Written
+from phalanx.checkpoint.together import at_first, everywhere
 from phalanx.core import units
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_bytes
+from phalanx.core.peers import ALONE, Peers
 from phalanx.core.points import NO_POINTS, Points
+from phalanx.core.shard import Shard
 
 STAGES = (
     "checkpoint.begin",
@@ -44,54 +50,140 @@ def save(
     meta: Meta | None = None,
     *,
     points: Points = NO_POINTS,
+    shards: Mapping[str, Shard] | None = None,
+    peers: Peers = ALONE,
 ) -> Path:
     """Write the checkpoint of `step` into `folder` (made if absent) and return its path.
 
     It is there whole or not at all, whatever happens; a checkpoint of the same step is replaced. When this returns it
     is on the disk, not only in caches. Leftovers of killed saves in `folder` are removed first.
 
+    Called by all ranks of a job together, each writes the blocks it owns into a file of its own; rank 0 sees to the
+    folder, puts the tables of all together and publishes. A rank that fails ends the save on all of them. While others
+    write, a rank waits in `peers.gather`, whose time limit has to allow for that.
+
     Args:
-        folder: the folder of the run's checkpoints.
+        folder: the folder of the run's checkpoints, on a file system that all ranks share.
         step: optimizer steps done.
-        tensors: by logical name (``model.layers.0.attention.q``); on any device; views are written without their base.
+        tensors: by logical name (``model.layers.0.attention.q``), as far as this rank has them; on any device; views
+            are written without their base.
         state: anything made of dicts with string keys, lists, strings, numbers and None, returned unchanged on resume.
-        meta: where it comes from.
-        points: where tests inject faults, see `STAGES`.
+            Rank 0's is kept.
+        meta: where it comes from; rank 0's is kept.
+        points: where tests inject faults, see `STAGES`; the first two are reached by every rank, the others by rank 0.
+        shards: which block of its logical tensor each of `tensors` is, and whether this rank writes it. Those not
+            named here are whole, and the first rank that has them writes them: of the state of random number
+            generators, for example, rank 0's is kept.
+        peers: the ranks that save together.
 
     Raises:
-        UserError: the disk is full or the folder cannot be written; earlier checkpoints are untouched.
+        UserError: the disk is full or the folder cannot be written; names the rank. Earlier checkpoints are untouched.
         TypeError: `state` holds something JSON cannot.
+        ValueError: a shard has not the size of its tensor.
+        RuntimeError: the blocks of all ranks do not cover each tensor exactly once.
     """
-    meta = meta or Meta()
-    manifests.check_state(state)
-    needed_bytes = dcp.bytes_needed(tensors)
-    with _disk_errors(folder, needed_bytes):
-        folder.mkdir(parents=True, exist_ok=True)
-        clean(folder)
-        _require_room(folder, needed_bytes)
-        with writing(folder, step) as aside:
+    blocks, mine, needed_bytes = _agree(tensors, shards or {}, state, peers)
+    disk = _Disk(folder, needed_bytes)
+    with ExitStack() as stack:
+        aside = folder / at_first(peers, lambda: stack.enter_context(disk.begin(step)).name)
+        parts = everywhere(peers, lambda: disk.write(aside, peers.rank, blocks, mine, points))
+
+        def finish() -> str:
+            description = _description(step, state, meta or Meta())
+            return disk.finish(aside, [tables.from_text(part) for part in parts], description, points).name
+
+        return folder / at_first(peers, finish)
+
+
+def _agree(
+    tensors: Mapping[str, Tensor], shards: Mapping[str, Shard], state: Any, peers: Peers
+) -> tuple[dict[str, Block], set[str], int]:
+    """The blocks held here, the names of those written here, and the bytes that all ranks will write."""
+    unsharded = [name for name in tensors if name not in shards]
+    of_first = peers.broadcast(unsharded)
+    extra = sorted(set(unsharded).difference(of_first))
+    blocks: dict[str, Block] = {}
+
+    def offer() -> list[Any]:
+        if peers.rank == 0:
+            manifests.check_state(state)
+        blocks.update(held(tensors, shards))
+        mine = _owned(blocks, shards) | set(unsharded if peers.rank == 0 else extra)
+        return [dcp.bytes_needed({name: blocks[name] for name in mine}), extra]
+
+    offers = everywhere(peers, offer)
+    earlier = {name for _, names in offers[: peers.rank] for name in names}.union(of_first if peers.rank else ())
+    mine = _owned(blocks, shards) | set(unsharded).difference(earlier)
+    return blocks, mine, sum(needed_bytes for needed_bytes, _ in offers)
+
+
+def _owned(blocks: Mapping[str, Block], shards: Mapping[str, Shard]) -> set[str]:
+    return {name for name, shard in shards.items() if shard.owner and name in blocks}
+
+
+@dataclass(frozen=True)
+class _Disk:
+    """The steps of a save, with refusals of the disk turned into one line with the cure."""
+
+    folder: Path
+    needed_bytes: int
+
+    @contextmanager
+    def begin(self, step: int) -> Iterator[Path]:
+        """An empty folder to write in; what is still there at the end is removed."""
+        with ExitStack() as stack:
+            with self._errors():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                clean(self.folder)
+                _require_room(self.folder, self.needed_bytes)
+                aside = stack.enter_context(writing(self.folder, step))
+            yield aside
+
+    def write(self, aside: Path, rank: int, blocks: Mapping[str, Block], mine: Collection[str], points: Points) -> str:
+        """Write the blocks called `mine`; the table of them as text."""
+        with self._errors():
+            if not aside.is_dir():
+                problem = "is not the same folder here and on rank 0"
+                raise UserError(problem, cure="put the run on a file system that all hosts share", field=str(aside))
             points.reach("checkpoint.begin", path=aside)
-            table, files = dcp.write(aside, tensors)
+            written = dcp.write(aside, rank, {name: block for name, block in blocks.items() if name in mine})
             points.reach("checkpoint.tensors-written", path=aside)
-            _write_manifest(aside, _describe(step, table, files, state, meta))
+        others = sorted(name for name, block in blocks.items() if name not in mine and _has_first(block.shard))
+        return tables.to_text(replace(written, left=others))
+
+    def finish(self, aside: Path, parts: list[Written], description: dict[str, Any], points: Points) -> Path:
+        """Describe what all ranks wrote, and publish it."""
+        tensors = tables.merge(parts)
+        with self._errors():
+            files = [dcp.write_index(aside, tensors), *(part.file for part in parts if part.file is not None)]
+            _write_manifest(aside, Manifest(**description, tensors=tensors, files=files))
             points.reach("checkpoint.manifest-written", path=aside)
             return publish(aside, points)
 
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise _explain(error, self.folder, self.needed_bytes) from error
 
-def _describe(step: int, table: dict[str, TensorEntry], files: list[FileEntry], state: Any, meta: Meta) -> Manifest:
-    return Manifest(
-        format_version=FORMAT_VERSION,
-        step=step,
-        created=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        phalanx_version=__version__,
-        torch_version=str(torch.__version__),
-        attempt=meta.attempt,
-        config_sha256=manifests.config_sha256(meta.config),
-        config=dict(meta.config),
-        state=state,
-        tensors=table,
-        files=files,
-    )
+
+def _has_first(shard: Shard) -> bool:
+    return not any(shard.offsets) and (shard.numel > 0 or 0 in shard.shape)
+
+
+def _description(step: int, state: Any, meta: Meta) -> dict[str, Any]:
+    return {
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "phalanx_version": __version__,
+        "torch_version": str(torch.__version__),
+        "attempt": meta.attempt,
+        "config_sha256": manifests.config_sha256(meta.config),
+        "config": dict(meta.config),
+        "state": state,
+    }
 
 
 def _write_manifest(path: Path, manifest: Manifest) -> None:
@@ -103,15 +195,6 @@ def _write_manifest(path: Path, manifest: Manifest) -> None:
 def _require_room(folder: Path, needed_bytes: int) -> None:
     if shutil.disk_usage(folder).free < needed_bytes:
         raise OSError(errno.ENOSPC, "No space left on device")
-
-
-@contextmanager
-def _disk_errors(folder: Path, needed_bytes: int) -> Iterator[None]:
-    """Turn refusals of the disk into one line with the cure."""
-    try:
-        yield
-    except OSError as error:
-        raise _explain(error, folder, needed_bytes) from error
 
 
 def _explain(error: OSError, folder: Path, needed_bytes: int) -> UserError:

@@ -13,7 +13,8 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_helpers import assert_equal, blank, forge, make_tensors
 from torch import Tensor
 
-from phalanx.checkpoint import dcp as ours
+from phalanx.checkpoint.blocks import held
+from phalanx.checkpoint.fill import fill
 from phalanx.checkpoint.manifest import Meta, config_sha256
 from phalanx.checkpoint.restore import newest, open_checkpoint
 from phalanx.checkpoint.save import save
@@ -159,14 +160,14 @@ def test_the_same_step_is_replaced(tmp_path: Path) -> None:
 
 
 def test_chunks_of_several_files_are_put_together(tmp_path: Path) -> None:
-    """What a later layout writes: one tensor in several boxes. Written by DCP itself, described by our manifest."""
+    """One tensor in two boxes side by side, which no run of rows can fill."""
     path = save(tmp_path, 1, {"left": torch.arange(6.0).reshape(2, 3), "right": torch.arange(6.0, 10.0).reshape(2, 2)})
     manifest = open_checkpoint(path).manifest
     left, right = manifest.tensors["left"].chunks[0], manifest.tensors["right"].chunks[0]
     chunks = [left, right.model_copy(update={"offsets": [0, 3]})]
     whole = manifest.tensors["left"].model_copy(update={"shape": [2, 5], "chunks": chunks})
     target = torch.zeros(2, 5)
-    ours.read(path, manifest.model_copy(update={"tensors": {"whole": whole}}), {"whole": target})
+    fill(path, {"whole": whole}, held({"whole": target}, {}))
     assert target.tolist() == [[0, 1, 2, 6, 7], [3, 4, 5, 8, 9]]
 
 

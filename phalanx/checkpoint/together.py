@@ -1,0 +1,78 @@
+"""Steps that all ranks take together: what fails on one rank is told to all, so that all stop at the same place."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from phalanx.checkpoint.manifest import DamagedCheckpointError
+from phalanx.core.errors import UserError
+from phalanx.core.peers import Peers
+
+T = TypeVar("T")
+
+
+def everywhere(peers: Peers, work: Callable[[], T]) -> list[T]:
+    """Let every rank do its `work`, which returns a JSON value; the values of all, in order of rank, on all.
+
+    Raises:
+        UserError: the work of some rank failed; names the first such rank and its host. Raised on every rank; a rank
+            whose own error is not meant for users raises that error itself.
+    """
+    if peers.size == 1:
+        return [work()]
+    answer, error = _attempt(work)
+    answers = peers.gather(answer)
+    for rank, other in enumerate(answers):
+        if "failure" in other:
+            raise _seen_from_here(rank, other["failure"], error)
+    return [other["value"] for other in answers]
+
+
+def at_first(peers: Peers, work: Callable[[], T]) -> T:
+    """Let rank 0 do `work`, which returns a JSON value, and give it to every rank.
+
+    Raises:
+        UserError: as `everywhere`.
+    """
+    if peers.size == 1:
+        return work()
+    answer, error = _attempt(work) if peers.rank == 0 else (None, None)
+    told = peers.broadcast(answer)
+    if "failure" in told:
+        raise _seen_from_here(0, told["failure"], error)
+    value: T = told["value"]
+    return value
+
+
+def _attempt(work: Callable[[], Any]) -> tuple[dict[str, Any], BaseException | None]:
+    # Whatever it is, the others wait for an answer; it is raised again when they have it.
+    try:
+        return {"value": work()}, None
+    except BaseException as error:
+        return {"failure": _told(error)}, error
+
+
+def _told(error: BaseException) -> dict[str, Any]:
+    host = platform.node()
+    if isinstance(error, DamagedCheckpointError):
+        return {"host": host, "field": str(error.path), "reason": error.reason}
+    if isinstance(error, UserError):
+        return {"host": host, "field": error.field, "problem": error.problem, "cure": error.cure}
+    problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    return {"host": host, "field": None, "problem": problem, "cure": "see the traceback of that rank"}
+
+
+def _seen_from_here(rank: int, failure: dict[str, Any], own: BaseException | None) -> BaseException:
+    if own is not None and not isinstance(own, UserError):
+        return own
+    who = f"rank {rank} ({failure['host']})"
+    error: UserError
+    if "reason" in failure:
+        error = DamagedCheckpointError(Path(failure["field"]), f"{failure['reason']}, says {who}")
+    else:
+        error = UserError(f"{who}: {failure['problem']}", cure=failure["cure"], field=failure["field"])
+    error.__cause__ = own
+    return error
