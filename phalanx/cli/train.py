@@ -10,7 +10,7 @@ from rich.console import Console
 
 from phalanx.core.config import load
 from phalanx.train.config import RunConfig
-from phalanx.train.session import train_session
+from phalanx.train.start import start
 
 
 @click.command()
@@ -22,4 +22,4 @@ def command(config: Path, overrides: tuple[str, ...]) -> None:
     A run that was stopped or killed goes on from its newest checkpoint when the same command is given again.
     """
     loaded = load(RunConfig, config, overrides)
-    sys.exit(train_session(loaded.value, config, Console()))
+    sys.exit(start(loaded.value, config, Console()))

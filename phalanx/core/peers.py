@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 
@@ -30,6 +31,10 @@ class Peers(Protocol):
         """Wait until every rank is here."""
         ...
 
+    def ask_highest(self, value: int) -> Callable[[], int]:
+        """Begin to ask all ranks for a number; what is returned waits for the highest of them."""
+        ...
+
 
 class Alone:
     """The only rank of a job."""
@@ -47,6 +52,10 @@ class Alone:
 
     def barrier(self) -> None:
         """Nobody to wait for."""
+
+    def ask_highest(self, value: int) -> Callable[[], int]:
+        """Its own number."""
+        return lambda: value
 
 
 ALONE = Alone()

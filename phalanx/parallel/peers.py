@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed import ReduceOp
 
 from phalanx.parallel.group import Group
 
@@ -55,6 +57,17 @@ class GroupPeers:
     def barrier(self) -> None:
         """Wait until every member is here."""
         self._group.barrier()
+
+    def ask_highest(self, value: int) -> Callable[[], int]:
+        """Begin to ask all members for a number; what is returned waits for the highest of them."""
+        number = torch.tensor([value])
+        work = self._group.all_reduce(number, ReduceOp.MAX)
+
+        def answer() -> int:
+            work.wait()
+            return int(number)
+
+        return answer
 
 
 def _encode(value: Any) -> torch.Tensor:

@@ -24,6 +24,7 @@ Values = Mapping[str, float | int | str]
 
 STEP = "step"
 EVALUATION = "evaluation"
+START = "start"
 
 
 class MetricsLogger(Protocol):
@@ -34,6 +35,9 @@ class MetricsLogger(Protocol):
 
     def log_evaluation(self, step: int, values: Values) -> None:
         """Note the figures of an evaluation made after step `step`."""
+
+    def log_start(self, step: int, values: Values) -> None:
+        """Note how a start went that goes on after step `step`, such as the time of its phases."""
 
     def flush(self) -> None:
         """Make durable what was logged: to be called before the checkpoint of the same step is published."""
@@ -75,6 +79,10 @@ class JsonLines:
     def log_evaluation(self, step: int, values: Values) -> None:
         """Append the line of an evaluation."""
         self._append(EVALUATION, step, values)
+
+    def log_start(self, step: int, values: Values) -> None:
+        """Append the line of a start; the first of those that went on after the same step stays."""
+        self._append(START, step, values)
 
     def flush(self) -> None:
         """Wait until the lines are on the disk, so that they outlive a loss of power."""
@@ -124,6 +132,10 @@ class TensorBoard:
         """The same: evaluations have names of their own."""
         self.log(step, values)
 
+    def log_start(self, step: int, values: Values) -> None:
+        """Add a scalar per phase."""
+        self.log(step, values)
+
     def flush(self) -> None:
         """Write out what is held back."""
         self._writer.flush()
@@ -167,12 +179,35 @@ class WandB:
         """The same: evaluations have names of their own."""
         self.log(step, values)
 
+    def log_start(self, step: int, values: Values) -> None:
+        """The same."""
+        self.log(step, values)
+
     def flush(self) -> None:
         """Nothing: W&B sends on its own, and training does not wait for it."""
 
     def close(self) -> None:
         """Wait until everything is sent."""
         self._run.finish()
+
+
+class Silent:
+    """Keeps nothing: on ranks whose figures another one writes down."""
+
+    def log(self, step: int, values: Values) -> None:
+        """Nothing."""
+
+    def log_evaluation(self, step: int, values: Values) -> None:
+        """Nothing."""
+
+    def log_start(self, step: int, values: Values) -> None:
+        """Nothing."""
+
+    def flush(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
 
 
 class Fanout:
@@ -201,6 +236,11 @@ class Fanout:
         """Pass on to each."""
         self._main.log_evaluation(step, values)
         self._each(lambda other: other.log_evaluation(step, values))
+
+    def log_start(self, step: int, values: Values) -> None:
+        """Pass on to each."""
+        self._main.log_start(step, values)
+        self._each(lambda other: other.log_start(step, values))
 
     def flush(self) -> None:
         """Flush each."""

@@ -16,43 +16,86 @@ from phalanx.data.tokenizers.saved import save_tokenizer
 from phalanx.data.tokens.prepared import Prepared
 from phalanx.model.decoder import Decoder
 from phalanx.model.init import initialise
+from phalanx.model.shapes import parameter_table
 from phalanx.optim.bad_step import BadStepJudge
 from phalanx.optim.build import build_optimizer
+from phalanx.parallel.apply import Build, build_engine
+from phalanx.parallel.choose import Machines
 from phalanx.train.config import RunConfig
 from phalanx.train.derived import complete_model, total_steps
 from phalanx.train.device import Device, choose_device, measure_peak
 from phalanx.train.failures import explained
 from phalanx.train.initial_weights import load_initial_weights
+from phalanx.train.layout import resolve_layout
 from phalanx.train.memory import described, require_memory, smaller_model, standing_bytes
 from phalanx.train.micro_batch import choose_micro_batch
+from phalanx.train.ranks import Ranks
 from phalanx.train.run import Run
 from phalanx.train.run_folder import RunFolder, note_hardware
-from phalanx.train.trainer import LocalTrainer
+from phalanx.train.trainer import LocalTrainer, SpreadTrainer, Trainer
 
 Say = Callable[[str], None]
 
 
 def assemble(
-    config: RunConfig, folder: RunFolder, say: Say, prepare_progress: Callable[[PrepareProgress], None] | None = None
+    config: RunConfig,
+    folder: RunFolder,
+    say: Say,
+    prepare_progress: Callable[[PrepareProgress], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> Run:
     """Prepare the data, build every part, and take up the newest good checkpoint if there is one.
+
+    All ranks of a run call it together.
 
     Raises:
         UserError: anything that the config asks for and that cannot be had.
     """
-    device = choose_device(config.train)
-    prepared = prepare(config.data, progress=prepare_progress)
-    needed = standing_bytes(complete_model(config, prepared.vocab_size), config.optim)
-    require_memory(needed, device.available_bytes(), device.name)
+    ranks = ranks or Ranks()
+    device = choose_device(config.train, ranks.worker)
+    prepared = _prepare_once(config, ranks, prepare_progress)
+    spread = _with_layout(config, prepared, ranks, device, say)
     _require_a_batch(config, prepared)
+    needed = standing_bytes(complete_model(config, prepared.vocab_size), config.optim)
     with explained(described(needed), smaller_model(needed)):
-        run = build_run(config, folder, device, prepared)
-        take_up(run, say)
-    save_tokenizer(config.data, folder.tokenizer)
-    folder.record_config(config)
-    note_hardware(folder, describe_hardware(run))
+        with ranks.phases.phase("model"):
+            run = build_run(spread, folder, device, prepared, ranks)
+        with ranks.phases.phase("checkpoint"):
+            take_up(run, say)
+    if ranks.is_first:
+        save_tokenizer(config.data, folder.tokenizer)
+        folder.record_config(config)  # as it was given: the run may go on in another layout
+        note_hardware(folder, describe_hardware(run))
     _note_ignored_settings(run, say)
     return run
+
+
+def _prepare_once(config: RunConfig, ranks: Ranks, progress: Callable[[PrepareProgress], None] | None) -> Prepared:
+    """The prepared text; one rank of every host prepares it, the others find it done."""
+    with ranks.phases.phase("data"):
+        if ranks.is_first_of_host:
+            prepare(config.data, progress=progress)
+        ranks.peers.barrier()
+        return prepare(config.data)
+
+
+def _with_layout(config: RunConfig, prepared: Prepared, ranks: Ranks, device: Device, say: Say) -> RunConfig:
+    """The config with its layout filled in, once it is known to be possible; the ranks' groups are opened.
+
+    Raises:
+        UserError: it is not, or it has another number of ranks than there are.
+    """
+    available_bytes = device.available_bytes()
+    if ranks.worker is None:
+        needed = standing_bytes(complete_model(config, prepared.vocab_size), config.optim)
+        require_memory(needed, available_bytes, device.name)
+        return config
+    if device.torch_device.type == "cpu" and available_bytes is not None:
+        available_bytes //= ranks.worker.local_world_size
+    machines = Machines(ranks.worker.local_world_size, available_bytes)
+    config = resolve_layout(config, prepared.vocab_size, machines, ranks.size, say)
+    ranks.join(config.parallel, device.torch_device)
+    return config
 
 
 def _require_a_batch(config: RunConfig, prepared: Prepared) -> None:
@@ -67,9 +110,13 @@ def _require_a_batch(config: RunConfig, prepared: Prepared) -> None:
         )
 
 
-def build_run(config: RunConfig, folder: RunFolder, device: Device, prepared: Prepared) -> Run:
+def build_run(
+    config: RunConfig, folder: RunFolder, device: Device, prepared: Prepared, ranks: Ranks | None = None
+) -> Run:
     """Every part of a run that starts at step 0."""
-    trainer = LocalTrainer(build_model(config, prepared.vocab_size, device), device)
+    ranks = ranks or Ranks()
+    trainer = build_trainer(config, prepared.vocab_size, device, ranks)
+    whole_shapes = {name: p.shape for name, p in parameter_table(trainer.config).items()}
     return Run(
         config=config,
         folder=folder,
@@ -77,11 +124,32 @@ def build_run(config: RunConfig, folder: RunFolder, device: Device, prepared: Pr
         peak=measure_peak(device),
         prepared=prepared,
         loader=Loader(prepared, config.data),
+        ranks=ranks,
         trainer=trainer,
-        optimizer=build_optimizer(config.optim, trainer.parameters),
+        optimizer=build_optimizer(
+            config.optim,
+            trainer.parameters,
+            reduction=trainer.reduction,
+            gradient_norm=trainer.gradient_norm,
+            whole_shapes=whole_shapes,
+        ),
         judge=BadStepJudge(config.optim.bad_step, device.torch_device),
         total_steps=total_steps(config),
     )
+
+
+def build_trainer(config: RunConfig, vocab_size: int, device: Device, ranks: Ranks) -> Trainer:
+    """The model with the weights of its seed: whole, or this rank's part of it."""
+    if ranks.mesh is None:
+        return LocalTrainer(build_model(config, vocab_size, device), device)
+    build = Build(
+        sequence_length=config.data.sequence_length,
+        device=device.torch_device,
+        compute_dtype=device.compute_dtype,
+        seed=config.train.seed,
+        recompute=config.train.recompute,
+    )
+    return SpreadTrainer(build_engine(complete_model(config, vocab_size), config.parallel, ranks.mesh, build))
 
 
 def build_model(config: RunConfig, vocab_size: int, device: Device) -> Decoder:
@@ -96,11 +164,11 @@ def build_model(config: RunConfig, vocab_size: int, device: Device) -> Decoder:
 
 def take_up(run: Run, say: Say) -> None:
     """Go on from the newest good checkpoint; else start, from `train.init_from` where that is set."""
-    checkpoint = newest(run.folder.checkpoints, say, verify=run.config.checkpoint.verify)
+    checkpoint = newest(run.folder.checkpoints, say, verify=run.config.checkpoint.verify, peers=run.ranks.peers)
     if checkpoint is not None:
         run.restore(checkpoint)
-        if run.config.run.resume == "changed":
-            run.progress.micro_batch = choose_micro_batch(run)  # it may be what was changed
+        if run.config.run.resume == "changed" or not _keeps_micro_batch(run):
+            run.progress.micro_batch = choose_micro_batch(run)  # it, or the layout, may be what was changed
         say(f"going on from {checkpoint.path} (step {checkpoint.step} of {run.total_steps})")
         return
     if candidates(run.folder.checkpoints):
@@ -109,6 +177,13 @@ def take_up(run: Run, say: Say) -> None:
         source = Path(run.config.train.init_from)
         load_initial_weights(run.trainer, run.prepared.tokenizer, source, say)
     run.progress.micro_batch = choose_micro_batch(run)
+
+
+def _keeps_micro_batch(run: Run) -> bool:
+    """Whether the micro-batch of the checkpoint fits this layout, so that the run repeats the same arithmetic."""
+    kept, wanted = run.progress.micro_batch, run.config.train.micro_batch
+    share = run.config.train.global_batch // run.trainer.data_ranks
+    return bool(kept) and share % kept == 0 and wanted in (0, kept)
 
 
 def _note_ignored_settings(run: Run, say: Say) -> None:
@@ -125,6 +200,9 @@ def describe_hardware(run: Run) -> dict[str, object]:
         "kind": run.device.torch_device.type,
         "compute_dtype": str(run.device.compute_dtype).removeprefix("torch."),
         "threads": run.device.threads,
+        "ranks": run.ranks.size,
+        "layout": str(run.config.parallel.layout),
+        "startup_s": run.ranks.phases.seconds,
         "peak_flops_per_s": None if peak is None else peak.flops_per_s,
         "peak_source": None if peak is None else peak.source,
         "torch_build": torch.__config__.show().splitlines()[0],

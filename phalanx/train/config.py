@@ -11,6 +11,7 @@ from phalanx.core.config import Config
 from phalanx.data.config import DataConfig
 from phalanx.model.config import ModelConfig
 from phalanx.optim.config import OptimConfig
+from phalanx.parallel.config import ParallelConfig
 from phalanx.telemetry.config import LoggingConfig
 
 
@@ -96,7 +97,18 @@ class RunConfig(Config):
     model: ModelConfig = Field(default_factory=ModelConfig, description="the decoder")
     optim: OptimConfig = Field(default_factory=OptimConfig, description="optimizer, schedule and bad-step policy")
     train: TrainConfig = Field(description="the training loop")
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="how the run is spread over ranks")
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="held-out text")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saving and keeping state")
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description="metrics and the live view")
     profile: ProfileConfig = Field(default_factory=ProfileConfig, description="profiler window")
+
+    @model_validator(mode="after")
+    def _compiles_alone(self) -> RunConfig:
+        spread = self.parallel.layout.world_size > 1 or self.parallel.devices > 1
+        if self.train.compile and spread:
+            raise ValueError(
+                "train.compile = True does not fit parallel: a spread model waits for other ranks in the middle of its "
+                "layers, which cannot be compiled yet; set train.compile = false"
+            )
+        return self

@@ -15,6 +15,8 @@ import torch
 from phalanx.core.errors import UserError
 from phalanx.core.hardware import Peak, table_peak
 from phalanx.kernels.host_memory import keep_freed_memory, use_huge_pages
+from phalanx.launch.devices import device_index
+from phalanx.launch.environment import Worker
 from phalanx.train.config import TrainConfig
 from phalanx.train.memory import host_available_bytes
 
@@ -56,10 +58,13 @@ class Device:
             torch.cuda.synchronize(self.torch_device)
 
 
-def choose_device(config: TrainConfig) -> Device:
+def choose_device(config: TrainConfig, worker: Worker | None = None) -> Device:
     """Pick device, precision and threads, and set torch's thread count and determinism accordingly.
 
     On a CPU the process is also told to keep the memory that it frees, and to have it in huge pages.
+
+    Args:
+        worker: which of the ranks on this host this process is; each has a GPU of its own. None: the only one.
 
     Raises:
         UserError: a CUDA device or a precision was asked for that is not there.
@@ -72,6 +77,8 @@ def choose_device(config: TrainConfig) -> Device:
     threads = config.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     set_determinism(config.deterministic)
+    if kind == "cuda" and worker is not None:
+        torch.cuda.set_device(device_index(worker, torch.cuda.device_count()))
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     if kind == "cpu" and keep_freed_memory():
         use_huge_pages(_HUGE_PAGE_HEAP_BYTES)

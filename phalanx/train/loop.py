@@ -42,12 +42,13 @@ def train(run: Run, reporter: Reporter) -> Outcome:
     record = StepRecord()
     profiler = StepProfiler(config.profile, run.folder.path / "profile")
     with (
-        StopRequest() as stop,
+        StopRequest(run.ranks.peers) as stop,
         GarbageCollection(config.train.garbage_collect_steps) as garbage,
         run.batches() as batches,
     ):
         for batch in batches:
             step = progress.step + 1
+            stop.ask()
             profiler.before_step(step)
 
             loss = run.accumulate_gradients(batch)
@@ -57,12 +58,14 @@ def train(run: Run, reporter: Reporter) -> Outcome:
             run.optimizer.step(found_inf=bad, grad_scale=grad_scale)
             run.updated()
 
-            progress.advance(*batch.tokens_BS.shape)
-            record.add(step, loss, norm, bad, lr, progress.tokens, batch.tokens_BS.numel())
+            samples, length = run.samples_of(batch), batch.tokens_BS.shape[1]
+            progress.advance(samples, length)
+            record.add(step, loss, norm, bad, lr, progress.tokens, samples * length)
             garbage.after_step(step)
+            run.ranks.after_step()
             reporter.note_profile(profiler.after_step(step))
 
-            ending = bool(stop) or step == run.total_steps  # asked once: a signal may come between two questions
+            ending = stop.agreed() or step == run.total_steps
             saving = ending or config.checkpoint.due(step)
             if saving or config.logging.due(step) or run.judge.hopeless:
                 reporter.report(record.flush())

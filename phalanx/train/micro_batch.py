@@ -14,7 +14,7 @@ _GPU_MEMORY_SHARE = 0.9
 
 
 def choose_micro_batch(run: Run) -> int:
-    """`train.micro_batch`, or the largest fitting divisor of the global batch.
+    """`train.micro_batch`, or the largest fitting divisor of this rank's share of the global batch.
 
     The choice depends on sizes and memory alone, never on a stopwatch, so that a run repeated on the same machine does
     the same arithmetic. It is kept in the checkpoints.
@@ -25,11 +25,16 @@ def choose_micro_batch(run: Run) -> int:
     wanted = run.config.train.micro_batch
     if wanted:
         return wanted
-    divisors = [n for n in range(run.config.train.global_batch, 0, -1) if run.config.train.global_batch % n == 0]
+    share = run.config.train.global_batch // run.trainer.data_ranks
+    divisors = [n for n in range(share, 0, -1) if share % n == 0]
     if run.device.torch_device.type == "cpu":
         length = run.config.data.sequence_length
         return next((n for n in divisors if n * length <= _CPU_TOKENS), 1)
-    return next((n for n in divisors if _fits(run, n)), 0) or _refuse(run)
+    return next((n for n in divisors if _fits_everywhere(run, n)), 0) or _refuse(run)
+
+
+def _fits_everywhere(run: Run, micro_batch: int) -> bool:
+    return all(run.ranks.peers.gather(_fits(run, micro_batch)))
 
 
 def _fits(run: Run, micro_batch: int) -> bool:

@@ -65,7 +65,9 @@ class Reporter:
 
     def _mfu(self, report: StepReport) -> float | None:
         peak = self._run.peak
-        return None if peak is None else report.tokens_per_s * self._flops_per_token / peak.flops_per_s
+        if peak is None:
+            return None
+        return report.tokens_per_s * self._flops_per_token / (peak.flops_per_s * self._run.ranks.size)
 
     def _values(self, report: StepReport, mfu: float | None, memory_bytes: int) -> dict[str, float | int | str]:
         values: dict[str, float | int | str] = {

@@ -19,17 +19,20 @@ from phalanx.checkpoint.save import save
 from phalanx.core.errors import UserError
 from phalanx.core.hardware import Peak
 from phalanx.core.points import NO_POINTS, Points
+from phalanx.core.shard import Shard
 from phalanx.data.batch import Batch
 from phalanx.data.loader import Loader, LoaderState
 from phalanx.data.tokens.prepared import Prepared
 from phalanx.optim.bad_step import BadStepJudge
 from phalanx.optim.build import OptimizerSet
+from phalanx.optim.state_shards import state_shards
 from phalanx.train.config import RunConfig
 from phalanx.train.derived import batch_sizes
 from phalanx.train.device import Device
 from phalanx.train.evaluate import Evaluation, evaluate
 from phalanx.train.failures import out_of_memory, too_big
 from phalanx.train.progress import Progress
+from phalanx.train.ranks import Ranks
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.trainer import Trainer
 
@@ -46,6 +49,7 @@ class Run:
     peak: Peak | None
     prepared: Prepared
     loader: Loader
+    ranks: Ranks
     trainer: Trainer
     optimizer: OptimizerSet
     judge: BadStepJudge
@@ -55,15 +59,16 @@ class Run:
 
     @contextmanager
     def batches(self) -> Iterator[Iterator[Batch]]:
-        """The global batches from the present step to the last, prepared in the background."""
+        """This rank's share of the global batches from the present step to the last, prepared in the background."""
         remaining = itertools.islice(batch_sizes(self.config), self.progress.step, self.total_steps)
         pinned = self.device.torch_device.type == "cuda"
         state = LoaderState(self.progress.samples)
-        with self.loader.stream(state, counts=remaining, pin_memory=pinned) as stream:
+        place = {"rank": self.trainer.data_index, "ranks": self.trainer.data_ranks}
+        with self.loader.stream(state, counts=remaining, pin_memory=pinned, **place) as stream:
             yield (batch for batch, _ in stream)
 
     def accumulate_gradients(self, batch: Batch) -> Tensor:
-        """Gradients of one global batch on the logical parameters; returns the mean loss, nats."""
+        """Gradients of one global batch, of which `batch` is this rank's share; returns its mean loss, nats."""
         train = self.config.train
         try:
             return self.trainer.accumulate_gradients(
@@ -82,10 +87,14 @@ class Run:
     def evaluate(self, tokens: int) -> Evaluation:
         """Look at about `tokens` held-out tokens, spread over all of them; 0: all."""
         length = self.config.data.sequence_length
-        rows = max(self.progress.micro_batch, 1)
+        rows = max(self.progress.micro_batch, 1) * self.trainer.data_ranks
         limit = max(tokens // (rows * length), 1) if tokens else None
         batches = self.loader.validation_batches(rows, limit)
         return evaluate(self.trainer.held_out_loss, batches, self.prepared.tokenizer.token_bytes())
+
+    def samples_of(self, batch: Batch) -> int:
+        """Samples of the global batch of which `batch` is this rank's share."""
+        return len(batch) * self.trainer.data_ranks
 
     @property
     def has_validation(self) -> bool:
@@ -101,12 +110,28 @@ class Run:
             "rng.torch": torch.get_rng_state(),
         }
 
+    def state_shards(self) -> dict[str, Shard]:
+        """What part of the whole those of `state_tensors` are that may be spread over ranks."""
+        weights = self.trainer.shards
+        state = state_shards(self.optimizer.state_tensors(), weights)
+        return {f"model.{n}": s for n, s in weights.items()} | {f"optim.{n}": s for n, s in state.items()}
+
     def save(self) -> Path:
         """Write a checkpoint of this moment, then delete those that are no longer to be kept."""
         meta = Meta(config=self.config.model_dump(mode="json"))
         step = self.progress.step
-        path = save(self.folder.checkpoints, step, self.state_tensors(), self._state(), meta, points=self.points)
-        prune(self.folder.checkpoints, self.config.checkpoint, good_step=step)
+        path = save(
+            self.folder.checkpoints,
+            step,
+            self.state_tensors(),
+            self._state(),
+            meta,
+            points=self.points,
+            shards=self.state_shards(),
+            peers=self.ranks.peers,
+        )
+        if self.ranks.is_first:
+            prune(self.folder.checkpoints, self.config.checkpoint, good_step=step)
         return path
 
     def _state(self) -> dict[str, Any]:
@@ -126,7 +151,9 @@ class Run:
             )
         tensors = self.state_tensors()
         with torch.no_grad():
-            checkpoint.load_into(tensors)  # in place: these are the tensors that training works on
+            checkpoint.load_into(
+                tensors, shards=self.state_shards(), peers=self.ranks.peers
+            )  # in place: these are the tensors that training works on
         prefix = "bad_step."
         self.judge.load_state_tensors({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
         torch.set_rng_state(tensors["rng.torch"])

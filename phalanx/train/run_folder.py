@@ -30,7 +30,16 @@ from phalanx.core.files import write_json
 from phalanx.train.config import RunConfig
 
 # Settings that do not change what a step computes: a run may go on with other values of them.
-_FREE = ("run.", "logging.", "checkpoint.", "evaluate.", "profile.", "data.folder", "train.garbage_collect_steps")
+_FREE = (
+    "run.",
+    "logging.",
+    "checkpoint.",
+    "evaluate.",
+    "profile.",
+    "parallel.",  # numbers stay equal up to rounding
+    "data.folder",
+    "train.garbage_collect_steps",
+)
 _PACKAGES = ("phalanx-train", "torch", "numpy", "tokenizers", "pydantic")
 
 

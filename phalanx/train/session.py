@@ -12,8 +12,11 @@ from rich.panel import Panel
 from rich.text import Text
 
 from phalanx.core import units
+from phalanx.launch.cores import bind_started_elsewhere
+from phalanx.launch.environment import Worker
+from phalanx.launch.named import errors_named
 from phalanx.model.shapes import flops_per_token, num_parameters
-from phalanx.telemetry.loggers import open_loggers
+from phalanx.telemetry.loggers import MetricsLogger, Silent, open_loggers
 from phalanx.train.assemble import assemble
 from phalanx.train.config import RunConfig
 from phalanx.train.derived import check_early, default_folder
@@ -21,9 +24,10 @@ from phalanx.train.display import Display, make_display
 from phalanx.train.failures import explained
 from phalanx.train.loop import Outcome, train
 from phalanx.train.preparing import PrepareDisplay
+from phalanx.train.ranks import Ranks, meet
 from phalanx.train.reporting import Reporter, describe
 from phalanx.train.run import Run
-from phalanx.train.run_folder import open_for_training
+from phalanx.train.run_folder import RunFolder, open_for_training
 from phalanx.train.sampling import continue_text
 from phalanx.train.trained import open_trained
 
@@ -31,8 +35,23 @@ _LESS = "set train.micro_batch lower, train.recompute=full, or choose a smaller 
 _EXIT_OF_SIGNAL = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138}
 
 
-def train_session(config: RunConfig, config_path: Path, console: Console) -> int:
+def train_rank(worker: Worker, config: RunConfig, config_path: Path) -> int:
+    """What each of several ranks does: `train_session`, of which rank 0 alone writes and shows anything."""
+    with errors_named(worker, config.parallel.layout):
+        if worker.launcher != "phalanx":
+            bind_started_elsewhere(worker.local_rank, worker.local_world_size)
+        ranks = meet(worker, config.parallel)
+        try:
+            return train_session(config, config_path, Console(quiet=worker.rank > 0), ranks)
+        finally:
+            ranks.close()
+
+
+def train_session(config: RunConfig, config_path: Path, console: Console, ranks: Ranks | None = None) -> int:
     """Train as `config` says, in its run folder.
+
+    Args:
+        ranks: the processes that train together, each of which calls this; None: this one alone.
 
     Returns:
         0 when the last step is done; 128 and the signal's number when a signal ended the run early.
@@ -41,19 +60,22 @@ def train_session(config: RunConfig, config_path: Path, console: Console) -> int
         UserError: for everything a person can mend.
     """
     check_early(config)
-    folder = open_for_training(config, default_folder(config, config_path))
+    ranks = ranks or Ranks()
+    path = default_folder(config, config_path)
+    folder = open_for_training(config, path) if ranks.is_first else RunFolder(path)
+    ranks.peers.barrier()
     display = make_display(console)
     try:
         with explained("the run", _LESS):
             with PrepareDisplay(console) as progress:
-                run = assemble(config, folder, display.note, progress.show)
+                run = assemble(config, folder, display.note, progress.show, ranks)
             display.note(headline(run))
             outcome = _train(run, display)
     finally:
         display.close()
         folder.release()
     console.print(closing(run, outcome))
-    if config.evaluate.sample_prompt and not outcome.stopped_by:
+    if config.evaluate.sample_prompt and not outcome.stopped_by and ranks.is_first:
         console.print(Panel(Text(sample(run)), title="a sample", title_align="left"))
     return _EXIT_OF_SIGNAL.get(outcome.stopped_by, 0)
 
@@ -69,9 +91,16 @@ def headline(run: Run) -> str:
         f"in micro-batches of {run.progress.micro_batch} x {config.data.sequence_length}\n"
         f"text: {units.count(run.prepared.num_tokens('train'))} tokens to train on, "
         f"{units.count(run.prepared.num_tokens('validation'))} held out\n"
-        f"device: {run.device.name}, {run.device.threads} thread(s), {dtype}{peak}\n"
+        f"device: {run.device.name}, {run.device.threads} thread(s), {dtype}{peak}\n{_spread(run)}"
         f"folder: {run.folder.path}"
     )
+
+
+def _spread(run: Run) -> str:
+    """Ranks, layout and start-up, where there is more than one rank."""
+    if run.ranks.size == 1:
+        return ""
+    return f"ranks: {run.ranks.size}, {run.config.parallel.layout}; started in {run.ranks.phases}\n"
 
 
 def closing(run: Run, outcome: Outcome) -> str:
@@ -110,11 +139,20 @@ def sample(run: Run) -> str:
 
 def _train(run: Run, display: Display) -> Outcome:
     config = run.config
-    logger = open_loggers(
-        config.logging, run.folder.path, run.progress.step, config.model_dump(mode="json"), display.note
-    )
+    logger = _open_loggers(run, display)
+    logger.log_start(run.progress.step, run.ranks.phases.metrics())
     try:
         flops = flops_per_token(run.trainer.config, config.data.sequence_length).total
         return train(run, Reporter(run, display, logger, flops))
     finally:
         logger.close()
+
+
+def _open_loggers(run: Run, display: Display) -> MetricsLogger:
+    """Figures leave the run on one rank only."""
+    if not run.ranks.is_first:
+        return Silent()
+    config = run.config
+    return open_loggers(
+        config.logging, run.folder.path, run.progress.step, config.model_dump(mode="json"), display.note
+    )

@@ -13,6 +13,9 @@ from phalanx.data.batch import Batch
 from phalanx.model.config import ModelConfig
 from phalanx.model.decoder import Decoder
 from phalanx.model.logical import LogicalParameters
+from phalanx.optim.clip import grad_norm
+from phalanx.optim.reduction import GradientNorm, Reduction, local
+from phalanx.parallel.engine import Engine
 from phalanx.train.accumulate import accumulate_gradients
 from phalanx.train.device import Device
 from phalanx.train.evaluate import held_out_loss
@@ -39,6 +42,26 @@ class Trainer(Protocol):
     @property
     def shards(self) -> Mapping[str, Shard]:
         """What part of its logical parameter each of them is."""
+        ...
+
+    @property
+    def data_index(self) -> int:
+        """Which share of every global batch is this rank's."""
+        ...
+
+    @property
+    def data_ranks(self) -> int:
+        """Shares of a global batch."""
+        ...
+
+    @property
+    def reduction(self) -> Reduction:
+        """Completes the optimizers' sums over parameters that are spread over ranks."""
+        ...
+
+    @property
+    def gradient_norm(self) -> GradientNorm:
+        """The norm of the whole gradient."""
         ...
 
     def accumulate_gradients(self, batch: Batch, *, micro_batch: int, seed: int, step: int) -> Tensor:
@@ -68,6 +91,10 @@ class Trainer(Protocol):
 
 class LocalTrainer:
     """A whole model on one device."""
+
+    data_index, data_ranks = 0, 1
+    reduction: Reduction = staticmethod(local)
+    gradient_norm: GradientNorm = staticmethod(grad_norm)
 
     def __init__(self, model: Decoder, device: Device) -> None:
         self.model = model
@@ -103,3 +130,33 @@ class LocalTrainer:
     def held_out_loss(self, batches: Iterable[Batch]) -> Tensor:
         """See `phalanx.train.evaluate.held_out_loss`."""
         return held_out_loss(self.model, batches, self._device)
+
+
+class SpreadTrainer:
+    """One rank's part of a model that is spread over several."""
+
+    whole_model = None
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.config = engine.model
+        self.parameters, self.shards = engine.parameters, engine.shards
+        self.data_index, self.data_ranks = engine.data_index, engine.data_ranks
+        self.reduction: Reduction = engine.reduction
+        self.gradient_norm: GradientNorm = engine.gradient_norm
+
+    def accumulate_gradients(self, batch: Batch, *, micro_batch: int, seed: int, step: int) -> Tensor:
+        """See `phalanx.parallel.engine.Engine.accumulate_gradients`."""
+        return self._engine.accumulate_gradients(batch, micro_batch=micro_batch, seed=seed, step=step)
+
+    def zero_grad(self) -> None:
+        """Let go of all gradients."""
+        self._engine.zero_grad()
+
+    def weights_changed(self) -> None:
+        """Start to make the weights whole again where they are split."""
+        self._engine.weights_changed()
+
+    def held_out_loss(self, batches: Iterable[Batch]) -> Tensor:
+        """See `phalanx.parallel.engine.Engine.held_out_loss`."""
+        return self._engine.held_out_loss(batches)

@@ -1,0 +1,115 @@
+"""The processes of a run, as one of them sees them: who it is, how it talks to the others, and how the model is spread.
+
+The ranks meet twice. First over the store alone, to speak of plain things (who prepares the text, whether all agree);
+then, when the layout is known, in the groups of its axes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from phalanx.core.layout import Layout
+from phalanx.core.peers import ALONE, Peers
+from phalanx.core.phases import Phases
+from phalanx.launch.environment import Worker
+from phalanx.parallel.config import ParallelConfig
+from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.peers import GroupPeers
+from phalanx.parallel.store import open_store
+
+_CPU = torch.device("cpu")
+
+
+@dataclass
+class Ranks:
+    """One rank among those of its run; made by `meet`.
+
+    Attributes:
+        peers: all ranks, for small values.
+        worker: what this process was told by whoever started it; None where it is the only one.
+        phases: seconds that each phase of starting up took.
+        mesh: the groups of the layout, once `join` was called; None with one rank.
+    """
+
+    peers: Peers = ALONE
+    worker: Worker | None = None
+    phases: Phases = field(default_factory=Phases)
+    mesh: Mesh | None = None
+    _is_under_way: bool = False
+    _store: Store | None = None
+    _control: Mesh | None = None
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.peers.rank
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return self.peers.size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all: shows figures, writes the run folder."""
+        return self.rank == 0
+
+    @property
+    def is_first_of_host(self) -> bool:
+        """Whether this rank does what one process of every host must do."""
+        return self.worker is None or self.worker.local_rank == 0
+
+    def join(self, config: ParallelConfig, device: torch.device) -> None:
+        """Open the groups of a layout; each is made when it is first needed.
+
+        Args:
+            config: with every axis given.
+        """
+        if self._store is not None:
+            times = config.timeout_s, config.first_timeout_s
+            self.mesh = Mesh(config.layout, self.rank, self._store, device, *times, phases=self.phases)
+
+    def after_step(self) -> None:
+        """After the first step, other ranks are waited for less long."""
+        if not self._is_under_way:
+            self._is_under_way = True
+            for mesh in (self.mesh, self._control):
+                if mesh is not None:
+                    mesh.after_first_step()
+
+    def close(self) -> None:
+        """Let go of all groups, without waiting for anyone."""
+        for mesh in (self.mesh, self._control):
+            if mesh is not None:
+                mesh.close()
+
+
+def meet(worker: Worker | None, config: ParallelConfig) -> Ranks:
+    """Meet the other ranks.
+
+    Raises:
+        UserError: the store cannot be reached.
+    """
+    if worker is None:
+        return Ranks()
+    phases = Phases()
+    for name, seconds in worker.phases_s.items():
+        phases.add(name, seconds)
+    with phases.phase("store"):
+        store = open_store(
+            worker.host,
+            worker.port,
+            worker.rank,
+            worker.world_size,
+            is_host=worker.hosts_store,
+            listen_fd=worker.listen_fd,
+            timeout_s=config.first_timeout_s,
+            attempt=worker.attempt,
+        )
+    everyone = Layout(replicate=worker.world_size)
+    control = Mesh(everyone, worker.rank, store, _CPU, config.timeout_s, config.first_timeout_s, phases=phases)
+    peers = GroupPeers(control.named("control", range(worker.world_size)))
+    return Ranks(peers, worker, phases, _store=store, _control=control)

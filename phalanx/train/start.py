@@ -1,0 +1,61 @@
+"""Where `phalanx train` begins: in this process, as a rank that somebody started, or by starting ranks. Torch-free.
+
+Whatever can be known to be wrong is refused here, before a process is started or a minute is lost.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from phalanx.data.prepare import prepare
+from phalanx.launch.environment import worker_environment
+from phalanx.launch.local import launch_local
+from phalanx.launch.rank import load_target
+from phalanx.parallel.choose import Machines
+from phalanx.train.config import RunConfig
+from phalanx.train.derived import check_early
+from phalanx.train.layout import resolve_layout, wanted_ranks
+from phalanx.train.memory import host_available_bytes
+from phalanx.train.preparing import PrepareDisplay
+
+# By name, because they import torch, which the launcher of ranks does without.
+_SESSION = "phalanx.train.session:train_session"
+_RANK = "phalanx.train.session:train_rank"
+
+
+def start(config: RunConfig, config_path: Path, console: Console) -> int:
+    """Train as `config` says, in as many processes as it wants.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        UserError: the settings are impossible.
+    """
+    worker = worker_environment()
+    if worker is not None:
+        return int(load_target(_RANK)(worker, config, config_path))
+    if wanted_ranks(config) == 1:
+        return int(load_target(_SESSION)(config, config_path, console))
+    check_early(config)
+    return start_ranks(config, config_path, console)
+
+
+def start_ranks(config: RunConfig, config_path: Path, console: Console) -> int:
+    """Prepare the text, see that the layout is possible, and start a rank for each of its places on this host.
+
+    Raises:
+        UserError: it is not.
+    """
+    count = wanted_ranks(config)
+    with PrepareDisplay(console) as progress:
+        prepared = prepare(config.data, progress=progress.show)
+    # A GPU's memory is asked for by its rank.
+    available_bytes = host_available_bytes() if config.train.device == "cpu" else None
+    machines = Machines(count, available_bytes and available_bytes // count)
+    chosen = resolve_layout(config, prepared.vocab_size, machines, count, lambda _: None)
+    return launch_local(
+        count, _RANK, (config, config_path), preload=[_RANK.partition(":")[0]], layout=chosen.parallel.layout
+    )
