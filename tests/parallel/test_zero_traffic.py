@@ -175,7 +175,7 @@ def test_replicas_and_a_single_rank_keep_one_copy() -> None:
 
 
 @pytest.mark.parametrize("zero", [2, 3])
-def test_at_most_two_blocks_of_weights_and_whole_gradients_live_at_once(zero: int) -> None:
+def test_a_few_blocks_of_weights_and_whole_gradients_live_at_once(zero: int) -> None:
     """With eight layers, the most that parameters and gradients ever take while a step goes on."""
     job = Job(model={"layers": 8}, recompute="full", micro_batches=2 if zero == 3 else 1)
 
@@ -201,7 +201,9 @@ def test_at_most_two_blocks_of_weights_and_whole_gradients_live_at_once(zero: in
         Layout(shard=2), job, body, zero=zero, bucket_bytes=1_000_000 if zero == 3 else 20_000
     ):
         block = whole / 8
-        assert gradients <= whole / 2 + (2.5 * block if zero == 3 else 0.5 * whole)
+        # A sum, and the whole gradients of the present bucket and of those on their way; ZeRO-2 has buckets of half a
+        # block here, and less than four of them at a time.
+        assert gradients <= whole / 2 + 3.5 * block
         assert parameters <= (whole / 2 + 2.5 * block if zero == 3 else whole * 1.05)
 
 

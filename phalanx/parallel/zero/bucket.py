@@ -83,6 +83,7 @@ class Bucket:
         self._views: list[Tensor] = []
         self._sum: Tensor | None = None
         self._has_sum = False
+        self._sending: list[Tensor] = []
         self._bound: Tensor | None = None
         if not self.keeps_weights:
             self.release()
@@ -215,7 +216,9 @@ class Bucket:
         target = torch.empty_like(self._sum) if self._has_sum else self._sum
         self._has_sum = True
         if self.groups.split.size > 1:
-            yield self.groups.split.reduce_scatter(target, whole.to(self.wire_dtype))
+            self._sending += [whole, whole.to(self.wire_dtype)]
+            yield self.groups.split.reduce_scatter(target, self._sending[-1])
+            del self._sending[:2]
         if target is not self._sum:
             self._sum.add_(target)
 
@@ -227,8 +230,8 @@ class Bucket:
             self._sum.copy_(sent)
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """The memory that is in use: weights, masters (the same where in place), gradients."""
-        gradients = [self._gradients, self._sum, *(p.grad for p in self.parameters)]
+        """The memory that is in use: weights, masters (the same where in place), gradients and what is on its way."""
+        gradients = [self._gradients, self._sum, *self._sending, *(p.grad for p in self.parameters)]
         return [self._weights], [self._master], [g for g in gradients if g is not None]
 
 

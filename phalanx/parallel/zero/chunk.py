@@ -33,6 +33,9 @@ Initial = Callable[[str, Shard], Tensor]
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
+# Whole gradients that may be on their way when another is sent, by ZeRO stage: they are what these stages save.
+_IN_FLIGHT = {2: 3, 3: 1}
+
 
 class MemoryBytes(NamedTuple):
     """Memory that this rank holds now: measured sizes of storages, bytes.
@@ -291,8 +294,8 @@ class ShardedChunk:
 
     def _start(self, bucket: Bucket) -> None:
         self._seen[bucket].clear()
-        if not bucket.keeps_weights:
-            self._reductions.finish(leave=1)  # whole gradients of two blocks at most
+        if bucket.zero in _IN_FLIGHT:
+            self._reductions.finish(leave=_IN_FLIGHT[bucket.zero])
         self._reductions.start(bucket.reduce(self._last))
         self._passed.add(bucket)
 
