@@ -1,8 +1,9 @@
 """torch process groups made for their members alone: the one file of the mesh that uses torch's private parts.
 
-`torch.distributed.new_group` must be called by every rank for every group and ends with a barrier of all ranks, so
-making the groups of a mesh costs O(n^2) operations on the store. What it wraps does not: a `ProcessGroupGloo` or
-`ProcessGroupNCCL` that is constructed directly lets its members meet on a store, and nobody else knows of it.
+`torch.distributed.new_group` must be called by every rank for every group, in one order, and ends with a barrier of all
+ranks where TORCH_DIST_INIT_BARRIER is set (before 2023: always), so that making the groups of a mesh costs O(n^2)
+operations on the store. What it wraps does not: a `ProcessGroupGloo` or `ProcessGroupNCCL` that is constructed directly
+lets its members meet on a store, and nobody else knows of it.
 What each function relies on is tested in tests/parallel/test_mesh_backends.py.
 """
 
