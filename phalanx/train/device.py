@@ -74,7 +74,8 @@ def choose_device(config: TrainConfig, worker: Worker | None = None) -> Device:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and not torch.cuda.is_available():
         raise UserError("no CUDA device is visible", cure="use cpu or auto", field="train.device", value="cuda")
-    threads = config.threads or len(os.sched_getaffinity(0))
+    # Of several ranks on a host, each was given its number of threads when it was started.
+    threads = config.threads or (len(os.sched_getaffinity(0)) if worker is None else torch.get_num_threads())
     torch.set_num_threads(threads)
     set_determinism(config.deterministic)
     if kind == "cuda" and worker is not None:
