@@ -1,6 +1,6 @@
 """Communication hidden behind computation, between two processes of one core each.
 
-    python benchmarks/overlap.py [--rate 400] [--chunks 4 8] [--repeats 15] [--quick] [--json FILE]
+    python benchmarks/overlap.py [--rate 400] [--chunks 2 3 4] [--repeats 15] [--quick] [--json FILE]
 
 Two namespaces joined by a link of limited rate (`tc tbf`) stand for two hosts, so that communication takes about as
 long as computation and takes no processor; that needs root, and without it only loopback is measured. Every contender
@@ -10,7 +10,8 @@ a way of doing things is its time less that of the best unsplit products, ECT; i
 ``E = 1 - ECT / ECT of the plain way``. On loopback, where communication takes processor time itself, only the ratio
 of times is of use.
 
-A part of the benchmark is an entry of `PARTS`: a function that measures on one rank, called on both.
+A part of the benchmark is an entry of `PARTS`: a function that measures on one rank, called on both. It gives a list of
+cases, each with its name, shape, direction and median seconds: of the `products` alone, of `plain`, of what overlaps.
 """
 
 from __future__ import annotations
@@ -106,13 +107,19 @@ def tensor_part(group: Group, arguments: argparse.Namespace) -> list[Result]:
             for backward in (False, True):
                 name = f"{'gather, multiply' if gathers else 'multiply, scatter'}{' backward' * backward}"
                 results.append(
-                    {"case": name, "shape": [tokens, hidden, width]}
-                    | measure_projection(group, projection, backward, arguments)
+                    {
+                        "case": name,
+                        "shape": [tokens, hidden, width],
+                        "backward": backward,
+                        "seconds": measure_projection(group, projection, backward, arguments),
+                    }
                 )
     return results
 
 
-def measure_projection(group: Group, projection: Projection, backward: bool, arguments: argparse.Namespace) -> Result:
+def measure_projection(
+    group: Group, projection: Projection, backward: bool, arguments: argparse.Namespace
+) -> dict[str, float]:
     """Medians, in seconds, of the products alone, of plain, and of each chunk count."""
     run = projection.backward_seconds if backward else projection.forward_seconds
     contenders = {"products": lambda: projection.products_seconds(backward), "plain": lambda: run("none", 1)}
@@ -127,19 +134,29 @@ SHAPES = ((1024, 1024, 2048), (2048, 1024, 2048))
 """Tokens, hidden width, and rows of the weight on each rank."""
 
 
+def with_totals(results: list[Result]) -> list[Result]:
+    """The results, and for each shape the sums of its forward and of its backward cases."""
+    totals = []
+    for sizes in dict.fromkeys(tuple(result["shape"]) for result in results):
+        for direction in ("forward", "backward"):
+            own = [r for r in results if tuple(r["shape"]) == sizes and (direction == "backward") == r["backward"]]
+            seconds = {name: sum(r["seconds"][name] for r in own) for name in own[0]["seconds"]}
+            totals.append({"case": f"all {direction}", "shape": sizes, "seconds": seconds})
+    return [*results, *totals]
+
+
 def report(title: str, results: list[Result], limited: bool) -> None:
     """Print one line per case and contender."""
     print(f"\n{title}")
-    for result in results:
-        products, plain = result["products"], result["plain"]
+    for result in with_totals(results):
+        seconds = dict(result["seconds"])
+        products, plain = seconds.pop("products"), seconds["plain"]
         print(f"  {result['case']}, {'x'.join(map(str, result['shape']))}: products alone {1e3 * products:.1f} ms")
-        for name, seconds in result.items():
-            if name in ("case", "shape", "products"):
-                continue
-            exposed, before = seconds - products, plain - products
+        for name, value in seconds.items():
+            exposed, before = value - products, plain - products
             hidden = f", hides {100 * (1 - exposed / before):4.0f} %" if limited and name != "plain" else ""
-            speed = f", {plain / seconds:.2f}x of plain" if name != "plain" else ""
-            print(f"    {name:10} {1e3 * seconds:7.1f} ms, exposed {1e3 * exposed:6.1f} ms{speed}{hidden}")
+            speed = f", {plain / value:.2f}x of plain" if name != "plain" else ""
+            print(f"    {name:10} {1e3 * value:7.1f} ms, exposed {1e3 * exposed:6.1f} ms{speed}{hidden}")
 
 
 def shape(text: str) -> tuple[int, ...]:
@@ -154,7 +171,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=[*PARTS], default="tensor", help="what to measure")
     parser.add_argument("--rate", type=float, default=400.0, help="of the link in each direction, Mbit/s")
-    parser.add_argument("--chunks", type=int, nargs="+", default=[4, 8], help="of the chunked back end")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[2, 3, 4], help="of the chunked back end")
     parser.add_argument("--repeats", type=int, default=15, help="turns; medians are printed")
     parser.add_argument("--priority", type=int, default=0, help="nice value of the ranks; below 0 needs root")
     parser.add_argument("--where", choices=["both", "link", "loopback"], default="both")

@@ -190,15 +190,15 @@ def test_a_rank_may_hold_nothing_but_padding() -> None:
 
 
 @pytest.mark.parametrize("variant", ["llama", "parallel", "merged_biased"])
-@pytest.mark.parametrize("size", [1, 2])
-def test_weight_gradients_can_be_put_off(variant: str, size: int) -> None:
+@pytest.mark.parametrize(("size", "overlap"), [(1, "none"), (2, "none"), (2, "chunked")])
+def test_weight_gradients_can_be_put_off(variant: str, size: int, overlap: str) -> None:
     config = tiny(variant)
     whole, batch = whole_model(config), Batch.make(config)
 
     def body(groups: ThreadGroups) -> dict[str, Tensor]:
         group = groups.group("tensor")
         queue = WeightQueue()
-        part = local_part(whole, config, group, queue=queue)
+        part = local_part(whole, config, group, queue=queue, overlap=overlap)
         loss = run_part(part, group, batch)[0]
         queue.begin(3)
         loss.backward()

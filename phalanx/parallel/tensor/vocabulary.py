@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.core.errors import UserError
-from phalanx.kernels.linear import linear
+from phalanx.kernels.linear import linear, project
 from phalanx.parallel.group import Group, Work
 from phalanx.parallel.tensor.overlap import gather_rows, scatter_rows
 
@@ -153,7 +153,7 @@ class _Head:
         chunks = self._chunks(hidden_RD.shape[0])
         sums = [hidden_RD.new_zeros((), dtype=torch.float32) for _ in range(2)]
         dx_RD = torch.empty_like(hidden_RD, dtype=torch.float32) if self.needs[0] else None
-        dw_WD = torch.zeros_like(self.weight_WD, dtype=torch.float32) if self.needs[1] else None
+        dw_WD: Tensor | None = None
         scatters: list[tuple[Work, Tensor]] = []
         coming = self._gather(hidden_RD, chunks[0])
         for rows, following in zip(chunks, [*chunks[1:], None], strict=True):
@@ -163,10 +163,11 @@ class _Head:
             work.wait()
             grad_CW = self._chunk(x_CD, targets_nR[:, rows].flatten(), weights_nR[:, rows].flatten(), sums)
             if dx_RD is not None:
-                dx_CD = torch.mm(grad_CW, self.weight_WD)
+                dx_CD = project(grad_CW, self.weight_WD)
                 scatters.append((self.group.reduce_scatter(dx_RD[rows], dx_CD), dx_CD))
-            if dw_WD is not None:
-                dw_WD += torch.mm(grad_CW.t(), x_CD)
+            if self.needs[1]:
+                dw_part = torch.mm(grad_CW.t(), x_CD).float()
+                dw_WD = dw_part if dw_WD is None else dw_WD.add_(dw_part)
         for work, _ in scatters:
             work.wait()
         return sums, None if dx_RD is None else dx_RD.to(hidden_RD.dtype), dw_WD
@@ -198,7 +199,7 @@ class _Head:
 
     def _logits(self, x_CD: Tensor) -> tuple[Tensor, Tensor | None]:
         """This rank's logits in fp32 after the soft cap, -inf where its words are padding, and the cap's derivative."""
-        logits = torch.mm(x_CD, self.weight_WD.t()).float()
+        logits = linear(x_CD, self.weight_WD).float()
         slope = None
         if self.terms.softcap:
             tanh = logits.div_(self.terms.softcap).tanh_()
