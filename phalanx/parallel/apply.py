@@ -100,16 +100,16 @@ def _hold(
     spread_tensor(part, tensor, model, overlap=config.tensor_overlap, chunks=config.tensor_chunks, queue=queue)
     part.recompute = build.recompute
     if model.tie_embeddings and first is not None:
-        _share_embedding(first.stage.part, part)
+        _share_embedding(first.chunk, part)
     shards = tensor_shards(model, config.tensor, tensor.index)
     chunk = ShardedChunk(part, shards, groups, config, initial=_initial(model, build), device=build.device)
     return Held(Stage(part, tensor, build.device), chunk, queue)
 
 
-def _share_embedding(first: DecoderPart, last: DecoderPart) -> None:
+def _share_embedding(first: ShardedChunk, last: DecoderPart) -> None:
     """Where the embedding and the head that is tied to it are on one rank (the V of zbv), they are one parameter."""
-    if first.embedding is not None and last.head is not None and last.embedding is None:
-        last.head.weight = first.embedding.weight
+    if first.part.embedding is not None and last.head is not None and last.embedding is None:
+        first.share_embedding(last)
 
 
 def _initial(model: ModelConfig, build: Build) -> Initial:

@@ -25,7 +25,7 @@ from phalanx.parallel.pipeline.stage import AutogradStage
 from phalanx.parallel.pipeline.tables import Placement, Table, forward_table, make_table
 from phalanx.parallel.stage import MicroBatch, Samples, Stage, cut_micro_batch
 from phalanx.parallel.zero.chunk import ShardedChunk
-from phalanx.parallel.zero.sums import GradientNorm, ShardReduction
+from phalanx.parallel.zero.sums import GradientNorm, reduction_over
 
 # Ranks along these have different samples, or different tokens or layers of them; tensor ranks compute equal losses.
 _LOSS_AXES: tuple[Axis, ...] = ("pipeline", "replicate", "shard", "context")
@@ -75,7 +75,7 @@ class Engine:
         self.parameters: dict[str, nn.Parameter] = {n: p for chunk in self.chunks for n, p in chunk.parameters.items()}
         self.shards: dict[str, Shard] = {n: s for chunk in self.chunks for n, s in chunk.shards.items()}
         known: dict[Tensor, Shard] = {parameter: self.shards[name] for name, parameter in self.parameters.items()}
-        self.reduction, self.gradient_norm = ShardReduction(groups, known), GradientNorm(groups, known)
+        self.reduction, self.gradient_norm = reduction_over(groups, known), GradientNorm(groups, known)
         self._micros: list[MicroBatch] = []
         self._total_weight = torch.ones((), device=device)
         self._runners = {number: _Runner(self, part) for number, part in held.items()}
@@ -211,7 +211,7 @@ class _Runner(AutogradStage):
 
     def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
         """All gradients, those of weights too unless they are being put off."""
-        if self._engine.is_last(micro_batch) and not self.is_splitting:
+        if self._engine.is_last(micro_batch) and not self.is_splitting and not self._queue.waiting:
             self._chunk.last_backward()
         return super().backward(micro_batch, gradient)
 

@@ -26,6 +26,9 @@ CASES = {
     "1f1b of 4, tied, dropout": Case({"pipeline": 4}, {"tie_embeddings": True} | DROPPED),
     "interleaved": Case({"pipeline": 2, "schedule": "interleaved_1f1b"}, optim=SGD),
     "zero bubble": Case({"pipeline": 2, "schedule": "interleaved_zero_bubble"}, optim=SGD),
+    "zbv, tied, zero 3": Case(
+        {"pipeline": 2, "shard": 2, "zero": 3, "schedule": "zbv"}, {"tie_embeddings": True}, optim=SGD
+    ),
     "zbv, tied": Case({"pipeline": 2, "schedule": "zbv"}, {"tie_embeddings": True}, optim=SGD),
     "pp, fs, tp": Case({"pipeline": 2, "shard": 2, "tensor": 2}, PARALLEL_BLOCK | WINDOWS, optim={"name": "lamb"}),
     "pp, dp, cp": Case({"pipeline": 2, "replicate": 2, "context": 2}, {"tie_embeddings": True}, optim=SGD),

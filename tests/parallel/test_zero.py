@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import ThreadGroups, run_ranks
 from torch import Tensor
-from zero_runs import SEED, Job, assert_parity, batch, make_chunk, single, split
+from zero_runs import SEED, Job, assert_parity, batch, make_chunk, single, split, split_backwards
 
 from phalanx.core.layout import Layout
 from phalanx.model.decoder import Decoder
 from phalanx.model.init import initialise
 from phalanx.model.layers import Part
 from phalanx.parallel.config import ParallelConfig
+from phalanx.parallel.deferred import WeightQueue
 from phalanx.parallel.zero.places import Kind, Place, StoredParameter, runs
 
 LAYOUTS = {
@@ -112,6 +114,24 @@ def test_a_step_without_a_gradient_for_a_parameter_sums_zeros() -> None:
 
     for gradients in run_ranks(Layout(shard=2), body):
         assert gradients and not any(g.any() for g in gradients.values())
+
+
+def test_a_gradient_that_comes_too_late_is_not_lost_in_silence() -> None:
+    def body(groups: ThreadGroups) -> str:
+        job = Job(queue=WeightQueue())
+        assert job.queue is not None
+        chunk = make_chunk(groups, job.config, ParallelConfig(shard=2), job)
+        chunk.gather()
+        job.queue.begin(0)
+        split_backwards(groups, chunk, replace(job, queue=None), 0)  # says that it is the last
+        job.queue.end()
+        chunk.reduce()
+        job.queue.run(0)
+        with pytest.raises(AssertionError, match="after its bucket had been reduced") as error:
+            chunk.finish()
+        return str(error.value)
+
+    assert all(run_ranks(Layout(shard=2), body))
 
 
 @given(

@@ -159,6 +159,8 @@ class Bucket:
     def bind(self) -> None:
         """Give the sums to the masters as their gradients."""
         assert self._sum is not None, "gradients have not been reduced"
+        late = any(parameter.grad is not None for parameter in self.parameters)
+        assert not late, "a gradient was made after its bucket had been reduced"
         if self._bound is not self._sum:
             self._bound = self._sum
             for run, master in self.masters:
