@@ -62,7 +62,7 @@ def main() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     print(f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}")
-    for _ in range(arguments.repeats):
+    for _ in range(max(1, arguments.repeats)):
         heard = real_processes()
     print(ROW.format("light members", "ranks", "connect s", "meet s", "requests", "MB sent", "MB got"))
     for count in arguments.ranks:
