@@ -19,7 +19,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -217,6 +219,7 @@ def main() -> None:
     arguments = parse()
     if arguments.rank is not None:
         return run_rank(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # So that the namespaces are removed then too.
     figures = {}
     if arguments.where != "loopback":
         reason = namespaces.cannot()
