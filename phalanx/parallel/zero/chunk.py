@@ -296,7 +296,8 @@ class ShardedChunk:
         self._seen[bucket].clear()
         if bucket.zero in _IN_FLIGHT:
             self._reductions.finish(leave=_IN_FLIGHT[bucket.zero])
-        self._reductions.start(bucket.reduce(self._last))
+        goes_on = self._last and bool(bucket.groups.add) and bucket.groups.split.size > 1
+        self._reductions.start(bucket.reduce(self._last), goes_on=goes_on)
         self._passed.add(bucket)
 
 
