@@ -158,7 +158,9 @@ def test_two_ranks_have_the_loss_and_gradients_of_one(variant: str) -> None:
     check(tiny(variant), 2)
 
 
-@pytest.mark.parametrize("variant", ["gpt2", "parallel_biased", "merged_biased", "capped", "dropping_parallel"])
+@pytest.mark.parametrize(
+    "variant", ["gpt2", "parallel_biased", "merged_biased", "capped", "dropping", "dropping_parallel"]
+)
 def test_four_ranks_have_the_loss_and_gradients_of_one(variant: str) -> None:
     check(tiny(variant, kv_heads=4, vocab_multiple=64), 4)
 

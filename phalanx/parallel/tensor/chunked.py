@@ -45,11 +45,13 @@ class ChunkedOverlap:
     Args:
         group: of two ranks or more.
         chunks: into how many the rows of each rank are cut.
+        messages: whether rows travel as messages between pairs; None: on a CPU. (On a GPU two ranks that each send
+            before they receive may wait for each other.)
     """
 
-    def __init__(self, group: Group, chunks: int) -> None:
+    def __init__(self, group: Group, chunks: int, *, messages: bool | None = None) -> None:
         assert group.size > 1 and chunks > 0
-        self.group, self.chunks = group, chunks
+        self.group, self.chunks, self.messages = group, chunks, messages
         self._tag = 0
 
     def gather(self, x_RI: Tensor) -> Pending:
@@ -114,7 +116,7 @@ class ChunkedOverlap:
     def _start_gather(self, x_nRI: Tensor, chunk: slice) -> Wait:
         """Start to fetch one chunk of the rows of every other member, to where it belongs."""
         own_CI = x_nRI[self.group.index, chunk]
-        if own_CI.device.type == "cpu":
+        if self._by_messages(own_CI):
             others = self._others()
             return self._open({m: x_nRI[m, chunk] for m in others})(dict.fromkeys(others, own_CI))
         x_nCI = torch.empty_like(x_nRI[:, chunk])
@@ -129,7 +131,7 @@ class ChunkedOverlap:
     def _open_scatter(self, received_nCO: Tensor) -> Callable[[Tensor], Wait]:
         """Be ready for what the other members send; gives the function that sends them theirs."""
         others = self._others()
-        if received_nCO.device.type == "cpu":
+        if self._by_messages(received_nCO):
             send = self._open({m: received_nCO[m] for m in others})
             return lambda sent_nCO: send({m: sent_nCO[m] for m in others})
         received = received_nCO.flatten(0, 1)
@@ -161,6 +163,9 @@ class ChunkedOverlap:
             return wait
 
         return send
+
+    def _by_messages(self, x: Tensor) -> bool:
+        return x.device.type == "cpu" if self.messages is None else self.messages
 
     def _others(self) -> list[int]:
         """The other members, the next one first, so that no two ranks send to the same one at a time."""
