@@ -1,7 +1,8 @@
 """What rank 0 does with the tables of a checkpoint of many ranks, and what all ranks exchange: no tensor is written.
 
     python benchmarks/checkpoint_tables.py              # 2,048 and 12,288 ranks
-    python benchmarks/checkpoint_tables.py --ranks 64   # another number of them, a multiple of 64
+    python benchmarks/checkpoint_tables.py --ranks 256  # another number of them, a multiple of 64
+    python benchmarks/checkpoint_tables.py --quick      # 64 ranks
 
 The table of every rank of pp8·tp8 with ZeRO over the rest is made as `save` makes it (96 layers of eight tensors, with
 two moments each, a stage's rows in one run cut evenly), then goes the way it goes in a run: gathered as text, read,
@@ -31,10 +32,12 @@ ROW = "{:>7} {:>8} {:>12} {:>14} {:>16} {:>18} {:>22}"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2048, 12288])
+    parser.add_argument("--quick", action="store_true", help="64 ranks")
+    arguments = parser.parse_args()
     sizes = (".metadata s, MB", "manifest s, MB", "to others MB, read s")
     heads = ("ranks", "chunks", "gathered MB", "put together s", *sizes)
     print(ROW.format(*heads))
-    for ranks in parser.parse_args().ranks:
+    for ranks in [64] if arguments.quick else arguments.ranks:
         measure(ranks)
 
 

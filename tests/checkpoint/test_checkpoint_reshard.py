@@ -274,6 +274,23 @@ def test_blocks_of_other_dtypes_and_strides_are_filled(
     assert not memory[2].any()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("slab_bytes", [1 << 25, 10_000])
+def test_blocks_on_a_gpu_are_written_and_filled(
+    tmp_path: Path, slab_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archive, "SLAB_BYTES", slab_bytes)
+    host = {"w": torch.randn(300, 500), "b": torch.randn(300).bfloat16()}
+    device = {name: tensor.cuda() for name, tensor in host.items()}
+    checkpoint = open_checkpoint(save_as(tmp_path, 1, device, row_splits(device, 3)))
+    shards = {name: Shard.whole(tuple(t.shape)).rows(70, 180, ("shard",)) for name, t in host.items()}
+    targets = blank(parts(device, shards))
+    checkpoint.load_into(targets, shards=shards)
+    assert all(tensor.is_cuda for tensor in targets.values())
+    assert_equal({name: tensor.cpu() for name, tensor in targets.items()}, parts(host, shards))
+
+
 def test_a_shard_of_another_size_than_its_tensor_is_a_mistake(tmp_path: Path) -> None:
     shards = {"w": Shard((4, 2), (0, 0), (2, 2))}
     with pytest.raises(ValueError, match=r"w has shape \(3, 2\) in memory, but its shard has \(2, 2\)"):
