@@ -44,8 +44,9 @@ class TestEnds:
             os.kill(host.pid, signal.SIGKILL)
             assert ended(host.pid)
             for stream in (one, other):
-                with pytest.raises(HostLoaderError, match=rf"process {host.pid}, .*index 0\) is gone"):
+                with pytest.raises(HostLoaderError, match=rf"process {host.pid}, .*index 0\) is gone") as error:
                     list(stream)
+                assert isinstance(error.value.__cause__, ConnectionResetError)  # by which launch knows it for a sequel
                 assert list(stream) == []
             assert host.close() == -signal.SIGKILL
 

@@ -126,7 +126,8 @@ class SharedStream:
         message, descriptors = messages.receive(self._connection)
         if message is None:
             why = "it was killed, for instance for want of memory, or the rank that started it has ended"
-            raise HostLoaderError(f"{self._who} is gone: {why}")
+            # the cause tells whoever looks for the culprit of a job's end that this only followed from another's
+            raise HostLoaderError(f"{self._who} is gone: {why}") from ConnectionResetError("the loader hung up")
         if isinstance(message, Failed):
             raise messages.error_of(message, self._who)
         return message, descriptors

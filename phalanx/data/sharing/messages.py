@@ -166,7 +166,7 @@ def connect(address: str) -> socket.socket:
     except OSError as error:
         connection.close()
         problem = "the process that started it is gone, or runs on another host or in another network namespace"
-        raise HostLoaderError(f"no loader listens at {address} ({error.strerror}): {problem}") from None
+        raise HostLoaderError(f"no loader listens at {address} ({error.strerror}): {problem}") from error
     if not same_user(connection):
         connection.close()
         raise HostLoaderError(f"another user listens at {address}")
