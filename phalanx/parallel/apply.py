@@ -6,6 +6,7 @@ replaced, recompute, and its parameters laid on flat buckets, of which this rank
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.context.spread import ContextSpread
 from phalanx.parallel.deferred import WeightQueue
 from phalanx.parallel.engine import Engine, Held
-from phalanx.parallel.group import Groups
+from phalanx.parallel.group import Group, Groups
 from phalanx.parallel.pipeline.split import StageSpan, split_stages
 from phalanx.parallel.pipeline.tables import Placement, placement_of
 from phalanx.parallel.stage import Stage
@@ -39,6 +40,8 @@ class Build:
         sequence_length: of the samples, tokens.
         compute_dtype: of matrix products; master weights are float32.
         seed: of the initial weights.
+        registered: the name under which torch finds a group, for its operators over symmetric memory; None where there
+            are none.
     """
 
     sequence_length: int
@@ -46,6 +49,7 @@ class Build:
     compute_dtype: torch.dtype
     seed: int
     recompute: Recompute = "none"
+    registered: Callable[[Group], str] | None = None
 
 
 def build_engine(model: ModelConfig, config: ParallelConfig, groups: Groups, build: Build) -> Engine:
@@ -97,7 +101,15 @@ def _hold(
     )
     splits = config.pipeline > 1 and config.schedule in _SPLITS_BACKWARD
     queue = WeightQueue() if splits else None
-    spread_tensor(part, tensor, model, overlap=config.tensor_overlap, chunks=config.tensor_chunks, queue=queue)
+    spread_tensor(
+        part,
+        tensor,
+        model,
+        overlap=config.tensor_overlap,
+        chunks=config.tensor_chunks,
+        queue=queue,
+        registered=build.registered,
+    )
     part.recompute = build.recompute
     if model.tie_embeddings and first is not None:
         _share_embedding(first.chunk, part)

@@ -42,7 +42,7 @@ class ParallelConfig(Config):
         description="matrix products against the collectives beside them: one after the other, in pipelined chunks, "
         "or torch's fused operators over symmetric memory (NVLink)",
     )
-    tensor_chunks: int = Field(4, ge=1, description="chunks of `tensor_overlap = chunked`")
+    tensor_chunks: int = Field(3, ge=1, description="chunks of `tensor_overlap = chunked`")
     context_method: ContextMethod = Field(
         "ring", description="attention over split sequences: keys travel in a ring, or heads are exchanged (Ulysses)"
     )
