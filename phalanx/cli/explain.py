@@ -6,15 +6,20 @@ import json
 from pathlib import Path
 
 import click
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from phalanx.cli.layout import spread_text
 from phalanx.cli.tables import make_console, make_table
 from phalanx.core import units
 from phalanx.core.config import Loaded, load, walk
 from phalanx.core.errors import UserError
+from phalanx.data.tokenizers.vocabulary import configured_vocab_size
 from phalanx.train.config import RunConfig
 from phalanx.train.derived import Derived, derive
+from phalanx.train.layout import wanted_ranks
+from phalanx.train.spread import explain_spread
 
 
 @click.command()
@@ -22,15 +27,43 @@ from phalanx.train.derived import Derived, derive
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]…")
 @click.option("--given", is_flag=True, help="Leave out the settings that have their default.")
 @click.option("--describe", is_flag=True, help="Also say what each setting is, with its unit.")
-def command(config: Path, overrides: tuple[str, ...], given: bool, describe: bool) -> None:
+@click.option(
+    "--ranks-per-host",
+    type=click.IntRange(min=1),
+    help="Ranks on each host, for drawing a layout and choosing one; all on one host where they are at most 8, else 8.",
+)
+def command(config: Path, overrides: tuple[str, ...], given: bool, describe: bool, ranks_per_host: int | None) -> None:
     """Print every setting of CONFIG, where its value came from, and what follows from it."""
     loaded = load(RunConfig, config, overrides)
     console = make_console()
     console.print(settings_table(loaded, given=given, describe=describe))
+    console.print()
     try:
         console.print(derived_table(derive(loaded.value)))
     except UserError as error:
         console.print(f"Derived figures are not known yet: {error}", markup=False)
+    if wanted_ranks(loaded.value) > 1:
+        explain_layout(loaded.value, ranks_per_host, console)
+
+
+def explain_layout(config: RunConfig, ranks_per_host: int | None, console: Console) -> None:
+    """Print how `config` is spread.
+
+    Raises:
+        UserError: the layout is impossible.
+    """
+    spread = explain_spread(config, _known_vocab_size(config), ranks_per_host)
+    console.print()
+    console.print(spread_text(spread, config.data.sequence_length, console), highlight=False)
+    if not spread.held_bytes:
+        console.print("Memory and stages are not known before the vocabulary is.")
+
+
+def _known_vocab_size(config: RunConfig) -> int | None:
+    try:
+        return config.model.vocab_size or configured_vocab_size(config.data.tokenizer)
+    except UserError:
+        return None
 
 
 def settings_table(loaded: Loaded[RunConfig], *, given: bool, describe: bool) -> Table:

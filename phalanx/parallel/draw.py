@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.console import Group as Lines
-from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from phalanx.core.layout import AXES, Axis, Layout
 
@@ -15,7 +17,7 @@ _SHOWN_GROUPS = 4
 _WHY: dict[Axis, str] = {
     "tensor": "every matrix split; gather and scatter in every block",
     "context": "every sequence split; keys and values exchanged in attention",
-    "shard": "other samples; weights gathered and gradients scattered once a step",
+    "shard": "other samples; state split, weights gathered, gradients scattered",
     "replicate": "other samples; gradients added once a step",
     "pipeline": "other layers; activations sent from stage to stage",
 }
@@ -30,8 +32,8 @@ def draw_layout(layout: Layout, ranks_per_host: int) -> RenderableType:
     if layout.world_size == 1:
         return "1 rank: nothing is spread"
     used = [axis for axis in AXES if getattr(layout, axis) > 1]
-    title = f"{layout.world_size} ranks, {layout}; each as rank({','.join(used)})"
-    return Lines(title, _hosts(layout, ranks_per_host, used), "", _groups(layout, ranks_per_host))
+    title = f"{layout.world_size:,} ranks, {layout}; each as rank({','.join(used)})"
+    return Lines(title, _Hosts(layout, ranks_per_host, used), "", _groups(layout, ranks_per_host))
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -43,29 +45,45 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"{ranks[0]},{ranks[1]},…,{ranks[-1]}"
 
 
-def _hosts(layout: Layout, ranks_per_host: int, used: Sequence[Axis]) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    hosts = [
-        range(first, min(first + ranks_per_host, layout.world_size))
-        for first in range(0, layout.world_size, ranks_per_host)
-    ]
-    for number, ranks in enumerate(hosts[:_SHOWN_HOSTS]):
-        table.add_row(f"[bold]host {number}[/]", *(_place(layout, rank, used) for rank in ranks))
-    if len(hosts) > _SHOWN_HOSTS:
-        table.add_row(f"… {len(hosts) - _SHOWN_HOSTS} more")
-    return table
+@dataclass(frozen=True)
+class _Hosts:
+    """Hosts with the ranks on each; ranks that do not fit side by side go on below, in rows of as many."""
 
+    layout: Layout
+    ranks_per_host: int
+    used: Sequence[Axis]
 
-def _place(layout: Layout, rank: int, used: Sequence[Axis]) -> str:
-    place = layout.coordinates(rank)
-    digits = ",".join(str(getattr(place, axis)) for axis in used)
-    return f"{rank}[dim]({digits})[/]"
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        world, per_host = self.layout.world_size, self.ranks_per_host
+        hosts = [range(first, min(first + per_host, world)) for first in range(0, world, per_host)]
+        shown = hosts[:_SHOWN_HOSTS]
+        label = len(f"host {len(shown) - 1}  ")
+        size = max(len(self._place(rank).plain) for ranks in shown for rank in ranks) + 2
+        rows = -(-per_host // max((options.max_width - label + 2) // size, 1))
+        per_row = -(-per_host // rows)
+        for number, ranks in enumerate(shown):
+            for first in range(0, len(ranks), per_row):
+                name = f"host {number}" if first == 0 else ""
+                cells = [self._place(rank) for rank in ranks[first : first + per_row]]
+                yield Text.assemble((name.ljust(label), "bold"), *self._spaced(cells, size))
+        if len(hosts) > len(shown):
+            yield Text(f"… and {len(hosts) - len(shown):,} hosts more")
+
+    def _place(self, rank: int) -> Text:
+        place = self.layout.coordinates(rank)
+        return Text.assemble(str(rank), (f"({','.join(str(getattr(place, axis)) for axis in self.used)})", "dim"))
+
+    @staticmethod
+    def _spaced(cells: Sequence[Text], size: int) -> Iterator[Text]:
+        for cell in cells[:-1]:
+            yield cell + Text(" " * (size - len(cell.plain)))
+        yield cells[-1]
 
 
 def _groups(layout: Layout, ranks_per_host: int) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("axis", "groups", "hosts each", "ranks", "what its members do"):
-        table.add_column(column, no_wrap=column != "ranks")
+    for column in ("axis", "groups", "hosts", "ranks", "its members have"):
+        table.add_column(column, no_wrap=column in ("axis", "groups", "hosts"))
     for axis in reversed(AXES):
         if getattr(layout, axis) == 1:
             continue
@@ -73,5 +91,5 @@ def _groups(layout: Layout, ranks_per_host: int) -> Table:
         hosts = max(len({rank // ranks_per_host for rank in group}) for group in groups[:1] + groups[-1:])
         shown = "  ".join(ranks_text(group) for group in groups[:_SHOWN_GROUPS])
         more = " …" if len(groups) > _SHOWN_GROUPS else ""
-        table.add_row(axis, f"{len(groups)} of {len(groups[0])}", str(hosts), shown + more, _WHY[axis])
+        table.add_row(axis, f"{len(groups):,} of {len(groups[0]):,}", f"{hosts:,}", shown + more, _WHY[axis])
     return table

@@ -16,6 +16,9 @@ from phalanx.optim.groups import assign
 from phalanx.optim.schedule import batch_size, lr_factor, samples_before, steps_for_samples
 from phalanx.train.config import RunConfig
 
+# Tokens of a micro-batch on a CPU: twice as many save at most 3 % of time and take a GiB more at 10M parameters.
+_CPU_TOKENS = 4096
+
 
 @dataclass(frozen=True)
 class Derived:
@@ -121,6 +124,17 @@ def total_steps(config: RunConfig) -> int:
         return config.train.steps
     samples = math.ceil(config.train.tokens / config.data.sequence_length)
     return steps_for_samples(config.optim.batch_warmup, samples, config.train.global_batch)
+
+
+def cpu_micro_batch(share: int, sequence_length: int) -> int:
+    """Sequences per forward pass on a CPU, where the config leaves that open: the largest divisor that is small enough.
+
+    Args:
+        share: sequences per step of one data-parallel rank.
+        sequence_length: tokens.
+    """
+    fitting = (n for n in range(share, 0, -1) if share % n == 0 and n * sequence_length <= _CPU_TOKENS)
+    return next(fitting, 1)
 
 
 def default_folder(config: RunConfig, config_path: Path) -> Path:

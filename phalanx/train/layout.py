@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from phalanx.core.errors import UserError
+from phalanx.core.layout import AXES, Layout
 from phalanx.parallel.choose import Choice, Machines, Task, choose_layout
 from phalanx.train.config import RunConfig
 from phalanx.train.derived import complete_model
-from phalanx.train.memory import standing_bytes
+from phalanx.train.memory import host_available_bytes, standing_bytes
+
+_DEVICE_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
 
 def wanted_ranks(config: RunConfig) -> int:
     """Ranks that the config asks for."""
     return config.parallel.devices or config.parallel.layout.world_size
+
+
+def machines_here(config: RunConfig, count: int) -> Machines:
+    """This host with `count` ranks; memory is known on a CPU alone, as a GPU's is asked for by its rank."""
+    on_cpu = config.train.device == "cpu" or (
+        config.train.device == "auto" and not any(path.exists() for path in _DEVICE_FILES)
+    )
+    available_bytes = host_available_bytes() if on_cpu else None
+    return Machines(count, available_bytes and available_bytes // count)
 
 
 def resolve_layout(
@@ -34,14 +47,10 @@ def resolve_layout(
     if wanted_ranks(config) == 1:
         config = _with_parallel(config, devices=world_size)
     if wanted_ranks(config) != world_size:
-        raise UserError(
-            f"asks for {wanted_ranks(config)} ranks, and {world_size} were started",
-            cure="start as many, or set parallel.devices to what there is",
-            field="parallel",
-        )
+        raise _other_number(config, world_size)
     choice = choose(config, vocab_size, machines)
-    for reason in choice.reasons:
-        say(reason)
+    if choice.reasons:
+        say("\n  ".join([f"layout chosen for {world_size} ranks:", *choice.reasons]))
     chosen = config.model_copy(update={"parallel": choice.config})
     if choice.micro_batch:
         train = config.train.model_copy(update={"micro_batch": choice.micro_batch})
@@ -55,10 +64,11 @@ def choose(config: RunConfig, vocab_size: int, machines: Machines) -> Choice:
     Raises:
         UserError: it is not.
     """
-    return choose_layout(config.parallel, _task(config, vocab_size), machines)
+    return choose_layout(config.parallel, task_of(config, vocab_size), machines)
 
 
-def _task(config: RunConfig, vocab_size: int) -> Task:
+def task_of(config: RunConfig, vocab_size: int) -> Task:
+    """What `config` trains, as far as its layout depends on it."""
     model = complete_model(config, vocab_size)
     weights, gradients, state = standing_bytes(model, config.optim).values()
     warmup, full = config.optim.batch_warmup, config.train.global_batch
@@ -72,6 +82,23 @@ def _task(config: RunConfig, vocab_size: int) -> Task:
         gradient_bytes=gradients,
         state_bytes=state,
     )
+
+
+def _other_number(config: RunConfig, world_size: int) -> UserError:
+    wanted = wanted_ranks(config)
+    asked = f"devices = {wanted}" if config.parallel.devices else axes_text(config.parallel.layout)
+    return UserError(
+        f"{asked} needs {wanted} rank{'s' * (wanted > 1)}, and {world_size} {'were' if world_size > 1 else 'was'} "
+        "started",
+        cure=f"start {wanted} (torchrun --nnodes and --nproc-per-node, srun --ntasks), or change [parallel] to what "
+        f"there is, such as parallel.devices={world_size} without axes",
+        field="parallel",
+    )
+
+
+def axes_text(layout: Layout) -> str:
+    """The axes that are used, such as ``pipeline 2 x tensor 4``."""
+    return " x ".join(f"{axis} {getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1)
 
 
 def _with_parallel(config: RunConfig, **changes: object) -> RunConfig:

@@ -13,11 +13,9 @@ from phalanx.data.prepare import prepare
 from phalanx.launch.environment import worker_environment
 from phalanx.launch.local import launch_local
 from phalanx.launch.rank import load_target
-from phalanx.parallel.choose import Machines
 from phalanx.train.config import RunConfig
 from phalanx.train.derived import check_early
-from phalanx.train.layout import resolve_layout, wanted_ranks
-from phalanx.train.memory import host_available_bytes
+from phalanx.train.layout import machines_here, resolve_layout, wanted_ranks
 from phalanx.train.preparing import PrepareDisplay
 
 # By name, because they import torch, which the launcher of ranks does without.
@@ -52,10 +50,7 @@ def start_ranks(config: RunConfig, config_path: Path, console: Console) -> int:
     count = wanted_ranks(config)
     with PrepareDisplay(console) as progress:
         prepared = prepare(config.data, progress=progress.show)
-    # A GPU's memory is asked for by its rank.
-    available_bytes = host_available_bytes() if config.train.device == "cpu" else None
-    machines = Machines(count, available_bytes and available_bytes // count)
-    chosen = resolve_layout(config, prepared.vocab_size, machines, count, lambda _: None)
+    chosen = resolve_layout(config, prepared.vocab_size, machines_here(config, count), count, lambda _: None)
     return launch_local(
         count, _RANK, (config, config_path), preload=[_RANK.partition(":")[0]], layout=chosen.parallel.layout
     )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from phalanx.cli.explain import command as explain
 from phalanx.cli.main import COMMANDS, main, yield_idle_cores
+from phalanx.core.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -25,7 +28,11 @@ def test_help_and_explain_do_not_import_torch() -> None:
     code = """
 import sys
 from phalanx.cli.main import main
-for arguments in (["--help"], ["explain", "configs/python-stdlib.toml"]):
+for arguments in (
+    ["--help"],
+    ["explain", "configs/python-stdlib.toml"],
+    ["explain", "configs/python-stdlib.toml", "parallel.devices=8", "parallel.pipeline=2"],
+):
     try:
         main(arguments)
     except SystemExit as ended:
@@ -114,3 +121,101 @@ def test_rows_into_a_pipe_are_one_line_each(tmp_path: Path) -> None:
     for environment, lines in ((bare, 1), (bare | {"COLUMNS": "80"}, 0)):
         out = subprocess.check_output(arguments, text=True, env=environment, cwd=tmp_path)
         assert sum(path in line for line in out.splitlines()) == lines
+
+
+def _explained(*arguments: str, width: int = 100, config: str = "python-stdlib.toml") -> Result:
+    path = str(ROOT / "configs" / config)
+    return CliRunner().invoke(explain, [path, "--given", *arguments], env={"COLUMNS": str(width)})
+
+
+def _after(output: str, title: str) -> str:
+    """From the line that begins with `title` on."""
+    return output[output.index(f"\n{title}") :]
+
+
+def test_one_process_has_no_layout_to_explain() -> None:
+    output = _explained().output
+    assert "FLOPs in all" in output and "layout" not in output
+
+
+def test_a_chosen_layout_is_explained_with_its_reasons_and_the_keys_that_give_it() -> None:
+    output = _explained("parallel.devices=8", "parallel.pipeline=2", "parallel.schedule=interleaved_1f1b").output
+    assert "8 ranks: pipeline 2 x shard 4" in output
+    assert "shard = 4: data parallel, which talks least" in output
+    keys = re.search(r"same as +(.*)", output)
+    assert keys is not None
+    again = _explained(*keys[1].split(), "parallel.schedule=interleaved_1f1b").output
+    assert "why" not in again
+    assert _after(again, "where each") == _after(output, "where each")
+    for line in ("1 x 256 tokens", "MiB on the fullest rank"):
+        assert line in output and line in again
+
+
+def test_ranks_are_drawn_host_by_host_with_the_groups_of_every_axis() -> None:
+    settings = ("parallel.tensor=2", "parallel.pipeline=2", "parallel.replicate=2")
+    output = _explained(*settings, "--ranks-per-host", "4").output
+    hosts = [" ".join(line.split()) for line in output.splitlines() if line.startswith("host ")]
+    assert hosts == [
+        "host 0 0(0,0,0) 1(0,0,1) 2(0,1,0) 3(0,1,1)",
+        "host 1 4(1,0,0) 5(1,0,1) 6(1,1,0) 7(1,1,1)",
+    ]
+    groups = output[output.index("axis ") : output.index("pipeline stages")]
+    rows = {line.split()[0]: line for line in groups.splitlines() if line}
+    assert "4 of 2  1      0-1  2-3  4-5  6-7" in rows["tensor"]
+    assert "4 of 2  1      0,2  1,3  4,6  5,7" in rows["replicate"]
+    assert "4 of 2  2      0,4  1,5  2,6  3,7" in rows["pipeline"]
+
+
+def test_memory_is_that_of_needed_bytes() -> None:
+    """Weights 20.26 MiB (5,310,720 of fp32), whole on each rank beside a quarter of them as masters."""
+    output = _explained("parallel.shard=4", "optim.name=adamw").output
+    assert "weights 25.32 MiB, gradients 20.26 MiB, optimizer state 10.13 MiB" in output
+    assert "81.04 MiB in a single process" in output
+
+
+def test_a_pipeline_shows_stages_costs_schedule_and_what_makes_it_even() -> None:
+    output = _explained("parallel.pipeline=4", "train.micro_batch=2").output
+    assert re.search(r"3 +3 +3 \+ loss head +42\.4%", output)
+    assert "70% above the mean: ranks wait 41% of the time besides the bubble" in output
+    assert "1f1b: 4 ranks, 8 micro-batches, 33 units of time, 27.3 % bubble" in output
+    assert "rank 3  · · · F0B0─ F1B1─" in output
+    suggested = re.search(r"(model\.layers=\d+) would make it (\d+)%", output)
+    assert suggested is not None
+    better = _explained("parallel.pipeline=4", suggested[1]).output
+    assert f"{suggested[2]}% above the mean" in better
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_nothing_is_wider_than_the_terminal(width: int) -> None:
+    output = _explained("parallel.devices=64", "parallel.pipeline=4", "parallel.tensor=4", width=width).output
+    assert max(map(len, output.splitlines())) <= width
+    assert re.search(r"axis +groups +hosts +ranks +its members have", output)
+    assert not re.search(r"[a-z]…", output)  # no column was squeezed
+
+
+def test_an_impossible_layout_is_the_error_that_train_gives(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(ROOT / "configs" / "python-stdlib.toml")
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", path, "--given", "parallel.tensor=3"])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert "parallel.tensor = 3: does not divide model.heads = 4" in error and "take a tensor size of 1, 2, 4" in error
+
+
+def test_before_the_vocabulary_is_known_the_rest_of_a_layout_is_explained() -> None:
+    result = _explained("parallel.pipeline=2", "parallel.tensor=2", config="shakespeare.toml")
+    assert result.exit_code == 0
+    assert "4 ranks: pipeline 2 x tensor 2" in result.output and "host 0  0(0,0)" in result.output
+    assert "Memory and stages are not known before the vocabulary is." in result.output
+    assert "MiB" not in result.output
+    refused = _explained("parallel.tensor=5", config="shakespeare.toml")
+    assert isinstance(refused.exception, UserError) and "parallel.tensor = 5" in str(refused.exception)
+
+
+def test_ten_thousand_ranks_are_explained_at_once() -> None:
+    settings = ("parallel.pipeline=8", "parallel.tensor=8", "parallel.shard=192", "model.layers=8", "model.heads=8")
+    begin_s = time.process_time()
+    output = _explained(*settings, "train.global_batch=6144").output
+    assert time.process_time() - begin_s < 1.0
+    assert "12,288 ranks" in output and "… and 1,528 hosts more" in output
+    assert "1,536 of 8  1 " in output

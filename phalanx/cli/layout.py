@@ -1,0 +1,118 @@
+"""A layout for a person to read: what was chosen and why, which rank sits where, what it holds, when it waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from phalanx.cli.tables import make_table
+from phalanx.core import units
+from phalanx.core.layout import AXES
+from phalanx.parallel.config import ParallelConfig
+from phalanx.parallel.draw import draw_layout
+from phalanx.parallel.pipeline.drawing import draw
+from phalanx.train.layout import axes_text
+from phalanx.train.spread import Spread, Stages
+
+_WIDEST_DRAWING = 140
+_DRAWING_IN_A_PIPE = 100
+
+
+def spread_text(spread: Spread, sequence_length: int, console: Console) -> RenderableType:
+    """Everything about a layout of several ranks.
+
+    Args:
+        sequence_length: tokens.
+        console: whose width decides how much of a schedule is drawn.
+    """
+    parts: list[RenderableType] = [_figures(spread, sequence_length), "", _heading("where each rank sits")]
+    parts.append(draw_layout(spread.config.layout, spread.ranks_per_host))
+    if spread.stages is not None:
+        width = min(console.width, _WIDEST_DRAWING) if console.width < 1_000 else _DRAWING_IN_A_PIPE
+        parts += ["", _heading("pipeline stages"), _stages_table(spread.stages), *_balance(spread.stages)]
+        parts += ["", _heading("pipeline schedule"), draw(spread.stages.table, width=width, markup=True)]
+    return Group(*parts)
+
+
+def keys_of(config: ParallelConfig) -> str:
+    """The axes of a layout as settings, to be copied: ``parallel.shard=2 parallel.tensor=2``."""
+    keys = [f"parallel.{axis}={getattr(config, axis)}" for axis in AXES if getattr(config, axis) > 1]
+    return " ".join([*keys, *([f"parallel.zero={config.zero}"] if config.shard > 1 else [])])
+
+
+def _figures(spread: Spread, sequence_length: int) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in _rows(spread, sequence_length):
+        table.add_row(name, escape(text))
+    return table
+
+
+def _rows(spread: Spread, sequence_length: int) -> Iterator[tuple[str, str]]:
+    layout = spread.config.layout
+    yield "layout", f"{layout.world_size:,} ranks: {axes_text(layout)}"
+    if spread.choice.reasons:
+        yield from zip(["why", *[""] * 9], spread.choice.reasons, strict=False)
+        yield "same as", keys_of(spread.config)
+    yield "batch", _batch(spread, sequence_length)
+    if spread.held_bytes:
+        yield from _memory(spread)
+
+
+def _batch(spread: Spread, sequence_length: int) -> str:
+    samples = _samples(spread)
+    if not spread.micro_batch:
+        return f"{samples}, in micro-batches that are chosen when the run starts (train.micro_batch = 0)"
+    count = spread.share // spread.micro_batch
+    return f"{samples}: {count} micro-batch{'es' * (count > 1)} of {spread.micro_batch} x {sequence_length} tokens"
+
+
+def _samples(spread: Spread) -> str:
+    """How many sequences of a step each rank has."""
+    copies = spread.config.replicate * spread.config.shard
+    sequences = f"{spread.share} sequence{'s' * (spread.share > 1)}"
+    if copies == 1:
+        return f"{sequences} a step, the same on all ranks"
+    return f"{sequences} a step on each of {copies:,} data-parallel ranks"
+
+
+def _memory(spread: Spread) -> Iterator[tuple[str, str]]:
+    held, whole = sum(spread.held_bytes.values()), sum(spread.whole_bytes.values())
+    fullest = "the fullest rank" if spread.config.pipeline > 1 else "each rank"
+    yield "memory", f"{units.size(held)} on {fullest}: {_sizes(spread.held_bytes)}"
+    room = "" if spread.available_bytes is None else f"; {units.size(spread.available_bytes)} to be had here for each"
+    yield "", f"{units.size(whole)} in a single process; activations come on top{room}"
+
+
+def _sizes(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {units.size(size)}" for name, size in parts.items())
+
+
+def _stages_table(stages: Stages) -> Table:
+    table = make_table("stage", "pipeline rank", "layers", "share of the cost", right=(0, 1, 3))
+    total = sum(span.flops_per_token for span in stages.spans)
+    for number, span in enumerate(stages.spans):
+        first, last = span.layers[0], span.layers[-1]
+        held = [str(first) if first == last else f"{first}-{last}"]
+        held += ["embedding"] * span.first + ["loss head"] * span.last
+        rank = stages.table.placement.rank_of(number)
+        table.add_row(str(number), str(rank), " + ".join(held), f"{span.flops_per_token / total:.1%}")
+    return table
+
+
+def _balance(stages: Stages) -> list[str]:
+    """How even the stages are, and what to do."""
+    uneven = stages.imbalance
+    if uneven < 0.005:
+        return ["all cost the same"]
+    idle = uneven / (1 + uneven)
+    line = f"the most expensive is {uneven:.0%} above the mean: ranks wait {idle:.0%} of the time besides the bubble"
+    return [line, *([stages.cure] if stages.cure else [])]
+
+
+def _heading(text: str) -> str:
+    return f"[bold]{text}[/]"
