@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
+class _Open(threading.local):
+    """Phases that a thread is in, the innermost last."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+
 class Phases:
     """Seconds by phase, in the order in which phases began first; a phase that is entered again adds up.
 
-    Phases may be nested: the time of an inner one is then part of the outer one too, so name it after it
-    (``mesh``, ``mesh/tensor``); `total_s` counts the outer ones alone.
+    Phases may be nested. The time of an inner one that is named after the outer one (``mesh``, ``mesh/tensor``) is
+    part of that too, and `total_s` counts the outer one alone; that of any other is taken from the outer one's.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self.seconds: dict[str, float] = {}
+        self._open = _Open()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the block, also when it raises."""
         self.seconds.setdefault(name, 0.0)
+        around = self._open.names
+        around.append(name)
         begin = self._clock()
         try:
             yield
         finally:
-            self.seconds[name] += self._clock() - begin
+            elapsed = self._clock() - begin
+            around.pop()
+            self.seconds[name] += elapsed
+            if around and not name.startswith(f"{around[-1]}/"):
+                self.seconds[around[-1]] -= elapsed
 
     def add(self, name: str, seconds: float) -> None:
         """Count time that was measured elsewhere, such as by the process that started this one."""

@@ -12,6 +12,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from phalanx.core import units
+from phalanx.core.phases import Phases
 from phalanx.launch.cores import bind_started_elsewhere
 from phalanx.launch.environment import Worker
 from phalanx.launch.named import errors_named
@@ -22,6 +23,7 @@ from phalanx.train.config import RunConfig
 from phalanx.train.derived import check_early, default_folder
 from phalanx.train.display import Display, make_display
 from phalanx.train.failures import explained
+from phalanx.train.layout import axes_text
 from phalanx.train.loop import Outcome, train
 from phalanx.train.preparing import PrepareDisplay
 from phalanx.train.ranks import Ranks, meet
@@ -32,6 +34,17 @@ from phalanx.train.sampling import continue_text
 from phalanx.train.trained import open_trained
 
 _LESS = "set train.micro_batch lower, train.recompute=full, or choose a smaller model or data.sequence_length"
+_WORTH_SAYING_S = 0.01
+_PHASES = {
+    "template": "imports",
+    "fork": "fork",
+    "exec": "processes",
+    "store": "groups",
+    "mesh": "groups",
+    "data": "text",
+    "model": "model",
+    "checkpoint": "checkpoint",
+}
 _EXIT_OF_SIGNAL = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138}
 
 
@@ -85,13 +98,14 @@ def headline(run: Run) -> str:
     config, model = run.config, run.trainer.config
     peak = "" if run.peak is None else f", peak {run.peak.flops_per_s / 1e12:.2f} TFLOP/s ({run.peak.source})"
     tokens_per_step = config.train.global_batch * config.data.sequence_length
+    each = " for each rank" if run.ranks.size > 1 else ""
     dtype = str(run.device.compute_dtype).removeprefix("torch.")
     return (
         f"{units.count(num_parameters(model))} parameters, {run.total_steps} steps of {tokens_per_step:,} tokens "
         f"in micro-batches of {run.progress.micro_batch} x {config.data.sequence_length}\n"
         f"text: {units.count(run.prepared.num_tokens('train'))} tokens to train on, "
         f"{units.count(run.prepared.num_tokens('validation'))} held out\n"
-        f"device: {run.device.name}, {run.device.threads} thread(s), {dtype}{peak}\n{_spread(run)}"
+        f"device: {run.device.name}, {run.device.threads} thread(s){each}, {dtype}{peak}\n{_spread(run)}"
         f"folder: {run.folder.path}"
     )
 
@@ -100,7 +114,21 @@ def _spread(run: Run) -> str:
     """Ranks, layout and start-up, where there is more than one rank."""
     if run.ranks.size == 1:
         return ""
-    return f"ranks: {run.ranks.size}, {run.config.parallel.layout}; started in {run.ranks.phases}\n"
+    layout = run.config.parallel.layout
+    return f"ranks: {run.ranks.size}, {axes_text(layout)} ({layout}), {started(run.ranks.phases)}\n"
+
+
+def started(phases: Phases) -> str:
+    """How long starting took, and what of it was worth a word: ``started in 2.4 s (imports 2.0, groups 0.2)``.
+
+    Every phase is kept in the metrics.
+    """
+    seconds: dict[str, float] = {}
+    for name, value in phases.seconds.items():
+        shown = _PHASES.get(name.partition("/")[0], "")
+        seconds[shown] = seconds.get(shown, 0.0) + value
+    parts = [f"{name} {value:.2f}" for name, value in seconds.items() if name and value >= _WORTH_SAYING_S]
+    return f"started in {phases.total_s:.1f} s" + (f" ({', '.join(parts)})" if parts else "")
 
 
 def closing(run: Run, outcome: Outcome) -> str:

@@ -21,6 +21,15 @@ def test_phases_add_up_and_inner_ones_count_once() -> None:
     assert phases.metrics() == {"startup/mesh_s": 5.0, "startup/mesh/tensor_s": 2.5, "startup/import_s": 2.0}
 
 
+def test_an_inner_phase_of_another_name_is_taken_from_the_outer_one() -> None:
+    ticks = iter([0.0, 1.0, 4.0, 10.0])
+    phases = Phases(clock=lambda: next(ticks))
+    with phases.phase("model"), phases.phase("mesh/shard"):
+        pass
+    assert phases.seconds == {"model": 7.0, "mesh/shard": 3.0}
+    assert phases.total_s == 10.0
+
+
 def test_nothing_timed_is_zero() -> None:
     assert str(Phases()) == "0.00 s"
     assert Phases().metrics() == {}
