@@ -33,8 +33,8 @@ def command(run: Path, data_config: Path | None, batch: int, tokens: int, device
     trained = open_trained(run, lambda text: click.echo(text, err=True), device=device)
     other = None if data_config is None else load(RunConfig, data_config).value.data
     loader = held_out_text(trained, run, other)
-    limit = max(tokens // (batch * loader.config.sequence_length), 1) if tokens else None
-    batches = loader.validation_batches(batch, limit)
+    samples = max(tokens // loader.config.sequence_length, 1) if tokens else None
+    batches = loader.validation_batches(batch, samples)
     loss_of = partial(held_out_loss, trained.model, device=trained.device)
     result = evaluate(loss_of, batches, trained.tokenizer.token_bytes())
     if as_json:

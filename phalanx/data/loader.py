@@ -101,10 +101,11 @@ class Loader:
         steps = endless(counts) if isinstance(counts, int) else iter(counts)
         return Prefetcher(self._steps(state or LoaderState(), steps, rank, ranks, pin_memory), ahead)
 
-    def validation_batches(self, batch_size: int, max_batches: int | None = None) -> Iterator[Batch]:
+    def validation_batches(self, batch_size: int, max_samples: int | None = None) -> Iterator[Batch]:
         """Held-out text in a fixed order, each token the target of at most one position; exactly one without a limit.
 
-        With `max_batches`, samples are taken evenly from all of it. The last batch is filled up with rows of weight 0.
+        With `max_samples`, so many are taken evenly from all of it, the same whatever the batch size. The last batch is
+        filled up with rows of weight 0.
 
         Raises:
             UserError: nothing was held out.
@@ -114,7 +115,7 @@ class Loader:
             raise UserError("no text was held out", cure=cure, field="data.validation_fraction")
         borders = np.cumsum([0, *(reader.num_windows for reader in self._held_out)])
         total = int(borders[-1])
-        wanted = total if max_batches is None else min(total, max_batches * batch_size)
+        wanted = total if max_samples is None else min(total, max_samples)
         for first in range(0, wanted, batch_size):
             index_B = np.arange(first, min(first + batch_size, wanted)) * total // wanted
             source_B = np.searchsorted(borders, index_B, "right") - 1

@@ -85,11 +85,10 @@ class Run:
         self.trainer.weights_changed()
 
     def evaluate(self, tokens: int) -> Evaluation:
-        """Look at about `tokens` held-out tokens, spread over all of them; 0: all."""
-        length = self.config.data.sequence_length
+        """Look at about `tokens` held-out tokens, spread over all of them, the same in every layout; 0: all."""
+        samples = max(tokens // self.config.data.sequence_length, 1) if tokens else None
         rows = max(self.progress.micro_batch, 1) * self.trainer.data_ranks
-        limit = max(tokens // (rows * length), 1) if tokens else None
-        batches = self.loader.validation_batches(rows, limit)
+        batches = self.loader.validation_batches(rows, samples)
         return evaluate(self.trainer.held_out_loss, batches, self.prepared.tokenizer.token_bytes())
 
     def samples_of(self, batch: Batch) -> int:

@@ -209,13 +209,23 @@ class TestValidation:
 
     def test_a_limited_pass_is_spread_and_never_repeats(self, folder: Path) -> None:
         loader = make(folder)
-        few = list(loader.validation_batches(4, max_batches=3))
+        few = list(loader.validation_batches(4, max_samples=12))
         index = torch.cat([batch.sample_index_B for batch in few]).tolist()
         full = len(stored(loader.prepared, "validation")) // 16
         assert len(set(index)) == 12
         assert index[0] == 0
         assert index[-1] > 0.8 * full
-        assert all(same(a, b) for a, b in zip(few, loader.validation_batches(4, max_batches=3), strict=True))
+        assert all(same(a, b) for a, b in zip(few, loader.validation_batches(4, max_samples=12), strict=True))
+
+    def test_a_limited_pass_looks_at_the_same_samples_in_batches_of_any_size(self, folder: Path) -> None:
+        loader = make(folder)
+        seen = []
+        for size in (1, 4, 5, 16):
+            batches = list(loader.validation_batches(size, max_samples=10))
+            assert {len(batch) for batch in batches} == {size}
+            kept = [batch.sample_index_B[batch.weights_BS.sum(1) > 0] for batch in batches]
+            seen.append(torch.cat(kept).tolist())
+        assert len(seen[0]) == 10 and all(indices == seen[0] for indices in seen)
 
     def test_sources_that_are_only_held_out(self, folder: Path) -> None:
         held = SourceConfig(kind="text", path=str(write_text(folder / "held.txt", ["v" * 100])))
