@@ -21,6 +21,7 @@ from phalanx.optim.bad_step import BadStepJudge
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.apply import Build, build_engine
 from phalanx.parallel.choose import Machines
+from phalanx.train.batches import open_stream
 from phalanx.train.config import RunConfig
 from phalanx.train.derived import complete_model, total_steps
 from phalanx.train.device import Device, choose_device, measure_peak
@@ -116,6 +117,7 @@ def build_run(
     """Every part of a run that starts at step 0."""
     ranks = ranks or Ranks()
     trainer = build_trainer(config, prepared.vocab_size, device, ranks)
+    loader = Loader(prepared, config.data)
     whole_shapes = {name: p.shape for name, p in parameter_table(trainer.config).items()}
     return Run(
         config=config,
@@ -123,9 +125,10 @@ def build_run(
         device=device,
         peak=measure_peak(device),
         prepared=prepared,
-        loader=Loader(prepared, config.data),
+        loader=loader,
         ranks=ranks,
         trainer=trainer,
+        stream=open_stream(config, loader, ranks, trainer),
         optimizer=build_optimizer(
             config.optim,
             trainer.parameters,

@@ -6,6 +6,7 @@ then, when the layout is known, in the groups of its axes.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -32,12 +33,14 @@ class Ranks:
         worker: what this process was told by whoever started it; None where it is the only one.
         phases: seconds that each phase of starting up took.
         mesh: the groups of the layout, once `join` was called; None with one rank.
+        at_end: what is to be closed with this.
     """
 
     peers: Peers = ALONE
     worker: Worker | None = None
     phases: Phases = field(default_factory=Phases)
     mesh: Mesh | None = None
+    at_end: ExitStack = field(default_factory=ExitStack)
     _is_under_way: bool = False
     _store: Store | None = None
     _control: Mesh | None = None
@@ -81,7 +84,8 @@ class Ranks:
                     mesh.after_first_step()
 
     def close(self) -> None:
-        """Let go of all groups, without waiting for anyone."""
+        """End what was started, and let go of all groups, without waiting for anyone."""
+        self.at_end.close()
         for mesh in (self.mesh, self._control):
             if mesh is not None:
                 mesh.close()

@@ -26,6 +26,7 @@ from phalanx.data.tokens.prepared import Prepared
 from phalanx.optim.bad_step import BadStepJudge
 from phalanx.optim.build import OptimizerSet
 from phalanx.optim.state_shards import state_shards
+from phalanx.train.batches import Stream
 from phalanx.train.config import RunConfig
 from phalanx.train.derived import batch_sizes
 from phalanx.train.device import Device
@@ -51,6 +52,7 @@ class Run:
     loader: Loader
     ranks: Ranks
     trainer: Trainer
+    stream: Stream
     optimizer: OptimizerSet
     judge: BadStepJudge
     total_steps: int
@@ -63,8 +65,7 @@ class Run:
         remaining = itertools.islice(batch_sizes(self.config), self.progress.step, self.total_steps)
         pinned = self.device.torch_device.type == "cuda"
         state = LoaderState(self.progress.samples)
-        place = {"rank": self.trainer.data_index, "ranks": self.trainer.data_ranks}
-        with self.loader.stream(state, counts=remaining, pin_memory=pinned, **place) as stream:
+        with self.stream(state, counts=remaining, pin_memory=pinned) as stream:
             yield (batch for batch, _ in stream)
 
     def accumulate_gradients(self, batch: Batch) -> Tensor:
