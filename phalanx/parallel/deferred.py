@@ -41,7 +41,7 @@ class WeightQueue:
     def run(self, micro_batch: int) -> None:
         """Make the gradients of `micro_batch` and add them to their parameters' ``.grad``."""
         for parameter, make in self._waiting.pop(micro_batch, []):
-            gradient = make().to(parameter.dtype)
+            gradient = make().to(parameter.grad_dtype or parameter.dtype)  # weights kept in bf16 have fp32 gradients
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
