@@ -87,7 +87,7 @@ def train_session(config: RunConfig, config_path: Path, console: Console, ranks:
     finally:
         display.close()
         folder.release()
-    console.print(closing(run, outcome))
+    console.print(closing(run, outcome), highlight=False, soft_wrap=not console.is_terminal)
     if config.evaluate.sample_prompt and not outcome.stopped_by and ranks.is_first:
         console.print(Panel(Text(sample(run)), title="a sample", title_align="left"))
     return _EXIT_OF_SIGNAL.get(outcome.stopped_by, 0)

@@ -17,7 +17,7 @@ def test_gradients_of_bf16_weights_are_added_in_the_type_that_they_are_kept_in(k
     queue = WeightQueue()
     for micro_batch, value in enumerate((1.0, 1 / 512)):  # the sum needs more digits than bf16 has
         queue.begin(micro_batch)
-        queue.put(weight, lambda value=value: torch.full((2,), value, dtype=torch.bfloat16))
+        queue.put(weight, partial(torch.full, (2,), value, dtype=torch.bfloat16))
         queue.end()
     assert weight.grad is None and queue.waiting == 2
     queue.run(0)
