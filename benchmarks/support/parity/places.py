@@ -1,0 +1,96 @@
+"""Where the ranks of a layout are: threads of this process, or processes; real groups over gloo in both."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from support.parity.runs import CPU, Piece, on_rank, whole
+from support.parity.task import Case, Seen
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+
+from phalanx.core.layout import Layout
+from phalanx.launch.environment import Worker
+from phalanx.launch.local import launch_local
+from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.store import open_store
+
+T = TypeVar("T")
+TIMEOUT_S = 120.0
+
+
+def in_threads(layout: Layout, body: Callable[[int, Store], T]) -> list[T]:
+    """Run ``body(rank, store)`` once per rank at the same time; what each returned, or the first error."""
+    store = HashStore()
+    results: list[Any] = [None] * layout.world_size
+    errors: list[tuple[int, BaseException]] = []
+    order = itertools.count()
+
+    def main(rank: int) -> None:
+        try:
+            results[rank] = body(rank, store)
+        except BaseException as error:
+            errors.append((next(order), error))
+
+    threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(layout.world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise min(errors, key=lambda pair: pair[0])[1]
+    return results
+
+
+def by_threads(cases: Sequence[Case]) -> list[Seen]:
+    """What the ranks of a layout did in each of `cases`, which are of one layout, as threads of this process."""
+    pieces = in_threads(cases[0].spread.layout, lambda rank, store: _pieces(cases, rank, store))
+    return [whole(ranks) for ranks in zip(*pieces, strict=True)]
+
+
+def by_processes(cases: Sequence[Case]) -> list[Seen]:
+    """The same as real processes, started as `phalanx train` starts them.
+
+    Raises:
+        RuntimeError: a rank failed; it has said why.
+    """
+    layout = cases[0].spread.layout
+    with tempfile.TemporaryDirectory() as folder:
+        target, preload = f"{__name__}:process_rank", ["phalanx.train.session", __name__]
+        status = launch_local(layout.world_size, target, (cases, folder), preload=preload, layout=layout, threads=1)
+        if status:
+            raise RuntimeError(f"the ranks of {layout} ended with status {status}")
+        pieces = [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(layout.world_size)]
+    return [whole(ranks) for ranks in zip(*pieces, strict=True)]
+
+
+def process_rank(worker: Worker, cases: Sequence[Case], folder: str) -> None:
+    """One of the processes."""
+    torch.set_num_threads(1)
+    store = open_store(
+        worker.host,
+        worker.port,
+        worker.rank,
+        worker.world_size,
+        is_host=worker.hosts_store,
+        listen_fd=worker.listen_fd,
+        timeout_s=TIMEOUT_S,
+    )
+    pieces = _pieces(cases, worker.rank, store)
+    (Path(folder) / str(worker.rank)).write_bytes(pickle.dumps(pieces))
+    Mesh(Layout(replicate=worker.world_size), worker.rank, store, CPU).named("end", range(worker.world_size)).barrier()
+
+
+def _pieces(cases: Sequence[Case], rank: int, store: Store) -> list[Piece]:
+    pieces = []
+    for number, case in enumerate(cases):
+        mesh = Mesh(case.spread.layout, rank, PrefixStore(str(number), store), CPU, TIMEOUT_S, TIMEOUT_S)
+        pieces.append(on_rank(case, mesh))
+        mesh.close()
+    return pieces

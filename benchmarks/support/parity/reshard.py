@@ -1,0 +1,222 @@
+"""A run that is saved in one layout and goes on in another: real runs, as `phalanx train` makes them.
+
+A source trains ten steps in its layout, saves, and goes on for ten. Whoever takes up that checkpoint in another layout
+saves it again at once, so that two checkpoints can be compared tensor by tensor, and then goes on for ten steps too.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from support.parity.compare import BAR, relative_error
+from torch import Tensor
+
+from phalanx.checkpoint.restore import open_checkpoint
+from phalanx.core.config import load
+from phalanx.data.prepare import prepare
+from phalanx.launch.environment import Worker
+from phalanx.launch.local import launch_local
+from phalanx.telemetry.loggers import Silent, open_loggers
+from phalanx.train.assemble import assemble
+from phalanx.train.config import RunConfig
+from phalanx.train.display import make_display
+from phalanx.train.loop import train
+from phalanx.train.ranks import Ranks, meet
+from phalanx.train.reporting import Reporter
+from phalanx.train.run import Run
+from phalanx.train.run_folder import RunFolder, open_for_training
+
+SAVED_STEP, LAST_STEP = 10, 20
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "single": {},
+    "fs2 zero 3": {"shard": 2, "zero": 3},
+    "tp2": {"tensor": 2},
+    "pp2 zbv": {"pipeline": 2, "schedule": "zbv"},
+    "cp2 ring": {"context": 2},
+    "pp2 fs2 tp2": {"pipeline": 2, "shard": 2, "tensor": 2, "zero": 2},
+}
+QUICK_LAYOUTS = ("single", "pp2 zbv")
+
+_SETTINGS: dict[str, Any] = {
+    "data.sources.0.kind": "jsonl",
+    "data.tokenizer.kind": "bytes",
+    "data.sequence_length": 16,
+    "data.validation_fraction": 0.1,
+    "model.layers": 4,
+    "model.hidden": 32,
+    "model.heads": 4,
+    "model.vocab_multiple": 64,
+    "model.tie_embeddings": True,
+    "model.dropout": 0.1,
+    "optim.lr": 1e-3,
+    "train.steps": LAST_STEP,
+    "train.global_batch": 8,
+    "train.micro_batch": 1,
+    "train.threads": 1,
+    "train.device": "cpu",
+    "train.precision": "fp32",
+    "checkpoint.every_steps": SAVED_STEP,
+    "checkpoint.keep_last": 100,
+    "logging.every_steps": 1,
+}
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What came of taking up in layout `loaded` what layout `saved` had saved.
+
+    Attributes:
+        different: tensors, and parts of the state, that are not bit for bit what was saved.
+        losses, norms: largest relative error over the steps after it, against going on in layout `saved`.
+    """
+
+    saved: str
+    loaded: str
+    different: tuple[str, ...]
+    losses: float
+    norms: float
+
+    @property
+    def passes(self) -> bool:
+        return not self.different and max(self.losses, self.norms) <= BAR
+
+
+def reshard_matrix(folder: Path, names: Sequence[str]) -> list[Moved]:
+    """Every ordered pair of the layouts called `names`; each layout is started twice, as real processes.
+
+    Raises:
+        RuntimeError: ranks failed; they have said why.
+    """
+    prepare(source_config(folder, names[0]).data)
+    for name in names:
+        _start(name, [source_config(folder, name)])
+    pairs = [(saved, loaded) for loaded in names for saved in names if saved != loaded]
+    for loaded in names:
+        _start(loaded, [copied_config(folder, saved, loaded) for saved in names if saved != loaded])
+    return [moved(folder, saved, loaded) for saved, loaded in pairs]
+
+
+def source_config(folder: Path, name: str) -> RunConfig:
+    """Of the run that saves in layout `name`."""
+    return _config(folder, name, f"source {name}")
+
+
+def copied_config(folder: Path, saved: str, loaded: str) -> RunConfig:
+    """Of a run in layout `loaded` that finds what `saved` saved."""
+    config = _config(folder, loaded, f"{saved} to {loaded}")
+    step = f"step-{SAVED_STEP:08d}"
+    found = _checkpoint(Path(source_config(folder, saved).run.folder))
+    shutil.copytree(found, Path(config.run.folder) / "checkpoints" / (found.name or step))
+    return config
+
+
+def moved(folder: Path, saved: str, loaded: str) -> Moved:
+    """Compare the two runs."""
+    source, copy = folder / f"source {saved}", folder / f"{saved} to {loaded}"
+    expected, found = _figures(source), _figures(copy)
+    assert len(expected["loss"]) == len(found["loss"]) == LAST_STEP - SAVED_STEP
+    different = tuple(_differences(_checkpoint(source), copy / "resaved" / _checkpoint(source).name))
+    return Moved(
+        saved,
+        loaded,
+        different,
+        relative_error(found["loss"], expected["loss"]),
+        relative_error(found["grad_norm"], expected["grad_norm"]),
+    )
+
+
+def process_rank(worker: Worker, configs: Sequence[RunConfig]) -> None:
+    """One of the processes of a layout: does all runs, one after the other."""
+    ranks = meet(worker if worker.world_size > 1 else None, configs[0].parallel)
+    for config in configs:
+        one_run(config, ranks)
+        ranks.peers.barrier()
+    ranks.close()
+
+
+def one_run(config: RunConfig, ranks: Ranks) -> None:
+    """Take up what is in the run's folder, save it again beside it, and train to the last step."""
+    torch.manual_seed(1000 + ranks.rank)  # what is taken up must not be what was there already
+    path = Path(config.run.folder)
+    folder = open_for_training(config, path) if ranks.is_first else RunFolder(path)
+    ranks.peers.barrier()
+    quiet = make_display(Console(file=io.StringIO()))
+    run = assemble(config, folder, lambda _: None, None, ranks)
+    if run.progress.step:
+        _save_beside(run)
+    logger = open_loggers(config.logging, path, run.progress.step) if ranks.is_first else Silent()
+    train(run, Reporter(run, quiet, logger, 1.0))
+    logger.close()
+    folder.release()
+
+
+def _save_beside(run: Run) -> None:
+    """Save the state as it is, in a folder of its own."""
+    inside, run.folder = run.folder, _Beside(run.folder.path)
+    run.save()
+    run.folder = inside
+
+
+class _Beside(RunFolder):
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "resaved"
+
+
+def _start(name: str, configs: Sequence[RunConfig]) -> None:
+    layout = configs[0].parallel.layout
+    target, preload = f"{__name__}:process_rank", ["phalanx.train.session", __name__]
+    if launch_local(layout.world_size, target, (configs,), preload=preload, layout=layout, threads=1):
+        raise RuntimeError(f"the ranks of {name} failed")
+
+
+def _config(folder: Path, name: str, run: str) -> RunConfig:
+    corpus = folder / "corpus.jsonl"
+    if not corpus.exists():
+        _write_corpus(corpus)
+    places = {"data.sources.0.path": corpus, "data.folder": folder / "prepared", "run.folder": folder / run}
+    settings: Mapping[str, Any] = _SETTINGS | {key: str(path) for key, path in places.items()}
+    keys = settings | {f"parallel.{axis}": size for axis, size in LAYOUTS[name].items()}
+    return load(RunConfig, None, [f"{key}={json.dumps(value)}" for key, value in keys.items()]).value
+
+
+def _write_corpus(path: Path) -> None:
+    chosen = random.Random(0)
+    words = "the quick brown fox jumps over a lazy dog while seven wizards mix å glass of grün ink".split()
+    texts = (" ".join(chosen.choices(words, k=chosen.randint(4, 30))) for _ in range(120))
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def _checkpoint(run: Path) -> Path:
+    return next(path for path in (run / "checkpoints").iterdir() if path.name.endswith(str(SAVED_STEP)))
+
+
+def _figures(run: Path) -> dict[str, list[float]]:
+    """Loss and norm of the steps after the checkpoint."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "step" and line["step"] > SAVED_STEP]
+    return {key: [step[key] for step in steps] for key in ("loss", "grad_norm")}
+
+
+def _differences(first: Path, second: Path) -> list[str]:
+    """Names of what is not the same in two checkpoints: tensors (weights, optimizer, RNG) and the loader's state."""
+    a, b = open_checkpoint(first), open_checkpoint(second)
+    mine: Mapping[str, Tensor] = a.read()
+    theirs: Mapping[str, Tensor] = b.read()
+    names = [name for name in mine.keys() & theirs.keys() if not _same_bits(mine[name], theirs[name])]
+    state = [key for key in a.state.keys() | b.state.keys() if a.state.get(key) != b.state.get(key)]
+    return sorted([*(mine.keys() ^ theirs.keys()), *names, *state])
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(-1), b.view(-1))
