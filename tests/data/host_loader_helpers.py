@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,7 @@ def ended(pid: int) -> bool:
     except ProcessLookupError:
         return True
     with contextlib.closing(os.fdopen(descriptor)):
-        return bool(select.select([descriptor], [], [], LIMIT_S)[0])
+        return bool(wait([descriptor], LIMIT_S))
 
 
 def count_of(folder: str) -> int:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import pytest
@@ -171,7 +170,7 @@ class TestLeavesNothing:
         ours, theirs = socket.socketpair()
         with ours, started(corpus, [0]):
             theirs.close()
-            assert select.select([ours], [], [], LIMIT_S)[0]
+            assert wait([ours], LIMIT_S)
             assert ours.recv(1) == b""
 
     def test_readers_cannot_write_to_what_others_read(self, corpus: Loader) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def await_end(pid: int) -> None:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    assert select.select([descriptor], [], [], 10)[0], f"{pid} is still there"
+    assert wait([descriptor], 10), f"{pid} is still there"
     os.close(descriptor)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pty
-import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -113,7 +113,7 @@ def test_a_signal_while_the_template_imports_ends_all(tmp_path: Path) -> None:
         template, _ = processes(tmp_path)
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 128 + signal.SIGTERM
-        assert select.select([template], [], [], 10)[0]
+        assert wait([template], 10)
 
 
 def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
         ranks = processes(tmp_path)
         process.kill()
         for rank in ranks:
-            assert select.select([rank], [], [], 10)[0]
+            assert wait([rank], 10)
             os.close(rank)
 
 
@@ -134,7 +134,7 @@ def test_no_rank_outlives_its_template_and_that_is_said(tmp_path: Path) -> None:
         assert process.stderr is not None
         assert process.stderr.read() == "the template process was killed by SIGKILL; all ranks ended with it\n"
         for rank in ranks:
-            assert select.select([rank], [], [], 10)[0]
+            assert wait([rank], 10)
             os.close(rank)
 
 

@@ -43,6 +43,11 @@ class ThreadGroups:
             )
         return self._groups[key]
 
+    def close(self) -> None:
+        """Let go of the sockets: a process has only so many, and there are many tests."""
+        for group in self._groups.values():
+            group.forget()
+
 
 def run_ranks(layout: Layout | int, body: Callable[[ThreadGroups], T]) -> list[T]:
     """Run `body` once per rank, at the same time, and return what each returned; the first error is raised here."""
@@ -52,9 +57,11 @@ def run_ranks(layout: Layout | int, body: Callable[[ThreadGroups], T]) -> list[T
     errors: list[tuple[int, BaseException]] = []
     order = itertools.count()
 
+    members = [ThreadGroups(layout, rank, store) for rank in range(layout.world_size)]
+
     def main(rank: int) -> None:
         try:
-            results[rank] = body(ThreadGroups(layout, rank, store))
+            results[rank] = body(members[rank])
         except BaseException as error:
             errors.append((next(order), error))
 
@@ -63,6 +70,8 @@ def run_ranks(layout: Layout | int, body: Callable[[ThreadGroups], T]) -> list[T
         thread.start()
     for thread in threads:
         thread.join()
+    for groups in members:
+        groups.close()
     if errors:
         raise min(errors, key=lambda pair: pair[0])[1]
     return results

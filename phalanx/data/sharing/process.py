@@ -11,7 +11,6 @@ import ctypes
 import gc
 import os
 import pickle
-import select
 import signal
 import socket
 import subprocess
@@ -21,6 +20,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import Literal, NoReturn
 
 from phalanx.data.config import DataConfig
@@ -193,7 +193,7 @@ class _Forked:
     def _await_end(self, timeout_s: float) -> None:
         ended = os.pidfd_open(self.pid)
         try:
-            if not select.select([ended], [], [], timeout_s)[0]:
+            if not wait([ended], timeout_s):
                 raise subprocess.TimeoutExpired(f"loader process {self.pid}", timeout_s)
         finally:
             os.close(ended)
