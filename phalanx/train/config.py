@@ -45,6 +45,7 @@ class ProfileConfig(Config):
 
     start_step: int = Field(0, ge=0, description="first step that is recorded, counted from 1; 0: no profile")
     steps: int = Field(3, ge=1, description="number of steps that are recorded")
+    ranks: tuple[int, ...] = Field((0,), description="ranks that are recorded, a file each; empty: all")
 
 
 class TrainConfig(Config):

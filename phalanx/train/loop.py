@@ -40,7 +40,7 @@ def train(run: Run, reporter: Reporter) -> Outcome:
     config, progress = run.config, run.progress
     _evaluate_if_due(run, reporter)  # a clean stop may have left it out
     record = StepRecord()
-    profiler = StepProfiler(config.profile, run.folder.path / "profile")
+    profiler = StepProfiler(config.profile, run.folder.path / "profile", run.ranks.rank)
     with (
         StopRequest(run.ranks.peers) as stop,
         GarbageCollection(config.train.garbage_collect_steps) as garbage,

@@ -13,14 +13,16 @@ from phalanx.train.config import ProfileConfig
 class StepProfiler:
     """Records `config.steps` steps from `config.start_step` on; does nothing where no window is set."""
 
-    def __init__(self, config: ProfileConfig, folder: Path) -> None:
+    def __init__(self, config: ProfileConfig, folder: Path, rank: int = 0) -> None:
         self.config = config
         self.folder = folder
+        self.rank = rank
+        self._records = not config.ranks or rank in config.ranks
         self._profiler: Any = None
 
     def before_step(self, step: int) -> None:
         """Start recording when the window begins; `step` counts from 1."""
-        if self.config.start_step and step == self.config.start_step:
+        if self._records and self.config.start_step and step == self.config.start_step:
             self._profiler = torch.profiler.profile(profile_memory=True, record_shapes=True)
             self._profiler.start()
 
@@ -33,7 +35,8 @@ class StepProfiler:
     def _finish(self, step: int) -> Path:
         self._profiler.stop()
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"steps-{self.config.start_step}-{step}.json.gz"
+        of_rank = f"-rank-{self.rank}" if self.rank else ""
+        path = self.folder / f"steps-{self.config.start_step}-{step}{of_rank}.json.gz"
         self._profiler.export_chrome_trace(str(path))
         self._profiler = None
         return path
