@@ -16,9 +16,10 @@ from phalanx.core import units
 from phalanx.core.config import Loaded, load, walk
 from phalanx.core.errors import UserError
 from phalanx.data.tokenizers.vocabulary import configured_vocab_size
+from phalanx.parallel.config import ParallelConfig
 from phalanx.train.config import RunConfig
 from phalanx.train.derived import Derived, derive
-from phalanx.train.layout import wanted_ranks
+from phalanx.train.layout import ignored_settings, wanted_ranks
 from phalanx.train.spread import explain_spread
 
 
@@ -44,6 +45,8 @@ def command(config: Path, overrides: tuple[str, ...], given: bool, describe: boo
         console.print(f"Derived figures are not known yet: {error}", markup=False)
     if wanted_ranks(loaded.value) > 1:
         explain_layout(loaded.value, ranks_per_host, console)
+    else:
+        _print_ignored(loaded.value.parallel, console)
 
 
 def explain_layout(config: RunConfig, ranks_per_host: int | None, console: Console) -> None:
@@ -55,8 +58,14 @@ def explain_layout(config: RunConfig, ranks_per_host: int | None, console: Conso
     spread = explain_spread(config, _known_vocab_size(config), ranks_per_host)
     console.print()
     console.print(spread_text(spread, config.data.sequence_length, console), highlight=False)
+    _print_ignored(spread.config, console)
     if not spread.held_bytes:
         console.print("Memory and stages are not known before the vocabulary is.")
+
+
+def _print_ignored(config: ParallelConfig, console: Console) -> None:
+    for line in ignored_settings(config):
+        console.print(f"\n{line}", style="yellow", markup=False, highlight=False)
 
 
 def _known_vocab_size(config: RunConfig) -> int | None:

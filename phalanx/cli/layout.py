@@ -40,7 +40,7 @@ def spread_text(spread: Spread, sequence_length: int, console: Console) -> Rende
 def keys_of(config: ParallelConfig) -> str:
     """The axes of a layout as settings, to be copied: ``parallel.shard=2 parallel.tensor=2``."""
     keys = [f"parallel.{axis}={getattr(config, axis)}" for axis in AXES if getattr(config, axis) > 1]
-    return " ".join([*keys, *([f"parallel.zero={config.zero}"] if config.shard > 1 else [])])
+    return " ".join([*keys, *([f"parallel.zero={config.zero}"] if config.shard * config.context > 1 else [])])
 
 
 def _figures(spread: Spread, sequence_length: int) -> Table:

@@ -33,6 +33,7 @@ class Task:
         global_batches: sequences per step, every number that occurs in the run (warm-up has smaller ones).
         micro_batch: sequences per forward pass; 0: to be chosen.
         weight_bytes, gradient_bytes, state_bytes: of the whole model and its optimizer.
+        whole_matrices_for: the optimizer that works on whole matrices only; empty where matrices may be split.
     """
 
     model: ModelConfig
@@ -42,6 +43,7 @@ class Task:
     weight_bytes: int
     gradient_bytes: int
     state_bytes: int
+    whole_matrices_for: str = ""
 
 
 @dataclass(frozen=True)
@@ -126,18 +128,25 @@ def _choose(config: ParallelConfig, task: Task, machines: Machines) -> Choice:
         )
     refused: list[UserError] = []
     for candidate, reasons in _candidates(config, given, config.devices // known, task, machines):
+        more = (candidate.pipeline, candidate.tensor) != (config.pipeline, config.tensor)
+        why_more = [f"not data parallel alone: {_what(error)}" for error in refused[:1] if more]
         try:
-            return _checked(candidate, task, machines, reasons)
+            return _checked(candidate, task, machines, (*reasons, *why_more))
         except UserError as error:
             refused.append(error)
     if not refused:
         return _checked(config, task, machines, ())
     raise UserError(
-        f"no layout of so many devices was found ({refused[0]})",
+        f"no layout of so many devices was found: {_what(refused[0])}",
         cure="give the axes yourself, or another number of devices",
         field="parallel.devices",
         value=config.devices,
     )
+
+
+def _what(error: UserError) -> str:
+    """An error without its cure."""
+    return str(error).removesuffix(f"; {error.cure}")
 
 
 def _candidates(
@@ -149,6 +158,7 @@ def _candidates(
     hosts after everything else, as in MegaScale, which has tensor parallel inside hosts and pipelines between them.
     """
     in_host = [t for t in _divisors(rest) if t <= machines.ranks_per_host and machines.ranks_per_host % t == 0]
+    in_host = in_host[:1] if task.whole_matrices_for else in_host
     stages = [p for p in _divisors(rest) if p <= task.model.layers]
     shapes = [
         (pipeline, tensor)
@@ -156,28 +166,38 @@ def _candidates(
         for tensor in ([1] if "tensor" in given else in_host)
         if rest % (pipeline * tensor) == 0
     ]
-    zeros = (1, 2, 3) if config.zero == 1 else (config.zero,)
+    zeros = (1, 2, 3) if config.zero == 1 and not task.whole_matrices_for else (config.zero,)
     far = config.devices > machines.ranks_per_host
     tried = [(pipeline, tensor, zero) for pipeline, tensor in shapes for zero in zeros]
     for pipeline, tensor, zero in sorted(tried, key=lambda shape: far and shape[2] == 3):
-        yield _filled(config, given, pipeline, tensor, rest // (pipeline * tensor), zero)
+        data: Axis = "replicate" if "shard" in given or task.whole_matrices_for else "shard"
+        yield _filled(config, given, pipeline, tensor, (data, rest // (pipeline * tensor)), zero, task)
 
 
 def _filled(
-    config: ParallelConfig, given: Sequence[Axis], pipeline: int, tensor: int, data: int, zero: int
+    config: ParallelConfig,
+    given: Sequence[Axis],
+    pipeline: int,
+    tensor: int,
+    data: tuple[Axis, int],
+    zero: int,
+    task: Task,
 ) -> tuple[ParallelConfig, tuple[str, ...]]:
     update: dict[str, int] = {"zero": zero, "devices": 0}
     reasons = []
     if "pipeline" not in given and pipeline > 1:
         update["pipeline"] = pipeline
-        reasons.append(f"pipeline = {pipeline}: with fewer stages the weights would not fit")
+        reasons.append(f"pipeline = {pipeline}: other layers on other ranks, which say little to each other")
     if "tensor" not in given and tensor > 1:
         update["tensor"] = tensor
         reasons.append(f"tensor = {tensor}: inside one host, where ranks talk fastest")
-    axis = "replicate" if "shard" in given else "shard"
-    if data > 1:
-        update[axis] = getattr(config, axis) * data
-        reasons.append(f"{axis} = {update[axis]}: data parallel, which talks least")
+    axis, more = data
+    if more > 1:
+        update[axis] = getattr(config, axis) * more
+        whole = f"; nothing is split, as {task.whole_matrices_for} works on whole matrices"
+        reasons.append(
+            f"{axis} = {update[axis]}: data parallel, which talks least{whole if task.whole_matrices_for else ''}"
+        )
         if axis == "shard":
             what = {1: "optimizer state is", 2: "optimizer state and gradients are", 3: "state and weights are"}[zero]
             reasons.append(f"zero = {zero}: {what} split over them; the smallest that fits talks least")
@@ -188,6 +208,8 @@ def _checked(config: ParallelConfig, task: Task, machines: Machines, reasons: tu
     _check_devices(config)
     _check_context(config, task)
     local_config(task.model, config.tensor)
+    _check_exchange(config, task)
+    _check_optimizer(config, task)
     _check_rows(config, task)
     if config.pipeline > 1:
         split_stages(task.model, task.sequence_length, config.stages)
@@ -218,6 +240,33 @@ def _check_context(config: ParallelConfig, task: Task) -> None:
         )
 
 
+def _check_exchange(config: ParallelConfig, task: Task) -> None:
+    """Ulysses gives every rank of a context group some of the heads."""
+    heads = task.model.num_kv_heads // config.tensor
+    if config.context == 1 or config.context_method == "ring" or heads % config.context == 0:
+        return
+    field = "model.kv_heads" if task.model.kv_heads else "model.heads"
+    divided = f" / parallel.tensor {config.tensor}" if config.tensor > 1 else ""
+    raise UserError(
+        f"does not divide the heads that all_to_all exchanges, {field} {task.model.num_kv_heads}{divided} = {heads}",
+        cure=f"set parallel.context_method=ring, or parallel.context to a divisor of {heads}",
+        field="parallel.context",
+        value=config.context,
+    )
+
+
+def _check_optimizer(config: ParallelConfig, task: Task) -> None:
+    splitting: tuple[Axis, ...] = ("shard", "context", "tensor")
+    split = [f"parallel.{axis} = {getattr(config, axis)}" for axis in splitting if getattr(config, axis) > 1]
+    if task.whole_matrices_for and split:
+        raise UserError(
+            f"works on whole matrices, and {' and '.join(split)} split{'s' * (len(split) == 1)} them",
+            cure="use parallel.replicate and parallel.pipeline instead, or another optimizer (optim.name=adamw)",
+            field="optim.name",
+            value=task.whole_matrices_for,
+        )
+
+
 def _check_rows(config: ParallelConfig, task: Task) -> None:
     rows = max(task.micro_batch, 1) * task.sequence_length // config.context
     if rows % config.tensor:
@@ -234,13 +283,7 @@ def _check_batches(config: ParallelConfig, task: Task, micro_batch: int) -> int:
     count = 0
     for batch in task.global_batches:
         if batch % ranks:
-            raise UserError(
-                f"cannot be shared by parallel.replicate x parallel.shard = {config.replicate} x {config.shard} "
-                "data-parallel ranks",
-                cure=f"make it, and the steps of optim.batch_warmup, multiples of {ranks}",
-                field="train.global_batch",
-                value=batch,
-            )
+            raise _unshared(config, task, batch)
         if micro_batch and (batch // ranks) % micro_batch:
             raise UserError(
                 f"does not divide the {batch // ranks} sequences of each of {ranks} data-parallel ranks "
@@ -253,6 +296,24 @@ def _check_batches(config: ParallelConfig, task: Task, micro_batch: int) -> int:
         if config.pipeline > 1:
             make_table(config.schedule, config.pipeline, config.num_chunks, count)
     return count
+
+
+def _unshared(config: ParallelConfig, task: Task, batch: int) -> UserError:
+    """A batch that the data-parallel ranks cannot share: the whole one, or one on the way to it."""
+    ranks, whole = config.replicate * config.shard, task.global_batches[-1]
+    by = f"by {ranks} data-parallel ranks (parallel.replicate x parallel.shard = {config.replicate} x {config.shard})"
+    if batch == whole:
+        return UserError(
+            f"cannot be shared {by}",
+            cure=f"make it a multiple of {ranks}, or have another number of them",
+            field="train.global_batch",
+            value=batch,
+        )
+    return UserError(
+        f"has a batch of {batch}, which cannot be shared {by}",
+        cure=f"make its start and its increment multiples of {ranks}",
+        field="optim.batch_warmup",
+    )
 
 
 def _check_memory(config: ParallelConfig, task: Task, machines: Machines) -> None:

@@ -7,7 +7,10 @@ from pathlib import Path
 
 from phalanx.core.errors import UserError
 from phalanx.core.layout import AXES, Layout
+from phalanx.model.shapes import parameter_table
+from phalanx.optim.groups import assign
 from phalanx.parallel.choose import Choice, Machines, Task, choose_layout
+from phalanx.parallel.config import ParallelConfig
 from phalanx.train.config import RunConfig
 from phalanx.train.derived import complete_model
 from phalanx.train.memory import host_available_bytes, standing_bytes
@@ -67,10 +70,34 @@ def choose(config: RunConfig, vocab_size: int, machines: Machines) -> Choice:
     return choose_layout(config.parallel, task_of(config, vocab_size), machines)
 
 
+def ignored_settings(config: ParallelConfig) -> list[str]:
+    """What `[parallel]` says that has no effect in its layout, a line each.
+
+    Args:
+        config: with every axis given.
+    """
+    idle = {
+        "zero": config.shard * config.context == 1 and "parallel.shard and parallel.context are 1",
+        "schedule": config.pipeline == 1 and "parallel.pipeline is 1",
+        "chunks": config.pipeline == 1 and "parallel.pipeline is 1",
+        "tensor_overlap": config.tensor == 1 and "parallel.tensor is 1",
+        "tensor_chunks": config.tensor_overlap != "chunked" and "parallel.tensor_overlap is not chunked",
+        "context_method": config.context == 1 and "parallel.context is 1",
+    }
+    plain = ParallelConfig()
+    return [
+        f"parallel.{name} = {getattr(config, name)!r} has no effect: {why}"
+        for name, why in idle.items()
+        if why and getattr(config, name) != getattr(plain, name)
+    ]
+
+
 def task_of(config: RunConfig, vocab_size: int) -> Task:
     """What `config` trains, as far as its layout depends on it."""
     model = complete_model(config, vocab_size)
     weights, gradients, state = standing_bytes(model, config.optim).values()
+    shapes = {name: len(parameter.shape) for name, parameter in parameter_table(model).items()}
+    kinds = {group.kind for group in assign(config.optim, shapes).values()}
     warmup, full = config.optim.batch_warmup, config.train.global_batch
     sizes = set(range(warmup.start, full, warmup.increment)) if warmup.start else set()
     return Task(
@@ -81,6 +108,7 @@ def task_of(config: RunConfig, vocab_size: int) -> Task:
         weight_bytes=weights,
         gradient_bytes=gradients,
         state_bytes=state,
+        whole_matrices_for="muon" if "muon" in kinds else "",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def test_micro_batches_are_chosen_so_that_the_bubble_is_small() -> None:
     ("settings", "what", "message"),
     [
         ({"tensor": 3}, {}, r"parallel\.tensor = 3.*model\.heads = 8"),
-        ({"replicate": 3}, {}, r"train\.global_batch = 16.*multiples of 3"),
+        ({"replicate": 3}, {}, r"train\.global_batch = 16.*multiple of 3"),
         ({"shard": 2}, {"micro_batch": 3}, r"train\.micro_batch = 3.*8 sequences"),
         ({"pipeline": 16}, {}, r"16 pipeline stages.*8 layers"),
         ({"pipeline": 4}, {"batch": 2}, r"parallel\.pipeline = 4.*2 micro-batches"),
@@ -101,3 +102,34 @@ def test_schedules_and_chunks_must_fit() -> None:
     with pytest.raises(UserError, match="chunks = 2 does not fit schedule = '1f1b'"):
         validate(ParallelConfig, {"pipeline": 2, "chunks": 2})
     assert ParallelConfig(pipeline=2, schedule="zbv").stages == 4
+
+
+def test_an_optimizer_of_whole_matrices_gets_replicas_and_stages() -> None:
+    what = replace(task(), whole_matrices_for="muon")
+    choice = choose({"devices": 4}, what)
+    assert str(choice.layout) == "dp4" and "muon works on whole matrices" in choice.reasons[0]
+    assert str(choose({"devices": 3}, what).layout) == "pp3"
+    with pytest.raises(
+        UserError, match=r"optim\.name = 'muon'.*parallel\.shard = 2 and parallel\.tensor = 2 split them"
+    ):
+        choose({"shard": 2, "tensor": 2}, what)
+
+
+def test_what_was_refused_first_is_told_as_the_reason_for_more_than_data_parallel() -> None:
+    reasons = choose({"devices": 3}).reasons
+    assert any(
+        "not data parallel alone: train.global_batch = 16: cannot be shared by 3" in reason for reason in reasons
+    )
+    assert not any("not data parallel alone" in reason for reason in choose({"devices": 4}).reasons)
+
+
+def test_a_batch_on_the_way_to_the_whole_one_is_named_as_such() -> None:
+    what = replace(task(), global_batches=(4, 16))
+    with pytest.raises(UserError, match=r"optim\.batch_warmup: has a batch of 4, which cannot be shared by 8"):
+        choose({"shard": 8}, what)
+
+
+def test_heads_that_cannot_be_exchanged_are_refused_early() -> None:
+    assert choose({"context": 2, "context_method": "all_to_all", "tensor": 4}).layout.world_size == 8
+    with pytest.raises(UserError, match=r"parallel\.context = 4: .*model\.heads 8 / parallel\.tensor 4 = 2"):
+        choose({"context": 4, "context_method": "all_to_all", "tensor": 4})

@@ -143,7 +143,7 @@ def forward_table(schedule: Schedule, ranks: int, chunks: int, micro_batches: in
 def _check_counts(schedule: Schedule, ranks: int, micro_batches: int) -> None:
     if micro_batches < ranks:
         raise UserError(
-            f"{micro_batches} micro-batches cannot keep {ranks} pipeline ranks busy",
+            f"{micro_batches} micro-batch{'es' * (micro_batches != 1)} cannot keep {ranks} pipeline ranks busy",
             cure=f"have at least {ranks} micro-batches on each data-parallel rank: lower train.micro_batch or raise "
             f"train.global_batch, or set parallel.pipeline to at most {max(micro_batches, 1)}",
             field="parallel.pipeline",
