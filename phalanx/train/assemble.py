@@ -27,7 +27,7 @@ from phalanx.train.derived import complete_model, total_steps
 from phalanx.train.device import Device, choose_device, measure_peak
 from phalanx.train.failures import explained
 from phalanx.train.initial_weights import load_initial_weights
-from phalanx.train.layout import resolve_layout
+from phalanx.train.layout import ignored_settings, resolve_layout
 from phalanx.train.memory import described, require_memory, smaller_model, standing_bytes
 from phalanx.train.micro_batch import choose_micro_batch
 from phalanx.train.ranks import Ranks
@@ -191,6 +191,8 @@ def _keeps_micro_batch(run: Run) -> bool:
 
 
 def _note_ignored_settings(run: Run, say: Say) -> None:
+    for line in ignored_settings(run.config.parallel):
+        say(line)
     start, first, last = run.config.profile.start_step, run.progress.step + 1, run.total_steps
     if start and not first <= start <= last:
         say(f"profile.start_step = {start} is ignored: this run does steps {first} to {last}")
