@@ -29,8 +29,6 @@ from phalanx.parallel.tensor.sizes import local_config, tensor_shards
 from phalanx.parallel.tensor.spread import spread_tensor
 from phalanx.parallel.zero.chunk import Initial, ShardedChunk
 
-_SPLITS_BACKWARD = ("interleaved_zero_bubble", "zbv")
-
 
 @dataclass(frozen=True)
 class Build:
@@ -40,6 +38,7 @@ class Build:
         sequence_length: of the samples, tokens.
         compute_dtype: of matrix products; master weights are float32.
         seed: of the initial weights.
+        compile: compile each block; only where no rank is waited for inside of one.
         registered: the name under which torch finds a group, for its operators over symmetric memory; None where there
             are none.
     """
@@ -49,6 +48,7 @@ class Build:
     compute_dtype: torch.dtype
     seed: int
     recompute: Recompute = "none"
+    compile: bool = False
     registered: Callable[[Group], str] | None = None
 
 
@@ -99,8 +99,7 @@ def _hold(
         device="meta",
         compute_dtype=build.compute_dtype,
     )
-    splits = config.pipeline > 1 and config.schedule in _SPLITS_BACKWARD
-    queue = WeightQueue() if splits else None
+    queue = WeightQueue() if config.splits_backward else None
     spread_tensor(
         part,
         tensor,
@@ -111,11 +110,19 @@ def _hold(
         registered=build.registered,
     )
     part.recompute = build.recompute
+    if build.compile:
+        _compile_blocks(part)
     if model.tie_embeddings and first is not None:
         _share_embedding(first.chunk, part)
     shards = tensor_shards(model, config.tensor, tensor.index)
     chunk = ShardedChunk(part, shards, groups, config, initial=_initial(model, build), device=build.device)
     return Held(Stage(part, tensor, build.device), chunk, queue)
+
+
+def _compile_blocks(part: DecoderPart) -> None:
+    """Block by block, their forward functions alone: hooks that wait for weights stay outside of what is compiled."""
+    for block in part.layers:
+        block.forward = torch.compile(block.forward)
 
 
 def _share_embedding(first: ShardedChunk, last: DecoderPart) -> None:

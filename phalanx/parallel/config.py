@@ -66,6 +66,11 @@ class ParallelConfig(Config):
         """Stages of the whole pipeline: chunks of all its ranks."""
         return self.pipeline * self.num_chunks if self.pipeline > 1 else 1
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are made apart from those of activations."""
+        return self.pipeline > 1 and self.schedule in ("interleaved_zero_bubble", "zbv")
+
     @model_validator(mode="after")
     def _check_chunks(self) -> ParallelConfig:
         if self.schedule == "1f1b" and self.chunks > 1:

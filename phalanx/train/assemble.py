@@ -151,6 +151,7 @@ def build_trainer(config: RunConfig, vocab_size: int, device: Device, ranks: Ran
         compute_dtype=device.compute_dtype,
         seed=config.train.seed,
         recompute=config.train.recompute,
+        compile=config.train.compile,
         registered=ranks.mesh.registered,
     )
     return SpreadTrainer(build_engine(complete_model(config, vocab_size), config.parallel, ranks.mesh, build))

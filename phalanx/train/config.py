@@ -106,10 +106,12 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _compiles_alone(self) -> RunConfig:
-        spread = self.parallel.layout.world_size > 1 or self.parallel.devices > 1
-        if self.train.compile and spread:
+        parallel = self.parallel
+        if self.train.compile and (parallel.tensor > 1 or parallel.context > 1 or parallel.splits_backward):
             raise ValueError(
-                "train.compile = True does not fit parallel: a spread model waits for other ranks in the middle of its "
-                "layers, which cannot be compiled yet; set train.compile = false"
+                f"train.compile = True does not fit parallel.tensor = {parallel.tensor}, parallel.context = "
+                f"{parallel.context}, parallel.schedule = {parallel.schedule!r}: layers that wait for other ranks, or "
+                "put gradients off, cannot be compiled; set train.compile = false, or spread over shard, replicate or "
+                "pipeline with 1f1b"
             )
         return self

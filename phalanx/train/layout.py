@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from phalanx.core.config import validate
 from phalanx.core.errors import UserError
 from phalanx.core.layout import AXES, Layout
 from phalanx.model.shapes import parameter_table
@@ -58,7 +59,7 @@ def resolve_layout(
     if choice.micro_batch:
         train = config.train.model_copy(update={"micro_batch": choice.micro_batch})
         chosen = chosen.model_copy(update={"train": train})
-    return chosen
+    return validate(RunConfig, chosen.model_dump())  # what was chosen must fit the other settings too
 
 
 def choose(config: RunConfig, vocab_size: int, machines: Machines) -> Choice:
