@@ -24,7 +24,7 @@ from rich.progress import Progress
 from support.parity.cases import CASES, QUICK, REAL, ways
 from support.parity.compare import BAR, Difference, difference, worst
 from support.parity.places import by_processes, by_threads
-from support.parity.reshard import LAYOUTS, QUICK_LAYOUTS, Moved, reshard_matrix
+from support.parity.reshard import LAYOUTS, QUICK_LAYOUTS, all_pairs, reshard
 from support.parity.runs import single
 from support.parity.table import markdown, parity_row, reshard_row, shown
 from support.parity.task import Case, Seen
@@ -62,8 +62,7 @@ def run_parity(names: Sequence[str], real: Sequence[str], steps: int, console: C
 def run_reshard(names: Sequence[str], console: Console) -> list[tuple[str, ...]]:
     """A row for each pair of layouts."""
     with tempfile.TemporaryDirectory() as folder, console.status("resharding"):
-        moved: list[Moved] = reshard_matrix(Path(folder), names)
-    return [reshard_row(pair) for pair in moved]
+        return [reshard_row(moved) for moved in reshard(Path(folder), all_pairs(names))]
 
 
 def _way(case: Case) -> str:

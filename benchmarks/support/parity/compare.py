@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
 from support.parity.task import Seen
 
 BAR = 1e-5

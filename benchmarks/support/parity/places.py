@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from support.parity.runs import CPU, Piece, on_rank, whole
-from support.parity.task import Case, Seen
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from phalanx.core.layout import Layout
@@ -20,6 +18,8 @@ from phalanx.launch.environment import Worker
 from phalanx.launch.local import launch_local
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.store import open_store
+from support.parity.runs import CPU, Piece, on_rank, whole
+from support.parity.task import Case, Seen
 
 T = TypeVar("T")
 TIMEOUT_S = 120.0

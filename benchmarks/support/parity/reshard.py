@@ -6,18 +6,16 @@ saves it again at once, so that two checkpoints can be compared tensor by tensor
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from support.parity.compare import BAR, relative_error
 from torch import Tensor
 
 from phalanx.checkpoint.restore import open_checkpoint
@@ -34,6 +32,7 @@ from phalanx.train.ranks import Ranks, meet
 from phalanx.train.reporting import Reporter
 from phalanx.train.run import Run
 from phalanx.train.run_folder import RunFolder, open_for_training
+from support.parity.compare import BAR, relative_error
 
 SAVED_STEP, LAST_STEP = 10, 20
 
@@ -46,6 +45,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 fs2 tp2": {"pipeline": 2, "shard": 2, "tensor": 2, "zero": 2},
 }
 QUICK_LAYOUTS = ("single", "pp2 zbv")
+
+Start = Callable[[Sequence[RunConfig]], None]
 
 _SETTINGS: dict[str, Any] = {
     "data.sources.0.kind": "jsonl",
@@ -91,18 +92,27 @@ class Moved:
         return not self.different and max(self.losses, self.norms) <= BAR
 
 
-def reshard_matrix(folder: Path, names: Sequence[str]) -> list[Moved]:
-    """Every ordered pair of the layouts called `names`; each layout is started twice, as real processes.
+def all_pairs(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Every layout of `names` with every other: who saves, who takes it up."""
+    return [(saved, loaded) for loaded in names for saved in names if saved != loaded]
+
+
+def reshard(folder: Path, pairs: Sequence[tuple[str, str]], start: Start | None = None) -> list[Moved]:
+    """What comes of moving a run from one layout to another, for each pair; each layout is started twice at most.
+
+    Args:
+        start: runs several configs of one layout on its ranks, one config after the other; as processes by default.
 
     Raises:
         RuntimeError: ranks failed; they have said why.
     """
+    start = start or by_processes
+    names = list(dict.fromkeys(name for pair in pairs for name in pair))
     prepare(source_config(folder, names[0]).data)
-    for name in names:
-        _start(name, [source_config(folder, name)])
-    pairs = [(saved, loaded) for loaded in names for saved in names if saved != loaded]
-    for loaded in names:
-        _start(loaded, [copied_config(folder, saved, loaded) for saved in names if saved != loaded])
+    for name in dict.fromkeys(saved for saved, _ in pairs):
+        start([source_config(folder, name)])
+    for name in dict.fromkeys(loaded for _, loaded in pairs):
+        start([copied_config(folder, saved, loaded) for saved, loaded in pairs if loaded == name])
     return [moved(folder, saved, loaded) for saved, loaded in pairs]
 
 
@@ -114,9 +124,8 @@ def source_config(folder: Path, name: str) -> RunConfig:
 def copied_config(folder: Path, saved: str, loaded: str) -> RunConfig:
     """Of a run in layout `loaded` that finds what `saved` saved."""
     config = _config(folder, loaded, f"{saved} to {loaded}")
-    step = f"step-{SAVED_STEP:08d}"
     found = _checkpoint(Path(source_config(folder, saved).run.folder))
-    shutil.copytree(found, Path(config.run.folder) / "checkpoints" / (found.name or step))
+    shutil.copytree(found, Path(config.run.folder) / "checkpoints" / found.name)
     return config
 
 
@@ -135,6 +144,14 @@ def moved(folder: Path, saved: str, loaded: str) -> Moved:
     )
 
 
+def by_processes(configs: Sequence[RunConfig]) -> None:
+    """Ranks started as `phalanx train` starts them."""
+    layout = configs[0].parallel.layout
+    target, preload = f"{__name__}:process_rank", ["phalanx.train.session", __name__]
+    if launch_local(layout.world_size, target, (configs,), preload=preload, layout=layout, threads=1):
+        raise RuntimeError(f"the ranks of {layout} failed")
+
+
 def process_rank(worker: Worker, configs: Sequence[RunConfig]) -> None:
     """One of the processes of a layout: does all runs, one after the other."""
     ranks = meet(worker if worker.world_size > 1 else None, configs[0].parallel)
@@ -150,12 +167,11 @@ def one_run(config: RunConfig, ranks: Ranks) -> None:
     path = Path(config.run.folder)
     folder = open_for_training(config, path) if ranks.is_first else RunFolder(path)
     ranks.peers.barrier()
-    quiet = make_display(Console(file=io.StringIO()))
     run = assemble(config, folder, lambda _: None, None, ranks)
     if run.progress.step:
         _save_beside(run)
     logger = open_loggers(config.logging, path, run.progress.step) if ranks.is_first else Silent()
-    train(run, Reporter(run, quiet, logger, 1.0))
+    train(run, Reporter(run, make_display(Console(quiet=True)), logger, 1.0))
     logger.close()
     folder.release()
 
@@ -173,13 +189,6 @@ class _Beside(RunFolder):
         return self.path / "resaved"
 
 
-def _start(name: str, configs: Sequence[RunConfig]) -> None:
-    layout = configs[0].parallel.layout
-    target, preload = f"{__name__}:process_rank", ["phalanx.train.session", __name__]
-    if launch_local(layout.world_size, target, (configs,), preload=preload, layout=layout, threads=1):
-        raise RuntimeError(f"the ranks of {name} failed")
-
-
 def _config(folder: Path, name: str, run: str) -> RunConfig:
     corpus = folder / "corpus.jsonl"
     if not corpus.exists():
@@ -192,13 +201,13 @@ def _config(folder: Path, name: str, run: str) -> RunConfig:
 
 def _write_corpus(path: Path) -> None:
     chosen = random.Random(0)
-    words = "the quick brown fox jumps over a lazy dog while seven wizards mix å glass of grün ink".split()
+    words = ("seven", "wizards", "mix", "å", "glass", "of", "grün", "ink", "while", "a", "fox", "jumps")
     texts = (" ".join(chosen.choices(words, k=chosen.randint(4, 30))) for _ in range(120))
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
 def _checkpoint(run: Path) -> Path:
-    return next(path for path in (run / "checkpoints").iterdir() if path.name.endswith(str(SAVED_STEP)))
+    return run / "checkpoints" / f"step-{SAVED_STEP:08d}"
 
 
 def _figures(run: Path) -> dict[str, list[float]]:
@@ -219,4 +228,4 @@ def _differences(first: Path, second: Path) -> list[str]:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(-1), b.view(-1))
+    return a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()

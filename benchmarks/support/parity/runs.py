@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from support.parity.task import LENGTH, Case, Seen, held_out, samples
 from torch import Tensor
 
 from phalanx.core.shard import Shard
@@ -23,6 +22,7 @@ from phalanx.parallel.engine import Engine
 from phalanx.parallel.group import Groups
 from phalanx.train.device import Device
 from phalanx.train.trainer import LocalTrainer
+from support.parity.task import LENGTH, Case, Seen, held_out, samples
 
 CPU = torch.device("cpu")
 _WEIGHTS_SEED, _DROPOUT_SEED = 5, 3

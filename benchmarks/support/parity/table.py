@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.table import Table
+
 from support.parity.compare import Difference
 from support.parity.reshard import Moved
 from support.parity.task import Case

@@ -1,0 +1,95 @@
+"""A run that goes on in another layout has the saved state bit for bit, and the figures of one that never moved.
+
+A few of the pairs of ``benchmarks/parity.py --reshard``, with threads of this process as ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from support.parity import reshard as resharding
+from support.parity.reshard import moved, process_rank, reshard
+from train_helpers import copies
+
+from phalanx.launch.environment import Worker
+from phalanx.train.config import RunConfig
+
+pytestmark = pytest.mark.usefixtures("no_peak")
+
+PAIRS = [
+    ("single", "pp2 fs2 tp2"),
+    ("pp2 zbv", "single"),
+    ("pp2 zbv", "fs2 zero 3"),
+    ("fs2 zero 3", "cp2 ring"),
+]
+
+
+def by_threads(configs: Sequence[RunConfig]) -> None:
+    count = configs[0].parallel.layout.world_size
+    listener = socket.create_server(("127.0.0.1", 0))
+    port, errors = listener.getsockname()[1], []
+
+    def main(rank: int) -> None:
+        fd = listener.detach() if rank == 0 and count > 1 else None
+        worker = Worker(rank, rank, count, count, "127.0.0.1", port, hosts_store=rank == 0, listen_fd=fd)
+        try:
+            process_rank(worker, configs)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    listener.close()
+    if errors:
+        raise errors[0]
+
+
+def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
+    (found,) = reshard(tmp_path, [("fs2 zero 3", "tp2")], by_threads)
+    assert found.passes, found
+
+
+@pytest.mark.slow
+def test_runs_go_on_in_layouts_of_other_axes_and_sizes(tmp_path: Path) -> None:
+    found = reshard(tmp_path, PAIRS, by_threads)
+    assert [(pair.saved, pair.loaded) for pair in found] == PAIRS
+    assert all(pair.passes for pair in found), found
+
+
+def test_the_comparison_sees_other_state_and_other_figures(tmp_path: Path) -> None:
+    """What the benchmark calls equal is what nothing was done to."""
+    (right,) = reshard(tmp_path, [("single", "pp2 zbv")], by_threads)
+    assert right.passes and right.losses < 1e-6
+    copy = tmp_path / "single to pp2 zbv"
+    (resaved,) = (copy / "resaved").iterdir()
+    manifest = json.loads((resaved / "manifest.json").read_text())
+    assert manifest["state"]["samples"] == 80
+    lines = (copy / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(lines[-2])
+    assert last["kind"] == "step"
+    lines[-2] = json.dumps(last | {"loss": last["loss"] * (1 + 1e-4)})
+    (copy / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert moved(tmp_path, "single", "pp2 zbv").losses == pytest.approx(1e-4, rel=0.02)
+    other = list(copies(copy))[-1]  # of the last step
+    assert other.name != resaved.name
+    for path in list(resaved.iterdir()):
+        path.unlink()
+    for path in other.iterdir():
+        (resaved / path.name).write_bytes(path.read_bytes())
+    different = moved(tmp_path, "single", "pp2 zbv").different
+    assert "samples" in different and "model.embedding" in different
+    assert any(name.startswith("optim.") for name in different)
+
+
+def test_the_layouts_cover_every_axis() -> None:
+    layouts = resharding.LAYOUTS.values()
+    assert {axis for layout in layouts for axis in layout} >= {"pipeline", "shard", "context", "tensor"}
+    assert len(layouts) == 6

@@ -1,0 +1,249 @@
+"""`phalanx train` in several real processes: same figures, same bits after kills, one end for all, honest refusals."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import spread_targets
+from train_helpers import (
+    Commands,
+    Ended,
+    configured,
+    copies,
+    ended,
+    entries,
+    figures,
+    overrides,
+    run_all,
+    wait_for_step,
+)
+
+from phalanx.checkpoint.restore import open_checkpoint
+from phalanx.launch.local import launch_local
+
+pytestmark = [
+    pytest.mark.usefixtures("no_peak"),
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
+]
+
+STEPS = 24
+SETTINGS: dict[str, Any] = {
+    "train.steps": STEPS,
+    "train.global_batch": 4,
+    "train.micro_batch": 1,
+    "checkpoint.every_steps": 8,
+    "evaluate.every_steps": 12,
+    "evaluate.tokens": 128,
+    "model.dropout": 0.1,
+    "model.vocab_multiple": 64,
+}
+TWO = {"parallel.pipeline": 2, "model.tie_embeddings": False}
+FOUR = {"parallel.shard": 2, "parallel.tensor": 2, "parallel.zero": 2}
+
+
+def spread(folder: Path, commands: Commands, changes: Mapping[str, Any], run: str) -> Ended:
+    """`phalanx train` with ranks of its own."""
+    return commands.run(folder, *command(folder, changes, run))
+
+
+def command(folder: Path, changes: Mapping[str, Any], run: str) -> list[str]:
+    (folder / "tiny.toml").write_text("")
+    return ["train", "tiny.toml", *overrides(folder, SETTINGS | dict(changes), run)]
+
+
+def assert_close(found: Path, expected: Path) -> None:
+    """Steps and evaluations as often, in the same order, with the same figures to 1e-5."""
+    mine, theirs = figures(found), figures(expected)
+    assert len(mine) == len(theirs)
+    for a, b in zip(mine, theirs, strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below `pid`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(path.parent.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return [*found, *(below for child in found for below in descendants(child))]
+
+
+def await_end(pids: list[int]) -> None:
+    """Wait until all of them are gone, which must be soon."""
+    for pid in pids:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        assert wait([descriptor], 10), f"{pid} is still there"
+        os.close(descriptor)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the corpus, and the runs called ``single`` and ``four``."""
+    return tmp_path_factory.mktemp("spread")
+
+
+@pytest.fixture(scope="module")
+def single(folder: Path) -> Path:
+    run_all(folder, SETTINGS, "single")
+    return folder / "single"
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path, commands: Commands) -> Path:
+    """A run of four ranks from beginning to end."""
+    result = spread(folder, commands, FOUR, "four")
+    assert result.status == 0, result
+    assert "ranks: 4, " in result.out and "fs2·tp2" in result.out
+    assert result.err == ""
+    return folder / "four"
+
+
+def test_four_ranks_have_the_figures_of_one(single: Path, four: Path) -> None:
+    assert_close(four, single)
+    assert [entry["step"] for entry in entries(four)] == list(range(1, STEPS + 1))
+
+
+def test_two_stages_have_the_figures_of_one(folder: Path, single: Path, commands: Commands) -> None:
+    result = spread(folder, commands, TWO, "two")
+    assert result.status == 0, result
+    assert_close(folder / "two", single)
+
+
+def test_what_four_ranks_saved_can_be_evaluated_and_sampled_from(
+    folder: Path, single: Path, four: Path, commands: Commands
+) -> None:
+    result = commands.run(folder, "evaluate", str(four), "--json")
+    assert result.status == 0, result
+    final = entries(four, "evaluation")[-1]
+    assert final["step"] == STEPS
+    found = json.loads(result.out)
+    assert found["loss"] == pytest.approx(final["validation_loss"], rel=1e-5)
+    texts = []
+    for run in (four, single):
+        result = commands.run(folder, "generate", str(run), "the quick", "--temperature", "0", "--tokens", "12")
+        assert result.status == 0, result
+        texts.append(result.out)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("the quick") and len(texts[0]) > len("the quick\n")
+
+
+def test_one_process_goes_on_with_what_four_saved(folder: Path, single: Path, four: Path) -> None:
+    copy = folder / "went on"
+    subprocess.run(["cp", "-r", str(four), str(copy)], check=True)
+    newest = list(copies(copy))[-1]
+    subprocess.run(["rm", "-r", str(newest)], check=True)
+    assert f"step 16 of {STEPS}" in run_all(folder, SETTINGS, "went on")
+    assert_close(copy, single)
+
+
+def test_a_job_that_is_stopped_and_killed_goes_on_bit_for_bit(folder: Path, four: Path, commands: Commands) -> None:
+    run, arguments = folder / "ended", command(folder, FOUR, "ended")
+    process = commands.start(folder, arguments)
+    wait_for_step(process, run, 5)
+    os.kill(process.pid, signal.SIGTERM)
+    result = ended(process, folder)
+    assert result.status == 128 + signal.SIGTERM, result
+    assert result.err == ""
+    stopped = entries(run)[-1]["step"]
+    assert 5 <= stopped < STEPS
+    assert f"stopped by SIGTERM after step {stopped} of {STEPS}" in result.out
+    assert open_checkpoint(list(copies(run))[-1]).step == stopped
+
+    process = commands.start(folder, arguments)
+    wait_for_step(process, run, stopped + 3)
+    below = descendants(process.pid)
+    assert len(below) >= 5  # the template and four ranks
+    process.kill()
+    process.join()
+    await_end(below)
+    assert len(entries(run)) < STEPS, "the kill came too late"
+
+    result = commands.run(folder, *arguments)
+    assert result.status == 0, result
+    assert "going on from" in result.out
+    assert figures(run) == figures(four)
+
+
+def test_a_rank_that_raises_ends_all_and_is_read_last(tmp_path: Path) -> None:
+    config = configured(tmp_path, SETTINGS | TWO | {"checkpoint.every_steps": 0})
+    report = io.StringIO()
+    target = f"{spread_targets.__name__}:raise_at_step_5"
+    layout = config.parallel.layout
+    status = launch_local(
+        2, target, (config, str(tmp_path)), preload=["phalanx.train.session"], layout=layout, report=report
+    )
+    end_ns = time.monotonic_ns()
+    pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2)]
+    assert status == 1
+    assert (end_ns - int((tmp_path / "raised_ns").read_text())) * 1e-9 < 2.0
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    lines = report.getvalue().splitlines()
+    assert lines[-1].startswith("ArithmeticError: rank 1 has come to step 5")
+    mark = next(index for index, line in enumerate(lines) if line.startswith("rank 1 of 2 on "))
+    assert "pipeline 1" in lines[mark]
+    assert lines[mark + 2].startswith("Traceback"), "the traceback stands under the mark"
+    assert "\n".join(lines[mark:]).count("Traceback") == 1
+
+
+_REFUSED = """
+import contextlib, io, json, sys
+from phalanx.cli.main import main
+refusals = []
+for changes in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    status = 0
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        try:
+            main(["train", "tiny.toml", *json.loads(sys.argv[2]), *changes])
+        except SystemExit as end:
+            status = end.code
+    refusals.append((status, said.getvalue()))
+print(json.dumps([refusals, "torch" in sys.modules]))
+"""
+
+
+def test_impossible_layouts_are_refused_before_anything_is_started(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text("")
+    wrong = {
+        "parallel.tensor=3": "parallel.tensor",
+        "parallel.shard=3": "train.global_batch",
+        "parallel.context=3": "parallel.context",
+        "parallel.pipeline=8": "layers",
+        "parallel.devices=2 parallel.tensor=4": "parallel.devices",
+    }
+    given = overrides(tmp_path, SETTINGS)
+    program = [sys.executable, "-c", _REFUSED, json.dumps([keys.split() for keys in wrong]), json.dumps(given)]
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=True)
+    refusals, has_torch = json.loads(done.stdout)
+    for (status, said), (keys, named) in zip(refusals, wrong.items(), strict=True):
+        assert status == 2, (keys, said)
+        assert named in said, (keys, said)
+    assert not has_torch
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_same_run(folder: Path, four: Path) -> None:
+    (folder / "tiny.toml").write_text("")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
+    arguments = [*torchrun, "-m", "phalanx", *command(folder, FOUR, "torchrun")]
+    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert figures(folder / "torchrun") == figures(four)
