@@ -230,10 +230,13 @@ def _check_devices(config: ParallelConfig) -> None:
 
 
 def _check_context(config: ParallelConfig, task: Task) -> None:
-    pieces = 2 * config.context if config.context > 1 else 1
+    all_windows = all(task.model.window_of(layer) is not None for layer in range(task.model.layers))
+    balanced = config.context > 1 and config.context_method == "ring" and not all_windows
+    pieces = config.context * (2 if balanced else 1)
     if task.sequence_length % pieces:
+        two = ", two a rank" if balanced else ""
         raise UserError(
-            f"does not divide data.sequence_length = {task.sequence_length} into {pieces} equal pieces, two a rank",
+            f"does not divide data.sequence_length = {task.sequence_length} into {pieces} equal pieces{two}",
             cure=f"make data.sequence_length a multiple of {pieces}",
             field="parallel.context",
             value=config.context,

@@ -48,10 +48,9 @@ def resolve_layout(
     Raises:
         UserError: the layout is impossible, or another number of ranks is there than it needs.
     """
+    check_started(config, world_size)
     if wanted_ranks(config) == 1:
         config = _with_parallel(config, devices=world_size)
-    if wanted_ranks(config) != world_size:
-        raise _other_number(config, world_size)
     choice = choose(config, vocab_size, machines)
     if choice.reasons:
         say("\n  ".join([f"layout chosen for {world_size} ranks:", *choice.reasons]))
@@ -113,10 +112,17 @@ def task_of(config: RunConfig, vocab_size: int) -> Task:
     )
 
 
-def _other_number(config: RunConfig, world_size: int) -> UserError:
+def check_started(config: RunConfig, world_size: int) -> None:
+    """Refuse another number of ranks than `config` asks for; where it asks for nothing, any number will do.
+
+    Raises:
+        UserError: it is another.
+    """
     wanted = wanted_ranks(config)
+    if wanted in (1, world_size):
+        return
     asked = f"devices = {wanted}" if config.parallel.devices else axes_text(config.parallel.layout)
-    return UserError(
+    raise UserError(
         f"{asked} needs {wanted} rank{'s' * (wanted > 1)}, and {world_size} {'were' if world_size > 1 else 'was'} "
         "started",
         cure=f"start {wanted} (torchrun --nnodes and --nproc-per-node, srun --ntasks), or change [parallel] to what "

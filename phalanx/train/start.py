@@ -15,7 +15,7 @@ from phalanx.launch.local import launch_local
 from phalanx.launch.rank import load_target
 from phalanx.train.config import RunConfig
 from phalanx.train.derived import check_early
-from phalanx.train.layout import machines_here, resolve_layout, wanted_ranks
+from phalanx.train.layout import check_started, machines_here, resolve_layout, wanted_ranks
 from phalanx.train.preparing import PrepareDisplay
 
 # By name, because they import torch, which the launcher of ranks does without.
@@ -34,6 +34,7 @@ def start(config: RunConfig, config_path: Path, console: Console) -> int:
     """
     worker = worker_environment()
     if worker is not None:
+        check_started(config, worker.world_size)
         return int(load_target(_RANK)(worker, config, config_path))
     if wanted_ranks(config) == 1:
         return int(load_target(_SESSION)(config, config_path, console))

@@ -133,3 +133,12 @@ def test_heads_that_cannot_be_exchanged_are_refused_early() -> None:
     assert choose({"context": 2, "context_method": "all_to_all", "tensor": 4}).layout.world_size == 8
     with pytest.raises(UserError, match=r"parallel\.context = 4: .*model\.heads 8 / parallel\.tensor 4 = 2"):
         choose({"context": 4, "context_method": "all_to_all", "tensor": 4})
+
+
+def test_sequences_are_cut_into_two_pieces_a_rank_only_where_the_ring_balances() -> None:
+    what = replace(task(), sequence_length=60)
+    with pytest.raises(UserError, match=r"parallel\.context = 4: .* into 8 equal pieces, two a rank"):
+        choose({"context": 4}, what)
+    assert choose({"context": 4, "context_method": "all_to_all"}, what).layout.context == 4
+    windows = replace(task(attention=("window",), window=8), sequence_length=60)
+    assert choose({"context": 4}, windows).layout.context == 4
