@@ -115,7 +115,15 @@ def _hold(
     if model.tie_embeddings and first is not None:
         _share_embedding(first.chunk, part)
     shards = tensor_shards(model, config.tensor, tensor.index)
-    chunk = ShardedChunk(part, shards, groups, config, initial=_initial(model, build), device=build.device)
+    chunk = ShardedChunk(
+        part,
+        shards,
+        groups,
+        config,
+        initial=_initial(model, build),
+        device=build.device,
+        whole_blocks=build.compile,
+    )
     return Held(Stage(part, tensor, build.device), chunk, queue)
 
 

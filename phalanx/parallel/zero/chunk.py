@@ -11,7 +11,7 @@ parameters are split over `shard` and `context` together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from phalanx.core.layout import AXES, Axis
 from phalanx.core.shard import Shard
+from phalanx.model.block import Block
 from phalanx.model.part import DecoderPart
 from phalanx.model.shapes import parameter_table
 from phalanx.parallel.config import ParallelConfig
@@ -63,6 +64,7 @@ class ShardedChunk:
         config: `zero`, `bucket_bytes`, `reduce_dtype`.
         initial: values of a block of a logical parameter; None leaves zeros (to be loaded).
         device: where the memory is.
+        whole_blocks: wait for all weights of a block before its forward pass: where that is compiled.
 
     Attributes:
         part: with parameters that have memory.
@@ -79,8 +81,10 @@ class ShardedChunk:
         *,
         initial: Initial | None = None,
         device: torch.device | str = "cpu",
+        whole_blocks: bool = False,
     ) -> None:
         self.part = part
+        self._whole_blocks = whole_blocks
         self._groups, self._config, self._device = groups, config, torch.device(device)
         self._tensor_shards = shards
         self._split_axes = _used(groups, "shard", "context")
@@ -236,16 +240,27 @@ class ShardedChunk:
 
     def _add_hooks(self) -> None:
         norm, head = self.part.norm, self.part.head
-        for top in (*self._tops(), *([] if norm is None else [norm])):
-            # A whole block waits, since seams may use the weights of their neighbours; the last norm waits for the
-            # head, whose logits are not taken by a call of the module.
-            needed = [*top.parameters(), *(head.parameters() if top is norm and head is not None else ())]
+        for module in (*self._waiting(), *([] if norm is None else [norm])):
+            # The last norm waits for the head, whose logits are not taken by a call of the module.
+            needed = [*module.parameters(), *(head.parameters() if module is norm and head is not None else ())]
             buckets = self._holding(needed, keeps_weights=True)
-            top.register_forward_pre_hook(partial(_wait_for, buckets))
+            module.register_forward_pre_hook(partial(_wait_for, buckets))
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.parameters):
                 hook = partial(self._accumulated, bucket, index)
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _waiting(self) -> Iterator[nn.Module]:
+        """Modules before whose forward pass their weights must be there.
+
+        A serial block uses them one after the other, so its first product need not wait for its last weights. In other
+        blocks seams use the weights of their neighbours, and within a compiled one nothing can wait.
+        """
+        for top in self._tops():
+            if isinstance(top, Block) and top.kind == "serial" and not self._whole_blocks:
+                yield from top.children()
+            else:
+                yield top
 
     def _logical(self) -> tuple[dict[str, nn.Parameter], dict[str, Shard]]:
         found, shards = {}, {}

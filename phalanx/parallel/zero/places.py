@@ -17,6 +17,9 @@ from torch import nn
 from phalanx.model.layers import Part, Stored
 from phalanx.model.part import DecoderPart
 
+# How much smaller than the others the first bucket of a kind is.
+_FIRST = 8
+
 
 @dataclass
 class StoredParameter:
@@ -132,17 +135,22 @@ def plan_places(
 ) -> list[Place]:
     """Buckets in order of use; one is closed when the next parameter of its kind would make it too large.
 
+    The first bucket of a kind is smaller: nothing is computed yet that could hide its gather, and nothing any more that
+    could hide its reduction.
+
     Args:
         width: elements of a row.
         bucket_bytes: the size, in fp32, that only a bucket of a single parameter exceeds.
     """
     places: list[Place] = []
+    limits: dict[Kind, int] = {}
     open_places: dict[Kind, Place] = {}
     for order, one in enumerate(stored):
         kind = kind_of(one)
         place = open_places.get(kind)
         size = 0 if place is None else (place.rows + rows_of(one.meta, width)) * width * 4
-        if place is None or size > bucket_bytes:
+        if place is None or size > limits[kind]:
+            limits[kind] = bucket_bytes // _FIRST if place is None else bucket_bytes
             place = open_places[kind] = Place(kind, width)
             places.append(place)
         place.add(one, order)
