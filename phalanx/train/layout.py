@@ -58,7 +58,7 @@ def resolve_layout(
     if choice.micro_batch:
         train = config.train.model_copy(update={"micro_batch": choice.micro_batch})
         chosen = chosen.model_copy(update={"train": train})
-    return validate(RunConfig, chosen.model_dump())  # what was chosen must fit the other settings too
+    return chosen
 
 
 def choose(config: RunConfig, vocab_size: int, machines: Machines) -> Choice:
@@ -67,7 +67,11 @@ def choose(config: RunConfig, vocab_size: int, machines: Machines) -> Choice:
     Raises:
         UserError: it is not.
     """
-    return choose_layout(config.parallel, task_of(config, vocab_size), machines)
+    choice = choose_layout(config.parallel, task_of(config, vocab_size), machines)
+    validate(
+        RunConfig, _with_parallel(config, **dict(choice.config)).model_dump()
+    )  # it must fit the other settings too
+    return choice
 
 
 def ignored_settings(config: ParallelConfig) -> list[str]:

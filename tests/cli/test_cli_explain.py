@@ -240,3 +240,11 @@ def test_settings_without_effect_are_named() -> None:
 
 def test_muon_is_spread_without_splitting_matrices() -> None:
     assert "replicate = 2: data parallel" in _explained("parallel.devices=2").output
+
+
+def test_what_is_chosen_is_checked_as_if_it_was_given() -> None:
+    """16 ranks for 8 sequences need tensor parallel, whose layers cannot be compiled."""
+    settings = ("parallel.devices=16", "train.global_batch=8", *ADAMW)
+    assert "tensor = 2" in _explained(*settings).output
+    refused = _explained(*settings, "train.compile=true").exception
+    assert isinstance(refused, UserError) and "parallel.tensor = 2" in str(refused)
