@@ -5,6 +5,7 @@ Everything here is arithmetic on the config, done before any process is started.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from phalanx.parallel.tensor.sizes import local_config
 
 # Tokens of a micro-batch that are enough to keep a GEMM near its best rate.
 _ENOUGH_TOKENS = 4096
+# How far a number of devices that would do is looked for, each way.
+_NEAR = 8
 
 
 @dataclass(frozen=True)
@@ -138,10 +141,32 @@ def _choose(config: ParallelConfig, task: Task, machines: Machines) -> Choice:
         return _checked(config, task, machines, ())
     raise UserError(
         f"no layout of so many devices was found: {_what(refused[0])}",
-        cure="give the axes yourself, or another number of devices",
+        cure=f"{_nearest(config, known, task, machines)}or give the axes yourself",
         field="parallel.devices",
         value=config.devices,
     )
+
+
+def _nearest(config: ParallelConfig, known: int, task: Task, machines: Machines) -> str:
+    """The numbers of devices next to the one that cannot be, as words of a cure; empty where none is near."""
+    below = range(config.devices - known, 0, -known)[:_NEAR]
+    above = range(config.devices + known, config.devices + (_NEAR + 1) * known, known)
+    found = []
+    for numbers in (below, above):
+        there = (n for n in numbers if _can_be(config.model_copy(update={"devices": n}), known, task, machines))
+        found += map(str, itertools.islice(there, 1))
+    return f"take {' or '.join(found)} devices, " if found else ""
+
+
+def _can_be(config: ParallelConfig, known: int, task: Task, machines: Machines) -> bool:
+    given: list[Axis] = [axis for axis in AXES if getattr(config, axis) > 1]
+    for candidate, reasons in _candidates(config, given, config.devices // known, task, machines):
+        try:
+            _checked(candidate, task, machines, reasons)
+            return True
+        except UserError:
+            continue
+    return False
 
 
 def _what(error: UserError) -> str:

@@ -142,3 +142,12 @@ def test_sequences_are_cut_into_two_pieces_a_rank_only_where_the_ring_balances()
     assert choose({"context": 4, "context_method": "all_to_all"}, what).layout.context == 4
     windows = replace(task(attention=("window",), window=8), sequence_length=60)
     assert choose({"context": 4}, windows).layout.context == 4
+
+
+def test_numbers_of_devices_that_would_do_are_named() -> None:
+    with pytest.raises(
+        UserError, match=r"parallel\.devices = 11: no layout .*; take 10 or 12 devices, or give the axes"
+    ):
+        choose({"devices": 11}, task(layers=5))
+    with pytest.raises(UserError, match=r"parallel\.devices = 22: .*; take 20 or 24 devices, or give"):
+        choose({"devices": 22, "tensor": 2}, task(layers=5))
