@@ -151,7 +151,7 @@ def _nearest(config: ParallelConfig, known: int, task: Task, machines: Machines)
     """The numbers of devices next to the one that cannot be, as words of a cure; empty where none is near."""
     below = range(config.devices - known, 0, -known)[:_NEAR]
     above = range(config.devices + known, config.devices + (_NEAR + 1) * known, known)
-    found = []
+    found: list[str] = []
     for numbers in (below, above):
         there = (n for n in numbers if _can_be(config.model_copy(update={"devices": n}), known, task, machines))
         found += map(str, itertools.islice(there, 1))
