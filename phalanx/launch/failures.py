@@ -111,7 +111,8 @@ def describe(failures: Sequence[Failure], world_size: int, host: str, layout: La
         return "\n".join([*lines, f"error: {culprit.summary} [{where}{also}]"]) + "\n"
     if culprit.kind == "interrupted":
         return f"interrupted, and so were all {world_size} ranks\n"
-    mark = f"{where}: {culprit.summary}{also}"
+    summary = textwrap.shorten(culprit.summary, 200, placeholder=" …")  # all of it stands at the traceback's end
+    mark = f"{where}: {summary}{also}"
     rule = "=" * min(max(len(mark), 20), 100)
     return "\n".join([*lines, rule, mark, rule, *culprit.text.splitlines()]) + "\n"
 
