@@ -24,9 +24,9 @@ CASES = {
     "zero 2 of 4, lamb": Case({"shard": 4, "zero": 2}, optim={"name": "lamb"}),
     "zero 3, came": Case({"shard": 2, "zero": 3}, optim={"name": "came"}),
     "hybrid zero 3, recompute": Case({"replicate": 2, "shard": 2, "zero": 3}, recompute="full", optim=SGD),
-    "tensor": Case({"tensor": 2}, optim=SGD),
-    "tensor 4, parallel block, dropout": Case({"tensor": 4}, PARALLEL_BLOCK | DROPPED),
-    "tensor, chunked": Case({"tensor": 2, "tensor_overlap": "chunked"}, PARALLEL_BLOCK, optim=SGD),
+    "tensor": Case({"tensor": 2}, optim=SGD, micro_batch=4),
+    "tensor 4, parallel block, dropout": Case({"tensor": 4}, PARALLEL_BLOCK | DROPPED, micro_batch=4),
+    "tensor, chunked": Case({"tensor": 2, "tensor_overlap": "chunked"}, PARALLEL_BLOCK, optim=SGD, micro_batch=4),
     "ring": Case({"context": 2}, WINDOWS, optim=SGD),
     "all to all, dropout": Case({"context": 2, "context_method": "all_to_all"}, DROPPED),
     "1f1b": Case({"pipeline": 2}, optim=SGD),
@@ -39,14 +39,16 @@ CASES = {
     "zbv, tied": Case({"pipeline": 2, "schedule": "zbv"}, {"tie_embeddings": True}, optim=SGD),
     "pp, fs, tp": Case({"pipeline": 2, "shard": 2, "tensor": 2}, PARALLEL_BLOCK | WINDOWS, optim={"name": "lamb"}),
     "pp, dp, cp": Case({"pipeline": 2, "replicate": 2, "context": 2}, {"tie_embeddings": True}, optim=SGD),
-    "fs, cp, tp, zero 3": Case({"shard": 2, "context": 2, "tensor": 2, "zero": 3}, DROPPED, optim={"name": "came"}),
+    "fs, cp, tp, zero 3": Case(
+        {"shard": 2, "context": 2, "tensor": 2, "zero": 3}, DROPPED, optim={"name": "came"}, micro_batch=2
+    ),
     "zero bubble, fs, tp": Case(
         {"pipeline": 2, "shard": 2, "tensor": 2, "schedule": "interleaved_zero_bubble"},
         {"bias": "all", "norm": "layer", "activation": "gelu", "position": "learned"},
     ),
     "no clipping, gpt": Case(
         {"shard": 2, "tensor": 2}, {"bias": "all", "norm": "layer", "position": "learned"},
-        optim=SGD | {"clip_norm": 0.0},
+        optim=SGD | {"clip_norm": 0.0}, micro_batch=4,
     ),
 }  # fmt: skip
 

@@ -120,6 +120,7 @@ def test_four_ranks_have_the_figures_of_one(single: Path, four: Path) -> None:
     assert [entry["step"] for entry in entries(four)] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.slow
 def test_two_stages_have_the_figures_of_one(folder: Path, single: Path, commands: Commands) -> None:
     result = spread(folder, commands, TWO, "two")
     assert result.status == 0, result
@@ -153,6 +154,7 @@ def test_one_process_goes_on_with_what_four_saved(folder: Path, single: Path, fo
     assert_close(copy, single)
 
 
+@pytest.mark.slow
 def test_a_job_that_is_stopped_and_killed_goes_on_bit_for_bit(folder: Path, four: Path, commands: Commands) -> None:
     run, arguments = folder / "ended", command(folder, FOUR, "ended")
     process = commands.start(folder, arguments)

@@ -46,9 +46,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 QUICK_LAYOUTS = ("single", "pp2 zbv")
 
-Start = Callable[[Sequence[RunConfig]], None]
+Start = Callable[[RunConfig], None]
 
-_SETTINGS: dict[str, Any] = {
+SETTINGS: dict[str, Any] = {
     "data.sources.0.kind": "jsonl",
     "data.tokenizer.kind": "bytes",
     "data.sequence_length": 16,
@@ -98,10 +98,10 @@ def all_pairs(names: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def reshard(folder: Path, pairs: Sequence[tuple[str, str]], start: Start | None = None) -> list[Moved]:
-    """What comes of moving a run from one layout to another, for each pair; each layout is started twice at most.
+    """What comes of moving a run from one layout to another, for each pair.
 
     Args:
-        start: runs several configs of one layout on its ranks, one config after the other; as processes by default.
+        start: does one run on the ranks of its layout; as processes by default.
 
     Raises:
         RuntimeError: ranks failed; they have said why.
@@ -110,9 +110,9 @@ def reshard(folder: Path, pairs: Sequence[tuple[str, str]], start: Start | None 
     names = list(dict.fromkeys(name for pair in pairs for name in pair))
     prepare(source_config(folder, names[0]).data)
     for name in dict.fromkeys(saved for saved, _ in pairs):
-        start([source_config(folder, name)])
-    for name in dict.fromkeys(loaded for _, loaded in pairs):
-        start([copied_config(folder, saved, loaded) for saved, loaded in pairs if loaded == name])
+        start(source_config(folder, name))
+    for saved, loaded in pairs:
+        start(copied_config(folder, saved, loaded))
     return [moved(folder, saved, loaded) for saved, loaded in pairs]
 
 
@@ -144,21 +144,21 @@ def moved(folder: Path, saved: str, loaded: str) -> Moved:
     )
 
 
-def by_processes(configs: Sequence[RunConfig]) -> None:
+def by_processes(config: RunConfig) -> None:
     """Ranks started as `phalanx train` starts them."""
-    layout = configs[0].parallel.layout
+    layout = config.parallel.layout
     target, preload = f"{__name__}:process_rank", ["phalanx.train.session", __name__]
-    if launch_local(layout.world_size, target, (configs,), preload=preload, layout=layout, threads=1):
+    if launch_local(layout.world_size, target, (config,), preload=preload, layout=layout, threads=1):
         raise RuntimeError(f"the ranks of {layout} failed")
 
 
-def process_rank(worker: Worker, configs: Sequence[RunConfig]) -> None:
-    """One of the processes of a layout: does all runs, one after the other."""
-    ranks = meet(worker if worker.world_size > 1 else None, configs[0].parallel)
-    for config in configs:
+def process_rank(worker: Worker, config: RunConfig) -> None:
+    """One of the processes."""
+    ranks = meet(worker if worker.world_size > 1 else None, config.parallel)
+    try:
         one_run(config, ranks)
-        ranks.peers.barrier()
-    ranks.close()
+    finally:
+        ranks.close()
 
 
 def one_run(config: RunConfig, ranks: Ranks) -> None:
@@ -194,7 +194,7 @@ def _config(folder: Path, name: str, run: str) -> RunConfig:
     if not corpus.exists():
         _write_corpus(corpus)
     places = {"data.sources.0.path": corpus, "data.folder": folder / "prepared", "run.folder": folder / run}
-    settings: Mapping[str, Any] = _SETTINGS | {key: str(path) for key, path in places.items()}
+    settings: Mapping[str, Any] = SETTINGS | {key: str(path) for key, path in places.items()}
     keys = settings | {f"parallel.{axis}": size for axis, size in LAYOUTS[name].items()}
     return load(RunConfig, None, [f"{key}={json.dumps(value)}" for key, value in keys.items()]).value
 
