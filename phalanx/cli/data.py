@@ -22,7 +22,7 @@ from phalanx.data.sources.files import Split
 from phalanx.data.tokens.prepared import Prepared
 from phalanx.data.tokens.stream import TokenStream
 from phalanx.train.config import RunConfig
-from phalanx.train.preparing import PrepareDisplay
+from phalanx.train.reports.preparing import PrepareDisplay
 
 
 @click.group()

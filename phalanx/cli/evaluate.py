@@ -11,8 +11,8 @@ import click
 from phalanx.core.config import load
 from phalanx.train.config import RunConfig
 from phalanx.train.evaluate import evaluate, held_out_loss
-from phalanx.train.reporting import describe
-from phalanx.train.trained import held_out_text, open_trained
+from phalanx.train.reports.reporting import describe
+from phalanx.train.weights.trained import held_out_text, open_trained
 
 
 @click.command()

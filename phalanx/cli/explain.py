@@ -18,9 +18,9 @@ from phalanx.core.errors import UserError
 from phalanx.data.tokenizers.vocabulary import configured_vocab_size
 from phalanx.parallel.config import ParallelConfig
 from phalanx.train.config import RunConfig
-from phalanx.train.derived import Derived, derive
-from phalanx.train.layout import ignored_settings, wanted_ranks
-from phalanx.train.spread import explain_spread
+from phalanx.train.derived.figures import Derived, derive
+from phalanx.train.derived.layout import ignored_settings, wanted_ranks
+from phalanx.train.derived.spread import explain_spread
 
 
 @click.command()

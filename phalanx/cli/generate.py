@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from phalanx.train.sampling import continue_text, prompt_ids
-from phalanx.train.trained import open_trained
+from phalanx.train.weights.sampling import continue_text, prompt_ids
+from phalanx.train.weights.trained import open_trained
 
 
 @click.command()

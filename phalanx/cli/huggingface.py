@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from phalanx.train.convert import export_run, import_config
+from phalanx.train.weights.convert import export_run, import_config
 
 _check = click.option("--check/--no-check", default=True, show_default=True, help="Compare with transformers.")
 

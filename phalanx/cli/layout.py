@@ -14,8 +14,8 @@ from phalanx.core.layout import AXES
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.draw import draw_layout
 from phalanx.parallel.pipeline.drawing import draw
-from phalanx.train.layout import axes_text
-from phalanx.train.spread import Spread, Stages
+from phalanx.train.derived.layout import axes_text
+from phalanx.train.derived.spread import Spread, Stages
 
 _WIDEST_DRAWING = 140
 _DRAWING_IN_A_PIPE = 100

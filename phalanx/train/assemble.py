@@ -23,17 +23,17 @@ from phalanx.parallel.apply import Build, build_engine
 from phalanx.parallel.choose import Machines
 from phalanx.train.batches import open_stream
 from phalanx.train.config import RunConfig
-from phalanx.train.derived import complete_model, total_steps
+from phalanx.train.derived.figures import complete_model, total_steps
+from phalanx.train.derived.layout import ignored_settings, resolve_layout
+from phalanx.train.derived.memory import described, require_memory, smaller_model, standing_bytes
 from phalanx.train.device import Device, choose_device, measure_peak
 from phalanx.train.failures import explained
-from phalanx.train.initial_weights import load_initial_weights
-from phalanx.train.layout import ignored_settings, resolve_layout
-from phalanx.train.memory import described, require_memory, smaller_model, standing_bytes
 from phalanx.train.micro_batch import choose_micro_batch
 from phalanx.train.ranks import Ranks
 from phalanx.train.run import Run
 from phalanx.train.run_folder import RunFolder, note_hardware
 from phalanx.train.trainer import LocalTrainer, SpreadTrainer, Trainer
+from phalanx.train.weights.initial import load_initial_weights
 
 Say = Callable[[str], None]
 

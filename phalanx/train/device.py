@@ -18,7 +18,7 @@ from phalanx.kernels.host_memory import keep_freed_memory, use_huge_pages
 from phalanx.launch.devices import device_index
 from phalanx.launch.environment import Worker
 from phalanx.train.config import TrainConfig
-from phalanx.train.memory import host_available_bytes
+from phalanx.train.derived.memory import host_available_bytes
 
 # Of address space, not of memory: room for the tensors of a step of the sizes that train on a CPU.
 _HUGE_PAGE_HEAP_BYTES = 2 << 30

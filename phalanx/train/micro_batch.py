@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from phalanx.data.batch import Batch
-from phalanx.train.derived import cpu_micro_batch
+from phalanx.train.derived.figures import cpu_micro_batch
 from phalanx.train.failures import out_of_memory, too_big
 from phalanx.train.run import Run
 

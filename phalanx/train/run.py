@@ -28,7 +28,7 @@ from phalanx.optim.build import OptimizerSet
 from phalanx.optim.state_shards import state_shards
 from phalanx.train.batches import Stream
 from phalanx.train.config import RunConfig
-from phalanx.train.derived import batch_sizes
+from phalanx.train.derived.figures import batch_sizes
 from phalanx.train.device import Device
 from phalanx.train.evaluate import Evaluation, evaluate
 from phalanx.train.failures import out_of_memory, too_big

@@ -20,18 +20,18 @@ from phalanx.model.shapes import flops_per_token, num_parameters
 from phalanx.telemetry.loggers import MetricsLogger, Silent, open_loggers
 from phalanx.train.assemble import assemble
 from phalanx.train.config import RunConfig
-from phalanx.train.derived import check_early, default_folder
-from phalanx.train.display import Display, make_display
+from phalanx.train.derived.figures import check_early, default_folder
+from phalanx.train.derived.layout import axes_text
 from phalanx.train.failures import explained
-from phalanx.train.layout import axes_text
 from phalanx.train.loop import Outcome, train
-from phalanx.train.preparing import PrepareDisplay
 from phalanx.train.ranks import Ranks, meet
-from phalanx.train.reporting import Reporter, describe
+from phalanx.train.reports.display import Display, make_display
+from phalanx.train.reports.preparing import PrepareDisplay
+from phalanx.train.reports.reporting import Reporter, describe
 from phalanx.train.run import Run
 from phalanx.train.run_folder import RunFolder, open_for_training
-from phalanx.train.sampling import continue_text
-from phalanx.train.trained import open_trained
+from phalanx.train.weights.sampling import continue_text
+from phalanx.train.weights.trained import open_trained
 
 _LESS = "set train.micro_batch lower, train.recompute=full, or choose a smaller model or data.sequence_length"
 _WORTH_SAYING_S = 0.01

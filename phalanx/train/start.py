@@ -14,9 +14,9 @@ from phalanx.launch.environment import worker_environment
 from phalanx.launch.local import launch_local
 from phalanx.launch.rank import load_target
 from phalanx.train.config import RunConfig
-from phalanx.train.derived import check_early
-from phalanx.train.layout import check_started, machines_here, resolve_layout, wanted_ranks
-from phalanx.train.preparing import PrepareDisplay
+from phalanx.train.derived.figures import check_early
+from phalanx.train.derived.layout import check_started, machines_here, resolve_layout, wanted_ranks
+from phalanx.train.reports.preparing import PrepareDisplay
 
 # By name, because they import torch, which the launcher of ranks does without.
 _SESSION = "phalanx.train.session:train_session"

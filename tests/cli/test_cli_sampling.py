@@ -11,7 +11,7 @@ import pytest
 from train_helpers import Commands, entries, write_corpus
 
 from phalanx.data.tokenizers.tokenizer import ByteTokenizer
-from phalanx.train.sampling import stream_text
+from phalanx.train.weights.sampling import stream_text
 
 ROOT = Path(__file__).parents[2]
 

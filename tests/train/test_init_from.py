@@ -15,9 +15,9 @@ from phalanx.checkpoint.restore import newest
 from phalanx.core.config import load
 from phalanx.core.errors import UserError
 from phalanx.train.config import RunConfig
-from phalanx.train.convert import export_run, import_config
 from phalanx.train.run import Run
-from phalanx.train.trained import open_trained
+from phalanx.train.weights.convert import export_run, import_config
+from phalanx.train.weights.trained import open_trained
 
 pytestmark = pytest.mark.usefixtures("no_peak")
 

@@ -11,9 +11,9 @@ import torch
 from train_helpers import begin, configured
 
 from phalanx.core.errors import UserError
-from phalanx.train import memory
+from phalanx.train.derived import memory
+from phalanx.train.derived.memory import host_available_bytes, require_memory, standing_bytes
 from phalanx.train.failures import explained, out_of_memory
-from phalanx.train.memory import host_available_bytes, require_memory, standing_bytes
 
 
 @pytest.mark.usefixtures("no_peak")

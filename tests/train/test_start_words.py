@@ -9,7 +9,7 @@ from phalanx.core.errors import UserError
 from phalanx.core.phases import Phases
 from phalanx.parallel.choose import Machines
 from phalanx.train.config import RunConfig
-from phalanx.train.layout import check_started, resolve_layout
+from phalanx.train.derived.layout import check_started, resolve_layout
 from phalanx.train.session import started
 
 

@@ -23,7 +23,7 @@ from phalanx.train import assemble as assembling
 from phalanx.train import session
 from phalanx.train.config import RunConfig
 from phalanx.train.loop import Outcome, train
-from phalanx.train.reporting import Reporter
+from phalanx.train.reports.reporting import Reporter
 from phalanx.train.run import Run
 from phalanx.train.run_folder import open_for_training
 

@@ -26,10 +26,10 @@ from phalanx.launch.local import launch_local
 from phalanx.telemetry.loggers import Silent, open_loggers
 from phalanx.train.assemble import assemble
 from phalanx.train.config import RunConfig
-from phalanx.train.display import make_display
 from phalanx.train.loop import train
 from phalanx.train.ranks import Ranks, meet
-from phalanx.train.reporting import Reporter
+from phalanx.train.reports.display import make_display
+from phalanx.train.reports.reporting import Reporter
 from phalanx.train.run import Run
 from phalanx.train.run_folder import RunFolder, open_for_training
 from support.parity.compare import BAR, relative_error

@@ -14,7 +14,7 @@ from phalanx.core.errors import UserError
 from phalanx.core.files import write_bytes
 from phalanx.model.config import ModelConfig
 from phalanx.model.huggingface import export_folder, parity
-from phalanx.train.initial_weights import weights_of_folder, weights_of_run
+from phalanx.train.weights.initial import weights_of_folder, weights_of_run
 
 Say = Callable[[str], None]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

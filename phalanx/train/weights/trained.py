@@ -18,7 +18,7 @@ from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.model.decoder import Decoder
 from phalanx.model.logical import LogicalParameters
 from phalanx.train.config import RunConfig
-from phalanx.train.derived import complete_model
+from phalanx.train.derived.figures import complete_model
 from phalanx.train.device import Device, choose_device
 from phalanx.train.run_folder import RunFolder
 

@@ -13,8 +13,8 @@ from phalanx.optim.groups import assign
 from phalanx.parallel.choose import Choice, Machines, Task, choose_layout
 from phalanx.parallel.config import ParallelConfig
 from phalanx.train.config import RunConfig
-from phalanx.train.derived import complete_model
-from phalanx.train.memory import host_available_bytes, standing_bytes
+from phalanx.train.derived.figures import complete_model
+from phalanx.train.derived.memory import host_available_bytes, standing_bytes
 
 _DEVICE_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 

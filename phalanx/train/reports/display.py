@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from phalanx.core import units
-from phalanx.train.record import StepReport
+from phalanx.train.reports.record import StepReport
 
 _GAP = 2
 _ECHO = 2  # left free at the end of the last line, where a terminal shows ^C, lest it wrap and leave debris

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from phalanx.core import units
 from phalanx.telemetry.loggers import MetricsLogger
-from phalanx.train.display import Display, Status
 from phalanx.train.evaluate import Evaluation
-from phalanx.train.record import StepReport
+from phalanx.train.reports.display import Display, Status
+from phalanx.train.reports.record import StepReport
 from phalanx.train.run import Run
 
 

@@ -15,10 +15,10 @@ from phalanx.model.config import ModelConfig
 from phalanx.model.huggingface import import_folder
 from phalanx.model.logical import fill
 from phalanx.model.shapes import parameter_table
-from phalanx.train.derived import complete_model
+from phalanx.train.derived.figures import complete_model
 from phalanx.train.run_folder import RunFolder
-from phalanx.train.trained import require_checkpoint, same_ids
 from phalanx.train.trainer import Trainer
+from phalanx.train.weights.trained import require_checkpoint, same_ids
 
 # What may differ between a model and the weights it starts from; sizes are compared as they are resolved.
 _FREE = frozenset(

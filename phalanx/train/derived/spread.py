@@ -12,8 +12,8 @@ from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.pipeline.split import StageSpan, imbalance, split_stages
 from phalanx.parallel.pipeline.tables import Table, make_table
 from phalanx.train.config import RunConfig
-from phalanx.train.derived import cpu_micro_batch
-from phalanx.train.layout import choose, machines_here, task_of, wanted_ranks
+from phalanx.train.derived.figures import cpu_micro_batch
+from phalanx.train.derived.layout import choose, machines_here, task_of, wanted_ranks
 
 _HOST_RANKS = 8
 _UNEVEN = 0.05

@@ -1,0 +1,1 @@
+"""Weights that exist: to start from, to sample from, to convert."""
