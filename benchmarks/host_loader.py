@@ -197,7 +197,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--method", choices=("fork", "exec"), default="fork")
+    parser.add_argument("--quick", action="store_true", help="4 ranks and few steps, once, to see that it works")
     options = parser.parse_args()
+    if options.quick:
+        options.ranks, options.indices, options.steps, options.repeats = 4, "1,4", 10, 1
     print(f"{options.ranks} ranks, {options.rows} x {options.length} tokens a step for each data-parallel index,")
     print(f"{options.steps} steps, n={options.repeats}: median (range); the loader process by {options.method}")
     print("| indices | way | read, bytes per token | CPU, us per token | memory, MiB | token files, MiB | first, ms |")
