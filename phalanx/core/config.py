@@ -221,7 +221,9 @@ def _explain(kind: type[Config], item: Any) -> UserError:
 
 def _unknown(kind: type[Config], dotted: str) -> UserError:
     normal = ".".join("0" if part.isdigit() else part for part in dotted.split("."))
-    keys = [key for key in known_keys(kind) if not normal.startswith(f"{key}.")]
+    known = list(known_keys(kind))
+    sections = {key for key in known if any(other.startswith(f"{key}.") for other in known)}
+    keys = [key for key in known if key not in sections or not normal.startswith(f"{key}.")]
     close = difflib.get_close_matches(normal, keys, n=1, cutoff=0.6)
     if not close:
         by_name = {key.rsplit(".", 1)[-1]: key for key in keys}
