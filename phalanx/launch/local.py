@@ -222,8 +222,10 @@ class _Job:
             self._send(number)
 
     def _send(self, number: signal.Signals) -> None:
+        """Have the ranks that run signalled; where they and the template are gone by now, its last words tell how."""
         if self.running:
-            self._tell(Send(sorted(self.running), number))
+            with contextlib.suppress(_TemplateGoneError):
+                self._tell(Send(sorted(self.running), number))
 
     def _tell(self, message: Any) -> None:
         try:
