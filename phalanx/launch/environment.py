@@ -63,11 +63,6 @@ class Worker:
     listen_fd: int | None = None
     phases_s: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def start_up_s(self) -> float:
-        """From the launch until the rank's own code ran; 0 where nobody timed it."""
-        return sum(self.phases_s.values())
-
     def with_phase(self, name: str, seconds: float) -> Worker:
         """The same worker with one more phase of its start-up, to the microsecond."""
         return replace(self, phases_s={**self.phases_s, name: round(seconds, 6)})

@@ -128,6 +128,8 @@ def test_a_rank_that_vanishes_leaves_no_checkpoint(tmp_path: Path, culprit: int,
     # A rank that still writes while another clears up may leave something behind, which the next save removes.
     assert [name for name in names(tmp_path) if not name.startswith(".writing-")] == ["step-00000001"]
     require_version(tmp_path, 1)
+    succeed(SIZE, lambda peers: save_version(tmp_path, 3, peers))
+    assert names(tmp_path) == ["step-00000001", "step-00000003"]
 
 
 def gloo_peers(folder: Path, rank: int, size: int) -> GroupPeers:

@@ -33,6 +33,7 @@ def test_compiled_is_eager_and_compiles_once(kind: str) -> None:
         graphs.append(counters["stats"]["unique_graphs"])
         for name in mine:
             torch.testing.assert_close(mine[name], theirs[name], rtol=1e-5, atol=1e-6)
-    assert 0 < graphs[0] <= 16  # CAME: five passes, and tiny sizes that happen to be equal are compiled apart
+    # CAME: five passes, and tiny sizes that happen to be equal are compiled apart.
+    assert 0 < graphs[0] <= {"lamb": 6, "came": 14}[kind]
     assert len(set(graphs)) == 1, f"graphs after each step: {graphs}"
     assert not counters["graph_break"]

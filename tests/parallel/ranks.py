@@ -3,13 +3,12 @@ communication. For what needs real processes (start-up, faults, fork) see tests/
 
 from __future__ import annotations
 
-import itertools
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from support.parity.places import in_threads
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ProcessGroupGloo
 
 from phalanx.core.layout import Axis, Layout
@@ -52,26 +51,14 @@ class ThreadGroups:
 def run_ranks(layout: Layout | int, body: Callable[[ThreadGroups], T]) -> list[T]:
     """Run `body` once per rank, at the same time, and return what each returned; the first error is raised here."""
     layout = Layout(replicate=layout) if isinstance(layout, int) else layout
-    store = HashStore()
-    results: list[Any] = [None] * layout.world_size
-    errors: list[tuple[int, BaseException]] = []
-    order = itertools.count()
+    members: list[ThreadGroups] = []
 
-    members = [ThreadGroups(layout, rank, store) for rank in range(layout.world_size)]
+    def main(rank: int, store: Any) -> T:
+        members.append(ThreadGroups(layout, rank, store))
+        return body(next(groups for groups in members if groups.rank == rank))
 
-    def main(rank: int) -> None:
-        try:
-            results[rank] = body(members[rank])
-        except BaseException as error:
-            errors.append((next(order), error))
-
-    threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(layout.world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for groups in members:
-        groups.close()
-    if errors:
-        raise min(errors, key=lambda pair: pair[0])[1]
-    return results
+    try:
+        return in_threads(layout, main)
+    finally:
+        for groups in members:
+            groups.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import model_builders
 import pytest
 import torch
 from ranks import ThreadGroups, run_ranks
@@ -23,23 +24,9 @@ from phalanx.parallel.group import Group
 from phalanx.parallel.tensor.sizes import local_config, tensor_shards
 from phalanx.parallel.tensor.spread import local_context, spread_tensor
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "llama": {"kv_heads": 2},
-    "gpt2": {
-        "norm": "layer",
-        "bias": "all",
-        "activation": "gelu_tanh",
-        "position": "learned",
-        "tie_embeddings": True,
-    },
-    "nanogpt": {"norm": "layer", "activation": "gelu", "position": "learned", "tie_embeddings": True},
-    "qwen": {"bias": "qkv", "kv_heads": 2, "qk_norm": True, "tie_embeddings": True},
-    "windows": {"attention": ("window", "window", "full"), "window": 5, "kv_heads": 2},
-    "parallel": {"block": "parallel", "activation": "gelu"},
+VARIANTS: dict[str, dict[str, Any]] = model_builders.VARIANTS | {
+    "qwen": model_builders.VARIANTS["qwen"] | {"kv_heads": 2},  # a single key/value head cannot be split
     "parallel_biased": {"block": "parallel", "bias": "all", "norm": "layer"},
-    "merged": {"block": "parallel", "merged_projections": True, "kv_heads": 2},
-    "merged_biased": {"block": "parallel", "merged_projections": True, "bias": "all", "norm": "layer"},
-    "capped": {"logit_softcap": 5.0, "z_loss": 0.01, "position": "none", "head_size": 12},
     "dropping": {"dropout": 0.2, "attention_dropout": 0.1, "attention_backend": "math", "kv_heads": 2},
     "dropping_parallel": {"block": "parallel", "dropout": 0.2},
 }
