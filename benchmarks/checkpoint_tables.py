@@ -18,9 +18,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from phalanx.checkpoint import dcp, manifest, tables
-from phalanx.checkpoint.manifest import FORMAT_VERSION, Chunk, FileEntry, Manifest
-from phalanx.checkpoint.tables import Written
+from phalanx.checkpoint.format import dcp, manifest, tables
+from phalanx.checkpoint.format.manifest import FORMAT_VERSION, Chunk, FileEntry, Manifest
+from phalanx.checkpoint.format.tables import Written
 
 STAGES, TENSOR, LAYERS, WIDTH = 8, 8, 96, 12288
 MATRICES = ("attention.q", "attention.k", "attention.v", "attention.o", "mlp.gate", "mlp.up", "mlp.down")

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint import dcp, tables
-from phalanx.checkpoint.blocks import Block, held
-from phalanx.checkpoint.fill import fill
-from phalanx.checkpoint.folder import Candidate, candidates, clean
-from phalanx.checkpoint.manifest import DamagedCheckpointError, Manifest, TensorEntry, decode, encode
-from phalanx.checkpoint.tables import names_on_no_rank, names_to_bits, share_out
+from phalanx.checkpoint.format import dcp, tables
+from phalanx.checkpoint.format.blocks import Block, held
+from phalanx.checkpoint.format.fill import fill
+from phalanx.checkpoint.format.manifest import DamagedCheckpointError, Manifest, TensorEntry, decode, encode
+from phalanx.checkpoint.format.tables import names_on_no_rank, names_to_bits, share_out
+from phalanx.checkpoint.format.verify import check_file, examine
+from phalanx.checkpoint.storage.folder import Candidate, candidates, clean
 from phalanx.checkpoint.together import at_first, everywhere
-from phalanx.checkpoint.verify import check_file, examine
 from phalanx.core.errors import UserError
 from phalanx.core.peers import ALONE, Peers
 from phalanx.core.shard import Shard

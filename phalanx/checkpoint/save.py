@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from phalanx import __version__
-from phalanx.checkpoint import dcp, tables
-from phalanx.checkpoint import manifest as manifests
-from phalanx.checkpoint.blocks import Block, held
-from phalanx.checkpoint.folder import clean, publish, writing
-from phalanx.checkpoint.manifest import FORMAT_VERSION, MANIFEST, SUMS, Manifest, Meta
-from phalanx.checkpoint.tables import Written
+from phalanx.checkpoint.format import dcp, tables
+from phalanx.checkpoint.format import manifest as manifests
+from phalanx.checkpoint.format.blocks import Block, held
+from phalanx.checkpoint.format.manifest import FORMAT_VERSION, MANIFEST, SUMS, Manifest, Meta
+from phalanx.checkpoint.format.tables import Written
+from phalanx.checkpoint.storage.folder import clean, publish, writing
 from phalanx.checkpoint.together import at_first, everywhere
 from phalanx.core import units
 from phalanx.core.errors import UserError

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from phalanx.checkpoint.manifest import DamagedCheckpointError
+from phalanx.checkpoint.format.manifest import DamagedCheckpointError
 from phalanx.core.errors import UserError
 from phalanx.core.peers import Peers
 

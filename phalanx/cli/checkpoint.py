@@ -9,9 +9,9 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from phalanx.checkpoint.folder import locate
-from phalanx.checkpoint.manifest import DamagedCheckpointError, Manifest
-from phalanx.checkpoint.verify import examine
+from phalanx.checkpoint.format.manifest import DamagedCheckpointError, Manifest
+from phalanx.checkpoint.format.verify import examine
+from phalanx.checkpoint.storage.folder import locate
 from phalanx.cli.lazy import LazyGroup
 from phalanx.cli.tables import make_console, make_table
 from phalanx.core import units

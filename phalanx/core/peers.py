@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from phalanx.core.layout import Axis
+
 
 class Peers(Protocol):
     """Every rank calls the same methods in the same order. Values are what JSON can hold."""
@@ -33,6 +35,29 @@ class Peers(Protocol):
 
     def ask_highest(self, value: int) -> Callable[[], int]:
         """Begin to ask all ranks for a number; what is returned waits for the highest of them."""
+        ...
+
+
+class Copies(Protocol):
+    """The ranks of one data-parallel group: those whose blocks are the same wherever no axis of `axes` splits them."""
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes that the group spans."""
+        ...
+
+    @property
+    def index(self) -> int:
+        """This rank's place in the group."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        ...
+
+    def broadcast(self, tensor: Any, source: int) -> None:
+        """Give the contiguous `tensor` of member `source` to all, in place; every member calls this alike."""
         ...
 
 

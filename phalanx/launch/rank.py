@@ -16,10 +16,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
+from phalanx.core.processes import die_with_parent, name_process
 from phalanx.launch.cores import bind
 from phalanx.launch.failures import failure_of_exception
 from phalanx.launch.messages import RankSpec, Returned
-from phalanx.launch.processes import die_with_parent, name_process
 
 
 def become_rank(spec: RankSpec, words: Connection, parent: int, phase: str, phase_began_ns: int) -> NoReturn:

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
+from phalanx.core.processes import die_with_parent, name_process, why_not_fork
 from phalanx.launch.failures import failure_of_exception
 from phalanx.launch.messages import Broken, Exited, RankSpec, Ready, Send
-from phalanx.launch.processes import die_with_parent, name_process, why_not_fork
 from phalanx.launch.rank import become_rank
 
 # Where the system has no descriptors of processes, it is asked this often whether one has ended.

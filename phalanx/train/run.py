@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.manifest import Meta
-from phalanx.checkpoint.prune import prune
+from phalanx.checkpoint.format.manifest import Meta
 from phalanx.checkpoint.restore import Checkpoint
 from phalanx.checkpoint.save import save
+from phalanx.checkpoint.storage.prune import prune
 from phalanx.core.errors import UserError
 from phalanx.core.hardware import Peak
 from phalanx.core.points import NO_POINTS, Points

@@ -19,13 +19,13 @@ from checkpoint_helpers import assert_equal, make_tensors, rewrite
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.checkpoint import dcp
-from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint import save as saving
-from phalanx.checkpoint.folder import candidates, clean, writing
-from phalanx.checkpoint.manifest import DamagedCheckpointError
+from phalanx.checkpoint.format import dcp
+from phalanx.checkpoint.format.manifest import DamagedCheckpointError
 from phalanx.checkpoint.restore import Checkpoint, newest, open_checkpoint
 from phalanx.checkpoint.save import STAGES, save
+from phalanx.checkpoint.storage import folder as folders
+from phalanx.checkpoint.storage.folder import candidates, clean, writing
 from phalanx.core.errors import UserError
 from phalanx.core.points import Points
 

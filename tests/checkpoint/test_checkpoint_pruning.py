@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.checkpoint import prune as pruning
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.folder import Candidate, candidates
-from phalanx.checkpoint.prune import prune, unkept
 from phalanx.checkpoint.restore import newest
 from phalanx.checkpoint.save import save
+from phalanx.checkpoint.storage import prune as pruning
+from phalanx.checkpoint.storage.folder import Candidate, candidates
+from phalanx.checkpoint.storage.prune import prune, unkept
 from phalanx.core.points import Points
 
 

@@ -23,15 +23,16 @@ from thread_ranks import Died, ThreadPeers, run_ranks, succeed
 from torch import Tensor
 from torch.distributed import FileStore, ProcessGroupGloo
 
-from phalanx.checkpoint import dcp, restore
-from phalanx.checkpoint.boxes import clash, cover_fault, overlap
+from phalanx.checkpoint import restore
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.folder import candidates
-from phalanx.checkpoint.manifest import Chunk, FileEntry
-from phalanx.checkpoint.prune import prune
+from phalanx.checkpoint.format import dcp
+from phalanx.checkpoint.format.boxes import clash, cover_fault, overlap
+from phalanx.checkpoint.format.manifest import Chunk, FileEntry
+from phalanx.checkpoint.format.tables import Written, from_text, names_on_no_rank, names_to_bits, share_out, to_text
 from phalanx.checkpoint.restore import newest, open_checkpoint
 from phalanx.checkpoint.save import STAGES, save
-from phalanx.checkpoint.tables import Written, from_text, names_on_no_rank, names_to_bits, share_out, to_text
+from phalanx.checkpoint.storage.folder import candidates
+from phalanx.checkpoint.storage.prune import prune
 from phalanx.core.errors import UserError
 from phalanx.core.peers import Peers
 from phalanx.core.points import NO_POINTS, Points

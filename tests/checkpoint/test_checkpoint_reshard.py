@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from thread_ranks import ThreadPeers, run_ranks, succeed
 from torch import Tensor
 
-from phalanx.checkpoint import archive
-from phalanx.checkpoint.manifest import Meta
+from phalanx.checkpoint.format import archive
+from phalanx.checkpoint.format.manifest import Meta
 from phalanx.checkpoint.restore import Checkpoint, newest, open_checkpoint
 from phalanx.checkpoint.save import save
 from phalanx.core.errors import UserError
@@ -244,7 +244,7 @@ def test_only_the_bytes_needed_are_read(tmp_path: Path, monkeypatch: pytest.Monk
 def out_of_order(folder: Path, tensor: Tensor) -> Checkpoint:
     """A checkpoint of an earlier version, which stored views as they were."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("phalanx.checkpoint.dcp._on_host", lambda t: t.detach())
+        patch.setattr("phalanx.checkpoint.format.dcp._on_host", lambda t: t.detach())
         return open_checkpoint(save(folder, 1, {"w": tensor}))
 
 

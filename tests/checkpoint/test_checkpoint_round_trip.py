@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_helpers import assert_equal, blank, forge, make_tensors
 from torch import Tensor
 
-from phalanx.checkpoint.blocks import held
-from phalanx.checkpoint.fill import fill
-from phalanx.checkpoint.manifest import Meta, config_sha256
+from phalanx.checkpoint.format.blocks import held
+from phalanx.checkpoint.format.fill import fill
+from phalanx.checkpoint.format.manifest import Meta, config_sha256
 from phalanx.checkpoint.restore import newest, open_checkpoint
 from phalanx.checkpoint.save import save
 from phalanx.core.errors import UserError

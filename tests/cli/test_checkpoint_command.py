@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from phalanx.checkpoint.manifest import Meta
+from phalanx.checkpoint.format.manifest import Meta
 from phalanx.checkpoint.save import save
 from phalanx.cli.checkpoint import command
 from phalanx.core.errors import UserError
@@ -81,6 +81,6 @@ def test_nothing_there_is_a_user_error(tmp_path: Path, name: str) -> None:
 
 
 def test_needs_no_torch() -> None:
-    code = "import sys, phalanx.cli.checkpoint, phalanx.checkpoint.prune; print('torch' in sys.modules)"
+    code = "import sys, phalanx.cli.checkpoint, phalanx.checkpoint.storage.prune; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from host_loader_helpers import LIMIT_S, count_of, ended, forked, heard, make_corpus, same, started
 
+from phalanx.core import packets
 from phalanx.data.host_loader import (
     HostLoader,
     HostLoaderClient,
@@ -176,7 +177,7 @@ class TestLeavesNothing:
     def test_readers_cannot_write_to_what_others_read(self, corpus: Loader) -> None:
         with started(corpus, [0]) as host:
             connection = messages.connect(host.address)
-            messages.send(connection, messages.Hello(messages.VERSION, 0, 1, 2, 0))
+            packets.send(connection, messages.Hello(messages.VERSION, 0, 1, 2, 0))
             welcome, descriptors = messages.receive(connection)
             assert welcome == messages.Welcome(host.pid)
             assert len(descriptors) == 2

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from phalanx.core import packets
 from phalanx.data.batch import Batch
 from phalanx.data.loader import LoaderState
 from phalanx.data.sharing import messages
@@ -103,7 +104,7 @@ class SharedStream:
     def _say(self, message: Hello | Wanted) -> None:
         assert self._connection is not None
         try:
-            messages.send(self._connection, message)
+            packets.send(self._connection, message)
         except OSError:  # it is gone; what it has said before is worth more than this, and `receive` comes to its end
             return
 

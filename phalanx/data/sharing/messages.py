@@ -1,8 +1,6 @@
 """What a reader and the loader process of its host say to each other. Torch-free.
 
-One stream of batches is one connection: a Unix socket of kind SOCK_SEQPACKET, which keeps packets whole, in order, and
-is hung up by the kernel when either process ends, however it ends. A packet is a JSON list of a kind and fields, so
-nothing is unpickled; descriptors of shared memory travel beside one (SCM_RIGHTS).
+One stream of batches is one connection (`phalanx.core.packets`).
 
     reader                     loader
     Hello ───────────────────►
@@ -19,20 +17,16 @@ Its name is in Linux's abstract namespace ("@" stands for the zero byte), so no 
 
 from __future__ import annotations
 
-import json
-import os
 import secrets
 import socket
-import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from phalanx.core import packets
 from phalanx.core.errors import UserError
+from phalanx.core.packets import same_user
 
 VERSION = 1
 
-_PACKET_BYTES = 1 << 16
-_MAX_DESCRIPTORS = 253  # SCM_MAX_FD of Linux
 MAX_AHEAD = 128
 
 
@@ -113,36 +107,9 @@ def error_of(failed: Failed, who: str) -> Exception:
     return error
 
 
-def send(connection: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
-    """Send one packet; it is small, and at most a few are on the way, so this never waits.
-
-    Raises:
-        OSError: the other side is gone.
-    """
-    packet = json.dumps([type(message).__name__, *vars(message).values()]).encode()
-    if descriptors:
-        socket.send_fds(connection, [packet], list(descriptors), socket.MSG_NOSIGNAL)
-    else:
-        connection.send(packet, socket.MSG_NOSIGNAL)
-
-
 def receive(connection: socket.socket) -> tuple[Message | None, list[int]]:
     """Wait for the next packet and its descriptors; (None, []) when the other side is gone."""
-    try:
-        packet, descriptors = _receive(connection)
-    except ConnectionResetError:  # it left without reading all; what it had sent before comes first
-        packet, descriptors = _receive(connection)
-    if not packet:
-        return None, []
-    kind, *fields = json.loads(packet)
-    return _KINDS[kind](*fields), descriptors
-
-
-def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
-    packet, descriptors, _, _ = socket.recv_fds(
-        connection, _PACKET_BYTES, _MAX_DESCRIPTORS, getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-    )
-    return packet, descriptors
+    return packets.receive(connection, _KINDS)
 
 
 def listen() -> tuple[str, socket.socket]:
@@ -171,12 +138,6 @@ def connect(address: str) -> socket.socket:
         connection.close()
         raise HostLoaderError(f"another user listens at {address}")
     return connection
-
-
-def same_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end is ours: any process of the host can find an abstract address."""
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return bool(user == os.geteuid())
 
 
 def _abstract(address: str) -> str:

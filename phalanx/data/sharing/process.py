@@ -7,7 +7,6 @@ started it, so only the main thread asks for it; always, a pipe tells it too, an
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import pickle
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Literal, NoReturn
 
+from phalanx.core.processes import die_with_parent, name_process
 from phalanx.data.config import DataConfig
 from phalanx.data.packed import PackedSplit, Parts
 from phalanx.data.samples import Arrays
@@ -30,10 +30,6 @@ from phalanx.data.sharing.server import serve
 from phalanx.data.sources.files import Split
 
 Method = Literal["fork", "exec"]
-
-# From <linux/prctl.h>.
-_PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
 
 # Those that a terminal or a scheduler sends to every process of a job: the ranks decide what they mean.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -152,12 +148,9 @@ def _reader(task: Task) -> Callable[[int, int], Arrays]:
 def _set_up(parent: int | None) -> None:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_NAME, b"phalanx loader", 0, 0, 0)
+    name_process("phalanx loader")
     if parent is not None:
-        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:  # it went before the kernel was told
-            os._exit(1)
+        die_with_parent(parent)
 
 
 def _hide_descriptors(kept: set[int]) -> None:

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from phalanx.core import packets
 from phalanx.data.samples import Arrays
 from phalanx.data.sharing import messages
 from phalanx.data.sharing.messages import Failed, Hello, Ready, Wanted, Welcome
@@ -107,7 +108,7 @@ class _Server:
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        if not messages.same_user(connection):
+        if not packets.same_user(connection):
             connection.close()
             return
         reader = _Reader(connection, self._accepted)
@@ -140,7 +141,7 @@ class _Server:
             raise DisagreementError(f"ranks that share batches open stream {hello.number} with {asked} elsewhere")
         shared.ring.join(reader.number)
         reader.shared = shared
-        messages.send(reader.connection, Welcome(os.getpid()), [slot.reading for slot in shared.slots])
+        packets.send(reader.connection, Welcome(os.getpid()), [slot.reading for slot in shared.slots])
 
     def _new_ring(self, hello: Hello) -> _Shared:
         if hello.index not in self._expected:
@@ -177,7 +178,7 @@ class _Server:
 
     def _tell(self, reader: _Reader, message: Ready | Failed) -> None:
         try:
-            messages.send(reader.connection, message)
+            packets.send(reader.connection, message)
         except OSError:
             self._drop(reader)
 

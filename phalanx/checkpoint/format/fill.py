@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.archive import read_box
-from phalanx.checkpoint.blocks import Block
-from phalanx.checkpoint.boxes import overlap
-from phalanx.checkpoint.dcp import torch_dtype
-from phalanx.checkpoint.manifest import Chunk, TensorEntry
+from phalanx.checkpoint.format.archive import read_box
+from phalanx.checkpoint.format.blocks import Block
+from phalanx.checkpoint.format.boxes import overlap
+from phalanx.checkpoint.format.dcp import torch_dtype
+from phalanx.checkpoint.format.manifest import Chunk, TensorEntry
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Set
 from pathlib import Path
 
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.folder import Candidate, candidates, clean, delete
-from phalanx.checkpoint.verify import examine
+from phalanx.checkpoint.format.verify import examine
+from phalanx.checkpoint.storage.folder import Candidate, candidates, clean, delete
 from phalanx.core.errors import UserError
 from phalanx.core.peers import ALONE, Peers
 from phalanx.core.points import NO_POINTS, Points

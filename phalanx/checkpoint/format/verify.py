@@ -6,8 +6,8 @@ import hashlib
 import stat
 from pathlib import Path
 
-from phalanx.checkpoint import manifest as manifests
-from phalanx.checkpoint.manifest import MANIFEST, SUMS, DamagedCheckpointError, FileEntry, Manifest
+from phalanx.checkpoint.format import manifest as manifests
+from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, DamagedCheckpointError, FileEntry, Manifest
 
 
 def examine(path: Path, *, checksums: bool = True) -> Manifest:

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from phalanx.checkpoint.boxes import cover_fault
+from phalanx.checkpoint.format.boxes import cover_fault
 from phalanx.core.errors import UserError
 
 FORMAT_VERSION = 1

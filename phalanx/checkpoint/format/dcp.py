@@ -2,8 +2,8 @@
 
 A ``.distcp`` file is a run of ``torch.save`` archives, one per chunk; ``.metadata`` is a pickled index of all files.
 The archives are written here, one file per rank, with the checksum taken on the way; the index is written by DCP's own
-writer, from the tables of all ranks, so that other tools read the folder. `phalanx.checkpoint.fill` reads the same
-files by our JSON manifest and never opens the pickle.
+writer, from the tables of all ranks, so that other tools read the folder. `phalanx.checkpoint.format.fill` reads the
+same files by our JSON manifest and never opens the pickle.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from phalanx.checkpoint.blocks import Block
-from phalanx.checkpoint.manifest import Chunk, FileEntry, TensorEntry
-from phalanx.checkpoint.tables import Written
+from phalanx.checkpoint.format.blocks import Block
+from phalanx.checkpoint.format.manifest import Chunk, FileEntry, TensorEntry
+from phalanx.checkpoint.format.tables import Written
 from phalanx.core.errors import UserError
 
 _ARCHIVE_OVERHEAD_BYTES = 2048  # of one torch.save archive: records, alignment and directory, about 1.6 kB measured

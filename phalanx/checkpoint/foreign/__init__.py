@@ -1,0 +1,1 @@
+"""Checkpoints for training loops that are not ours."""

@@ -1,0 +1,100 @@
+"""What durable storage of checkpoints can do, whether it is a folder or an object store. Torch-free.
+
+A checkpoint is a flat set of files under a name (``step-00000012``; object stores, which have no rename, add the
+attempt and the job: ``step-00000012.a3-1f…``). It is there once it is published; while it is written it is an *area*.
+Which checkpoint is the latest, and which attempt may write, is `phalanx.checkpoint.storage.latest`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import BinaryIO, Protocol
+
+from typing_extensions import Buffer
+
+from phalanx.checkpoint.format.manifest import FileEntry
+
+
+class Store(Protocol):
+    """A place that holds the checkpoints of one run. Refusals are `OSError`s that name the file."""
+
+    @property
+    def url(self) -> str:
+        """For people, and to open it again."""
+        ...
+
+    def names(self) -> list[str]:
+        """Names of checkpoints that are published, whole or damaged, newest (largest step) first."""
+        ...
+
+    def files(self, name: str) -> list[str]:
+        """Names of the files of a checkpoint or an area; empty if there is none."""
+        ...
+
+    def read(self, name: str, file: str) -> bytes:
+        """A small file of a checkpoint or an area; FileNotFoundError if it is not there."""
+        ...
+
+    def open(self, name: str, file: str) -> BinaryIO:
+        """A file of a checkpoint for reading anywhere in it (`seek`, `readinto`)."""
+        ...
+
+    def size_bytes(self, name: str, file: str) -> int:
+        """Length of a file; FileNotFoundError if it is not there."""
+        ...
+
+    def begin(self, step: int, attempt: int, nonce: str) -> str:
+        """The publisher makes the area of a checkpoint, and holds it until it is published or discarded."""
+        ...
+
+    def join(self, step: int, attempt: int, nonce: str, timeout_s: float) -> str:
+        """Other writers wait for that area to be there.
+
+        Raises:
+            TimeoutError: it is not.
+        """
+        ...
+
+    def write(self, area: str, file: str, content: Iterable[Buffer]) -> FileEntry:
+        """Write a file into an area; when this returns it is durable. Its size and SHA-256 are taken on the way."""
+        ...
+
+    def publish(self, area: str, step: int) -> str:
+        """Make an area a checkpoint, durably, all at once; returns its name. One of the same name is replaced."""
+        ...
+
+    def discard(self, area: str) -> None:
+        """Remove an area and let go of it."""
+        ...
+
+    def quarantine(self, area: str, why: str) -> str:
+        """Instead of publishing: keep an area under a name that is no checkpoint's (``stale-…``, ``sick-…``)."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Delete a checkpoint; killed half way, no part of it bears its name."""
+        ...
+
+    def clean(self, attempt: int) -> None:
+        """Remove what dead writers of earlier attempts have left."""
+        ...
+
+    def create(self, key: str, content: bytes) -> bool:
+        """Make a small file beside the checkpoints, durably, only if there is none of this name: whether it was made.
+
+        This is the one conditional operation that all storage has (link(2); ``If-None-Match: *``), and the only one
+        that is needed.
+        """
+        ...
+
+    def keys(self, prefix: str) -> list[str]:
+        """Names of the small files that begin with `prefix`."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """One of them; FileNotFoundError if it is not there."""
+        ...
+
+    def remove(self, key: str) -> None:
+        """Remove one of them, if it is there."""
+        ...
