@@ -2,6 +2,7 @@
 
 Torch-free. All that needs torch (which blocks there are, the bytes around the elements in a ``torch.save`` archive,
 DCP's index) is worked out once, by the ranks together; keeper and persister then work from these values alone.
+"""
 
 from __future__ import annotations
 
