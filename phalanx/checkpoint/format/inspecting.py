@@ -1,0 +1,209 @@
+"""Looking at stored tensors piece by piece: numbers that are not finite, ranges, and where two checkpoints differ.
+
+However large a tensor is, a few pieces of `PIECE_ELEMENTS` are in memory at a time (and of one chunk as it was written,
+where that was not in order).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint.format.archive import read_box
+from phalanx.checkpoint.format.blocks import Block
+from phalanx.checkpoint.format.boxes import overlap
+from phalanx.checkpoint.format.dcp import torch_dtype
+from phalanx.checkpoint.format.manifest import TensorEntry
+from phalanx.core.shard import Shard
+
+PIECE_ELEMENTS = 1 << 20
+"""Elements looked at together."""
+
+
+class Reader:
+    """Blocks of the tensors of one checkpoint; a context manager, which keeps the file open that was read last.
+
+    Args:
+        tensors: the table of the checkpoint.
+        open_file: a file of it, for reading anywhere in it.
+    """
+
+    def __init__(self, tensors: Mapping[str, TensorEntry], open_file: Callable[[str], BinaryIO]) -> None:
+        self.tensors = tensors
+        self._open_file = open_file
+        self._last: tuple[str, BinaryIO] | None = None
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._last is not None:
+            self._last[1].close()
+            self._last = None
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """The block ``[offsets, offsets + sizes)`` of a tensor, in host memory.
+
+        Raises:
+            OSError, ValueError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile: the files are not what the
+                table says.
+        """
+        entry = self.tensors[name]
+        out = torch.empty(tuple(sizes), dtype=torch_dtype(entry.dtype))
+        self.fill(name, Block(out, Shard(tuple(entry.shape), tuple(offsets), tuple(sizes))))
+        return out
+
+    def fill(self, name: str, block: Block) -> None:
+        """Fill the memory of `block` with that block of a tensor; raises what `read` raises."""
+        entry = self.tensors[name]
+        dtype = torch_dtype(entry.dtype)
+        for chunk in entry.chunks:
+            shared = overlap(chunk, block.shard)
+            if shared is not None:
+                start = [o - c for o, c in zip(shared[0], chunk.offsets, strict=True)]
+                target = _part(
+                    block.tensor, [o - w for o, w in zip(shared[0], block.shard.offsets, strict=True)], shared[1]
+                )
+                place = (chunk.offset, chunk.length)
+                read_box(self._file(chunk.file), place, (chunk.sizes, dtype), start, target)
+
+    def _file(self, name: str) -> BinaryIO:
+        if self._last is None or self._last[0] != name:
+            self.__exit__(None, None, None)
+            self._last = (name, self._open_file(name))
+        return self._last[1]
+
+
+def pieces(
+    sizes: Sequence[int], limit: int = PIECE_ELEMENTS, at: Sequence[int] | None = None
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Offsets and sizes of blocks of at most `limit` elements, in order, that make up a block of `sizes` at `at`.
+
+    They are cut along the first dimensions, so that each is one run of bytes of a tensor stored in order.
+    """
+    origin = list(at) if at is not None else [0] * len(sizes)
+    cut = next((d for d in range(len(sizes)) if math.prod(sizes[d + 1 :]) <= limit), 0)
+    row = math.prod(sizes[cut + 1 :])
+    steps = [1 if d < cut else max(1, limit // max(1, row)) if d == cut else size for d, size in enumerate(sizes)]
+    ranges = [range(0, size, max(1, step)) for size, step in zip(sizes, steps, strict=True)]
+    for start in itertools.product(*ranges):
+        offsets = [o + s for o, s in zip(origin, start, strict=True)]
+        yield offsets, [min(step, size - s) for step, size, s in zip(steps, sizes, start, strict=True)]
+
+
+@dataclass
+class Health:
+    """What the numbers of one tensor are like; the range, mean and deviation are of those that are finite.
+
+    Attributes:
+        elements, not_finite: how many.
+        minimum, maximum, mean, std: None where no number is finite; std is of the population.
+    """
+
+    elements: int = 0
+    not_finite: int = 0
+    minimum: float | None = None
+    maximum: float | None = None
+    mean: float | None = None
+    _spread: float = field(default=0.0, repr=False)
+
+    @property
+    def std(self) -> float | None:
+        """Standard deviation."""
+        good = self.elements - self.not_finite
+        return math.sqrt(max(0.0, self._spread / good)) if good else None
+
+    def add(self, block: Tensor) -> None:
+        """Count more numbers in."""
+        values = _doubles(block)
+        finite = values[values.isfinite()]
+        before = self.elements - self.not_finite
+        self.elements += values.numel()
+        self.not_finite += values.numel() - finite.numel()
+        if finite.numel():
+            low, high = (float(bound) for bound in finite.aminmax())
+            self.minimum = low if self.minimum is None else min(self.minimum, low)
+            self.maximum = high if self.maximum is None else max(self.maximum, high)
+            self._merge(before, finite)
+
+    def _merge(self, before: int, finite: Tensor) -> None:
+        """Mean and squared deviations of two sets together (Chan, Golub, LeVeque 1979)."""
+        count, mean = finite.numel(), float(finite.mean())
+        spread = float((finite - mean).square().sum())
+        apart = mean - (self.mean or 0.0)
+        total = before + count
+        self._spread += spread + apart * apart * before * count / total
+        self.mean = mean if not before else (self.mean or 0.0) + apart * count / total
+
+
+@dataclass
+class Difference:
+    """How two tensors of one shape differ; a number that is not finite is like itself only.
+
+    Attributes:
+        elements, differing: how many there are, and in how many places the values are not the same.
+        max_abs: the largest difference of finite numbers.
+        scale: the largest finite absolute value on the left.
+    """
+
+    elements: int = 0
+    differing: int = 0
+    max_abs: float = 0.0
+    scale: float = 0.0
+
+    @property
+    def relative(self) -> float:
+        """The largest difference as a share of the largest value on the left."""
+        return self.max_abs / self.scale if self.scale else (math.inf if self.max_abs else 0.0)
+
+    def add(self, left: Tensor, right: Tensor) -> None:
+        """Count one more block of both in."""
+        self.elements += left.numel()
+        a, b = _doubles(left), _doubles(right)
+        exact = left.dtype == right.dtype and not (left.is_floating_point() or left.is_complex())
+        apart = (left != right).reshape(-1) if exact else (a != b) & ~(a.isnan() & b.isnan())
+        self.differing += int(apart.sum())
+        finite = a.isfinite() & b.isfinite()
+        self.scale = max(self.scale, _largest(a[a.isfinite()]))
+        self.max_abs = max(self.max_abs, _largest((a - b)[finite]))
+
+
+def health(reader: Reader, name: str) -> Health:
+    """Look at all numbers of one tensor, chunk by chunk as they are stored."""
+    found = Health()
+    for chunk in reader.tensors[name].chunks:
+        for offsets, sizes in pieces(chunk.sizes, at=chunk.offsets):
+            found.add(reader.read(name, offsets, sizes))
+    return found
+
+
+def difference(left: Reader, right: Reader, name: str, other: str | None = None) -> Difference:
+    """Compare tensor `name` on the left with `other` (default: the same name) on the right; their shapes are equal."""
+    found = Difference()
+    for offsets, sizes in pieces(left.tensors[name].shape):
+        found.add(left.read(name, offsets, sizes), right.read(other or name, offsets, sizes))
+    return found
+
+
+def _doubles(block: Tensor) -> Tensor:
+    """In a row, as float64; of complex numbers both parts."""
+    if block.is_complex():
+        block = torch.view_as_real(block.to(torch.complex128))
+    return block.reshape(-1).to(torch.float64)
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.abs().max()) if values.numel() else 0.0
+
+
+def _part(block: Tensor, start: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    for dimension, (first, size) in enumerate(zip(start, sizes, strict=True)):
+        block = block.narrow(dimension, first, size)
+    return block

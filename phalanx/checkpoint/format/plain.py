@@ -1,0 +1,193 @@
+"""Checkpoints that plain torch.distributed.checkpoint (DCP) wrote, torchtitan's among them, read in any layout.
+
+Such a folder has no checksums and no list of its files: what can be checked is that every chunk lies within its file
+and is an archive of the tensor that the index says. Nothing is unpickled, see `phalanx.checkpoint.format.plain_index`;
+what is no tensor is read with torch's ``weights_only``.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint.format.blocks import Block, held
+from phalanx.checkpoint.format.dcp import dtype_name, torch_dtype
+from phalanx.checkpoint.format.inspecting import Reader
+from phalanx.checkpoint.format.manifest import Chunk, DamagedCheckpointError, TensorEntry
+from phalanx.checkpoint.format.plain_index import PLAIN_INDEX, PlainIndex, decode_index
+from phalanx.core.errors import UserError
+from phalanx.core.shard import Shard
+
+_SHOWN = 8
+_LARGEST_OTHER_BYTES = 1 << 28
+"""What is no tensor and yet larger than this is not read: it would be taken into memory whole."""
+
+
+@dataclass(frozen=True)
+class PlainCheckpoint:
+    """A checkpoint of plain DCP."""
+
+    path: Path
+    index: PlainIndex
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """What there is, by flattened name."""
+        return self.index.tensors
+
+    @cached_property
+    def _others(self) -> tuple[dict[str, Any], dict[str, str]]:
+        values, problems = {}, {}
+        for name, place in self.index.others.items():
+            try:
+                values[name] = self._value(place)
+            except Exception as error:
+                problems[name] = _first_line(error)
+        return values, problems
+
+    @property
+    def other(self) -> Mapping[str, Any]:
+        """What is no tensor (schedules, counters …), as far as it can be read without unpickling."""
+        return self._others[0]
+
+    @property
+    def unreadable(self) -> Mapping[str, str]:
+        """Names of the rest, and why."""
+        return self._others[1]
+
+    def open(self, file: str) -> BinaryIO:
+        """One of the files."""
+        return (self.path / file).open("rb")
+
+    def reader(self) -> Reader:
+        """For reading blocks one after another."""
+        return Reader(self.tensors, self.open)
+
+    def load_into(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        shards: Mapping[str, Shard] | None = None,
+        strict: bool = True,
+        cast: bool = False,
+    ) -> tuple[str, ...]:
+        """Fill `tensors` in place, on whatever device they are; nothing is changed if anything does not fit.
+
+        Args:
+            tensors: by flattened name.
+            shards: which block of its tensor each is; DTensors say so themselves, others not named here are whole.
+            strict: every one of `tensors` must be there (others may be there besides).
+            cast: convert where the dtypes differ instead of refusing.
+
+        Returns:
+            Those of `tensors` that are not there; none when strict.
+
+        Raises:
+            UserError: listing what is missing or of another shape or dtype.
+            DamagedCheckpointError: the files are not what the index says; only then may some have been filled.
+        """
+        blocks = held(tensors, shards or {})
+        missing = tuple(name for name in blocks if name not in self.tensors)
+        problems = [f"{name} is missing" for name in missing if strict]
+        found = {name: block for name, block in blocks.items() if name in self.tensors}
+        problems += [p for name, block in found.items() for p in _misfits(name, self.tensors[name], block, cast)]
+        if problems:
+            more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+            cure = "see `phalanx checkpoint show` for its tensors"
+            raise UserError(f"does not fit: {'; '.join(problems[:_SHOWN])}{more}", cure=cure, field=str(self.path))
+        with self._damage(), torch.no_grad(), self.reader() as reader:
+            for name, block in sorted(found.items(), key=lambda item: _first_place(self.tensors[item[0]])):
+                reader.fill(name, block)
+        return missing
+
+    def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """The tensors called `names` (default: all) as new tensors in host memory.
+
+        Raises:
+            UserError: one of the names is not there.
+            DamagedCheckpointError: the files are not what the index says.
+        """
+        wanted = list(self.tensors) if names is None else list(names)
+        fresh = {
+            name: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+            for name in wanted
+            for entry in [self.tensors.get(name)]
+            if entry is not None
+        }
+        self.load_into({name: fresh.get(name, torch.empty(0)) for name in wanted})
+        return fresh
+
+    def _value(self, place: Chunk) -> Any:
+        if place.length > _LARGEST_OTHER_BYTES:
+            raise ValueError(f"it has {place.length} bytes, more than are read at once")
+        with self.open(place.file) as file:
+            file.seek(place.offset)
+            return torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
+
+    @contextmanager
+    def _damage(self) -> Iterator[None]:
+        try:
+            yield
+        except (MemoryError, torch.OutOfMemoryError, UserError):
+            raise
+        except Exception as error:
+            raise DamagedCheckpointError(self.path, f"its tensors cannot be read ({_first_line(error)})") from error
+
+
+def is_plain(path: Path) -> bool:
+    """Whether the folder looks like one that DCP wrote, and not we."""
+    return (path / PLAIN_INDEX).is_file() and not (path / "manifest.json").exists()
+
+
+def open_plain(path: Path) -> PlainCheckpoint:
+    """Open the checkpoint that plain DCP wrote into the folder `path`, such as torchtitan's ``checkpoint/step-1000``.
+
+    Raises:
+        UserError: there is none, or its index names what it must not, see `decode_index`.
+        DamagedCheckpointError: the index cannot be read, or its files are not as long as it says.
+    """
+    try:
+        content = (path / PLAIN_INDEX).read_bytes()
+    except OSError as error:
+        cure = "give the folder that holds .metadata and the .distcp files"
+        raise UserError(f"its {PLAIN_INDEX} cannot be read ({error.strerror})", cure=cure, field=str(path)) from None
+    index = decode_index(content, path)
+    _require_files(path, index)
+    return PlainCheckpoint(path, index)
+
+
+def _require_files(path: Path, index: PlainIndex) -> None:
+    ends: dict[str, int] = {}
+    for chunk in [*index.others.values(), *(c for entry in index.tensors.values() for c in entry.chunks)]:
+        ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
+    for file, end in sorted(ends.items()):
+        try:
+            there = (path / file).stat().st_size
+        except OSError as error:
+            raise DamagedCheckpointError(path, f"{file} is missing ({error.strerror})") from None
+        if there < end:
+            raise DamagedCheckpointError(path, f"{file} has {there} of at least {end} bytes")
+
+
+def _misfits(name: str, saved: TensorEntry, block: Block, cast: bool) -> list[str]:
+    if list(block.shard.shape) != saved.shape:
+        return [f"{name} has shape {block.shard.shape} here and {tuple(saved.shape)} there"]
+    if not cast and block.tensor.dtype != torch_dtype(saved.dtype):
+        return [f"{name} has dtype {dtype_name(block.tensor)} here and {saved.dtype} there"]
+    return []
+
+
+def _first_place(entry: TensorEntry) -> tuple[str, int]:
+    return min(((chunk.file, chunk.offset) for chunk in entry.chunks), default=("", 0))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain_writers import Attack, save_alone, save_sharded
+from torch.distributed.checkpoint.metadata import Metadata
+
+from phalanx.checkpoint.format.manifest import DamagedCheckpointError
+from phalanx.checkpoint.format.plain import PlainCheckpoint, is_plain, open_plain
+from phalanx.checkpoint.format.plain_index import decode_index
+from phalanx.core.errors import UserError
+from phalanx.core.shard import Shard
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plain") / "step-1000"
+    save_sharded(path, 3)
+    return path
+
+
+def whole(path: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = torch.load(f"{path}.whole.pt", weights_only=True)
+    return found
+
+
+def check_whole(checkpoint: PlainCheckpoint, path: Path) -> None:
+    expected = whole(path)
+    assert any(name.endswith(".exp_avg_sq") for name in expected)
+    read = checkpoint.read(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(read[name], tensor), name
+
+
+def test_sharded_model_with_adam(sharded: Path) -> None:
+    assert is_plain(sharded)
+    checkpoint = open_plain(sharded)
+    check_whole(checkpoint, sharded)
+    entry = checkpoint.tensors["model.0.weight"]
+    assert len(entry.chunks) == 3
+    assert len({chunk.file for chunk in entry.chunks}) == 3
+    assert entry.dtype == "float32"
+    assert checkpoint.tensors["train_state.step"].shape == []
+    assert checkpoint.index.paths["train_state.losses"] == ("train_state", "losses") or "train_state.losses.0" in (
+        checkpoint.index.paths
+    )
+    assert checkpoint.other["lr_scheduler.last_epoch"] == 7
+    assert checkpoint.other["dataloader.dp_rank_2"] == pickle.dumps({"at": 2})  # bytes, and left as such
+    assert not checkpoint.unreadable
+
+
+def test_async_save(tmp_path: Path) -> None:
+    path = tmp_path / "step-5"
+    save_sharded(path, 2, background=True)
+    check_whole(open_plain(path), path)
+
+
+def test_into_any_layout(sharded: Path) -> None:
+    expected = whole(sharded)["model.0.weight"]
+    checkpoint = open_plain(sharded)
+    shard = Shard((7, 12), (2, 3), (4, 5))
+    part = torch.zeros(4, 5, dtype=torch.float64)
+    with pytest.raises(UserError, match=r"model\.0\.weight has dtype float64 here and float32 there"):
+        checkpoint.load_into({"model.0.weight": part}, shards={"model.0.weight": shard})
+    assert not part.any()
+    assert checkpoint.load_into({"model.0.weight": part}, shards={"model.0.weight": shard}, cast=True) == ()
+    assert torch.equal(part, expected[2:6, 3:8].double())
+
+
+def test_what_does_not_fit_is_listed_and_nothing_changed(sharded: Path) -> None:
+    checkpoint = open_plain(sharded)
+    right = torch.zeros(7, 12)
+    with pytest.raises(UserError, match=r"absent is missing; model.0.bias has shape \(8,\) here and \(7,\) there"):
+        checkpoint.load_into({"model.0.weight": right, "absent": torch.zeros(1), "model.0.bias": torch.zeros(8)})
+    assert not right.any()
+    assert checkpoint.load_into({"model.0.weight": right, "absent": torch.zeros(1)}, strict=False) == ("absent",)
+    assert right.any()
+    with pytest.raises(UserError, match="absent is missing"):
+        checkpoint.read(["absent"])
+
+
+def test_every_kind_of_tensor(tmp_path: Path) -> None:
+    dtypes = [torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn]
+    state: dict[str, Any] = {str(dtype): torch.randn(6, 4).abs().to(dtype) for dtype in dtypes}
+    state |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3), "turned": torch.randn(5, 3).T}
+    state |= {"columns": torch.randn(300, 700)[:, 3:600], "deep": {"a": [{"b": torch.ones(2)}]}, "none": None}
+    save_alone(tmp_path / "all", state)
+    checkpoint = open_plain(tmp_path / "all")
+    read = checkpoint.read()
+    for name, tensor in state.items():
+        if isinstance(tensor, torch.Tensor):
+            assert read[name].dtype == tensor.dtype
+            same = read[name].contiguous().view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8)
+            assert torch.equal(*same), name
+    assert any(path[:2] == ("deep", "a") for path in checkpoint.index.paths.values())
+    assert checkpoint.other["none"] is None
+
+
+def test_objects_that_are_not_plain_data_are_named_and_not_read(tmp_path: Path) -> None:
+    save_alone(tmp_path / "a", {"weight": torch.ones(3), "evil": Attack(f"touch {tmp_path}/ran"), "step": 4})
+    checkpoint = open_plain(tmp_path / "a")
+    assert checkpoint.other == {"step": 4}
+    assert list(checkpoint.unreadable) == ["evil"]
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
+def test_an_index_that_calls_something_is_refused(tmp_path: Path, protocol: int) -> None:
+    save_alone(tmp_path / "a", {"weight": torch.ones(3)})
+    index = tmp_path / "a" / ".metadata"
+    attack = Metadata({}, planner_data=Attack(f"touch {tmp_path}/ran"))
+    index.write_bytes(pickle.dumps(attack, protocol=protocol))
+    with pytest.raises(UserError, match=r"names [a-z_.]+, which no index of a checkpoint needs: refused") as caught:
+        open_plain(tmp_path / "a")
+    assert protocol < 2 or "posix.system" in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(index.read_bytes())  # the attack is a real one
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("attack", "named"),
+    [
+        (b"cbuiltins\neval\n(V1\ntR.", "builtins.eval"),
+        (b"ctorch\nload\n(Vx\ntR.", "torch.load"),
+        (b"\x80\x04\x8c\x05torch\x8c\x0fSize.__reduce__\x93.", "torch.Size.__reduce__"),
+        (b"ctorch.distributed.checkpoint.metadata\nos.system\n(Vtrue\ntR.", "metadata.os.system"),
+        (b"cpathlib\nos\n.", "pathlib.os"),
+        (b"cbuiltins\ngetattr\n.", "builtins.getattr"),
+    ],
+)
+def test_names_that_are_near(attack: bytes, named: str) -> None:
+    with pytest.raises(UserError, match="refused, nothing of it was run") as caught:
+        decode_index(attack, Path("x"))
+    assert named in str(caught.value)
+
+
+def test_attributes_set_on_the_stand_ins_do_not_outlive_the_file(tmp_path: Path) -> None:
+    # GLOBAL Size; BUILD with (None, {"__new__": "gone"}): sets an attribute of the class
+    hostile = b"\x80\x02ctorch\nSize\nN}X\x07\x00\x00\x00__new__X\x04\x00\x00\x00gones\x86b."
+    with pytest.raises(UserError):
+        decode_index(hostile, Path("x"))
+    save_alone(tmp_path / "a", {"weight": torch.ones(3)})
+    assert torch.equal(open_plain(tmp_path / "a").read()["weight"], torch.ones(3))
+
+
+@pytest.mark.parametrize("content", [b"", b"junk", b"\x80\x02N.", b"\x80\x02]q\x00.", b"(" * 10000, b"\x80\x04P1\n."])
+def test_no_index(content: bytes) -> None:
+    with pytest.raises(DamagedCheckpointError, match=r"\.metadata cannot be read"):
+        decode_index(content, Path("x"))
+
+
+def test_every_cut_and_flipped_index_is_read_or_refused_in_words(sharded: Path) -> None:
+    content = (sharded / ".metadata").read_bytes()
+    for place in range(0, len(content), 97):
+        for changed in (content[:place], content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :]):
+            try:
+                decode_index(changed, sharded)
+            except UserError as error:
+                assert str(sharded) in str(error)
+
+
+def test_files_that_are_missing_or_short(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    save_alone(path, {"weight": torch.ones(300)})
+    file = path / "__0_0.distcp"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    with pytest.raises(DamagedCheckpointError, match=rf"__0_0.distcp has {len(content) - 1} of at least"):
+        open_plain(path)
+    file.write_bytes(b"x" * len(content))
+    with pytest.raises(DamagedCheckpointError, match="its tensors cannot be read"):
+        open_plain(path).read()
+    file.unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"__0_0\.distcp is missing"):
+        open_plain(path)
+    with pytest.raises(UserError, match=r"its \.metadata cannot be read"):
+        open_plain(tmp_path / "nowhere")
+
+
+def test_a_file_outside_the_folder_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    save_alone(path, {"weight": torch.ones(3)})
+    index = path / ".metadata"
+    index.write_bytes(index.read_bytes().replace(b"\x8c\x0c__0_0.distcp", b"\x8c\x0c../../passwd"))
+    with pytest.raises(DamagedCheckpointError, match="which is no file of this folder"):
+        open_plain(path)
+
+
+def test_the_index_needs_no_torch() -> None:
+    code = "import sys, phalanx.checkpoint.format.plain_index; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
