@@ -1,0 +1,92 @@
+"""Memory that outlives the process which fills it: memfds, allocated and touched once. Torch-free."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from pathlib import Path
+
+_ALLOCATE_BYTES = 256 << 20  # at once, so that a lack of memory shows before all of it is gone
+_RESERVE_BYTES = 64 << 20  # left to the host
+
+
+class Block:
+    """`size_bytes` of memory, all of it there, in one memfd. It cannot be made smaller, so no map loses its ground.
+
+    Attributes:
+        descriptor: can read and write; for whom the memory is leased to.
+        reading: can only read; handed out to everyone else.
+        memory: this process's own map.
+
+    Raises:
+        OSError: the memory cannot be had.
+    """
+
+    def __init__(self, name: str, size_bytes: int) -> None:
+        length = max(size_bytes, 1)
+        free = available_bytes()
+        if free is not None and length + _RESERVE_BYTES > free:
+            raise OSError(errno.ENOMEM, f"{name} needs {length} bytes of memory, and {free} are available")
+        self.size_bytes = size_bytes
+        self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            _allocate(self.descriptor, length, name)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self.reading = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        self.memory = memoryview(mmap.mmap(self.descriptor, length))[:size_bytes]
+
+    def close(self) -> None:
+        """Give the memory back; who has mapped it keeps it until it lets go."""
+        self.memory = memoryview(b"")  # the map ends with the last view of it
+        os.close(self.reading)
+        os.close(self.descriptor)
+
+
+def available_bytes() -> int | None:
+    """How much memory a new allocation can have, on this host and in this control group; None: not known."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        on_host = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+    return min([on_host, *_in_groups()])
+
+
+def _in_groups() -> list[int]:
+    """What the limits of this process's control group and those around it leave (control groups version 2)."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        own = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return []
+    folder = root / own.removeprefix("0::").lstrip("/")
+    folders = [folder, *folder.parents]
+    left = [_in_group(group) for group in folders if group == root or root in group.parents]
+    return [value for value in left if value is not None]
+
+
+def _in_group(folder: Path) -> int | None:
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        if limit == "max":
+            return None
+        used = int((folder / "memory.current").read_text())
+        rows = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return int(limit) - used + int(rows.get("inactive_file", 0)) + int(rows.get("active_file", 0))
+    except (OSError, ValueError):
+        return None
+
+
+def _allocate(descriptor: int, length: int, name: str) -> None:
+    """All of it now: memory that is missing is an error here, and would be a SIGBUS in the middle of a copy."""
+    for start in range(0, length, _ALLOCATE_BYTES):
+        try:
+            os.posix_fallocate(descriptor, start, min(_ALLOCATE_BYTES, length - start))
+        except OSError as error:
+            why = os.strerror(error.errno or errno.ENOMEM)
+            raise OSError(error.errno, f"{name} needs {length} bytes of memory: {why}") from None
