@@ -196,7 +196,7 @@ def parse_size(text: str) -> int:
         value = float(number)
     except ValueError:
         raise ValueError(f'{text!r} is no size: write bytes, or such as "500 GB" or "1.5 TiB"') from None
-    return round(value * (1024 if binary else 1000) ** " kmgtp".index(prefix.lower() or " "))
+    return round(value * (1024.0 if binary else 1000.0) ** " kmgtp".index(prefix.lower() or " "))
 
 
 def _secret_key(options: Mapping[str, Any], prefix: str = "") -> str | None:
