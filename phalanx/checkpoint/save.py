@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -18,11 +18,11 @@ from torch import Tensor
 from phalanx import __version__
 from phalanx.checkpoint.format import dcp, tables
 from phalanx.checkpoint.format import manifest as manifests
-from phalanx.checkpoint.format.blocks import Block, held
 from phalanx.checkpoint.format.manifest import FORMAT_VERSION, MANIFEST, SUMS, Manifest, Meta
 from phalanx.checkpoint.format.tables import Written
 from phalanx.checkpoint.storage.folder import clean, publish, writing
 from phalanx.checkpoint.together import at_first, everywhere
+from phalanx.checkpoint.writers import Agreed, agree
 from phalanx.core import units
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_bytes
@@ -82,43 +82,17 @@ def save(
         ValueError: a shard has not the size of its tensor.
         RuntimeError: the blocks of all ranks do not cover each tensor exactly once.
     """
-    blocks, mine, needed_bytes = _agree(tensors, shards or {}, state, peers)
-    disk = _Disk(folder, needed_bytes)
+    agreed = agree(tensors, shards or {}, peers, lambda: manifests.check_state(state) if peers.rank == 0 else None)
+    disk = _Disk(folder, agreed.needed_bytes)
     with ExitStack() as stack:
         aside = folder / at_first(peers, lambda: stack.enter_context(disk.begin(step)).name)
-        parts = everywhere(peers, lambda: disk.write(aside, peers.rank, blocks, mine, points))
+        parts = everywhere(peers, lambda: disk.write(aside, peers.rank, agreed, points))
 
         def finish() -> str:
             description = _description(step, state, meta or Meta())
             return disk.finish(aside, [tables.from_text(part) for part in parts], description, points).name
 
         return folder / at_first(peers, finish)
-
-
-def _agree(
-    tensors: Mapping[str, Tensor], shards: Mapping[str, Shard], state: Any, peers: Peers
-) -> tuple[dict[str, Block], set[str], int]:
-    """The blocks held here, the names of those written here, and the bytes that all ranks will write."""
-    unsharded = [name for name in tensors if name not in shards]
-    of_first = peers.broadcast(unsharded)
-    extra = sorted(set(unsharded).difference(of_first))
-    blocks: dict[str, Block] = {}
-
-    def offer() -> list[Any]:
-        if peers.rank == 0:
-            manifests.check_state(state)
-        blocks.update(held(tensors, shards))
-        mine = _owned(blocks, shards) | set(unsharded if peers.rank == 0 else extra)
-        return [dcp.bytes_needed({name: blocks[name] for name in mine}), extra]
-
-    offers = everywhere(peers, offer)
-    earlier = {name for _, names in offers[: peers.rank] for name in names}.union(of_first if peers.rank else ())
-    mine = _owned(blocks, shards) | set(unsharded).difference(earlier)
-    return blocks, mine, sum(needed_bytes for needed_bytes, _ in offers)
-
-
-def _owned(blocks: Mapping[str, Block], shards: Mapping[str, Shard]) -> set[str]:
-    return {name for name, shard in shards.items() if shard.owner and name in blocks}
 
 
 @dataclass(frozen=True)
@@ -139,17 +113,16 @@ class _Disk:
                 aside = stack.enter_context(writing(self.folder, step))
             yield aside
 
-    def write(self, aside: Path, rank: int, blocks: Mapping[str, Block], mine: Collection[str], points: Points) -> str:
-        """Write the blocks called `mine`; the table of them as text."""
+    def write(self, aside: Path, rank: int, agreed: Agreed, points: Points) -> str:
+        """Write this rank's blocks; the table of them as text."""
         with self._errors():
             if not aside.is_dir():
                 problem = "is not the same folder here and on rank 0"
                 raise UserError(problem, cure="put the run on a file system that all hosts share", field=str(aside))
             points.reach("checkpoint.begin", path=aside)
-            written = dcp.write(aside, rank, {name: block for name, block in blocks.items() if name in mine})
+            written = dcp.write(aside, rank, agreed.mine)
             points.reach("checkpoint.tensors-written", path=aside)
-        others = sorted(name for name, block in blocks.items() if name not in mine and _has_first(block.shard))
-        return tables.to_text(replace(written, left=others))
+        return tables.to_text(replace(written, left=agreed.left))
 
     def finish(self, aside: Path, parts: list[Written], description: dict[str, Any], points: Points) -> Path:
         """Describe what all ranks wrote, and publish it."""
@@ -166,10 +139,6 @@ class _Disk:
             yield
         except OSError as error:
             raise _explain(error, self.folder, self.needed_bytes) from error
-
-
-def _has_first(shard: Shard) -> bool:
-    return not any(shard.offsets) and (shard.numel > 0 or 0 in shard.shape)
 
 
 def _description(step: int, state: Any, meta: Meta) -> dict[str, Any]:

@@ -38,6 +38,10 @@ class ThreadPeers:
     def broadcast(self, value: Any) -> Any:
         return self.gather(value if self.rank == 0 else None)[0]
 
+    def ask_highest(self, value: int) -> Callable[[], int]:
+        highest = max(self.gather(value))
+        return lambda: highest
+
     def barrier(self) -> None:
         self._exchange.barrier.wait()
 

@@ -32,7 +32,9 @@ from phalanx.checkpoint.format.blocks import Block
 from phalanx.checkpoint.format.manifest import Chunk, FileEntry, TensorEntry
 from phalanx.checkpoint.format.tables import Written
 from phalanx.core.errors import UserError
+from phalanx.core.files import write_bytes
 
+INDEX = ".metadata"
 _ARCHIVE_OVERHEAD_BYTES = 2048  # of one torch.save archive: records, alignment and directory, about 1.6 kB measured
 _INDEX_BYTES = 512  # of one chunk in the two indexes together
 
@@ -75,14 +77,21 @@ def write_index(path: Path, tensors: Mapping[str, TensorEntry]) -> FileEntry:
     Raises:
         OSError: the disk refused.
     """
-    writer = FileSystemWriter(path, sync_files=True)
-    writer.fs = files = _HashingFileSystem()
+    content = index_bytes(tensors)
+    write_bytes(path / INDEX, content)
+    return FileEntry(name=INDEX, size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+
+
+def index_bytes(tensors: Mapping[str, TensorEntry]) -> bytes:
+    """The bytes of ``.metadata`` of a checkpoint with these tensors."""
+    writer = FileSystemWriter("", sync_files=False)
+    writer.fs = memory = _MemoryFileSystem()
     metadata = Metadata(
         state_dict_metadata={name: _storage_metadata(entry) for name, entry in tensors.items()},
         planner_data={name: (name,) for name in tensors},
     )
     writer.finish(metadata, [list(_places(tensors))])
-    return files.entries()[0]
+    return memory.content.getvalue()
 
 
 def bytes_needed(blocks: Mapping[str, Block]) -> int:
@@ -126,6 +135,23 @@ def _places(tensors: Mapping[str, TensorEntry]) -> Iterator[WriteResult]:
             yield WriteResult(MetadataIndex(name, chunk.offsets), chunk.length, place)
 
 
+class _MemoryFileSystem(FileSystem):
+    """One file, kept in memory."""
+
+    def __init__(self) -> None:
+        self.content = io.BytesIO()
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
+        yield self.content
+
+    def exists(self, path: str | os.PathLike) -> bool:
+        return False
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        """It has no name."""
+
+
 class _HashingFileSystem(FileSystem):
     """Local files, remembering the size and checksum of each one written."""
 
@@ -139,10 +165,6 @@ class _HashingFileSystem(FileSystem):
             stream = _HashingStream(raw, self._note)
             self._written[Path(path).name] = stream
             yield cast(io.IOBase, stream)
-
-    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        super().rename(path, new_path)
-        self._written[Path(new_path).name] = self._written.pop(Path(path).name)
 
     def save(self, tensor: Tensor, stream: io.IOBase) -> None:
         """Append an archive with `tensor` to one of the files."""

@@ -32,8 +32,8 @@ class Piece:
         offsets, sizes: of the block.
         role: what it is to training.
         start_bytes, length_bytes: where the elements lie in the slot.
-        head, tail: the bytes before and after the elements in the archive that a file holds of it. CRC-32 fields of the
-            elements in them are zero, which torch accepts.
+        head, tail: the bytes before and after the elements in the archive that a file holds of it. The CRC-32 of the
+            elements is zero in them; `phalanx.checkpoint.format.archive_ends` puts it in.
     """
 
     name: str
@@ -46,6 +46,11 @@ class Piece:
     length_bytes: int
     head: bytes = b""
     tail: bytes = b""
+
+    @property
+    def archive_bytes(self) -> int:
+        """Length of the archive."""
+        return len(self.head) + self.length_bytes + len(self.tail)
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,21 @@ class ShardPlan:
     def file(self) -> str:
         """Name of the file of this shard in a durable checkpoint."""
         return f"__{self.rank}_0.distcp"
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where in the file the archive of each piece begins: at the next multiple of `ALIGN_BYTES`, so that elements,
+        which are aligned within an archive, are so within the file."""
+        offsets, end = [], 0
+        for piece in self.pieces:
+            offsets.append(aligned(end))
+            end = offsets[-1] + piece.archive_bytes
+        return tuple(offsets)
+
+    @property
+    def file_bytes(self) -> int:
+        """Length of the file."""
+        return self.offsets[-1] + self.pieces[-1].archive_bytes if self.pieces else 0
 
     @cached_property
     def sha256(self) -> str:
@@ -128,6 +148,11 @@ class JobPlan:
         tree = json.loads(content)
         tree |= {"index": base64.b64decode(tree["index"]), "shards": tuple(tree["shards"])}
         return JobPlan(**tree)
+
+
+def aligned(offset_bytes: int) -> int:
+    """The next place, from `offset_bytes` on, at which a piece may begin."""
+    return -(-offset_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def set_id(plan_sha256s: list[str]) -> str:

@@ -1,0 +1,171 @@
+"""From tensors to plans: what each rank puts into every snapshot, worked out once by all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from phalanx.checkpoint.format import dcp, tables
+from phalanx.checkpoint.format.archive_ends import with_crc32
+from phalanx.checkpoint.format.blocks import Block
+from phalanx.checkpoint.format.manifest import Chunk, FileEntry
+from phalanx.checkpoint.format.plan import JobPlan, Piece, Role, ShardPlan, aligned, set_id
+from phalanx.checkpoint.format.tables import Written
+from phalanx.checkpoint.together import at_first, everywhere
+from phalanx.checkpoint.writers import Agreed, agree
+from phalanx.core.peers import Peers
+from phalanx.core.shard import Shard
+
+Roles = Callable[[str], Role] | Mapping[str, Role]
+
+
+def make_plans(
+    tensors: Mapping[str, torch.Tensor],
+    shards: Mapping[str, Shard] | None,
+    roles: Roles,
+    *,
+    peers: Peers,
+    config: Mapping[str, Any],
+    layout: str,
+) -> tuple[ShardPlan, JobPlan | None, str, int]:
+    """The plan of this rank, that of the job (on rank 0), the name of the set, and how many shards make a snapshot.
+
+    Called by all ranks together, when the tensors exist and again when their names, shapes or shards have changed. Each
+    block is written by the rank that `phalanx.checkpoint.save` has write it. The plan of a rank that writes nothing has
+    no pieces; rank 0's file is always there. Two gathers and two broadcasts of short text.
+
+    Args:
+        tensors: by logical name, as far as this rank has them; on any device, of any strides.
+        shards: as in `phalanx.checkpoint.save.save`.
+        roles: what each tensor is to training; those that a mapping does not name are ``other``.
+        peers: the ranks.
+        config: the resolved config of the run, as plain JSON values; rank 0's is kept.
+        layout: such as ``pp2·dp2·tp2``.
+
+    Raises:
+        ValueError: a shard has not the size of its tensor.
+        RuntimeError: the blocks of all ranks do not cover each tensor exactly once.
+        UserError: one of these on another rank.
+    """
+    made: list[ShardPlan] = []
+
+    def offer() -> list[str]:
+        made.append(_shard_plan(agreed.mine, roles, peers))
+        written = Written(_file(made[0]), _table(made[0], agreed.mine), agreed.left)
+        return [made[0].sha256, tables.to_text(written)]
+
+    agreed: Agreed = agree(tensors, shards or {}, peers)
+    offers = everywhere(peers, offer)
+    name = set_id([sha256 for sha256, _ in offers])
+    jobs: list[JobPlan] = []
+
+    def merge() -> int:
+        jobs.append(_job_plan(name, [tables.from_text(text) for _, text in offers], config, layout))
+        return len(jobs[0].shards)
+
+    count = at_first(peers, merge)
+    return made[0], jobs[0] if jobs else None, name, count
+
+
+def _shard_plan(mine: Mapping[str, Block], roles: Roles, peers: Peers) -> ShardPlan:
+    ends = _Ends()
+    pieces, end = [], 0
+    for name, block in mine.items():
+        if block.shard.numel:
+            pieces.append(_piece(name, block, _role(roles, name), aligned(end), ends))
+            end = pieces[-1].start_bytes + pieces[-1].length_bytes
+    return ShardPlan(peers.rank, peers.size, tuple(pieces))
+
+
+def _piece(name: str, block: Block, role: Role, start_bytes: int, ends: _Ends) -> Piece:
+    shard, dtype = block.shard, block.tensor.dtype
+    length_bytes = shard.numel * dtype.itemsize
+    head, tail = ends.of(dtype, shard.sizes)
+    described = (name, dcp.dtype_name(block.tensor), shard.shape, shard.offsets, shard.sizes, role)
+    return Piece(*described, start_bytes, length_bytes, head, tail)
+
+
+def _role(roles: Roles, name: str) -> Role:
+    return roles.get(name, "other") if isinstance(roles, Mapping) else roles(name)
+
+
+def _file(plan: ShardPlan) -> FileEntry | None:
+    """Its name and size; what it will hold is not known yet."""
+    if not plan.pieces and plan.rank != 0:
+        return None
+    return FileEntry(name=plan.file, size_bytes=plan.file_bytes, sha256="")
+
+
+def _table(plan: ShardPlan, mine: Mapping[str, Block]) -> dict[str, tuple[str, list[int], Chunk | None]]:
+    empty = {
+        name: (dcp.dtype_name(block.tensor), list(block.shard.shape), None)
+        for name, block in mine.items()
+        if 0 in block.shard.shape
+    }
+    return empty | {piece.name: (piece.dtype, list(piece.shape), chunk) for piece, chunk in _chunks(plan)}
+
+
+def _chunks(plan: ShardPlan) -> Iterator[tuple[Piece, Chunk]]:
+    for piece, offset in zip(plan.pieces, plan.offsets, strict=True):
+        box = {"offsets": list(piece.offsets), "sizes": list(piece.sizes)}
+        yield piece, Chunk(**box, file=plan.file, offset=offset, length=piece.archive_bytes)
+
+
+def _job_plan(name: str, parts: list[Written], config: Mapping[str, Any], layout: str) -> JobPlan:
+    tensors = tables.merge(parts)
+    return JobPlan(
+        set_id=name,
+        shards=tuple(rank for rank, part in enumerate(parts) if part.file is not None),
+        tensors={key: entry.model_dump() for key, entry in tensors.items()},
+        index=dcp.index_bytes(tensors),
+        config=dict(config),
+        layout=layout,
+        torch_version=str(torch.__version__),
+    )
+
+
+@dataclass
+class _Ends:
+    """The bytes of a ``torch.save`` archive before and after the elements, the CRC-32 of these zero."""
+
+    _known: dict[tuple[torch.dtype, tuple[int, ...]], tuple[bytes, bytes]] = field(default_factory=dict)
+
+    def of(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
+        """Of a tensor that has at least one element."""
+        key = (dtype, sizes)
+        if key not in self._known:
+            self._known[key] = _ends(dtype, sizes)
+        return self._known[key]
+
+
+def _ends(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
+    # Memory that calloc gives is only read here, so all of its pages are the one page of zeros that the kernel shares;
+    # torch's archive writer hands it over without a copy. (torch.serialization.skip_data needs a file on a disk.)
+    zeros = np.zeros(dtype.itemsize * int(np.prod(sizes, dtype=np.int64)), dtype=np.uint8)
+    split = _Split(range(zeros.ctypes.data, zeros.ctypes.data + zeros.nbytes))
+    torch.save(torch.from_numpy(zeros).view(dtype).view(sizes), cast(Any, split))
+    return bytes(split.head), with_crc32(bytes(split.tail), 0)
+
+
+class _Split:
+    """A file that keeps what is written into it before and after the elements, which lie at these addresses."""
+
+    def __init__(self, elements: range) -> None:
+        self._elements = elements
+        self._seen = False
+        self.head, self.tail = bytearray(), bytearray()
+
+    def write(self, content: memoryview) -> int:
+        view = np.asarray(content)
+        if view.ctypes.data in self._elements:
+            self._seen = True
+        else:
+            (self.tail if self._seen else self.head).extend(content)
+        return view.nbytes
+
+    def flush(self) -> None:
+        """Nothing waits."""
