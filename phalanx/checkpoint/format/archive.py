@@ -51,7 +51,7 @@ def read_box(
         view.seek(0)
         out.copy_(_narrow(_load(view, "cpu", shape, dtype), start, out.shape))
     else:
-        _read_rows(file, place[0] + data, stored, start, out)
+        read_rows(file, place[0] + data, stored, start, out)
 
 
 class _Slice(io.RawIOBase):
@@ -113,9 +113,14 @@ def _elements(view: BinaryIO, length: int) -> int | None:
     return data.header_offset + _LOCAL_HEADER.size + int(name_length) + int(extra_length)
 
 
-def _read_rows(
+def read_rows(
     file: BinaryIO, position: int, stored: tuple[Sequence[int], torch.dtype], start: Sequence[int], out: Tensor
 ) -> None:
+    """As `read_box`, where the elements of a tensor of at least one dimension lie in order from `position` on.
+
+    Raises:
+        ValueError: the file ends too early.
+    """
     shape, dtype = torch.Size(stored[0]), stored[1]
     row_bytes = dtype.itemsize * shape[1:].numel()
     file.seek(position + start[0] * row_bytes)

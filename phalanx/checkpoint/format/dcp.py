@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from phalanx.checkpoint.format.blocks import Block
 from phalanx.checkpoint.format.manifest import Chunk, FileEntry, TensorEntry
+from phalanx.checkpoint.format.runs import RunSums
 from phalanx.checkpoint.format.tables import Written
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_bytes
@@ -56,7 +57,7 @@ def write(path: Path, rank: int, blocks: Mapping[str, Block]) -> Written:
     if filled or rank == 0:
         with files.create_stream(path / name, "wb") as stream:
             for key, block in filled.items():
-                offset = stream.tell()
+                offset = files.begin_archive(stream)
                 files.save(_on_host(block.tensor), stream)
                 offsets, sizes = list(block.shard.offsets), list(block.shard.sizes)
                 chunks[key] = Chunk(
@@ -176,13 +177,20 @@ class _HashingFileSystem(FileSystem):
                 raise self._refusal from None
             raise
 
+    def begin_archive(self, stream: io.IOBase) -> int:
+        """An archive begins here; where that is."""
+        cast(_HashingStream, stream).sums.cut()
+        return stream.tell()
+
     def _note(self, refusal: OSError) -> None:
         self._refusal = self._refusal or refusal
 
     def entries(self) -> list[FileEntry]:
         """The files written, by name."""
         return [
-            FileEntry(name=name, size_bytes=stream.size_bytes, sha256=stream.digest.hexdigest())
+            FileEntry(
+                name=name, size_bytes=stream.size_bytes, sha256=stream.digest.hexdigest(), sums=stream.sums.finish()
+            )
             for name, stream in sorted(self._written.items())
         ]
 
@@ -194,6 +202,7 @@ class _HashingStream:
         self._raw = cast(io.BufferedWriter, raw)
         self._note = note
         self.digest = hashlib.sha256()
+        self.sums = RunSums()
         self.size_bytes = 0
 
     def write(self, data: Any) -> int:
@@ -204,6 +213,7 @@ class _HashingStream:
             self._note(error)
             raise
         self.digest.update(view)
+        self.sums.update(view)
         self.size_bytes += len(view)
         return len(view)
 

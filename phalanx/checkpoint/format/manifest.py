@@ -102,11 +102,12 @@ class TensorEntry(_Part):
 
 
 class FileEntry(_Part):
-    """One file beside the manifest, without it."""
+    """One file beside the manifest, without it; `sums` of its runs (see `phalanx.checkpoint.format.runs`), or none."""
 
     name: str
     size_bytes: Count
     sha256: str
+    sums: list[str] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _stays_inside(self) -> FileEntry:
@@ -152,7 +153,7 @@ def encode(manifest: Manifest) -> bytes:
     """The manifest as the bytes of ``manifest.json``, with a line for each tensor and each file."""
     tree = manifest.model_dump()
     tensors = [f"{_line(name)}: {_line(entry)}" for name, entry in tree.pop("tensors").items()]
-    files = [_line(entry) for entry in tree.pop("files")]
+    files = [_line({key: value for key, value in entry.items() if value != []}) for entry in tree.pop("files")]
     fields = [f"{_line(name)}: {json.dumps(value, indent=1, ensure_ascii=False)}" for name, value in tree.items()]
     fields += ['"tensors": {\n' + ",\n".join(tensors) + "\n}", '"files": [\n' + ",\n".join(files) + "\n]"]
     return ("{\n" + ",\n".join(fields) + "\n}\n").encode()

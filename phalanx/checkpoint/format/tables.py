@@ -43,7 +43,7 @@ def unpack(text: str) -> Any:
 
 def to_text(written: Written) -> str:
     """For `peers.gather`."""
-    file = None if written.file is None else [written.file.name, written.file.size_bytes, written.file.sha256]
+    file = None if written.file is None else list(written.file.model_dump().values())
     tensors = {
         name: [dtype, shape, None if c is None else [c.offsets, c.sizes, c.offset, c.length]]
         for name, (dtype, shape, c) in written.tensors.items()
@@ -54,7 +54,7 @@ def to_text(written: Written) -> str:
 def from_text(text: str) -> Written:
     """The reverse of `to_text`."""
     file, tensors, left = unpack(text)
-    entry = None if file is None else FileEntry(name=file[0], size_bytes=file[1], sha256=file[2])
+    entry = None if file is None else FileEntry(**dict(zip(FileEntry.model_fields, file, strict=True)))
     table = {n: (dtype, shape, c and _chunk(entry, *c)) for n, (dtype, shape, c) in tensors.items()}
     return Written(entry, table, left)
 
