@@ -27,6 +27,14 @@ class Store(Protocol):
         """Names of checkpoints that are published, whole or damaged, newest (largest step) first."""
         ...
 
+    def quarantined(self) -> list[str]:
+        """Names of those that are kept aside (see `quarantine`), newest first."""
+        ...
+
+    def identity(self, name: str) -> str:
+        """Tells a checkpoint from another that later bears its name; empty if there is none."""
+        ...
+
     def files(self, name: str) -> list[str]:
         """Names of the files of a checkpoint or an area; empty if there is none."""
         ...
@@ -60,7 +68,14 @@ class Store(Protocol):
         ...
 
     def publish(self, area: str, step: int) -> str:
-        """Make an area a checkpoint, durably, all at once; returns its name. One of the same name is replaced."""
+        """Make an area a checkpoint, durably, all at once; returns its name. One of the same name is replaced.
+
+        ``manifest.json`` and ``SHA256SUMS`` have been written into it before, through this very store: of object
+        stores, ``SHA256SUMS`` is held back until now, since it is what makes the area a checkpoint.
+
+        Raises:
+            ValueError: the area was not begun here. OSError: it lacks one of the two files, or storage refuses.
+        """
         ...
 
     def discard(self, area: str) -> None:

@@ -6,6 +6,9 @@
     .writing-step-00001300-3f….replaced  the checkpoint of the same step that it takes the place of, for a moment
                                          (only where two folders cannot change names in one step)
     .deleting-step-00001000-9a…          one being deleted
+    stale-step-00001100.a3-3f…           one that is kept aside and never used (also ``sick-…``)
+    latest-00000007.json                 the pointer, see `phalanx.checkpoint.storage.latest`
+    .creating-latest-00000007.json-5c…   a small file being made; locked like the above
 
 The kernel drops a lock with its process, so a lock that can be taken marks a leftover, and a second process at work in
 the same folder is never disturbed. Where the file system has no locks, leftovers are left alone.
@@ -32,6 +35,7 @@ from phalanx.core.points import NO_POINTS, Points
 _FINAL = re.compile(r"step-(\d{8,})")
 _WRITING = ".writing-"
 _DELETING = ".deleting-"
+CREATING = ".creating-"
 _LOCK = ".lock"
 _REPLACED = ".replaced"
 _AT_FDCWD = -100  # <fcntl.h>
@@ -88,9 +92,42 @@ def writing(folder: Path, step: int) -> Iterator[Path]:
         aside.mkdir()
         yield aside
     finally:
-        _recover(aside)
-        Path(f"{aside}{_LOCK}").unlink(missing_ok=True)
-        os.close(lock)
+        release(aside, lock)
+
+
+def area_path(folder: Path, step: int, suffix: str) -> Path:
+    """Where the checkpoint of `step` is written; `suffix`, without ``-``, tells it from others of the same step."""
+    return folder / f"{_WRITING}{checkpoint_name(step)}-{suffix}"
+
+
+def hold(aside: Path) -> int:
+    """Take the lock of the folder `aside`, which is yet to be made; what a killed writer left of it is removed.
+
+    Returns:
+        The descriptor of the lock, for `release`.
+
+    Raises:
+        FileExistsError: a living writer holds it (or it cannot be known, where the file system has no locks).
+    """
+    lock = Path(f"{aside}{_LOCK}")
+    while True:
+        _clean_writing(aside)
+        descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        if try_lock(descriptor) is not False and lock.exists():
+            return descriptor
+        os.close(descriptor)
+
+
+def release(aside: Path, lock: int) -> None:
+    """Remove what is still at `aside`, or there in its place, and let go of the lock."""
+    _recover(aside)
+    Path(f"{aside}{_LOCK}").unlink(missing_ok=True)
+    os.close(lock)
+
+
+def published_path(aside: Path) -> Path:
+    """The final place of what is written at `aside`."""
+    return aside.parent / aside.name.removeprefix(_WRITING).rpartition("-")[0]
 
 
 def publish(aside: Path, points: Points = NO_POINTS) -> Path:
@@ -100,7 +137,7 @@ def publish(aside: Path, points: Points = NO_POINTS) -> Path:
     every moment. File systems that cannot do that (NFS) need two renames: between them neither is there, and should
     this process die there, `clean` puts the former one back.
     """
-    final = aside.parent / aside.name.removeprefix(_WRITING).rpartition("-")[0]
+    final = published_path(aside)
     fsync_folder(aside)
     points.reach("checkpoint.before-rename", path=aside)
     while not (_rename_to_free(aside, final) or exchange(aside, final)):
@@ -124,6 +161,8 @@ def clean(folder: Path) -> None:
                 shutil.rmtree(aside, ignore_errors=True)
             else:
                 _clean_writing(aside)
+        for half_made in folder.glob(f"{CREATING}*"):
+            _clean_file(half_made)
 
 
 def delete(path: Path, points: Points = NO_POINTS) -> None:
@@ -144,13 +183,13 @@ def _claim(folder: Path, step: int) -> tuple[Path, int]:
         aside = folder / f"{_WRITING}{checkpoint_name(step)}-{uuid.uuid4().hex[:12]}"
         lock = Path(f"{aside}{_LOCK}")
         descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
-        if _try_lock(descriptor) is not False and lock.exists():
+        if try_lock(descriptor) is not False and lock.exists():
             return aside, descriptor
         os.close(descriptor)
 
 
-def _try_lock(descriptor: int) -> bool | None:
-    """Whether the lock could be taken; None where the file system has no locks."""
+def try_lock(descriptor: int) -> bool | None:
+    """Whether the lock of an open file could be taken, without waiting; None where the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -169,17 +208,27 @@ def _clean_writing(aside: Path) -> None:
         _recover(aside)
         return
     try:
-        if _try_lock(descriptor) is True:
+        if try_lock(descriptor) is True:
             _recover(aside)
             lock.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
 
 
+def _clean_file(path: Path) -> None:
+    with suppress(FileNotFoundError):
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if try_lock(descriptor) is True:
+                path.unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
+
+
 def _recover(aside: Path) -> None:
     """Remove `aside`; put back the checkpoint it was to replace if nothing took its place, else remove that too."""
     replaced = Path(f"{aside}{_REPLACED}")
-    final = aside.parent / aside.name.removeprefix(_WRITING).rpartition("-")[0]
+    final = published_path(aside)
     if replaced.exists() and _rename_to_free(replaced, final):
         fsync_folder(aside.parent)
     shutil.rmtree(replaced, ignore_errors=True)

@@ -1,0 +1,253 @@
+"""A folder as a store: renames, locks and hard links of a file system that all hosts share. Torch-free."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from typing_extensions import Buffer
+
+from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, FileEntry
+from phalanx.checkpoint.storage import folder as folders
+from phalanx.checkpoint.storage import names
+from phalanx.core.errors import UserError
+from phalanx.core.files import fsync_folder
+from phalanx.core.points import NO_POINTS, Points
+
+_BUFFER_BYTES = 1 << 20  # joins the small pieces around tensors; larger ones are written as they are
+_LONGEST_WAIT_S = 0.5
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+class LocalStore:
+    """A `phalanx.checkpoint.storage.base.Store` in the folder at `path`, which is made when something is written.
+
+    Areas are folders ``.writing-step-…`` beside the checkpoints; only the publisher, who has begun one, holds its lock.
+
+    Args:
+        path: the folder of the run's checkpoints.
+        points: those of `phalanx.checkpoint.storage.folder`, where tests inject faults.
+    """
+
+    def __init__(self, path: Path, points: Points = NO_POINTS) -> None:
+        self.path = path
+        self._points = points
+        self._locks: dict[str, int] = {}
+
+    @property
+    def url(self) -> str:
+        """The path."""
+        return str(self.path)
+
+    def names(self) -> list[str]:
+        """See `Store`."""
+        return [candidate.path.name for candidate in folders.candidates(self.path)]
+
+    def quarantined(self) -> list[str]:
+        """See `Store`."""
+        found = []
+        with suppress(FileNotFoundError, NotADirectoryError):
+            found = [entry.name for entry in os.scandir(self.path) if entry.is_dir()]
+        return names.newest_first([name for name in found if names.quarantined(name)])
+
+    def identity(self, name: str) -> str:
+        """See `Store`."""
+        try:
+            status = (self.path / name).stat()
+        except OSError:
+            return ""
+        return f"{status.st_ino}-{status.st_ctime_ns}"
+
+    def files(self, name: str) -> list[str]:
+        """See `Store`."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return sorted(entry.name for entry in os.scandir(self.path / name) if entry.is_file())
+        return []
+
+    def read(self, name: str, file: str) -> bytes:
+        """See `Store`."""
+        return self._file(name, file).read_bytes()
+
+    def open(self, name: str, file: str) -> BinaryIO:
+        """See `Store`."""
+        return self._file(name, file).open("rb")
+
+    def size_bytes(self, name: str, file: str) -> int:
+        """See `Store`. IsADirectoryError: what is there is no file."""
+        path = self._file(name, file)
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, "Is not a file", str(path))
+        return status.st_size
+
+    def begin(self, step: int, attempt: int, nonce: str) -> str:
+        """See `Store`.
+
+        Raises:
+            FileExistsError: it has been begun already, by a process that lives.
+        """
+        aside = self._area(step, attempt, nonce)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._locks[aside.name] = folders.hold(aside)
+        try:
+            aside.mkdir()
+        except OSError:
+            self._release(aside)
+            raise
+        return aside.name
+
+    def join(self, step: int, attempt: int, nonce: str, timeout_s: float) -> str:
+        """See `Store`. The parent folder is listed, which NFS answers anew, instead of asking for the name."""
+        aside = self._area(step, attempt, nonce)
+        deadline, wait_s = time.monotonic() + timeout_s, 0.005
+        while True:
+            with suppress(FileNotFoundError):
+                if aside.name in os.listdir(self.path):  # noqa: PTH208
+                    return aside.name
+            if time.monotonic() >= deadline:
+                raise TimeoutError(errno.ETIMEDOUT, f"nobody began it within {timeout_s:.0f} s", str(aside))
+            time.sleep(min(wait_s, max(0.0, deadline - time.monotonic())))
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+    def write(self, area: str, file: str, content: Iterable[Buffer]) -> FileEntry:
+        """See `Store`. What could not be written in full is removed."""
+        path = self._file(area, file)
+        digest, size_bytes = hashlib.sha256(), 0
+        with _naming(path):
+            try:
+                with path.open("wb", buffering=_BUFFER_BYTES) as stream:
+                    for piece in content:
+                        digest.update(piece)
+                        size_bytes += memoryview(piece).nbytes
+                        stream.write(piece)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                fsync_folder(path.parent)
+            except BaseException:
+                with suppress(OSError):
+                    path.unlink()
+                raise
+        return FileEntry.model_construct(name=file, size_bytes=size_bytes, sha256=digest.hexdigest())
+
+    def publish(self, area: str, step: int) -> str:
+        """See `Store`."""
+        aside = self._held(area)
+        if folders.published_path(aside).name != folders.checkpoint_name(step):
+            raise ValueError(f"{area} is not an area of step {step}")
+        for file in (MANIFEST, SUMS):
+            self.size_bytes(area, file)
+        final = folders.publish(aside, self._points)
+        self._release(aside)
+        return final.name
+
+    def discard(self, area: str) -> None:
+        """See `Store`."""
+        if area in self._locks:
+            self._release(self.path / area)
+
+    def quarantine(self, area: str, why: str) -> str:
+        """See `Store`."""
+        aside = self._held(area)
+        final = folders.published_path(aside).name
+        attempt, _, nonce = area.rpartition("-")[2].removeprefix("a").partition(".")
+        target = aside.with_name(names.quarantine_name(why, f"{final}.a{attempt}-{nonce}"))
+        fsync_folder(aside)
+        aside.rename(target)
+        fsync_folder(self.path)
+        self._release(aside)
+        return target.name
+
+    def delete(self, name: str) -> None:
+        """See `Store`."""
+        folders.delete(self.path / names.plain(name), self._points)
+
+    def clean(self, attempt: int) -> None:
+        """See `Store`. A lock tells the dead from the living, of whatever attempt they are."""
+        folders.clean(self.path)
+
+    def create(self, key: str, content: bytes) -> bool:
+        """See `Store`.
+
+        Raises:
+            UserError: the file system has no hard links.
+        """
+        path = self.path / names.plain(key)
+        self.path.mkdir(parents=True, exist_ok=True)
+        with _naming(path):
+            made = None
+            while made is None:
+                made = self._create(path, content)
+            fsync_folder(self.path)
+        return made
+
+    def keys(self, prefix: str) -> list[str]:
+        """See `Store`."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return sorted(e.name for e in os.scandir(self.path) if e.name.startswith(prefix) and e.is_file())
+        return []
+
+    def get(self, key: str) -> bytes:
+        """See `Store`."""
+        return (self.path / names.plain(key)).read_bytes()
+
+    def remove(self, key: str) -> None:
+        """See `Store`."""
+        (self.path / names.plain(key)).unlink(missing_ok=True)
+
+    def _create(self, path: Path, content: bytes) -> bool | None:
+        """None: a cleaner in another process took the half made file for a leftover before it was locked."""
+        half_made = path.with_name(f"{folders.CREATING}{path.name}-{uuid.uuid4().hex[:12]}")
+        descriptor = os.open(half_made, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+        try:
+            folders.try_lock(descriptor)
+            with os.fdopen(os.dup(descriptor), "wb") as stream:
+                stream.write(content)
+            os.fsync(descriptor)
+            path.hardlink_to(half_made)
+        except FileExistsError:
+            return False
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno in _NO_LINKS:
+                cure = "put the run on a file system that has hard links, or on an object store"
+                raise UserError("cannot make a file only if there is none", cure=cure, field=str(path)) from error
+            raise
+        finally:
+            half_made.unlink(missing_ok=True)
+            os.close(descriptor)
+        return True
+
+    def _file(self, name: str, file: str) -> Path:
+        return self.path / names.plain(name) / names.plain(file)
+
+    def _area(self, step: int, attempt: int, nonce: str) -> Path:
+        names.full_name(step, attempt, nonce)  # refuses a nonce that cannot be part of a name
+        return folders.area_path(self.path, step, f"a{attempt}.{nonce}")
+
+    def _held(self, area: str) -> Path:
+        if area not in self._locks:
+            raise ValueError(f"{area} was not begun here, or has been published or discarded")
+        return self.path / area
+
+    def _release(self, aside: Path) -> None:
+        folders.release(aside, self._locks.pop(aside.name))
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the file in errors of calls that know only its descriptor."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise

@@ -1,0 +1,50 @@
+"""Where checkpoints lie, as people write it (a path or a URL), and the store that is meant. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import fsspec
+from fsspec.registry import known_implementations
+
+from phalanx.checkpoint.storage.base import Store
+from phalanx.checkpoint.storage.local import LocalStore
+from phalanx.core.errors import UserError
+from phalanx.core.points import NO_POINTS, Points
+
+_FIELD = "checkpoint.folder"
+
+
+def open_store(url: str | Path, options: Mapping[str, Any] | None = None, points: Points = NO_POINTS) -> Store:
+    """The store at `url`; nothing is read or written yet.
+
+    Args:
+        url: a path, ``file://…``, or a URL of an object store that fsspec knows (``s3://bucket/run/checkpoints``).
+        options: of the file system behind a URL, as fsspec names them (``endpoint_url`` …).
+        points: where tests inject faults, see `phalanx.checkpoint.storage.folder`.
+
+    Raises:
+        UserError: the URL is of no kind that is known, or the package for it is missing.
+    """
+    protocol, separator, _ = str(url).partition("://")
+    if isinstance(url, Path) or not separator:
+        return LocalStore(Path(url), points)
+    if protocol in ("file", "local"):
+        return LocalStore(Path(unquote(urlsplit(url).path)), points)
+    _require(protocol, url)
+    raise UserError("object stores are not supported yet", cure="give a folder", field=_FIELD, value=url)
+
+
+def _require(protocol: str, url: str) -> None:
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ImportError:
+        hint = known_implementations.get(protocol, {}).get("err", "install the fsspec package for it")
+        cure = "pip install 'phalanx-train[s3]'" if protocol in ("s3", "s3a") else hint[:1].lower() + hint[1:]
+        raise UserError(f"{protocol}:// needs a package that is not here", cure=cure, field=_FIELD, value=url) from None
+    except ValueError:
+        cure = "give a folder, or a URL such as s3://bucket/run"
+        raise UserError(f"fsspec knows no {protocol}://", cure=cure, field=_FIELD, value=url) from None
