@@ -39,7 +39,7 @@ Count = Annotated[int, Field(ge=0)]
 class DamagedCheckpointError(UserError):
     """A checkpoint that is torn, corrupted or not one at all; `reason` says how in a few words."""
 
-    def __init__(self, path: Path, reason: str) -> None:
+    def __init__(self, path: Path | str, reason: str) -> None:
         self.path = path
         self.reason = reason
         super().__init__(
@@ -121,6 +121,7 @@ class Manifest(_Part):
 
     `state` is whatever the caller wants back besides tensors (position in the data, schedule, ...); floats that are
     not finite are written as ``NaN`` and ``Infinity``, which Python's json reads and strict readers do not.
+    `metrics` are figures to keep the best by; `layout` is such as ``pp2·dp2·tp2``. Older writers left both out.
     """
 
     format_version: int
@@ -132,6 +133,8 @@ class Manifest(_Part):
     config_sha256: str
     config: dict[str, Any]
     state: Any
+    metrics: dict[str, float] = Field(default_factory=dict)
+    layout: str = ""
     tensors: dict[str, TensorEntry]
     files: list[FileEntry]
 
@@ -159,7 +162,7 @@ def encode(manifest: Manifest) -> bytes:
     return ("{\n" + ",\n".join(fields) + "\n}\n").encode()
 
 
-def decode(content: bytes, path: Path) -> Manifest:
+def decode(content: bytes, path: Path | str) -> Manifest:
     """Read the bytes of ``manifest.json`` of the checkpoint at `path`.
 
     Raises:
