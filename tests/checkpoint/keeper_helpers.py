@@ -11,6 +11,7 @@ from phalanx.checkpoint.format.record import Record, SnapshotId
 from phalanx.checkpoint.format.sums import chunk_sums
 
 SET = "5e7"
+_SMALL = bytes(byte & 0x3F for byte in range(256))
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "uint8": 1}
 
 
@@ -34,7 +35,7 @@ def a_plan(
 def some_bytes(plan: ShardPlan, step: int, attempt: int = 1) -> bytes:
     """What a rank writes at a step: others for every rank, step and attempt; every number is finite."""
     generator = random.Random(f"{plan.rank} {step} {attempt}")
-    return bytes(byte & 0x3F for byte in generator.randbytes(plan.data_bytes))
+    return generator.randbytes(plan.data_bytes).translate(_SMALL)
 
 
 def a_record(plan: ShardPlan, content: bytes, step: int, attempt: int = 1, set_id: str = SET) -> Record:
