@@ -87,3 +87,26 @@ class ReplicaPlaces(NamedTuple):
 
     peer_of: dict[str, str]
     warnings: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """What became of sending one snapshot of a rank to the keeper of another host.
+
+    Attributes:
+        rank, step: of the snapshot.
+        to: name of the other host.
+        problem: empty, or why it is not there, naming host and cause.
+        refused: the other host has seen a later attempt: this process is a leftover of an earlier one.
+        seconds, bytes: what it took; 0 where it failed.
+        share: of the rate that the interface could reach; None where its speed is unknown.
+    """
+
+    rank: int
+    step: int
+    to: str
+    problem: str = ""
+    refused: bool = False
+    seconds: float = 0.0
+    bytes: int = 0
+    share: float | None = None

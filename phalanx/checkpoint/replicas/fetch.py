@@ -1,0 +1,328 @@
+"""Reads what a keeper of another host holds, straight into the memory where it is wanted. Torch-free.
+
+Every chunk is checked against the sums of its record as it arrives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from typing_extensions import Buffer
+
+from phalanx.checkpoint.format.plan import ShardPlan
+from phalanx.checkpoint.format.record import CHUNK_BYTES, Record, SnapshotId
+from phalanx.checkpoint.replicas.contract import Endpoint, Held
+from phalanx.checkpoint.replicas.link import IDLE_S, Link, LinkError, call
+from phalanx.checkpoint.replicas.messages import Given, Holdings, List, Missing, Want
+from phalanx.checkpoint.replicas.sender import share_of_rate
+from phalanx.checkpoint.replicas.stream import deadline_s, describe, disagreement, receive_chunks
+
+STREAMS = 2
+"""Connections at once for one shard; docs/replicas.md has the figures."""
+
+_SPLIT_BYTES = 16 << 20  # below that, one connection does
+
+Run = tuple[int, int]
+
+
+class DamagedError(OSError):
+    """What another host holds, or sent, does not match its sums; other sources may."""
+
+
+class Range(NamedTuple):
+    """Bytes of a shard from `start_bytes` on, as many as there is room in `into`."""
+
+    start_bytes: int
+    into: Buffer
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A shard that has come, whole and checked.
+
+    Attributes:
+        bytes, seconds: what it took.
+        interface: of the host that it came from; empty where that is not known.
+        share: of the rate of that interface that was reached; None where it is not known.
+    """
+
+    record: Record
+    plan: ShardPlan
+    bytes: int
+    seconds: float
+    interface: str
+    share: float | None
+
+
+def list_held(endpoint: Endpoint, token: str, idle_s: float = IDLE_S) -> list[Held]:
+    """What the keeper at `endpoint` holds.
+
+    Raises:
+        LinkError: it cannot be reached, or has another token.
+    """
+    with _called(endpoint, token, idle_s) as link:
+        link.send(List())
+        held = link.receive(Holdings).held
+        return [Held(_record(link, text), bool(is_replica)) for text, is_replica in held]
+
+
+def describe_held(
+    endpoint: Endpoint, token: str, snapshot: SnapshotId, rank: int, idle_s: float = IDLE_S
+) -> tuple[Record, ShardPlan]:
+    """Record and plan of a shard that the keeper at `endpoint` holds, without its bytes.
+
+    Raises:
+        LookupError: it does not. LinkError: it cannot be reached, or has another token.
+    """
+    with _called(endpoint, token, idle_s) as link:
+        return _ask(link, snapshot, rank)
+
+
+def fetch(
+    endpoint: Endpoint,
+    token: str,
+    snapshot: SnapshotId,
+    rank: int,
+    into: Buffer | Callable[[Record, ShardPlan], Buffer],
+    *,
+    streams: int = STREAMS,
+    idle_s: float = IDLE_S,
+) -> Fetched:
+    """Read a whole shard.
+
+    Args:
+        into: memory for its ``plan.data_bytes``, or what gives some once record and plan are known. Undefined after an
+            error.
+        streams: connections at once.
+
+    Raises:
+        LookupError: it is not there any more. DamagedError: a chunk does not match its sum.
+        LinkError: the other host cannot be reached, went away, or has another token.
+        ValueError: `into` is too small.
+    """
+    began_s = time.monotonic()
+    with _called(endpoint, token, idle_s) as link:
+        record, plan = _ask(link, snapshot, rank)
+        memory = _writable(into(record, plan) if callable(into) else into)
+        if len(memory) < record.data_bytes:
+            raise ValueError(f"{len(memory)} bytes of memory for the {record.data_bytes} of rank {rank}")
+        runs = _split(record, streams)
+        with ThreadPoolExecutor(max(len(runs) - 1, 1), "replica-fetch") as pool:
+            others = [
+                pool.submit(_fetch_apart, endpoint, token, idle_s, record, run, _part(memory, record, run))
+                for run in runs[1:]
+            ]
+            for run in runs[:1]:
+                _fetch_run(link, record, run, _part(memory, record, run))
+            for other in others:
+                other.result()
+    seconds = time.monotonic() - began_s
+    share = share_of_rate(record.data_bytes, seconds, endpoint)
+    return Fetched(record, plan, record.data_bytes, seconds, endpoint.interface, share)
+
+
+def fetch_ranges(
+    endpoint: Endpoint,
+    token: str,
+    record: Record,
+    ranges: Sequence[Range],
+    *,
+    idle_s: float = IDLE_S,
+) -> int:
+    """Read parts of a shard whose record is known (from `list_held` or `describe_held`).
+
+    Whole chunks come, since only they have sums: those that lie inside a range straight into its memory, the others
+    through memory for one chunk.
+
+    Returns:
+        how many bytes came.
+
+    Raises:
+        as `fetch`; ValueError: a range lies outside of the shard.
+    """
+    parts = [_cut(record, each.start_bytes, _writable(each.into)) for each in ranges]
+    came = 0
+    with _called(endpoint, token, idle_s) as link:
+        for part in parts:
+            for run, skip, memory in part:
+                came += _fetch_part(link, record, run, skip, memory)
+    return came
+
+
+class RemoteCopy:
+    """A committed copy that another host holds, on a connection of its own.
+
+    Attributes:
+        record, plan: of it.
+    """
+
+    def __init__(self, link: Link, record: Record, plan: ShardPlan) -> None:
+        self._link = link
+        self.record = record
+        self.plan = plan
+
+    def chunks(self, numbers: Sequence[int]) -> Iterator[memoryview]:
+        """The chunks of these numbers, in order, as they come; each holds until the next is taken.
+
+        They are not checked: who copies them sums them while they are in the cache. Between the first and the last,
+        nothing else can be asked of this copy.
+
+        Raises:
+            LinkError: the connection is lost. LookupError: the copy is not there any more.
+        """
+        if not numbers:
+            return
+        _want(self._link, self.record.snapshot, self.record.rank, _runs(numbers), plan=False)
+        memory = memoryview(bytearray(min(CHUNK_BYTES, self.record.data_bytes)))
+        for number in numbers:
+            chunk = memory[: _length(self.record, (number, 1))]
+            self._link.receive_into(chunk, deadline_s(len(chunk)))
+            yield chunk
+
+
+class PeerCopies:
+    """Opens copies that keepers of other hosts hold.
+
+    Args:
+        token: of the job.
+    """
+
+    def __init__(self, token: str, idle_s: float = IDLE_S) -> None:
+        self._token = token
+        self._idle_s = idle_s
+
+    @contextmanager
+    def open(self, host: Endpoint, snapshot: SnapshotId, rank: int) -> Iterator[RemoteCopy]:
+        """A copy on `host`; may be called from several threads.
+
+        Raises:
+            LookupError: it is not there any more. LinkError: the host cannot be reached, or has another token.
+        """
+        with _called(host, self._token, self._idle_s) as link:
+            yield RemoteCopy(link, *_ask(link, snapshot, rank))
+
+
+Part = tuple[Run, int, memoryview]
+"""A run of chunks, how many of its first bytes are not wanted, and where the rest goes."""
+
+
+def _cut(record: Record, start: int, memory: memoryview) -> list[Part]:
+    """A range as runs of chunks: an incomplete one in front, whole ones, an incomplete one at the end."""
+    stop = start + len(memory)
+    if not 0 <= start <= stop <= record.data_bytes:
+        raise ValueError(f"bytes {start} to {stop} of {record.data_bytes} of step {record.step}, rank {record.rank}")
+    if start == stop:
+        return []
+    first_whole = -(-start // CHUNK_BYTES) * CHUNK_BYTES
+    last_whole = stop if stop == record.data_bytes else stop // CHUNK_BYTES * CHUNK_BYTES
+    edges = sorted({start, stop, *(edge for edge in (first_whole, last_whole) if start < edge < stop)})
+    parts = []
+    for low, high in pairwise(edges):
+        first, end = low // CHUNK_BYTES, -(-high // CHUNK_BYTES)
+        parts.append(((first, end - first), low - first * CHUNK_BYTES, memory[low - start : high - start]))
+    return parts
+
+
+def _fetch_part(link: Link, record: Record, run: Run, skip: int, memory: memoryview) -> int:
+    length = _length(record, run)
+    if length == len(memory):
+        _fetch_run(link, record, run, memory)
+    else:
+        chunk = memoryview(bytearray(length))
+        _fetch_run(link, record, run, chunk)
+        memory[:] = chunk[skip : skip + len(memory)]
+    return length
+
+
+def _fetch_apart(endpoint: Endpoint, token: str, idle_s: float, record: Record, run: Run, memory: memoryview) -> None:
+    with _called(endpoint, token, idle_s) as link:
+        _fetch_run(link, record, run, memory)
+
+
+def _fetch_run(link: Link, record: Record, run: Run, memory: memoryview) -> None:
+    given = _want(link, record.snapshot, record.rank, [run], plan=False)
+    if _record(link, given.record) != record:
+        raise DamagedError(f"step {record.step}, rank {record.rank} at {link.host} has another record than before")
+    wrong = receive_chunks(link, memory, record, run[0])
+    if wrong:
+        raise DamagedError(describe(record, wrong, link.host))
+
+
+def _ask(link: Link, snapshot: SnapshotId, rank: int) -> tuple[Record, ShardPlan]:
+    given = _want(link, snapshot, rank, [], plan=True)
+    record = _record(link, given.record)
+    try:
+        plan = ShardPlan.from_bytes(given.plan.encode())
+    except (ValueError, TypeError) as error:
+        raise DamagedError(f"{link.host} has no plan for step {snapshot.step}, rank {rank}: {error}") from None
+    problem = disagreement(record, plan)
+    if problem is None and (record.snapshot, record.rank) != (snapshot, rank):
+        problem = f"it is of step {record.step}, attempt {record.attempt}, rank {record.rank}"
+    if problem is not None:
+        raise DamagedError(f"step {snapshot.step}, rank {rank} at {link.host}: {problem}")
+    return record, plan
+
+
+def _want(link: Link, snapshot: SnapshotId, rank: int, runs: list[Run], *, plan: bool) -> Given:
+    link.send(Want(*snapshot, rank, runs, plan))
+    answer: Given | Missing = link.receive(Given, Missing)
+    if isinstance(answer, Given):
+        return answer
+    raise LookupError(f"{link.host}: {answer.why}")
+
+
+def _record(link: Link, text: str) -> Record:
+    try:
+        return Record.from_text(text)
+    except (ValueError, TypeError, KeyError) as error:
+        raise LinkError(f"{link.host} sent something that is no record: {error}") from None
+
+
+def _split(record: Record, streams: int) -> list[Run]:
+    """All chunks of a shard as runs of about equal length, one for each connection that is worth it."""
+    chunks = len(record.sums)
+    count = max(1, min(streams, record.data_bytes // _SPLIT_BYTES))
+    edges = [chunks * i // count for i in range(count + 1)]
+    return [(low, high - low) for low, high in pairwise(edges) if high > low]
+
+
+def _runs(numbers: Sequence[int]) -> list[Run]:
+    """Numbers of chunks as runs, in the same order."""
+    runs: list[Run] = []
+    for number in numbers:
+        if runs and sum(runs[-1]) == number:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((number, 1))
+    return runs
+
+
+def _part(memory: memoryview, record: Record, run: Run) -> memoryview:
+    start = run[0] * CHUNK_BYTES
+    return memory[start : start + _length(record, run)]
+
+
+def _length(record: Record, run: Run) -> int:
+    return min((run[0] + run[1]) * CHUNK_BYTES, record.data_bytes) - run[0] * CHUNK_BYTES
+
+
+def _writable(buffer: Buffer) -> memoryview:
+    memory = memoryview(buffer)
+    if memory.readonly:
+        raise ValueError("the memory that a shard is to come into is read-only")
+    return memory.cast("B")
+
+
+@contextmanager
+def _called(endpoint: Endpoint, token: str, idle_s: float) -> Iterator[Link]:
+    link = call(endpoint, token, idle_s)
+    try:
+        yield link
+    finally:
+        link.close()

@@ -1,0 +1,262 @@
+"""What a keeper answers to those of other hosts: it takes their replicas, and gives what it holds. Torch-free."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import psutil
+
+from phalanx.checkpoint.format.plan import ShardPlan
+from phalanx.checkpoint.format.record import Record, SnapshotId
+from phalanx.checkpoint.replicas.contract import RefusedError, Slot, Vault
+from phalanx.checkpoint.replicas.link import IDLE_S, Link, LinkError, answer
+from phalanx.checkpoint.replicas.messages import (
+    Given,
+    Go,
+    Holdings,
+    List,
+    Missing,
+    Offer,
+    Plan,
+    PlanNeeded,
+    Refused,
+    Stored,
+    Want,
+)
+from phalanx.checkpoint.replicas.stream import deadline_s, describe, disagreement, receive_chunks, spans
+from phalanx.core.points import NO_POINTS, Points
+
+_MAX_CALLERS = 256
+
+
+class Listener:
+    """Threads, one for each caller, between a listening socket and a vault.
+
+    Args:
+        vault: where replicas go and copies come from.
+        server: a listening TCP socket, which this takes over.
+        host: name of this host.
+        token: what callers have to prove to have; None while there is none, and then all are refused.
+        report: called, from any thread, with a line for people about a caller that was refused.
+        points: ``replica.received`` and ``replica.committed``.
+        idle_s: how long a caller may stand still in the middle of something.
+    """
+
+    def __init__(
+        self,
+        vault: Vault,
+        server: socket.socket,
+        host: str,
+        token: Callable[[], str | None],
+        report: Callable[[str], None],
+        points: Points = NO_POINTS,
+        idle_s: float = IDLE_S,
+    ) -> None:
+        self._server = server
+        self._host = host
+        self._token = token
+        self._report = report
+        self._idle_s = idle_s
+        self._desk = _Desk(vault, points)
+        self._free = threading.Semaphore(_MAX_CALLERS)
+        self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
+        self._callers: set[threading.Thread] = set()
+        self._closing = False
+        self._thread = threading.Thread(target=self._listen, name="replica-listen", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Hang up on everybody, and wait for the threads to be gone."""
+        with self._lock:
+            self._closing = True
+            for connection in self._connections:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            callers = list(self._callers)
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._free.release()
+        for thread in (self._thread, *callers):
+            thread.join()
+        self._server.close()
+
+    def _listen(self) -> None:
+        while True:
+            self._free.acquire()
+            try:
+                connection, address = self._server.accept()
+            except OSError:
+                if self._closing:
+                    return
+                self._free.release()  # the caller was gone again, or there are no descriptors left
+                threading.Event().wait(0.05)
+                continue
+            self._start(connection, address[0])
+
+    def _start(self, connection: socket.socket, caller: str) -> None:
+        thread = threading.Thread(target=self._serve, args=(connection, caller), name="replica-caller", daemon=True)
+        with self._lock:
+            if self._closing:
+                connection.close()
+                return
+            self._connections.add(connection)
+            self._callers.add(thread)
+            thread.start()
+
+    def _serve(self, connection: socket.socket, caller: str) -> None:
+        try:
+            self._converse(connection, caller)
+        except LinkError as error:
+            if not self._closing:
+                self._report(str(error))
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+                self._callers.discard(threading.current_thread())
+            connection.close()
+            self._free.release()
+
+    def _converse(self, connection: socket.socket, caller: str) -> None:
+        token = self._token()
+        if token is None:
+            raise LinkError(f"{caller} called before this keeper had a token")
+        link = answer(connection, caller, token, self._host, self._idle_s)
+        while link.waits_for_message():
+            message = link.receive(Offer, List, Want)
+            if isinstance(message, Offer):
+                self._desk.take(link, message)
+            elif isinstance(message, Want):
+                self._desk.give(link, message)
+            else:
+                self._desk.tell(link)
+
+
+class _Desk:
+    """What is done for a caller that has been let in."""
+
+    def __init__(self, vault: Vault, points: Points) -> None:
+        self._vault = vault
+        self._points = points
+        self._plans: dict[str, ShardPlan] = {}
+        self._arriving = _Arriving()
+
+    def tell(self, link: Link) -> None:
+        link.send(Holdings([(held.record.to_text(), held.is_replica) for held in self._vault.held()]))
+
+    def give(self, link: Link, want: Want) -> None:
+        try:
+            with self._vault.pin(SnapshotId(want.step, want.attempt, want.set_id), want.rank) as copy:
+                self._give(link, want, *copy)
+        except LookupError:
+            link.send(Missing(f"step {want.step} of rank {want.rank} is not there any more"))
+
+    def _give(self, link: Link, want: Want, record: Record, plan: ShardPlan, descriptor: int) -> None:
+        try:
+            runs = list(spans(record, want.runs))
+        except (ValueError, TypeError) as error:
+            link.send(Refused(f"the request makes no sense: {error}"))
+            return
+        link.send(Given(record.to_text(), plan.to_bytes().decode() if want.plan else ""))
+        for start, stop in runs:
+            link.send_file(descriptor, start, stop - start, deadline_s(stop - start))
+
+    def take(self, link: Link, offer: Offer) -> None:
+        try:
+            record = Record.from_text(offer.record)
+            plan = self._plan(link, record)
+            problem = disagreement(record, plan)
+        except (ValueError, TypeError, AttributeError) as error:
+            problem = f"what was offered is no replica: {error}"
+        if problem is None and plan.data_bytes > psutil.virtual_memory().total:
+            problem = f"{plan.data_bytes} bytes are more than the memory of this host"
+        if problem is not None:
+            link.send(Refused(problem))
+            return
+        self._plans[plan.sha256] = plan
+        self._receive(link, record, plan)
+
+    def _plan(self, link: Link, record: Record) -> ShardPlan:
+        known = self._plans.get(record.plan_sha256)
+        if known is not None:
+            return known
+        link.send(PlanNeeded())
+        return ShardPlan.from_bytes(link.receive(Plan).text.encode())
+
+    def _receive(self, link: Link, record: Record, plan: ShardPlan) -> None:
+        try:
+            with self._arriving.from_(link, record.rank):
+                self._place(link, record, plan)
+        except RefusedError as error:
+            link.send(Refused(str(error), later_attempt=True))
+            return
+        except _NotTakenError as error:
+            link.send(Refused(str(error)))
+            return
+        link.send(Stored())
+
+    def _place(self, link: Link, record: Record, plan: ShardPlan) -> None:
+        slot = self._slot(link, record, plan)
+        try:
+            link.send(Go())
+            wrong = receive_chunks(link, slot.memory[: record.data_bytes], record, 0)
+            self._points.reach("replica.received", step=record.step, rank=record.rank)
+            if wrong:
+                raise _NotTakenError(describe(record, wrong, link.host))
+        except BaseException:
+            self._vault.abandon(plan, slot)
+            raise
+        self._vault.commit(plan, slot, record)
+        self._points.reach("replica.committed", step=record.step, rank=record.rank)
+
+    def _slot(self, link: Link, record: Record, plan: ShardPlan) -> Slot:
+        try:
+            return self._vault.place(plan, record.snapshot)
+        except OSError:
+            # Perhaps what a connection that broke without our knowing was bringing; the sender has begun again.
+            self._arriving.end_others(link, record.rank)
+        try:
+            return self._vault.place(plan, record.snapshot)
+        except OSError as error:
+            raise _NotTakenError(f"no memory for {plan.data_bytes} bytes: {error}") from None
+
+
+class _NotTakenError(Exception):
+    """A replica that is not kept, and why."""
+
+
+class _Arriving:
+    """Which links bring a replica of which rank."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._links: list[tuple[int, Link]] = []
+
+    @contextmanager
+    def from_(self, link: Link, rank: int) -> Iterator[None]:
+        """Within the context, `link` brings one."""
+        with self._changed:
+            self._links.append((rank, link))
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._links.remove((rank, link))
+                self._changed.notify_all()
+
+    def end_others(self, link: Link, rank: int) -> None:
+        """Hang up on all others that bring one of `rank`, and wait until what they brought is abandoned."""
+        with self._changed:
+            others = [entry for entry in self._links if entry[0] == rank and entry[1] is not link]
+            for _, other in others:
+                other.hang_up()
+            self._changed.wait_for(lambda: not any(entry in self._links for entry in others), IDLE_S)
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """A socket that listens at `address`; 0: at any free port."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=_MAX_CALLERS)

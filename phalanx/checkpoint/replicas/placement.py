@@ -1,0 +1,203 @@
+"""Which host keeps the replica of which: pure, and the same on every rank. Torch-free.
+
+What may be lost together must not hold both copies: a host, a rack (a switch, a power supply), and a parallel group
+that is evicted as a whole because nobody knows which of its hosts is the faulty one (ByteRobust).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.checkpoint.replicas.contract import ReplicaPlaces
+from phalanx.core.layout import AXES, Axis, Layout
+
+
+@dataclass(frozen=True)
+class HostInfo:
+    """Attributes: rack: None: not known; groups: names of what may be evicted together with this host."""
+
+    name: str
+    rack: str | None = None
+    groups: frozenset[str] = frozenset()
+
+
+_RULES = (
+    "",
+    "a host of the same rack",
+    "a host of the same parallel group",
+    "a host of the same rack and parallel group",
+)
+"""What a host's peer is, by the number of the first row of `_candidates` in which there is one."""
+
+
+def place_replicas(hosts: Sequence[HostInfo]) -> ReplicaPlaces:
+    """A peer for every host.
+
+    Of the following, the first kind that exists for a host: a host of another rack and no common group; of no common
+    group; of another rack; any other. Among those, the most replicas that a host has to keep are as few as possible:
+    one each, wherever that can be. So balance gives way before the rules do, the rack before the group, and each is
+    said in `warnings`. A rack that is not known is taken to be none of the others'.
+
+    Raises:
+        ValueError: two hosts have the same name.
+    """
+    hosts = sorted(hosts, key=lambda host: host.name)
+    names = [host.name for host in hosts]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two hosts have the same name: {', '.join(names)}")
+    if len(hosts) < 2:
+        return ReplicaPlaces({}, ["there is one host only: no replicas, and its loss takes the snapshots in memory"])
+    rows = _candidates(hosts, *_masks(hosts))
+    kinds = [next(kind for kind, row in enumerate(rows[i]) if row) for i in range(len(hosts))]
+    peers = _assign([rows[i][kind] for i, kind in enumerate(kinds)])
+    peer_of = {names[i]: names[j] for i, j in enumerate(peers)}
+    return ReplicaPlaces(peer_of, _warnings(hosts, kinds, peers))
+
+
+def groups_of_hosts(
+    layout: Layout, ranks: Mapping[str, Sequence[int]], axes: Sequence[Axis] = ("pipeline", "context", "tensor")
+) -> dict[str, frozenset[str]]:
+    """The groups along `axes` that the ranks of each host are in, for `HostInfo.groups`.
+
+    Not by default along replicate and shard: where data parallelism is all there is, they hold every host.
+
+    Args:
+        ranks: of every host, by its name.
+    """
+    split = [(axis, AXES.index(axis)) for axis in axes if layout.size(axis) > 1]
+    return {
+        host: frozenset(name for rank in its for name in _groups(layout, rank, split)) for host, its in ranks.items()
+    }
+
+
+def _groups(layout: Layout, rank: int, split: list[tuple[Axis, int]]) -> Iterator[str]:
+    here = layout.coordinates(rank)
+    for axis, place in split:
+        others = ".".join("*" if i == place else str(digit) for i, digit in enumerate(here))
+        yield f"{axis} {others}"
+
+
+# Sets of hosts are integers, a bit for each: with 1,536 hosts a set is 192 bytes, and all of the below takes a tenth of
+# a second (Python's sets: many seconds).
+
+
+def _masks(hosts: Sequence[HostInfo]) -> tuple[dict[str, int], dict[str, int]]:
+    racks: dict[str, int] = {}
+    groups: dict[str, int] = {}
+    for i, host in enumerate(hosts):
+        if host.rack is not None:
+            racks[host.rack] = racks.get(host.rack, 0) | 1 << i
+        for group in host.groups:
+            groups[group] = groups.get(group, 0) | 1 << i
+    return racks, groups
+
+
+def _candidates(hosts: Sequence[HostInfo], racks: dict[str, int], groups: dict[str, int]) -> list[tuple[int, ...]]:
+    """For every host, the sets of possible peers, best kind first."""
+    everyone = (1 << len(hosts)) - 1
+    rows: list[tuple[int, ...]] = []
+    for i, host in enumerate(hosts):
+        others = everyone & ~(1 << i)
+        same_rack = 0 if host.rack is None else racks[host.rack]
+        same_group = 0
+        for group in host.groups:
+            same_group |= groups[group]
+        rows.append((others & ~same_rack & ~same_group, others & ~same_group, others & ~same_rack, others))
+    return rows
+
+
+def _assign(allowed: list[int]) -> list[int]:
+    """One of the allowed for each, so that the most often chosen one is chosen as seldom as possible.
+
+    Augmenting paths (as in Kuhn's algorithm) with a number of places for each that grows only when it has to.
+    """
+    places = _Places(allowed)
+    left = list(range(len(allowed)))
+    while left:
+        left = [i for i in left if not places.seat(i)]
+        if left:
+            places.add_places()
+    return [places.seat_of[i] for i in range(len(allowed))]
+
+
+class _Places:
+    def __init__(self, allowed: list[int]) -> None:
+        self._allowed = allowed
+        self._room = 1
+        self._free = (1 << len(allowed)) - 1
+        self._hopeless = 0  # found by a search that failed: no later one gets further from there
+        self._guests: list[set[int]] = [set() for _ in allowed]
+        self.seat_of: dict[int, int] = {}
+
+    def add_places(self) -> None:
+        self._room += 1
+        self._free = (1 << len(self._allowed)) - 1
+        self._hopeless = 0
+
+    def seat(self, newcomer: int) -> bool:
+        """Find a place for one more, moving others to where they may sit too."""
+        came_from: dict[int, tuple[int, int]] = {}
+        waiting = deque([newcomer])
+        seen = self._hopeless
+        while waiting:
+            i = waiting.popleft()
+            reached = self._allowed[i] & ~seen
+            if reached & self._free:
+                self._move(i, _first_from(reached & self._free, i), came_from)
+                return True
+            seen |= reached
+            for j in _bits(reached):
+                for guest in sorted(self._guests[j]):
+                    came_from[guest] = (i, j)
+                    waiting.append(guest)
+        self._hopeless = seen
+        return False
+
+    def _move(self, i: int, to: int, came_from: dict[int, tuple[int, int]]) -> None:
+        if len(self._guests[to]) + 1 == self._room:
+            self._free &= ~(1 << to)
+        while True:
+            if i in self.seat_of:
+                self._guests[self.seat_of[i]].discard(i)
+            self.seat_of[i] = to
+            self._guests[to].add(i)
+            if i not in came_from:
+                break
+            i, to = came_from[i]
+
+
+def _first_from(mask: int, start: int) -> int:
+    """The first bit of a mask at `start` or after it, around the end."""
+    later = mask >> start << start
+    return _lowest(later or mask)
+
+
+def _lowest(mask: int) -> int:
+    return (mask & -mask).bit_length() - 1
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        yield _lowest(mask)
+        mask &= mask - 1
+
+
+def _warnings(hosts: Sequence[HostInfo], kinds: Sequence[int], peers: Sequence[int]) -> list[str]:
+    lines = []
+    unknown = [host.name for host in hosts if host.rack is None]
+    if unknown:
+        lines.append(f"the rack of {_some(unknown)} is not known: a replica may share it")
+    for kind in sorted(set(kinds) - {0}):
+        names = [host.name for host, own in zip(hosts, kinds, strict=True) if own == kind]
+        lines.append(f"no better peer than {_RULES[kind]} exists for {_some(names)}: one loss can take both copies")
+    loads = [peers.count(j) for j in range(len(hosts))]
+    if max(loads) > 1:
+        full = [hosts[j].name for j, load in enumerate(loads) if load == max(loads)]
+        lines.append(f"{_some(full)} keeps {max(loads)} replicas, as others have no better peer: it needs the memory")
+    return lines
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,171 @@
+"""Sends the snapshots of one rank to the keeper of a peer host, in a thread of its own. Torch-free."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+from phalanx.checkpoint.format.plan import ShardPlan
+from phalanx.checkpoint.format.record import Record
+from phalanx.checkpoint.replicas.contract import Endpoint, Replicated
+from phalanx.checkpoint.replicas.link import IDLE_S, Link, LinkError, call
+from phalanx.checkpoint.replicas.messages import Go, Offer, Plan, PlanNeeded, Refused, Stored
+from phalanx.checkpoint.replicas.stream import deadline_s
+from phalanx.core.points import NO_POINTS, Points
+
+PERSIST_S = 10.0
+"""No new try begins so long after the first."""
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 2.0
+
+Pinned = AbstractContextManager[tuple[Record, ShardPlan, int]]
+
+
+class Parcel(NamedTuple):
+    """A snapshot to be sent; `pinned` has been entered, and is left once it is there, or will not be."""
+
+    pinned: Pinned
+    record: Record
+    plan: ShardPlan
+    descriptor: int
+    peer: Endpoint
+    token: str
+
+
+class _RefusedForGoodError(Exception):
+    """The other host has seen a later attempt."""
+
+
+class Sender:
+    """A thread that sends parcels one after the other, over one connection that it keeps.
+
+    Args:
+        notify: called from the thread with what became of each.
+        points: ``replica.begin``, ``replica.half`` and ``replica.sent``.
+        persist_s: see `PERSIST_S`.
+        idle_s: see `phalanx.checkpoint.replicas.link.IDLE_S`.
+    """
+
+    def __init__(
+        self,
+        notify: Callable[[Replicated], None],
+        points: Points = NO_POINTS,
+        persist_s: float = PERSIST_S,
+        idle_s: float = IDLE_S,
+    ) -> None:
+        self._notify = notify
+        self._points = points
+        self._persist_s = persist_s
+        self._idle_s = idle_s
+        self._parcels: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._link: Link | None = None
+        self._way: tuple[Endpoint, str] | None = None
+        self._thread = threading.Thread(target=self._run, name="replica-send", daemon=True)
+        self._thread.start()
+
+    def submit(self, parcel: Parcel) -> None:
+        """Send this after all before it; does not wait."""
+        self._parcels.put(parcel)
+
+    def close(self) -> None:
+        """Break off what is under way, and wait for the thread to be gone; parcels are told to have failed."""
+        self._closing.set()
+        with self._lock:
+            if self._link is not None:
+                self._link.hang_up()
+        self._parcels.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (parcel := self._parcels.get()) is not None:
+            try:
+                outcome = self._deliver(parcel)
+            finally:
+                parcel.pinned.__exit__(None, None, None)
+            self._notify(outcome)
+        self._drop()
+
+    def _deliver(self, parcel: Parcel) -> Replicated:
+        step, rank, to = parcel.record.step, parcel.record.rank, parcel.peer.host
+        began_s = time.monotonic()
+        try:
+            self._persist(parcel)
+        except _RefusedForGoodError as error:
+            return Replicated(rank, step, to, f"{to} refused step {step} of rank {rank}: {error}", refused=True)
+        except Exception as error:  # whatever it is, who waits for this snapshot must be told
+            why = str(error) if isinstance(error, LinkError) else repr(error)
+            return Replicated(rank, step, to, f"step {step} of rank {rank} was not replicated to {to}: {why}")
+        took_s = time.monotonic() - began_s
+        sent = parcel.record.data_bytes
+        return Replicated(rank, step, to, "", False, took_s, sent, share_of_rate(sent, took_s, parcel.peer))
+
+    def _persist(self, parcel: Parcel) -> None:
+        """Try again, with longer and longer pauses, as long as that may help."""
+        until_s, pause_s = time.monotonic() + self._persist_s, _FIRST_PAUSE_S
+        while True:
+            try:
+                return self._try(parcel)
+            except LinkError:
+                self._drop()
+                if time.monotonic() + pause_s > until_s or self._closing.wait(pause_s):
+                    raise
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _try(self, parcel: Parcel) -> None:
+        record, plan = parcel.record, parcel.plan
+        self._points.reach("replica.begin", step=record.step, rank=record.rank)
+        link = self._open(parcel.peer, parcel.token)
+        link.send(Offer(record.to_text()))
+        answer = link.receive(PlanNeeded, Go, Refused)
+        if isinstance(answer, PlanNeeded):
+            link.send(Plan(plan.to_bytes().decode()))
+            answer = link.receive(Go, Refused)
+        _raise_refusal(answer)
+        half = record.data_bytes // 2
+        until_s = deadline_s(record.data_bytes)
+        link.send_file(parcel.descriptor, 0, half, until_s)
+        self._points.reach("replica.half", step=record.step, rank=record.rank)
+        link.send_file(parcel.descriptor, half, record.data_bytes - half, until_s)
+        self._points.reach("replica.sent", step=record.step, rank=record.rank)
+        _raise_refusal(link.receive(Stored, Refused))
+
+    def _open(self, peer: Endpoint, token: str) -> Link:
+        self._check()
+        if self._link is None or self._way != (peer, token) or self._link.is_broken():
+            self._drop()
+            link = call(peer, token, self._idle_s)
+            with self._lock:
+                self._link, self._way = link, (peer, token)
+            self._check()
+        return self._link
+
+    def _check(self) -> None:
+        if self._closing.is_set():
+            raise LinkError("this keeper ends")
+
+    def _drop(self) -> None:
+        with self._lock:
+            if self._link is not None:
+                self._link.close()
+            self._link = None
+
+
+def share_of_rate(length_bytes: int, seconds: float, endpoint: Endpoint) -> float | None:
+    """How much of the rate of the other host's interface a transfer reached; None where that is not known."""
+    if not endpoint.interface_bits_per_s or seconds <= 0:
+        return None
+    return 8 * length_bytes / seconds / endpoint.interface_bits_per_s
+
+
+def _raise_refusal(answer: object) -> None:
+    if isinstance(answer, Refused):
+        if answer.later_attempt:
+            raise _RefusedForGoodError(answer.why)
+        raise LinkError(answer.why)
