@@ -27,22 +27,39 @@ def first_fault(memory: Buffer, record: Record, plan: ShardPlan | None = None) -
         memory: the slot's, or a copy of it, from its first byte.
         plan: to name a tensor that lies where the sums differ.
     """
+    with memoryview(memory) as whole, whole.cast("B") as view:
+        fault = record_fault(record, view.nbytes, plan)
+        if fault is not None:
+            return fault
+        for number in range(len(record.sums)):
+            start = number * CHUNK_BYTES
+            with view[start : min(start + CHUNK_BYTES, record.data_bytes)] as chunk:
+                fault = chunk_fault(chunk, number, record, plan)
+            if fault is not None:
+                return fault
+    return None
+
+
+def record_fault(record: Record, length_bytes: int, plan: ShardPlan | None = None) -> str | None:
+    """What is wrong with a record before any element is looked at, or with memory of this length; None where nothing
+    is."""
     if plan is not None and plan.sha256 != record.plan_sha256:
         return f"the record of step {record.step}, rank {record.rank} belongs to another plan"
     state = _state_fault(record)
     if state is not None:
         return state
-    with memoryview(memory) as view:
-        length = view.nbytes
-    if length < record.data_bytes:
-        return f"{length} bytes are there of {record.data_bytes}"
+    if length_bytes < record.data_bytes:
+        return f"{length_bytes} bytes are there of {record.data_bytes}"
     expected = -(-record.data_bytes // CHUNK_BYTES)
     if len(record.sums) != expected:
         return f"the record has {len(record.sums)} sums where {record.data_bytes} bytes have {expected}"
-    for number, found in enumerate(_sums(memory, record.data_bytes)):
-        if found != record.sums[number]:
-            return _describe(number, found, record, plan)
     return None
+
+
+def chunk_fault(chunk: Buffer, number: int, record: Record, plan: ShardPlan | None = None) -> str | None:
+    """What is wrong with the run of this number of the elements, or None."""
+    found = xxh3_64_intdigest(chunk)
+    return None if found == record.sums[number] else _describe(number, found, record, plan)
 
 
 def state_sum(state: str) -> int:
