@@ -1,9 +1,9 @@
 """Sums of runs of a file, so that a reader of part of it checks what it reads, and reads nothing twice. Torch-free.
 
 A file of a checkpoint is summed in runs of at most `RUN_BYTES`; a new one begins with every archive. Where the runs
-lie follows from the places of the archives, which the manifest has; the sums (XXH3-64, hexadecimal, in order) are in the
-file's entry there. SHA-256 of whole files, which names their contents beyond doubt, can only be checked by reading
-all of a file.
+lie follows from the places of the archives, which the manifest has; the sums (XXH3-64, hexadecimal, in order) are in
+the file's entry there. SHA-256 of whole files, which names their contents beyond doubt, can only be checked by
+reading all of a file.
 """
 
 from __future__ import annotations
@@ -92,16 +92,20 @@ class CheckedFile(io.RawIOBase):
         self.bytes_read = 0
 
     def readable(self) -> bool:
+        """It is."""
         return True
 
     def seekable(self) -> bool:
+        """It is."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """As of any file."""
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size_bytes}[whence]
         return self._at
 
     def tell(self) -> int:
+        """As of any file."""
         return self._at
 
     def readinto(self, buffer: Buffer) -> int:
