@@ -7,10 +7,18 @@ error, wait. Nothing is global, so two runs in one process cannot disturb each o
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from phalanx.core.errors import UserError
+
 Action = Callable[..., None]
+
+FAULTS = "PHALANX_FAULTS"
+"""Environment variable: ``name[:n] …``, the points at which a process kills itself (SIGKILL) the n-th time (1)."""
 
 
 class Points:
@@ -35,3 +43,25 @@ class Points:
 
 NO_POINTS = Points()
 """For the default of a parameter: nothing happens anywhere."""
+
+
+def points_from_environment(environment: Mapping[str, str] = os.environ) -> Points:
+    """What `FAULTS` asks for; for the mains of processes that are started by others.
+
+    Raises:
+        UserError: it is not written as above.
+    """
+    return Points(dict(_killing(word) for word in environment.get(FAULTS, "").split()))
+
+
+def _killing(word: str) -> tuple[str, Action]:
+    name, _, number = word.partition(":")
+    if not name or not (number or "1").isdecimal() or int(number or 1) < 1:
+        raise UserError("is no fault point", cure="write name or name:n, n from 1", field=FAULTS, value=word)
+    times = itertools.count(1)  # its next() is one step of the interpreter, whatever thread calls it
+
+    def kill(**details: Any) -> None:
+        if next(times) == int(number or 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return name, kill
