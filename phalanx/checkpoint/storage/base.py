@@ -15,6 +15,10 @@ from typing_extensions import Buffer
 from phalanx.checkpoint.format.manifest import FileEntry
 
 
+class SupersededError(RuntimeError):
+    """An attempt with a higher number is in charge: this process is a leftover, and must discard what it wrote."""
+
+
 class Store(Protocol):
     """A place that holds the checkpoints of one run. Refusals are `OSError`s that name the file."""
 

@@ -12,6 +12,7 @@ from fsspec.registry import known_implementations
 
 from phalanx.checkpoint.storage.base import Store
 from phalanx.checkpoint.storage.local import LocalStore
+from phalanx.checkpoint.storage.objects import ObjectStore
 from phalanx.core.errors import UserError
 from phalanx.core.points import NO_POINTS, Points
 
@@ -35,7 +36,7 @@ def open_store(url: str | Path, options: Mapping[str, Any] | None = None, points
     if protocol in ("file", "local"):
         return LocalStore(Path(unquote(urlsplit(url).path)), points)
     _require(protocol, url)
-    raise UserError("object stores are not supported yet", cure="give a folder", field=_FIELD, value=url)
+    return ObjectStore(url, options, points)
 
 
 def _require(protocol: str, url: str) -> None:

@@ -1,0 +1,235 @@
+"""An object store as a store, through fsspec: no renames and no locks, but one conditional operation. Torch-free.
+
+    step-00001200.a3-1f…/         an area, by step, attempt and job; a checkpoint once it holds SHA256SUMS,
+                                  which is written last
+    stale-step-00001100.a3-1f…    marks the area of that name as kept aside (also ``sick-…``)
+    latest-00000007.json          the pointer, see `phalanx.checkpoint.storage.latest`
+
+Nothing is ever written over, so what a leftover of an earlier attempt writes meets nobody else's names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any, BinaryIO, cast
+
+import fsspec
+from typing_extensions import Buffer
+
+from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, FileEntry
+from phalanx.checkpoint.storage import names
+from phalanx.checkpoint.storage.conditional import creator
+from phalanx.checkpoint.storage.ranges import RangeFile
+from phalanx.checkpoint.storage.retry import retried
+from phalanx.checkpoint.storage.upload import upload
+from phalanx.core.points import NO_POINTS, Points
+
+
+class ObjectStore:
+    """A `phalanx.checkpoint.storage.base.Store` under a prefix of an object store.
+
+    Args:
+        url: ``s3://bucket/run/checkpoints``.
+        options: of fsspec's file system.
+        points: ``checkpoint.before-rename`` is reached before a checkpoint is there, ``checkpoint.published`` after,
+            and ``checkpoint.deleting`` when one has lost its name and not yet its files.
+
+    Raises:
+        UserError: the file system cannot make an object only if there is none.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None, points: Points = NO_POINTS) -> None:
+        # A listing that was kept would hide what other hosts have written meanwhile.
+        self._fs, root = fsspec.core.url_to_fs(url, **{"use_listings_cache": False, **(options or {})})
+        self._root = root.rstrip("/")
+        self._url = url.rstrip("/")
+        self._points = points
+        self._create = creator(self._fs, self._url)
+        self._held: dict[str, dict[str, bytes]] = {}
+
+    @property
+    def url(self) -> str:
+        """As given."""
+        return self._url
+
+    def names(self) -> list[str]:
+        """See `Store`."""
+        return names.newest_first([name for name in self._prefixes() if self._is_published(name)])
+
+    def quarantined(self) -> list[str]:
+        """See `Store`."""
+        return names.newest_first([key for key in self.keys("") if names.quarantined(key)])
+
+    def identity(self, name: str) -> str:
+        """See `Store`. A name is used once, but for copies by hand."""
+        return name if self._is_published(name) else ""
+
+    def files(self, name: str) -> list[str]:
+        """See `Store`."""
+        held = self._held.get(name, {})
+        there = (entry["name"].rpartition("/")[2] for entry in self._list(name) if entry["type"] == "file")
+        return sorted({*held, *filter(None, there)})
+
+    def read(self, name: str, file: str) -> bytes:
+        """See `Store`."""
+        return self._cat(self._path(name, file))
+
+    def open(self, name: str, file: str) -> BinaryIO:
+        """See `Store`. Read by ranges: only what is asked for, and a little ahead."""
+        path = self._path(name, file)
+        size_bytes = self.size_bytes(name, file)
+        return cast(BinaryIO, RangeFile(partial(self._cat, path), size_bytes, path))
+
+    def size_bytes(self, name: str, file: str) -> int:
+        """See `Store`."""
+        path = self._path(name, file)
+        info = retried(path, partial(self._fs.info, path))
+        if info["type"] != "file":
+            raise IsADirectoryError(path)
+        return int(info["size"])
+
+    def begin(self, step: int, attempt: int, nonce: str) -> str:
+        """See `Store`.
+
+        Raises:
+            FileExistsError: it has been published.
+        """
+        area = names.full_name(step, attempt, nonce)
+        if self._is_published(area):
+            raise FileExistsError(f"{self._url}/{area} has been published already")
+        self._held[area] = {}
+        return area
+
+    def join(self, step: int, attempt: int, nonce: str, timeout_s: float) -> str:
+        """See `Store`. There is nothing to wait for: an area is a beginning of names."""
+        return names.full_name(step, attempt, nonce)
+
+    def write(self, area: str, file: str, content: Iterable[Buffer]) -> FileEntry:
+        """See `Store`. ``SHA256SUMS`` is kept back until `publish`."""
+        path = self._path(area, file)
+        if file == SUMS:
+            held = b"".join(bytes(piece) for piece in content)
+            self._begun(area)[SUMS] = held
+            size_bytes, sha256 = len(held), hashlib.sha256(held).hexdigest()
+        else:
+            size_bytes, sha256 = upload(self._fs, path, content)
+        return FileEntry.model_construct(name=file, size_bytes=size_bytes, sha256=sha256)
+
+    def publish(self, area: str, step: int) -> str:
+        """See `Store`."""
+        if names.step_of(area) != step:
+            raise ValueError(f"{area} is not an area of step {step}")
+        held = self._begun(area)
+        self.size_bytes(area, MANIFEST)
+        if SUMS not in held:
+            raise FileNotFoundError(self._path(area, SUMS))
+        self._points.reach("checkpoint.before-rename", path=area)
+        upload(self._fs, self._path(area, SUMS), [held[SUMS]])
+        del self._held[area]
+        self._points.reach("checkpoint.published", path=area)
+        return area
+
+    def discard(self, area: str) -> None:
+        """See `Store`."""
+        if self._held.pop(area, None) is not None:
+            self._remove_all(area)
+
+    def quarantine(self, area: str, why: str) -> str:
+        """See `Store`. A mark beside it says so, with what would have been its ``SHA256SUMS``."""
+        target = names.quarantine_name(why, area)
+        mark = self._begun(area).get(SUMS) or b"no checksums\n"
+        upload(self._fs, f"{self._root}/{target}", [mark])
+        del self._held[area]
+        return target
+
+    def delete(self, name: str) -> None:
+        """See `Store`."""
+        if names.quarantined(name):
+            self._remove_all(_area_of(name))
+            self.remove(name)
+            return
+        sums = self._path(name, SUMS)
+        retried(sums, partial(self._rm, sums))
+        self._points.reach("checkpoint.deleting", path=name)
+        self._remove_all(name)
+
+    def clean(self, attempt: int) -> None:
+        """See `Store`: areas of attempts below `attempt` that were not published."""
+        aside = {_area_of(name) for name in self.quarantined()}
+        for name in self._prefixes():
+            parsed = names.parse(name)
+            ours = parsed is not None and 0 < parsed.attempt < attempt
+            if ours and name not in aside and not self._is_published(name):
+                self._remove_all(name)
+
+    def create(self, key: str, content: bytes) -> bool:
+        """See `Store`.
+
+        Raises:
+            UserError: the server does not heed the condition.
+        """
+        return self._create(f"{self._root}/{names.plain(key)}", content)
+
+    def keys(self, prefix: str) -> list[str]:
+        """See `Store`."""
+        there = [entry["name"].rpartition("/")[2] for entry in self._list() if entry["type"] == "file"]
+        return sorted(key for key in there if key and key.startswith(prefix))
+
+    def get(self, key: str) -> bytes:
+        """See `Store`."""
+        return self._cat(f"{self._root}/{names.plain(key)}")
+
+    def remove(self, key: str) -> None:
+        """See `Store`."""
+        path = f"{self._root}/{names.plain(key)}"
+        retried(path, partial(self._rm, path))
+
+    def _prefixes(self) -> list[str]:
+        there = [entry["name"].rstrip("/").rpartition("/")[2] for entry in self._list() if entry["type"] == "directory"]
+        return [name for name in there if names.parse(name)]
+
+    def _is_published(self, name: str) -> bool:
+        try:
+            self.size_bytes(name, SUMS)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _begun(self, area: str) -> dict[str, bytes]:
+        if area not in self._held:
+            raise ValueError(f"{area} was not begun here, or has been published or discarded")
+        return self._held[area]
+
+    def _path(self, name: str, file: str) -> str:
+        return f"{self._root}/{_area_of(names.plain(name))}/{names.plain(file)}"
+
+    def _list(self, name: str = "") -> list[dict[str, Any]]:
+        path = f"{self._root}/{_area_of(name)}".rstrip("/")
+        try:
+            found: list[dict[str, Any]] = retried(path, partial(self._fs.ls, path, detail=True))
+        except FileNotFoundError:
+            return []
+        return found
+
+    def _cat(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
+        return bytes(retried(path, partial(self._fs.cat_file, path, start=start, end=end)))
+
+    def _rm(self, path: str) -> None:
+        try:
+            self._fs.rm_file(path)
+        except FileNotFoundError:
+            return
+
+    def _remove_all(self, area: str) -> None:
+        path = f"{self._root}/{area}"
+        try:
+            retried(path, partial(self._fs.rm, path, recursive=True))
+        except FileNotFoundError:
+            return
+
+
+def _area_of(name: str) -> str:
+    """Where the files of `name` lie: those of what is kept aside lie where they were."""
+    return name.partition("-")[2] if names.quarantined(name) else name
