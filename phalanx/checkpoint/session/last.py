@@ -1,0 +1,104 @@
+"""Waiting until a checkpoint is durable: at the end of training, and where every one is to be waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from phalanx.checkpoint.keeper.contract import Keeper, KeeperLostError, Progress
+from phalanx.checkpoint.session.job import Job
+from phalanx.checkpoint.session.link import Link
+from phalanx.core.errors import UserError
+
+_LOOK_S = 0.01  # between two looks at a keeper that is busy
+_LOST = "the keeper of a host was lost meanwhile"
+_TRIES = 2
+
+
+@dataclass
+class LastCheckpoint:
+    """The checkpoint that training waits for, all ranks together.
+
+    Args:
+        job: its `final_timeout_s` bounds all waiting.
+        link: to the keeper.
+        collect: is given whatever the keeper tells meanwhile.
+        writes: whether this rank has a part of it; one that has none waits for the others only.
+    """
+
+    job: Job
+    link: Link
+    collect: Callable[[list[Progress]], None]
+    writes: bool = True
+    _deadline_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._deadline_s = time.monotonic() + self.job.config.final_timeout_s
+
+    def make(self, step: int, take: Callable[[], None], newest: str) -> None:
+        """Take the checkpoint of `step` as soon as all ranks can, and wait until it is durable.
+
+        Args:
+            take: copies the snapshot and tells the keeper.
+            newest: name of the newest durable checkpoint so far; for people.
+
+        Raises:
+            UserError: it is not durable: why; on all ranks.
+        """
+        problem = ""
+        for _ in range(_TRIES):
+            problem = self._agreed(self._until_free())
+            if not problem:
+                take()
+                problem = self._agreed(self._until_durable(step))
+            if not problem.endswith(_LOST):
+                break
+        if problem:
+            known = f"the newest that is durable is {newest}" if newest else "none became durable before it"
+            cure = "put that right and start the run again: it goes on from the newest good copy of its state"
+            problem = f"the last checkpoint (step {step}) is not durable, {known}: {problem}"
+            raise UserError(problem, cure=cure, field=self.job.destination.url)
+
+    def wait(self, step: int) -> None:
+        """Wait until the checkpoint of `step`, which was taken, is durable, or will not be, on all ranks."""
+        self._agreed(self._until_durable(step))
+
+    def _agreed(self, mine: str) -> str:
+        """The first problem that any rank has, on all of them."""
+        if self.job.peers.size == 1:
+            return mine
+        problems = self.job.peers.gather(mine)
+        return next((f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem), "")
+
+    def _until_free(self) -> str:
+        """Wait until a snapshot can be taken and made durable; or why it cannot."""
+        while self.writes and self.link.ask(lambda keeper: keeper.busy or keeper.persisting, True):
+            self.collect(self.link.ask(lambda keeper: keeper.poll(), []))
+            if time.monotonic() > self._deadline_s:
+                return self._too_late("the snapshot before it is still being written, or there is no memory for one")
+            time.sleep(_LOOK_S)
+        return ""
+
+    def _until_durable(self, step: int) -> str:
+        if not self.writes:
+            return ""
+        keeper = self.link.keeper
+        if keeper is None:
+            return _LOST
+        try:
+            heard = keeper.wait(step, "durable", max(self._deadline_s - time.monotonic(), 0.0))
+        except TimeoutError:
+            return self._too_late("it is still being written")
+        except KeeperLostError:
+            self.link.ask(_is_alive, False)  # so that it is looked for
+            return _LOST
+        self.collect(heard)
+        return next((one.problem for one in heard if one.step == step and one.problem), "")
+
+    def _too_late(self, why: str) -> str:
+        return f"{why} after checkpoint.final_timeout_s = {self.job.config.final_timeout_s:g} s"
+
+
+def _is_alive(keeper: Keeper) -> bool:
+    return keeper.busy or True

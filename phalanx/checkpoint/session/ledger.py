@@ -1,0 +1,108 @@
+"""What every snapshot has cost, and what became of it; for ``metrics.jsonl``. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+from phalanx.checkpoint.keeper.contract import Progress, Stage
+
+_FIGURES = {"committed": "examine", "replicated": "replicate", "durable": "persist"}
+
+
+@dataclass
+class Event:
+    """A snapshot of this rank that has come to the last of its stages, or will not.
+
+    Attributes:
+        step: optimizer steps done.
+        persist: whether it was to become a durable checkpoint.
+        stall_s: how long training stood still for it, in this process: agreeing, copying, waiting at the fence.
+        snapshot_s, snapshot_bytes: copying it, beside training or not.
+        examine_s: summing and examining it, in the keeper.
+        replicate_s, replicate_bytes: sending it to the keeper of another host; 0: none was asked for.
+        persist_s, persist_bytes: writing this rank's part, and publishing; 0: it is not durable.
+        durable_s: from the copy until the checkpoint was durable.
+        name: of the durable checkpoint; empty: there is none.
+        problem: what went wrong; empty: nothing.
+        put_off: steps, since the snapshot before, at which one was due and could not be taken.
+        skipped: durable checkpoints that were due by steps since the one before and are left out for good.
+    """
+
+    step: int
+    persist: bool
+    stall_s: float = 0.0
+    snapshot_s: float = 0.0
+    snapshot_bytes: int = 0
+    examine_s: float = 0.0
+    replicate_s: float = 0.0
+    replicate_bytes: int = 0
+    persist_s: float = 0.0
+    persist_bytes: int = 0
+    durable_s: float = 0.0
+    name: str = ""
+    problem: str = ""
+    put_off: int = 0
+    skipped: int = 0
+
+    def figures(self) -> dict[str, float]:
+        """Those that are numbers, by their names in metrics (``checkpoint/stall_s``)."""
+        kept = {name: value for name, value in asdict(self).items() if not isinstance(value, str | bool)}
+        return {f"checkpoint/{name}": float(value) for name, value in kept.items() if name != "step"}
+
+
+@dataclass
+class _Open:
+    event: Event
+    awaits: set[Stage]
+    taken_s: float
+
+
+@dataclass
+class Ledger:
+    """The snapshots under way, and those that have ended since they were last asked for."""
+
+    put_off: int = 0
+    _under_way: dict[int, _Open] = field(default_factory=dict)
+    _ended: list[Event] = field(default_factory=list)
+
+    def begin(self, event: Event, awaits: set[Stage], now_s: float) -> None:
+        """A snapshot is taken; it is over when it has come to all stages of `awaits`."""
+        event.put_off, self.put_off = self.put_off, 0
+        self._under_way[event.step] = _Open(event, awaits, now_s)
+
+    def note(self, progress: Progress, now_s: float) -> Event | None:
+        """Take in what the keeper tells; the event that became durable by it, if any."""
+        found = self._under_way.get(progress.step)
+        if found is None:
+            return None
+        event = found.event
+        what = _FIGURES[progress.stage]
+        setattr(event, f"{what}_s", progress.seconds)
+        if progress.stage != "committed":
+            setattr(event, f"{what}_bytes", progress.bytes)
+        event.problem = event.problem or progress.problem
+        event.name = progress.name or event.name
+        found.awaits.discard(progress.stage)
+        if progress.stage == "committed" and progress.problem:
+            found.awaits.clear()  # what is not committed goes nowhere
+        if not found.awaits:
+            self._end(progress.step)
+        if progress.stage != "durable" or progress.problem:
+            return None
+        event.durable_s = now_s - found.taken_s
+        return event
+
+    def lose(self, problem: str) -> None:
+        """Nothing more will be heard of what is under way."""
+        for step in list(self._under_way):
+            event = self._under_way[step].event
+            event.problem = event.problem or problem
+            self._end(step)
+
+    def take_ended(self) -> list[Event]:
+        """Those that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _end(self, step: int) -> None:
+        self._ended.append(self._under_way.pop(step).event)

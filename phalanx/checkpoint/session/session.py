@@ -1,0 +1,327 @@
+"""Checkpoints of a training loop: what it asks and tells at each step, and what this does about it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.checkpoint.format import manifest as manifests
+from phalanx.checkpoint.format.plan import JobPlan, ShardPlan
+from phalanx.checkpoint.keeper.contract import Keeper, Progress, Stage, Taken
+from phalanx.checkpoint.replicas.contract import Slot
+from phalanx.checkpoint.session import agenda as agendas
+from phalanx.checkpoint.session.agenda import Agenda, Decision
+from phalanx.checkpoint.session.job import Job
+from phalanx.checkpoint.session.last import LastCheckpoint
+from phalanx.checkpoint.session.ledger import Event, Ledger
+from phalanx.checkpoint.session.link import Link
+from phalanx.checkpoint.session.neighbours import Neighbours
+from phalanx.checkpoint.snapshot.copying import Copier, Copying
+from phalanx.checkpoint.snapshot.plans import Roles, make_plans
+from phalanx.core.errors import UserError
+from phalanx.core.shard import Shard
+
+POINTS = ("snapshot.begin", "snapshot.begun", "snapshot.copied", "snapshot.taken")
+"""Where a fault can be injected in a rank: before a copy, after what is copied at once, after all of it, and when the
+keeper was told."""
+
+Tensors = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
+
+
+class Session:
+    """Takes snapshots of one training run and sees to it that they become checkpoints; made by `open_session`.
+
+    A loop calls, in every step and on every rank alike: `ask` when it begins, `fence` before the first thing that
+    changes parameters or optimizer state, `after_step` when both are updated. What is due, and whether every rank is
+    free to take it, is agreed between `fence` and `after_step`; a snapshot is taken by all ranks or none.
+    """
+
+    def __init__(self, job: Job, link: Link, agenda: Agenda) -> None:
+        self.job = job
+        self._link, self._agenda, self._report = link, agenda, job.report
+        self._neighbours = Neighbours(job, link)
+        self._ledger = Ledger()
+        self._tensors: Tensors = {}
+        self._copier: Copier | None = None
+        self._copying: Copying | None = None
+        self._event: Event | None = None
+        self._answer: Callable[[], int] | None = None
+        self._step: int | None = None
+        self._blocked_s = 0.0
+        self._losses = 0
+        self._last_durable: str = ""
+
+    @property
+    def attempt(self) -> int:
+        """The number of this attempt of the run."""
+        return self.job.attempt
+
+    @property
+    def link(self) -> Link:
+        """The connection to the keeper of this host."""
+        return self._link
+
+    def watch(
+        self,
+        tensors: Tensors,
+        shards: Mapping[str, Shard] | None,
+        roles: Roles,
+        *,
+        overlap: bool | None = None,
+    ) -> None:
+        """Say what snapshots consist of; all ranks together, again whenever names, shapes or shards change.
+
+        Args:
+            tensors: by logical name, or a function that gives the present ones, for those that are not always the same
+                objects (the state of generators).
+            shards: which block of its logical tensor each is, as in `phalanx.checkpoint.save.save`.
+            roles: what each is to training, see `phalanx.checkpoint.format.plan.Role`.
+            overlap: see `phalanx.checkpoint.snapshot.copying.Copier`.
+
+        Raises:
+            UserError, ValueError, RuntimeError: as `phalanx.checkpoint.snapshot.plans.make_plans`.
+        """
+        self._end_copy()
+        self._tensors = tensors
+        now = self._present()
+        job = self.job
+        plan, whole, set_id, count = make_plans(
+            now, shards, roles, peers=job.peers, config=job.run_config, layout=str(job.layout)
+        )
+        if self._copier is not None:
+            self._copier.close()
+        writes = bool(plan.pieces) or job.peers.rank == 0
+        self._copier = Copier(plan, now, overlap) if writes else None
+        self._neighbours.exchange()
+        self._link.arrange(partial(self._lease, plan, whole, set_id, count))
+
+    def ask(self, step: int) -> None:
+        """The step that will be number `step`, the first being 1, begins.
+
+        Raises:
+            UserError: a later attempt of the run has begun.
+        """
+        with self._timed():
+            self._agenda.begin(step - 1)
+            self._step = step
+            self._collect()
+
+    def fence(self) -> None:
+        """Parameters and optimizer state may be changed after this; called by all ranks alike.
+
+        Here, late in the step, the ranks also begin to agree on what is done at its end: the keepers have had most of
+        the step to finish the snapshot before.
+
+        Raises:
+            UserError: as `ask`. RuntimeError: a snapshot could not be copied.
+        """
+        with self._timed():
+            self._end_copy()
+            if self._step is not None and self._answer is None and self._agenda.asks(self._step):
+                self._answer = self.job.peers.ask_highest(self._agenda.says(self._step, self._state()))
+
+    def _end_copy(self) -> None:
+        if self._copying is None:
+            return
+        try:
+            self._copying.fence()
+        except RuntimeError as error:
+            self._copying = None
+            if isinstance(error.__cause__, UserError):
+                raise error.__cause__ from error
+            raise
+        if self._copying.finished:
+            self._copying = None
+
+    def after_step(
+        self,
+        step: int,
+        state: Callable[[], Any],
+        *,
+        stepped: bool = True,
+        metrics: Mapping[str, float] | None = None,
+        ending: bool = False,
+    ) -> None:
+        """Step `step` is done: take a snapshot if one is due and every rank is free to; if not, it stays due.
+
+        Args:
+            step: optimizer steps done.
+            state: gives what training wants back besides tensors, as JSON values; called on rank 0 where it is needed.
+            stepped: whether the optimizer has stepped with a learning rate above zero since the last snapshot.
+            metrics: figures for keeping the best.
+            ending: the last step of this process: wait until its checkpoint is durable, the same on all ranks.
+
+        Raises:
+            UserError: a later attempt has begun, or the last checkpoint did not become durable: why.
+            TypeError: `state` gives something JSON cannot hold.
+        """
+        if self._step != step:
+            self.ask(step)  # a loop that does not call it
+        self.fence()
+        taken = Taken(step, stepped=stepped, metrics=dict(metrics or {}))
+        with self._timed():
+            decision = self._decide(step)
+            self._step = None
+            if ending:
+                self._end(taken, state)
+            elif decision.take:
+                self._take(taken, state, persist=decision.persist)
+                if decision.persist and self.job.config.wait:
+                    self._wait(step)
+
+    def events(self) -> list[Event]:
+        """Snapshots of this rank that have ended since the last call, durable or not."""
+        self._collect()
+        return self._ledger.take_ended()
+
+    @property
+    def expected_durable_s(self) -> float:
+        """How long a checkpoint is expected to take until it is durable, seconds; 0: none was seen yet."""
+        return self._agenda.auto.expected_durable_s
+
+    def finish(self, *, clean: bool) -> None:
+        """Hang up; all ranks, each for itself.
+
+        Args:
+            clean: training has ended well, so that nothing in memory is needed any more.
+        """
+        if self._copying is not None:
+            self._copying.wait()
+        if self._copier is not None:
+            self._copier.close()
+        self._link.close(clean=clean)
+
+    def _present(self) -> Mapping[str, Tensor]:
+        return self._tensors() if callable(self._tensors) else self._tensors
+
+    def _lease(self, plan: ShardPlan, whole: JobPlan | None, set_id: str, shards: int, keeper: Keeper) -> None:
+        """What every keeper of this host is told first."""
+        keeper.begin(self.job.attempt, set_id, shards)
+        if plan.pieces or plan.rank == 0:
+            keeper.lease(plan, whole, self.job.config.slots, self.job.destination)
+            self._neighbours.tell(keeper)
+
+    def _state(self) -> int:
+        """What this rank's keeper can do now; see `phalanx.checkpoint.session.agenda`."""
+        if self._neighbours.changed:
+            return agendas.RENEWED
+        if self._copier is None:
+            return agendas.FREE
+        if self._copying is not None and not self._copying.finished:
+            return agendas.BUSY
+        if self._link.ask(lambda keeper: keeper.busy, True):
+            return agendas.BUSY
+        return agendas.MEMORY_ONLY if self._link.ask(lambda keeper: keeper.persisting, True) else agendas.FREE
+
+    def _decide(self, step: int) -> Decision:
+        if self._answer is None:
+            return Decision(False, False, False)
+        agreed, self._answer = self._answer(), None
+        decision = self._agenda.decide(step, agreed)
+        self._ledger.put_off += decision.put_off
+        if agreed == agendas.RENEWED:
+            self._neighbours.exchange()
+        return decision
+
+    def _take(self, taken: Taken, state: Callable[[], Any], *, persist: bool, hurry: bool = False) -> None:
+        skipped = self._agenda.skipped
+        self._agenda.took(taken.step, persist=persist)
+        text = self._text(state) if self.job.peers.rank == 0 else ""
+        if self._copier is None:
+            return
+        slot = self._link.ask(lambda keeper: keeper.slot(), None)
+        if slot is None:  # lost just now, which was reported
+            return
+        told = {"state": text, "persist": persist, "hurry": hurry, "unix_ns": time.time_ns()}
+        event = Event(taken.step, persist, stall_s=self._blocked_s, snapshot_bytes=self._copier.plan.data_bytes)
+        event.skipped = self._agenda.skipped - skipped
+        self._event, self._blocked_s = event, 0.0
+        self._ledger.begin(event, self._stages(persist), time.monotonic())
+        self.job.points.reach("snapshot.begin", step=taken.step)
+        done = partial(self._copied, slot, Taken(**{**vars(taken), **told}), event)
+        self._copying = self._copier.begin(slot, done, self._present())
+        self.job.points.reach("snapshot.begun", step=taken.step)
+
+    def _text(self, state: Callable[[], Any]) -> str:
+        value = state()
+        manifests.check_state(value)
+        return json.dumps(value)
+
+    def _copied(self, slot: Slot, taken: Taken, event: Event, seconds: float) -> None:
+        """Comes from whatever thread has ended the copy."""
+        event.snapshot_s = seconds
+        self.job.points.reach("snapshot.copied", step=taken.step)
+        self._link.ask(lambda keeper: keeper.taken(slot, taken), None)
+        self.job.points.reach("snapshot.taken", step=taken.step)
+
+    def _stages(self, persist: bool) -> set[Stage]:
+        stages: set[Stage] = {"committed"}
+        if self._neighbours.replicates:
+            stages.add("replicated")
+        if persist:
+            stages.add("durable")
+        return stages
+
+    def _end(self, taken: Taken, state: Callable[[], Any]) -> None:
+        """The checkpoint of the last step."""
+        self._last_checkpoint().make(taken.step, partial(self._take_now, taken, state), self._last_durable)
+
+    def _last_checkpoint(self) -> LastCheckpoint:
+        return LastCheckpoint(self.job, self._link, self._collect_these, writes=self._copier is not None)
+
+    def _take_now(self, taken: Taken, state: Callable[[], Any]) -> None:
+        self._take(taken, state, persist=True, hurry=True)
+        if self._copying is not None:
+            self._copying.wait()
+            self._copying = None
+
+    def _wait(self, step: int) -> None:
+        """Until the checkpoint of `step` is durable, or will not be; problems are reported, training goes on."""
+        if self._copying is not None:
+            self._copying.wait()
+            self._copying = None
+        self._last_checkpoint().wait(step)
+
+    def _collect(self) -> None:
+        self._collect_these(self._link.ask(lambda keeper: keeper.poll(), []))
+
+    def _collect_these(self, progress: list[Progress]) -> None:
+        """Take in what the keeper has told."""
+        now_s = time.monotonic()
+        for one in progress:
+            if one.problem and self._concerns_us(one):
+                self._report(f"snapshot of step {one.step}: not {one.stage}: {one.problem}")
+            event = self._ledger.note(one, now_s)
+            if event is not None:
+                self._last_durable = event.name
+                self._agenda.auto.note_stall(event.stall_s)
+                self._agenda.auto.note_durable(event.durable_s)
+        if self._link.losses > self._losses:
+            self._losses = self._link.losses
+            self._ledger.lose("the keeper of this host was lost")
+
+    def _concerns_us(self, progress: Progress) -> bool:
+        """What all ranks are told alike, rank 0 tells."""
+        return progress.stage != "durable" or self.job.peers.rank == 0
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Time in here is time in which training stands still, because of the snapshot under way or the next one."""
+        began_s = time.perf_counter()
+        before = self._event
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - began_s
+            if self._event is not before and self._event is not None:
+                self._event.stall_s += seconds  # it was taken in here
+            elif self._copying is not None and self._event is not None:
+                self._event.stall_s += seconds
+            else:
+                self._blocked_s += seconds

@@ -1,0 +1,115 @@
+"""The last checkpoint of a run, and replicas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from session_helpers import AskingPeers, FakeKeeper, Loop, asking_ranks
+
+from phalanx.checkpoint.keeper.contract import KeeperLostError, Progress, Stage
+from phalanx.core.errors import UserError
+
+
+def test_the_last_step_becomes_durable() -> None:
+    loop = Loop(every_steps=0)
+    loop.watch()
+    loop.step(1)
+    loop.step(2, ending=True)
+    [(taken, _)] = loop.keeper.took
+    assert (taken.step, taken.persist, taken.hurry) == (2, True, True)
+    assert [event.name for event in loop.session.events()] == ["step-00000002"]
+
+
+def test_it_says_why_it_is_not_durable_on_all_ranks() -> None:
+    def body(peers: AskingPeers) -> str:
+        loop = Loop(peers, every_steps=1)
+        loop.tensors[f"model.of_rank_{peers.rank}"] = torch.ones(2)
+        loop.watch()
+        loop.step(1)
+        loop.step(2)
+        loop.keeper.problems = {"durable": "/disk is full"} if peers.rank == 1 else {}
+        with pytest.raises(UserError) as caught:
+            loop.step(3, ending=True)
+        return str(caught.value)
+
+    for told in asking_ranks(2, body):
+        assert told.startswith(
+            "/nowhere: the last checkpoint (step 3) is not durable, the newest that is durable is step-"
+        )
+        assert "rank 1: /disk is full; " in told
+
+
+@pytest.mark.parametrize("stage, words", [("committed", "is still being written"), ("durable", "still being written")])
+def test_waiting_is_bounded(stage: Stage, words: str) -> None:
+    loop = Loop(every_steps=1, final_timeout_s=0.05)
+    loop.watch()
+    loop.keeper.holds = {stage}
+    loop.step(1)
+    with pytest.raises(UserError, match=words) as caught:
+        loop.step(2, ending=True)
+    assert "none became durable" in str(caught.value)
+
+
+def test_it_is_taken_again_where_the_keeper_is_lost_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(every_steps=0)
+    loop.watch()
+
+    def lose(keeper: FakeKeeper, step: int, stage: Stage, timeout_s: float) -> list[Progress]:
+        if keeper is loop.keepers[0]:
+            keeper.is_lost = True
+            raise KeeperLostError("it was killed")
+        return real(keeper, step, stage, timeout_s)
+
+    real = FakeKeeper.wait
+    monkeypatch.setattr(FakeKeeper, "wait", lose)
+    loop.step(1, ending=True)
+    assert [len(keeper.took) for keeper in loop.keepers] == [1, 1]
+
+
+def test_each_can_be_waited_for() -> None:
+    loop = Loop(every_steps=2, wait=True)
+    loop.watch()
+    for step in range(1, 5):
+        loop.step(step)
+        assert not loop.keeper.persisting
+    loop.keeper.problems = {"durable": "no"}
+    loop.step(5)
+    loop.step(6)  # told, not raised
+    assert loop.lines == ["snapshot of step 6: not durable: no"]
+
+
+def test_replicas_go_to_the_other_host_and_to_its_next_keeper() -> None:
+    def body(peers: AskingPeers) -> Loop:
+        loop = Loop(peers, ("a", "b"), every_steps=1)
+        loop.tensors[f"model.of_rank_{peers.rank}"] = torch.ones(2)
+        loop.watch()
+        for step in range(1, 4):
+            loop.step(step)
+        if peers.rank == 1:
+            loop.keeper.is_lost = True
+        loop.step(4)
+        if peers.rank == 1:
+            assert loop.again.wait(60)
+        peers.barrier()
+        for step in range(5, 9):
+            loop.step(step)
+        loop.session.events()
+        return loop
+
+    one, other = asking_ranks(2, body)
+    assert one.steps[-2:] == other.steps[-2:] == [7, 8]
+    assert [peer for what, peer in one.keepers[0].said if what == "replicate_to"] == ["b", "b", "b"]
+    assert other.keeper.said[-1] == ("replicate_to", "a")
+    assert one.lines[0].startswith("replicas: the rack of")
+
+
+def test_a_loop_that_only_calls_after_each_step() -> None:
+    def body(peers: AskingPeers) -> list[int]:
+        loop = Loop(peers, every_steps=2)
+        loop.tensors[f"model.of_rank_{peers.rank}"] = torch.ones(2)
+        loop.watch()
+        for step in range(1, 6):
+            loop.session.after_step(step, lambda: None, ending=step == 5)
+        return loop.steps
+
+    assert asking_ranks(2, body) == [[2, 4, 5]] * 2
