@@ -9,7 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
@@ -20,7 +22,8 @@ from phalanx.checkpoint.format.archive import read_box
 from phalanx.checkpoint.format.blocks import Block
 from phalanx.checkpoint.format.boxes import overlap
 from phalanx.checkpoint.format.dcp import torch_dtype
-from phalanx.checkpoint.format.manifest import TensorEntry
+from phalanx.checkpoint.format.manifest import DamagedCheckpointError, TensorEntry
+from phalanx.core.errors import UserError
 from phalanx.core.shard import Shard
 
 PIECE_ELEMENTS = 1 << 20
@@ -31,12 +34,16 @@ class Reader:
     """Blocks of the tensors of one checkpoint; a context manager, which keeps the file open that was read last.
 
     Args:
-        tensors: the table of the checkpoint.
+        where: folder or URL of the checkpoint, for messages.
+        tensors: its table.
         open_file: a file of it, for reading anywhere in it.
     """
 
-    def __init__(self, tensors: Mapping[str, TensorEntry], open_file: Callable[[str], BinaryIO]) -> None:
+    def __init__(
+        self, where: Path | str, tensors: Mapping[str, TensorEntry], open_file: Callable[[str], BinaryIO]
+    ) -> None:
         self.tensors = tensors
+        self._where = where
         self._open_file = open_file
         self._last: tuple[str, BinaryIO] | None = None
 
@@ -52,8 +59,7 @@ class Reader:
         """The block ``[offsets, offsets + sizes)`` of a tensor, in host memory.
 
         Raises:
-            OSError, ValueError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile: the files are not what the
-                table says.
+            DamagedCheckpointError: the files are not what the table says.
         """
         entry = self.tensors[name]
         out = torch.empty(tuple(sizes), dtype=torch_dtype(entry.dtype))
@@ -68,11 +74,11 @@ class Reader:
             shared = overlap(chunk, block.shard)
             if shared is not None:
                 start = [o - c for o, c in zip(shared[0], chunk.offsets, strict=True)]
-                target = _part(
-                    block.tensor, [o - w for o, w in zip(shared[0], block.shard.offsets, strict=True)], shared[1]
-                )
-                place = (chunk.offset, chunk.length)
-                read_box(self._file(chunk.file), place, (chunk.sizes, dtype), start, target)
+                first = [o - b for o, b in zip(shared[0], block.shard.offsets, strict=True)]
+                with _damage(self._where, name):
+                    place = (chunk.offset, chunk.length)
+                    out = _part(block.tensor, first, shared[1])
+                    read_box(self._file(chunk.file), place, (chunk.sizes, dtype), start, out)
 
     def _file(self, name: str) -> BinaryIO:
         if self._last is None or self._last[0] != name:
@@ -160,8 +166,8 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """The largest difference as a share of the largest value on the left."""
-        return self.max_abs / self.scale if self.scale else (math.inf if self.max_abs else 0.0)
+        """The largest difference as a share of the largest value on the left, which is not 0."""
+        return self.max_abs / self.scale
 
     def add(self, left: Tensor, right: Tensor) -> None:
         """Count one more block of both in."""
@@ -207,3 +213,14 @@ def _part(block: Tensor, start: Sequence[int], sizes: Sequence[int]) -> Tensor:
     for dimension, (first, size) in enumerate(zip(start, sizes, strict=True)):
         block = block.narrow(dimension, first, size)
     return block
+
+
+@contextmanager
+def _damage(where: Path | str, name: str) -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError, UserError):
+        raise
+    except Exception as error:  # torch raises many kinds at archives that are none
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise DamagedCheckpointError(where, f"{name} cannot be read ({reason})") from error

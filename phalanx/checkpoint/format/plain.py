@@ -8,8 +8,7 @@ what is no tensor is read with torch's ``weights_only``.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -69,7 +68,7 @@ class PlainCheckpoint:
 
     def reader(self) -> Reader:
         """For reading blocks one after another."""
-        return Reader(self.tensors, self.open)
+        return Reader(self.path, self.tensors, self.open)
 
     def load_into(
         self,
@@ -103,7 +102,7 @@ class PlainCheckpoint:
             more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
             cure = "see `phalanx checkpoint show` for its tensors"
             raise UserError(f"does not fit: {'; '.join(problems[:_SHOWN])}{more}", cure=cure, field=str(self.path))
-        with self._damage(), torch.no_grad(), self.reader() as reader:
+        with torch.no_grad(), self.reader() as reader:
             for name, block in sorted(found.items(), key=lambda item: _first_place(self.tensors[item[0]])):
                 reader.fill(name, block)
         return missing
@@ -131,15 +130,6 @@ class PlainCheckpoint:
         with self.open(place.file) as file:
             file.seek(place.offset)
             return torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
-
-    @contextmanager
-    def _damage(self) -> Iterator[None]:
-        try:
-            yield
-        except (MemoryError, torch.OutOfMemoryError, UserError):
-            raise
-        except Exception as error:
-            raise DamagedCheckpointError(self.path, f"its tensors cannot be read ({_first_line(error)})") from error
 
 
 def is_plain(path: Path) -> bool:

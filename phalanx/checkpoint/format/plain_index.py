@@ -79,10 +79,10 @@ def decode_index(content: bytes, path: Path | str) -> PlainIndex:
     except UserError:
         raise
     except RecursionError:
-        raise DamagedCheckpointError(Path(path), f"{PLAIN_INDEX} is nested too deeply") from None
+        raise DamagedCheckpointError(path, f"{PLAIN_INDEX} is nested too deeply") from None
     except Exception as error:  # whatever a damaged pickle makes of the machine that reads it
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise DamagedCheckpointError(Path(path), f"{PLAIN_INDEX} cannot be read ({reason})") from None
+        raise DamagedCheckpointError(path, f"{PLAIN_INDEX} cannot be read ({reason})") from None
 
 
 class _Inert:
@@ -180,7 +180,7 @@ def _places(table: dict[Any, Any], path: Path | str) -> _Places:
 def _place(where: _Places, name: str, offsets: tuple[int, ...] | None, path: Path | str) -> Chunk:
     place = where.get((name, offsets))
     if place is None:
-        raise DamagedCheckpointError(Path(path), f"{PLAIN_INDEX} does not say where {name} lies")
+        raise DamagedCheckpointError(path, f"{PLAIN_INDEX} does not say where {name} lies")
     return Chunk(offsets=[], sizes=[], file=place[0], offset=place[1], length=place[2])
 
 
@@ -198,7 +198,7 @@ def _tensor(name: str, entry: Any, where: _Places, path: Path | str) -> TensorEn
         return TensorEntry.model_validate(tree)
     except ValidationError as error:
         said = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise DamagedCheckpointError(Path(path), f"{PLAIN_INDEX}: {name}: {said}") from None
+        raise DamagedCheckpointError(path, f"{PLAIN_INDEX}: {name}: {said}") from None
 
 
 def _dtype(properties: Any) -> str:

@@ -1,0 +1,186 @@
+"""`phalanx checkpoint convert`: into other files or dtypes, weights only, from plain DCP, from and to Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from phalanx.checkpoint.format.inspecting import Reader
+from phalanx.checkpoint.format.manifest import Meta, TensorEntry
+from phalanx.checkpoint.format.plain import open_plain
+from phalanx.checkpoint.format.recut import Recut, same
+from phalanx.checkpoint.format.verify import check_file
+from phalanx.cli.checkpoints.places import Place, one_place
+from phalanx.cli.checkpoints.progress import bytes_bar
+from phalanx.cli.checkpoints.writing import Description, write_checkpoint
+from phalanx.core import units
+from phalanx.core.errors import UserError
+
+_DTYPES = click.Choice(["float32", "bfloat16", "float16"])
+# What torchtitan and DCP's state-dict functions keep beside the weights.
+_NOT_WEIGHTS = ("optimizer.", "optim.", "lr_scheduler.", "dataloader.", "train_state.", "rng.", "ema.")
+_STEP_FOLDER = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that is converted, whoever wrote it."""
+
+    place: Place
+    step: int
+    tensors: Mapping[str, TensorEntry]
+    state: Any
+    meta: Meta
+    metrics: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+@click.command("convert")
+@click.argument("source")
+@click.argument("target")
+@click.option("--to", type=click.Choice(["checkpoint", "hf", "config"]), help="What to make; default: see above.")
+@click.option("--files", type=click.IntRange(1), default=1, show_default=True, help="Files of tensors to write.")
+@click.option("--dtype", type=_DTYPES, help="Round weights to this; with --weights-only or to Hugging Face.")
+@click.option("--weights-only", is_flag=True, help="Leave out optimizer, state of the loader, random numbers.")
+@click.option("--step", type=click.IntRange(0), help="Optimizer steps done, where a plain checkpoint does not say.")
+@click.option("--check/--no-check", default=True, show_default=True, help="Compare with transformers (Hugging Face).")
+def convert_command(
+    source: str,
+    target: str,
+    to: str | None,
+    files: int,
+    dtype: str | None,
+    weights_only: bool,
+    step: int | None,
+    check: bool,
+) -> None:
+    """Make TARGET from the checkpoint or run SOURCE (of a run, its newest checkpoint). TARGET must be new.
+
+    \b
+    checkpoint   the same tensors in --files files, with checksums; SOURCE may be a folder of plain DCP (torchtitan).
+                 Of a run folder also its config and tokenizer, so that TARGET can be used as a run.
+    hf           a folder that transformers loads, from a run.
+    config       a config for `phalanx train` that starts from a Hugging Face folder; the default where SOURCE is one.
+
+    A checkpoint is read by any number of ranks whatever its files: --files is for whoever copies or serves them.
+    """  # fmt: skip
+    kind = to or ("config" if _is_huggingface(Path(source)) else "checkpoint")
+    if kind == "config":
+        from phalanx.train.weights.convert import import_config
+
+        import_config(Path(source), Path(target), click.echo, check=check)
+    elif kind == "hf":
+        from phalanx.train.weights.convert import export_run
+
+        export_run(Path(source), Path(target), click.echo, dtype=dtype or "float32", check=check)
+    else:
+        _convert(source, target, Wanted(files, dtype, weights_only, step))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a written checkpoint is to be like."""
+
+    files: int = 1
+    dtype: str | None = None
+    weights_only: bool = False
+    step: int | None = None
+
+
+def _convert(source: str, target: str, wanted: Wanted) -> None:
+    if wanted.dtype is not None and not wanted.weights_only:
+        problem = "would round the optimizer's state too, from which no run can go on"
+        raise UserError(problem, cure="add --weights-only", field="--dtype", value=wanted.dtype)
+    origin = _origin(one_place(source), wanted.step)
+    names = [n for n in origin.tensors if not wanted.weights_only or is_weight(n, origin.tensors)]
+    if not names:
+        cure = "leave out --weights-only; see `phalanx checkpoint show` for its tensors"
+        raise UserError("holds no weights", cure=cure, field=str(origin.place))
+    recut = Recut({name: same(origin.tensors[name], name, wanted.dtype) for name in names}, wanted.files)
+    run = _run_folder(Path(source))
+    folder = str(Path(target) / "checkpoints") if run is not None else target
+    state = {} if wanted.weights_only else origin.state
+    with (
+        Reader(str(origin.place), origin.tensors, origin.place.open) as reader,
+        bytes_bar("writing", recut.data_bytes) as done,
+    ):
+        described = Description(origin.step, state, origin.meta, origin.metrics)
+        written = write_checkpoint(folder, described, recut, reader, done)
+    if run is not None:
+        _copy_run(run, Path(target))
+    for note in [] if wanted.weights_only else origin.notes:
+        click.echo(note)
+    size = f"{units.size(recut.data_bytes)} in {len(recut.names())} files"
+    click.echo(f"{origin.place} is now {written} ({len(names):,} of {len(origin.tensors):,} tensors, {size})")
+
+
+def _origin(place: Place, step: int | None) -> Origin:
+    """What is converted, held against its checksums where it has any."""
+    if place.is_plain:
+        return _plain_origin(place, step)
+    manifest = place.examine()
+    with bytes_bar("checking", manifest.size_bytes) as done:
+        for file in manifest.files:
+            check_file(place.path, file)
+            done(file.size_bytes)
+    meta = Meta(manifest.config, manifest.attempt)
+    return Origin(place, manifest.step, manifest.tensors, manifest.state, meta, dict(manifest.metrics))
+
+
+def _plain_origin(place: Place, step: int | None) -> Origin:
+    found = open_plain(place.path)
+    state: dict[str, Any] = {}
+    left = dict(found.unreadable)
+    for name, value in found.other.items():
+        try:
+            state[name] = json.loads(json.dumps(value))
+        except (TypeError, ValueError):
+            left[name] = f"{type(value).__name__} has no place in JSON"
+    notes = [f"left out {name}: {reason}" for name, reason in left.items()]
+    return Origin(place, _plain_step(place, state, step), found.tensors, {"dcp": state}, Meta(), {}, notes)
+
+
+def _plain_step(place: Place, state: Mapping[str, Any], given: int | None) -> int:
+    """As given, as the training state says, or as the folder is called."""
+    if given is not None:
+        return given
+    if "train_state.step" in open_plain(place.path).tensors:
+        return int(open_plain(place.path).read(["train_state.step"])["train_state.step"])
+    if isinstance(state.get("train_state.step"), int):
+        return int(state["train_state.step"])
+    named = _STEP_FOLDER.fullmatch(place.name)
+    if named is None:
+        raise UserError("does not say how many steps were done", cure="give --step", field=str(place))
+    return int(named[1])
+
+
+def is_weight(name: str, names: Mapping[str, Any]) -> bool:
+    """Whether a tensor is one of the model: under ``model.`` where anything is, else under no other known heading."""
+    if any(other.startswith("model.") for other in names):
+        return name.startswith("model.")
+    return not name.startswith(_NOT_WEIGHTS)
+
+
+def _is_huggingface(path: Path) -> bool:
+    try:
+        return "model_type" in json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
+def _run_folder(source: Path) -> Path | None:
+    return source if (source / "checkpoints").is_dir() and (source / "config.json").is_file() else None
+
+
+def _copy_run(run: Path, target: Path) -> None:
+    """What makes a folder of checkpoints a run that can be sampled from and trained on."""
+    shutil.copyfile(run / "config.json", target / "config.json")
+    if (run / "tokenizer").is_dir():
+        shutil.copytree(run / "tokenizer", target / "tokenizer", dirs_exist_ok=True)

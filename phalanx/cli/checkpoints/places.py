@@ -1,0 +1,137 @@
+"""Where the checkpoints are that a person means: of a run, in a folder, or one alone. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from phalanx.checkpoint.format.manifest import MANIFEST, Manifest
+from phalanx.checkpoint.format.plain_index import PLAIN_INDEX, PlainIndex, decode_index
+from phalanx.checkpoint.format.verify import examine
+from phalanx.checkpoint.storage import names
+from phalanx.checkpoint.storage.base import Store
+from phalanx.checkpoint.storage.latest import read_latest
+from phalanx.checkpoint.storage.location import open_store
+from phalanx.core.errors import UserError
+
+
+@dataclass(frozen=True)
+class Place:
+    """A checkpoint that may be there, whole or not."""
+
+    store: Store
+    name: str
+
+    @property
+    def quarantine(self) -> str:
+        """``stale`` or ``sick`` where it was put aside for that, else empty."""
+        return self.name.partition("-")[0] if names.quarantined(self.name) else ""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it looks like one that torch.distributed.checkpoint wrote, and not we."""
+        files = self.store.files(self.name)
+        return PLAIN_INDEX in files and MANIFEST not in files
+
+    def examine(self) -> Manifest:
+        """Its manifest, after a look at names and sizes of its files.
+
+        Raises:
+            DamagedCheckpointError: with the first thing found wrong.
+        """
+        return examine(self.path, checksums=False)
+
+    def index(self) -> PlainIndex:
+        """DCP's own index.
+
+        Raises:
+            UserError: it is damaged, or refused.
+        """
+        return decode_index(self.store.read(self.name, PLAIN_INDEX), str(self))
+
+    def open(self, file: str) -> BinaryIO:
+        """One of its files, for reading anywhere in it."""
+        return self.store.open(self.name, file)
+
+    @property
+    def path(self) -> Path:
+        """Where it is on this machine."""
+        return Path(str(self))
+
+    def __str__(self) -> str:
+        return f"{self.store.url.rstrip('/')}/{self.name}"
+
+
+def places(where: str, *, quarantined: bool = False) -> list[Place]:
+    """The checkpoints meant by `where`, newest first: a checkpoint itself, a run, or a folder of checkpoints.
+
+    Args:
+        where: a path, or a URL such as ``s3://bucket/run/checkpoints``.
+        quarantined: of a run also those put aside because they are stale or sick; they come last.
+
+    Raises:
+        UserError: there is none.
+    """
+    one = _alone(where)
+    if one is not None:
+        return [one]
+    for url in (_below(where, "checkpoints"), where):
+        store = open_store(url)
+        found = store.names() + (store.quarantined() if quarantined else [])
+        if found:
+            return [Place(store, name) for name in found]
+    there = "://" in where or Path(where).exists()
+    problem = "there is no checkpoint here" if there else "there is no such folder"
+    raise UserError(problem, cure="give a run folder or the folder of one checkpoint", value=where)
+
+
+def one_place(where: str) -> Place:
+    """The checkpoint meant by `where`: of several the latest with nothing wrong at first sight, else the latest.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = places(where)
+    usable = found[first_usable(found) :]
+    for place in usable if len(usable) > 1 else ():
+        try:
+            place.examine()
+        except UserError:
+            continue
+        return place
+    return usable[0]
+
+
+def first_usable(found: list[Place]) -> int:
+    """Which of the checkpoints of a run, newest first, the pointer to the latest says; 0 where there is no pointer.
+
+    Newer ones are the work of leftovers of earlier attempts, and training never goes on from them.
+    """
+    latest = read_latest(found[0].store)
+    names_found = [place.name for place in found]
+    return names_found.index(latest.name) if latest is not None and latest.name in names_found else 0
+
+
+def _alone(where: str) -> Place | None:
+    """`where`, if that is one checkpoint."""
+    parent, name = _split(where)
+    try:
+        place = Place(open_store(parent), names.plain(name))
+    except ValueError:
+        return None
+    files = place.store.files(name)
+    is_one = MANIFEST in files or PLAIN_INDEX in files
+    return place if is_one or (files and (names.parse(name) or names.quarantined(name))) else None
+
+
+def _split(where: str) -> tuple[str, str]:
+    if "://" in where:
+        parent, _, name = where.rstrip("/").rpartition("/")
+        return parent, name
+    path = Path(where).absolute()
+    return str(Path(where).parent) if Path(where).name not in ("", "..") else str(path.parent), path.name
+
+
+def _below(where: str, name: str) -> str:
+    return f"{where.rstrip('/')}/{name}" if "://" in where else str(Path(where) / name)
