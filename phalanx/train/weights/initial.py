@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from phalanx.checkpoint.format.plain import is_plain
 from phalanx.core.errors import UserError
 from phalanx.data.tokenizers.saved import open_saved_tokenizer
 from phalanx.data.tokenizers.tokenizer import LibraryTokenizer, Tokenizer
@@ -18,6 +19,7 @@ from phalanx.model.shapes import parameter_table
 from phalanx.train.derived.figures import complete_model
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.trainer import Trainer
+from phalanx.train.weights.torchtitan import UNTOLD, read_llama
 from phalanx.train.weights.trained import require_checkpoint, same_ids
 
 # What may differ between a model and the weights it starts from; sizes are compared as they are resolved.
@@ -54,7 +56,7 @@ class Weights:
 
 
 def load_initial_weights(trainer: Trainer, tokenizer: Tokenizer, source: Path, say: Callable[[str], None]) -> None:
-    """Fill a trainer's weights from the newest checkpoint of the run folder, or from the Hugging Face folder, `source`.
+    """Fill a trainer's weights from `source`: a run (its newest checkpoint), a Hugging Face folder, or torchtitan's.
 
     Args:
         tokenizer: what the text of this run is tokenised with; `say` warns when the weights know another.
@@ -62,7 +64,7 @@ def load_initial_weights(trainer: Trainer, tokenizer: Tokenizer, source: Path, s
     Raises:
         UserError: `source` is neither, or its weights do not fit the model's config; nothing is changed then.
     """
-    weights = weights_of_run(source, say) if (source / "checkpoints").is_dir() else weights_of_folder(source)
+    weights = _weights_of(source, trainer.config, say)
     require_same_model(trainer.config, weights.model, weights.origin)
     known = parameter_table(trainer.config)
     fill(trainer.parameters, trainer.shards, _without_padding(weights), known=known)
@@ -70,6 +72,16 @@ def load_initial_weights(trainer: Trainer, tokenizer: Tokenizer, source: Path, s
     say(f"starting from the weights of {weights.origin}")
     if weights.tokenizer is not None and not same_ids(weights.tokenizer, tokenizer):
         say("warning: these weights were trained with another tokenizer than data.tokenizer, whose ids mean other text")
+
+
+def _weights_of(source: Path, config: ModelConfig, say: Callable[[str], None]) -> Weights:
+    if (source / "checkpoints").is_dir():
+        return weights_of_run(source, say)
+    if is_plain(source):
+        told, tensors = read_llama(source, config)
+        say(f"{source} does not say {', '.join(UNTOLD)}: they must be those it was trained with")
+        return Weights(source, told, tensors, None)
+    return weights_of_folder(source)
 
 
 def require_same_model(ours: ModelConfig, theirs: ModelConfig, source: Path) -> None:
