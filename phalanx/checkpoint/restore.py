@@ -13,11 +13,15 @@ from torch import Tensor
 
 from phalanx.checkpoint.format import dcp, tables
 from phalanx.checkpoint.format.blocks import Block, held
+from phalanx.checkpoint.format.files import Files, files_of
 from phalanx.checkpoint.format.fill import fill
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError, Manifest, TensorEntry, decode, encode
 from phalanx.checkpoint.format.tables import names_on_no_rank, names_to_bits, share_out
 from phalanx.checkpoint.format.verify import check_file, examine
-from phalanx.checkpoint.storage.folder import Candidate, candidates, clean
+from phalanx.checkpoint.storage.base import Store, Stored
+from phalanx.checkpoint.storage.folder import Candidate, candidates
+from phalanx.checkpoint.storage.local import LocalStore
+from phalanx.checkpoint.storage.order import Order
 from phalanx.checkpoint.together import at_first, everywhere
 from phalanx.core.errors import UserError
 from phalanx.core.peers import ALONE, Peers
@@ -38,10 +42,15 @@ class Differences:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was found whole."""
+    """A checkpoint that was found whole: its files, and what they are."""
 
-    path: Path
+    files: Files
     manifest: Manifest
+
+    @property
+    def path(self) -> Path:
+        """Where it lies, of one in a folder."""
+        return Path(self.files.url)
 
     @property
     def step(self) -> int:
@@ -108,7 +117,7 @@ class Checkpoint:
             problems += _listed("only in the checkpoint", unexpected, len(unexpected))
         if problems:
             cure = "use the config it was written with, or train.init_from to take over weights only"
-            raise UserError("does not fit: " + "; ".join(problems[:_SHOWN]), cure=cure, field=str(self.path))
+            raise UserError("does not fit: " + "; ".join(problems[:_SHOWN]), cure=cure, field=self.files.url)
 
     def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """The tensors called `names` (default: all) as new tensors in host memory.
@@ -122,7 +131,7 @@ class Checkpoint:
         absent = [name for name in wanted if name not in saved]
         if absent:
             problem = "; ".join(_listed("missing in the checkpoint", absent, len(absent)))
-            raise UserError(problem, cure="see `phalanx checkpoint inspect` for its tensors", field=str(self.path))
+            raise UserError(problem, cure="see `phalanx checkpoint inspect` for its tensors", field=self.files.url)
         fresh = {name: torch.empty(saved[name].shape, dtype=dcp.torch_dtype(saved[name].dtype)) for name in wanted}
         self._fill(held(fresh, {}), ALONE)
         return fresh
@@ -133,45 +142,51 @@ class Checkpoint:
 
     def _fill_here(self, targets: Mapping[str, Block]) -> None:
         try:
-            fill(self.path, self.manifest.tensors, targets)
+            fill(self.files, self.manifest.tensors, targets)
         except (MemoryError, torch.OutOfMemoryError, UserError):
             raise
         except Exception as error:
-            raise DamagedCheckpointError(self.path, f"its tensors cannot be read ({_first_line(error)})") from error
+            raise DamagedCheckpointError(
+                self.files.url, f"its tensors cannot be read ({_first_line(error)})"
+            ) from error
 
     def _require_same(self) -> None:
-        if examine(self.path, checksums=False) != self.manifest:
-            raise DamagedCheckpointError(self.path, "it was replaced by another process while being read")
+        if examine(self.files, checksums=False) != self.manifest:
+            raise DamagedCheckpointError(self.files.url, "it was replaced by another process while being read")
 
 
-def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
-    """Open the checkpoint in the folder `path`, first checking that it is whole.
+def open_checkpoint(place: Path | Files, *, verify: bool = True, manifest_sha256: str = "") -> Checkpoint:
+    """Open the checkpoint at `place`, first checking that it is whole.
 
     Args:
-        path: the folder ``step-…`` itself.
+        place: the folder ``step-…`` itself, or the files of a checkpoint in a store (`Stored`).
         verify: hash every byte; otherwise only names, sizes and the manifest are checked.
+        manifest_sha256: what the manifest's checksum has to be, where that is known.
 
     Raises:
         DamagedCheckpointError: torn, corrupted, or no checkpoint.
         UserError: written by a newer version.
     """
+    files = files_of(place)
     while True:
-        identity = _identity(path)
+        identity = files.identity()
         try:
-            return Checkpoint(path, examine(path, checksums=verify))
+            return Checkpoint(files, examine(files, checksums=verify, manifest_sha256=manifest_sha256))
         except DamagedCheckpointError:
             # Another process may have published a new checkpoint of this step over the one being read: look again.
-            if identity is None or _identity(path) in (identity, None):
+            if files.identity() in (identity, "") or not identity:
                 raise
 
 
 def newest(
-    folder: Path, report: Callable[[str], None], *, verify: bool = True, peers: Peers = ALONE
+    place: Path | Store, report: Callable[[str], None], *, verify: bool = True, peers: Peers = ALONE
 ) -> Checkpoint | None:
-    """The newest whole checkpoint of `folder`, or None where there is none.
+    """The newest whole checkpoint at `place`, a folder or a store, or None where there is none.
 
-    Each newer one that is torn or corrupted is passed over, and `report` is called with one line that says so and why.
-    Leftovers of killed writers are cleared up first. A writer or pruner at work in another process does no harm.
+    Where there is a pointer (`phalanx.checkpoint.storage.latest`), the one that it names comes first, then older ones;
+    others were not published by the attempt in charge and are not used, which is reported. Each one that is torn or
+    corrupted is passed over, and `report` is called with one line that says so and why. Leftovers of killed writers in
+    a folder are cleared up first. A writer or pruner at work in another process does no harm.
 
     Called by several ranks together (with `peers`), all get the same one. Rank 0 looks, clears up, reports, and sends
     the manifest to the others, so that not all of them read it from the disk; the files are divided among all ranks
@@ -179,24 +194,27 @@ def newest(
 
     Raises:
         UserError: it was written by a newer version.
+        OSError: storage refuses to say what there is.
     """
-    look = _Look(folder, report)
+    look = _Look(LocalStore(place) if isinstance(place, Path) else place, report)
     while (found := look.offer(peers)) is not None:
         reasons = everywhere(peers, partial(_damage, found, peers)) if verify else []
         reason = next((reason for reason in reasons if reason is not None), None)
         if reason is None:
             return found
         if peers.rank == 0:
-            look.refuse(found.path, reason)
+            look.refuse(found.files, reason)
     return None
 
 
 class _Look:
     """Rank 0's search for the newest checkpoint, which remembers what it has offered."""
 
-    def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
-        self._folder, self._report = folder, report
-        self._tried: set[tuple[int, int] | None] = set()
+    def __init__(self, store: Store, report: Callable[[str], None]) -> None:
+        self._store = store
+        self._order = Order(store, report)
+        self._report = report
+        self._tried: set[tuple[str, str]] = set()
 
     def offer(self, peers: Peers) -> Checkpoint | None:
         """The next newest one in which nothing is wrong at first sight; the same on all ranks."""
@@ -205,28 +223,30 @@ class _Look:
         def look() -> list[str] | None:
             here.extend(self._next())
             content = (encode(found.manifest).decode() for found in here if peers.size > 1)
-            return [here[0].path.name, tables.pack(next(content, None))] if here else None
+            return [here[0].files.name, tables.pack(next(content, None))] if here else None
 
         told = at_first(peers, look)
         if told is None or here:
             return here[0] if here else None
-        path = self._folder / told[0]
-        return Checkpoint(path, decode(tables.unpack(told[1]).encode(), path))
+        files = Stored(self._store, told[0])
+        return Checkpoint(files, decode(tables.unpack(told[1]).encode(), files.url))
 
-    def refuse(self, path: Path, reason: str) -> None:
+    def refuse(self, files: Files, reason: str) -> None:
         """Report that it is damaged, unless another has meanwhile taken its place."""
-        if _identity(path) in self._tried - {None}:
-            self._report(f"checkpoint {path.name} is damaged ({reason}); trying the one before it")
+        identity = files.identity()
+        if identity and (files.name, identity) in self._tried:
+            self._report(f"checkpoint {files.name} is damaged ({reason}); trying the one before it")
 
     def _next(self) -> list[Checkpoint]:
-        clean(self._folder)
-        while fresh := [c for c in candidates(self._folder) if _identity(c.path) not in self._tried]:
-            path = fresh[0].path
-            self._tried.add(_identity(path))
+        self._store.clean(0)
+        while fresh := [c for c in self._order.names() if (c[0], self._store.identity(c[0])) not in self._tried]:
+            name, manifest_sha256 = fresh[0]
+            files = Stored(self._store, name)
+            self._tried.add((name, files.identity()))
             try:
-                return [open_checkpoint(path, verify=False)]
+                return [open_checkpoint(files, verify=False, manifest_sha256=manifest_sha256)]
             except DamagedCheckpointError as damage:
-                self.refuse(path, damage.reason)
+                self.refuse(files, damage.reason)
         return []
 
 
@@ -236,7 +256,7 @@ def _damage(found: Checkpoint, peers: Peers) -> str | None:
     share = share_out({name: file.size_bytes for name, file in files.items()}, peers.size)[peers.rank]
     try:
         for name in share:
-            check_file(found.path, files[name])
+            check_file(found.files, files[name])
     except DamagedCheckpointError as damage:
         return damage.reason
     return None
@@ -255,15 +275,6 @@ def _listed(what: str, names: Sequence[str], count: int) -> list[str]:
         return []
     more = f" and {count - _SHOWN} more" if count > _SHOWN else ""
     return [f"{count} {what}: {', '.join(names[:_SHOWN])}{more}"]
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """What distinguishes this folder from another that later bears its name; None if it is gone."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_ctime_ns
 
 
 def _first_line(error: BaseException) -> str:

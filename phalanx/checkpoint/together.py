@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError
@@ -71,7 +70,7 @@ def _seen_from_here(rank: int, failure: dict[str, Any], own: BaseException | Non
     who = f"rank {rank} ({failure['host']})"
     error: UserError
     if "reason" in failure:
-        error = DamagedCheckpointError(Path(failure["field"]), f"{failure['reason']}, says {who}")
+        error = DamagedCheckpointError(failure["field"], f"{failure['reason']}, says {who}")
     else:
         error = UserError(f"{who}: {failure['problem']}", cure=failure["cure"], field=failure["field"])
     error.__cause__ = own

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.checkpoint.config import CheckpointConfig
+from phalanx.checkpoint.policy.retention import Stocked, unkept
 from phalanx.checkpoint.restore import newest
 from phalanx.checkpoint.save import save
 from phalanx.checkpoint.storage import prune as pruning
-from phalanx.checkpoint.storage.folder import Candidate, candidates
-from phalanx.checkpoint.storage.prune import prune, unkept
+from phalanx.checkpoint.storage.folder import candidates
+from phalanx.checkpoint.storage.prune import prune
 from phalanx.core.points import Points
 
 
@@ -129,8 +130,8 @@ def test_the_choice(all_steps: set[int], broken: set[int], last: int, every: int
     if not sound:
         return
     good = data.draw(st.sampled_from(sorted(sound)))
-    found = [Candidate(step, Path(str(step))) for step in sorted(all_steps, reverse=True)]
-    doomed = {c.step for c in unkept(found, sound, good, CheckpointConfig(keep_last=last, keep_every=every))}
+    found = [Stocked(str(step), step, step in sound) for step in sorted(all_steps, reverse=True)]
+    doomed = {c.step for c in unkept(found, str(good), CheckpointConfig(keep_last=last, keep_every=every))}
     left = all_steps - doomed
     assert good in left
     assert all(step in left for step in all_steps if step > good)

@@ -14,6 +14,7 @@ from phalanx.checkpoint.format.archive import read_box
 from phalanx.checkpoint.format.blocks import Block
 from phalanx.checkpoint.format.boxes import overlap
 from phalanx.checkpoint.format.dcp import torch_dtype
+from phalanx.checkpoint.format.files import Files, files_of
 from phalanx.checkpoint.format.manifest import Chunk, TensorEntry
 
 
@@ -27,8 +28,8 @@ class _Piece:
     out: Tensor
 
 
-def fill(path: Path, saved: Mapping[str, TensorEntry], targets: Mapping[str, Block]) -> None:
-    """Fill the memory of `targets` with their blocks of the tensors of the same names in the checkpoint at `path`.
+def fill(place: Path | Files, saved: Mapping[str, TensorEntry], targets: Mapping[str, Block]) -> None:
+    """Fill the memory of `targets` with their blocks of the tensors of the same names in the checkpoint at `place`.
 
     Only chunks that overlap a target are opened, each once and file by file in the order of their bytes; of large ones
     only the rows needed are read. Beyond the targets it takes the memory of one slab (`archive.SLAB_BYTES`), or of one
@@ -38,13 +39,14 @@ def fill(path: Path, saved: Mapping[str, TensorEntry], targets: Mapping[str, Blo
         OSError, ValueError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile: the files are not what `saved`
             says.
     """
+    files = files_of(place)
     pieces = [piece for name, block in targets.items() for piece in _pieces(saved[name], block)]
     pieces.sort(key=lambda piece: (piece.chunk.file, piece.chunk.offset))
     for name, group in groupby(pieces, key=lambda piece: piece.chunk.file):
-        with (path / name).open("rb") as file:
+        with files.open(name) as file:
             for piece in group:
-                place = (piece.chunk.offset, piece.chunk.length)
-                read_box(file, place, (piece.chunk.sizes, piece.dtype), piece.start, piece.out)
+                extent = (piece.chunk.offset, piece.chunk.length)
+                read_box(file, extent, (piece.chunk.sizes, piece.dtype), piece.start, piece.out)
 
 
 def _pieces(entry: TensorEntry, block: Block) -> Iterator[_Piece]:

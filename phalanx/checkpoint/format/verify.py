@@ -3,68 +3,93 @@
 from __future__ import annotations
 
 import hashlib
-import stat
+import io
 from pathlib import Path
+from typing import cast
 
 from phalanx.checkpoint.format import manifest as manifests
+from phalanx.checkpoint.format.files import Files, files_of
 from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, DamagedCheckpointError, FileEntry, Manifest
 
+_BLOCK_BYTES = 4 << 20  # of an object store, each is a request
 
-def examine(path: Path, *, checksums: bool = True) -> Manifest:
-    """Read the manifest of the checkpoint at `path` and hold its files against it.
+
+def examine(place: Path | Files, *, checksums: bool = True, manifest_sha256: str = "") -> Manifest:
+    """Read the manifest of the checkpoint at `place` and hold its files against it.
 
     Args:
-        path: the folder of one checkpoint.
+        place: the folder of one checkpoint, or its files.
         checksums: read and hash every byte; otherwise only names, sizes and the manifest itself are checked.
+        manifest_sha256: what the manifest's checksum has to be, where that is known.
 
     Raises:
         DamagedCheckpointError: with the first thing found wrong.
         UserError: the format is newer than this program.
     """
-    content = _read(path, MANIFEST)
-    sums = _read(path, SUMS)
+    files = files_of(place)
+    content = _read(files, MANIFEST)
+    sums = _read(files, SUMS)
     digest = hashlib.sha256(content).hexdigest()
     if not sums.endswith(f"{digest}  {MANIFEST}\n".encode()):
-        raise DamagedCheckpointError(path, f"{MANIFEST} does not match its checksum")
-    manifest = manifests.decode(content, path)
+        raise DamagedCheckpointError(files.url, f"{MANIFEST} does not match its checksum")
+    if manifest_sha256 not in ("", digest):
+        raise DamagedCheckpointError(files.url, f"{MANIFEST} is another than the one that was published last")
+    manifest = manifests.decode(content, files.url)
     if sums != manifests.sums_text(manifest.files, digest):
-        raise DamagedCheckpointError(path, f"{SUMS} does not match {MANIFEST}")
+        raise DamagedCheckpointError(files.url, f"{SUMS} does not match {MANIFEST}")
     for file in manifest.files:
-        _check_size(path, file)
+        _check_size(files, file)
     if checksums:
         for file in manifest.files:
-            check_file(path, file)
+            check_file(files, file)
     return manifest
 
 
-def check_file(path: Path, file: FileEntry) -> None:
-    """Hash one file of the checkpoint at `path`.
+def check_file(place: Path | Files, file: FileEntry) -> None:
+    """Hash one file of the checkpoint at `place`.
 
     Raises:
         DamagedCheckpointError: it is missing or its bytes are not those that were written.
     """
+    files = files_of(place)
     try:
-        with (path / file.name).open("rb", buffering=0) as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        digest = _digest(files, file.name)
     except OSError as error:
-        raise DamagedCheckpointError(path, f"{file.name} cannot be read ({error.strerror})") from None
+        raise DamagedCheckpointError(files.url, f"{file.name} cannot be read ({_cause(error)})") from None
     if digest != file.sha256:
-        raise DamagedCheckpointError(path, f"{file.name} does not match its checksum")
+        raise DamagedCheckpointError(files.url, f"{file.name} does not match its checksum")
 
 
-def _check_size(path: Path, file: FileEntry) -> None:
+def _digest(files: Files, name: str) -> str:
+    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK_BYTES))
+    with files.open(name) as stream:
+        while count := cast(io.BufferedReader, stream).readinto(block):
+            digest.update(block[:count])
+    return digest.hexdigest()
+
+
+def _check_size(files: Files, file: FileEntry) -> None:
     try:
-        status = (path / file.name).stat()
+        size_bytes = files.size_bytes(file.name)
+    except IsADirectoryError:
+        raise DamagedCheckpointError(files.url, f"{file.name} is not a file") from None
     except OSError as error:
-        raise DamagedCheckpointError(path, f"{file.name} is missing ({error.strerror})") from None
-    if not stat.S_ISREG(status.st_mode):
-        raise DamagedCheckpointError(path, f"{file.name} is not a file")
-    if status.st_size != file.size_bytes:
-        raise DamagedCheckpointError(path, f"{file.name} has {status.st_size} of its {file.size_bytes} bytes")
+        raise DamagedCheckpointError(files.url, f"{file.name} {_missing(error)}") from None
+    if size_bytes != file.size_bytes:
+        raise DamagedCheckpointError(files.url, f"{file.name} has {size_bytes} of its {file.size_bytes} bytes")
 
 
-def _read(path: Path, name: str) -> bytes:
+def _read(files: Files, name: str) -> bytes:
     try:
-        return (path / name).read_bytes()
+        return files.read(name)
     except OSError as error:
-        raise DamagedCheckpointError(path, f"{name} is missing ({error.strerror})") from None
+        raise DamagedCheckpointError(files.url, f"{name} {_missing(error)}") from None
+
+
+def _missing(error: OSError) -> str:
+    absent = isinstance(error, FileNotFoundError | NotADirectoryError)
+    return f"is missing ({_cause(error)})" if absent else f"cannot be read ({_cause(error)})"
+
+
+def _cause(error: OSError) -> str:
+    return error.strerror or (str(error).splitlines() or [type(error).__name__])[0]

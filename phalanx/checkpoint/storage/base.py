@@ -8,6 +8,7 @@ Which checkpoint is the latest, and which attempt may write, is `phalanx.checkpo
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
 from typing_extensions import Buffer
@@ -117,3 +118,32 @@ class Store(Protocol):
     def remove(self, key: str) -> None:
         """Remove one of them, if it is there."""
         ...
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint in a store, as `phalanx.checkpoint.format.files.Files`."""
+
+    store: Store
+    name: str
+
+    @property
+    def url(self) -> str:
+        """Where it lies, for people."""
+        return f"{self.store.url}/{self.name}"
+
+    def identity(self) -> str:
+        """See `Store`."""
+        return self.store.identity(self.name)
+
+    def read(self, file: str) -> bytes:
+        """See `Store`."""
+        return self.store.read(self.name, file)
+
+    def open(self, file: str) -> BinaryIO:
+        """See `Store`."""
+        return self.store.open(self.name, file)
+
+    def size_bytes(self, file: str) -> int:
+        """See `Store`."""
+        return self.store.size_bytes(self.name, file)

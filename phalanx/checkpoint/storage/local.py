@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import stat
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -15,6 +14,7 @@ from typing import BinaryIO
 
 from typing_extensions import Buffer
 
+from phalanx.checkpoint.format.files import FolderFiles
 from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, FileEntry
 from phalanx.checkpoint.storage import folder as folders
 from phalanx.checkpoint.storage import names
@@ -60,11 +60,7 @@ class LocalStore:
 
     def identity(self, name: str) -> str:
         """See `Store`."""
-        try:
-            status = (self.path / name).stat()
-        except OSError:
-            return ""
-        return f"{status.st_ino}-{status.st_ctime_ns}"
+        return self._of(name).identity()
 
     def files(self, name: str) -> list[str]:
         """See `Store`."""
@@ -74,19 +70,15 @@ class LocalStore:
 
     def read(self, name: str, file: str) -> bytes:
         """See `Store`."""
-        return self._file(name, file).read_bytes()
+        return self._of(name).read(names.plain(file))
 
     def open(self, name: str, file: str) -> BinaryIO:
         """See `Store`."""
-        return self._file(name, file).open("rb")
+        return self._of(name).open(names.plain(file))
 
     def size_bytes(self, name: str, file: str) -> int:
         """See `Store`. IsADirectoryError: what is there is no file."""
-        path = self._file(name, file)
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise IsADirectoryError(errno.EISDIR, "Is not a file", str(path))
-        return status.st_size
+        return self._of(name).size_bytes(names.plain(file))
 
     def begin(self, step: int, attempt: int, nonce: str) -> str:
         """See `Store`.
@@ -225,6 +217,9 @@ class LocalStore:
             half_made.unlink(missing_ok=True)
             os.close(descriptor)
         return True
+
+    def _of(self, name: str) -> FolderFiles:
+        return FolderFiles(self.path / names.plain(name))
 
     def _file(self, name: str, file: str) -> Path:
         return self.path / names.plain(name) / names.plain(file)

@@ -1,76 +1,87 @@
-"""Which checkpoints are kept, and deleting the others."""
+"""Deleting the checkpoints that are not kept; which those are is `phalanx.checkpoint.policy.retention`'s decision."""
 
 from __future__ import annotations
 
-from collections.abc import Set
+from contextlib import suppress
 from pathlib import Path
 
-from phalanx.checkpoint.config import CheckpointConfig
+from phalanx.checkpoint.format.manifest import Manifest
 from phalanx.checkpoint.format.verify import examine
-from phalanx.checkpoint.storage.folder import Candidate, candidates, clean, delete
+from phalanx.checkpoint.policy.retention import Rules, Stocked, unkept
+from phalanx.checkpoint.storage.base import Store, Stored
+from phalanx.checkpoint.storage.latest import read_latest
+from phalanx.checkpoint.storage.local import LocalStore
+from phalanx.checkpoint.storage.names import step_of
 from phalanx.core.errors import UserError
 from phalanx.core.peers import ALONE, Peers
 from phalanx.core.points import NO_POINTS, Points
 
+KEPT_QUARANTINED = 2
+"""Of those kept aside as stale or sick, to be looked into by people; they count as kept nowhere."""
+
 
 def prune(
-    folder: Path,
-    config: CheckpointConfig,
+    place: Path | Store,
+    rules: Rules,
     *,
     good_step: int | None = None,
     points: Points = NO_POINTS,
     peers: Peers = ALONE,
-) -> list[Path]:
-    """Delete the checkpoints of `folder` that `config` does not keep, oldest first; return the folders deleted.
+) -> list[Stored]:
+    """Delete the checkpoints that `rules` do not keep, oldest first; return those deleted.
 
-    Never deleted: the newest whole checkpoint and whatever is newer than it. Damaged ones do not count as kept.
+    Never deleted: the newest whole checkpoint, whatever is newer than it, and the one that the pointer names. Damaged
+    ones do not count as kept.
 
     Args:
-        folder: the folder of the run's checkpoints.
-        config: `keep_last` and `keep_every` decide.
+        place: the folder of the run's checkpoints, or the store of them.
+        rules: `keep_last`, `keep_every`, `keep_best` and `budget_bytes` decide.
         good_step: a checkpoint known to be whole because this process has just saved it. Without it, checkpoints are
             read and hashed from the newest on until a whole one is found.
-        points: ``checkpoint.deleting`` is reached when one has lost its name and not yet its files.
+        points: of a folder: ``checkpoint.deleting`` is reached when one has lost its name and not yet its files.
         peers: rank 0 of them deletes, and nobody waits for it; the others return nothing.
+
+    Raises:
+        OSError: storage refuses.
     """
     if peers.rank != 0:
         return []
-    clean(folder)
-    found = candidates(folder)
-    sound = [c for c in found if _whole(c, checksums=False)]
-    if not sound or not unkept(found, _steps(sound), sound[0].step, config):
-        return []
-    good = next((c.step for c in sound if c.step == good_step or _whole(c, checksums=True)), None)
-    if good is None:
-        return []
-    doomed = unkept(found, _steps(sound), good, config)
-    for candidate in doomed:
-        delete(candidate.path, points)
-    return [candidate.path for candidate in doomed]
+    store = LocalStore(place, points) if isinstance(place, Path) else place
+    store.clean(0)
+    for name in store.quarantined()[KEPT_QUARANTINED:]:
+        store.delete(name)
+    found = [_stocked(Stored(store, name), rules) for name in store.names()]
+    doomed = _doomed(store, found, rules, good_step)
+    for name in doomed:
+        store.delete(name)
+    return [Stored(store, name) for name in doomed]
 
 
-def unkept(found: list[Candidate], sound: Set[int], good: int, config: CheckpointConfig) -> list[Candidate]:
-    """Those of `found` to delete, oldest first; a pure function.
-
-    Args:
-        found: all candidates.
-        sound: steps of those with nothing wrong at first sight.
-        good: step of the newest one known to be whole; it and everything newer is spared.
-        config: how many to keep.
-    """
-    kept = set(sorted((step for step in sound if step <= good), reverse=True)[: config.keep_last])
-    if config.keep_every:
-        kept |= {step for step in sound if step % config.keep_every == 0}
-    return sorted(c for c in found if c.step < good and c.step not in kept)
+def _doomed(store: Store, found: list[Stocked], rules: Rules, good_step: int | None) -> list[str]:
+    sound = [one for one in found if one.is_sound]
+    latest = read_latest(store) if sound else None
+    spared = () if latest is None else (latest.name,)
+    if not sound or not unkept(found, sound[0].name, rules, spared):
+        return []  # without reading every byte of anything
+    whole = (one.name for one in sound if one.step == good_step or _manifest(Stored(store, one.name), checksums=True))
+    good = next(whole, None)
+    return [] if good is None else [one.name for one in unkept(found, good, rules, spared)]
 
 
-def _steps(found: list[Candidate]) -> set[int]:
-    return {candidate.step for candidate in found}
+def _stocked(stored: Stored, rules: Rules) -> Stocked:
+    manifest = _manifest(stored, checksums=False)
+    if manifest is not None:
+        return Stocked(stored.name, manifest.step, True, manifest.size_bytes, tuple(manifest.metrics.items()))
+    size_bytes = 0
+    if rules.budget_bytes:
+        with suppress(OSError):
+            size_bytes = sum(stored.size_bytes(file) for file in stored.store.files(stored.name))
+    return Stocked(stored.name, step_of(stored.name), is_sound=False, size_bytes=size_bytes)
 
 
-def _whole(candidate: Candidate, *, checksums: bool) -> bool:
+def _manifest(stored: Stored, *, checksums: bool) -> Manifest | None:
+    """None: it is damaged, or of a later version."""
     try:
-        examine(candidate.path, checksums=checksums)
+        return examine(stored, checksums=checksums)
     except UserError:
-        return False
-    return True
+        return None

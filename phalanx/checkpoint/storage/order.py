@@ -1,0 +1,47 @@
+"""In which order the checkpoints of a store are tried when one is to be restored. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from phalanx.checkpoint.storage.base import Store
+from phalanx.checkpoint.storage.latest import Latest, read_latest
+from phalanx.checkpoint.storage.names import step_of
+
+
+class Order:
+    """The pointer's checkpoint, then older ones; all, where the pointer names none (or there is no pointer).
+
+    Args:
+        store: where they are.
+        report: is called with one line, once, for what is passed over without being tried.
+    """
+
+    def __init__(self, store: Store, report: Callable[[str], None]) -> None:
+        self._store, self._report = store, report
+        self._told: set[str] = set()
+
+    def names(self) -> list[tuple[str, str]]:
+        """Name, and what the checksum of the manifest has to be where that is known; as things stand now."""
+        latest = read_latest(self._store, self._tell)
+        names = self._store.names()
+        if latest is None or not latest.name:
+            return [(name, "") for name in names]
+        self._tell_others(names, latest)
+        older = [(name, "") for name in names if step_of(name) < latest.step]
+        return ([(latest.name, latest.manifest_sha256)] if latest.name in names else []) + older
+
+    def _tell_others(self, names: list[str], latest: Latest) -> None:
+        for name in names:
+            if step_of(name) >= latest.step and name != latest.name:
+                self._tell(
+                    f"checkpoint {name} was not published by the attempt in charge, whose latest is {latest.name}; "
+                    "it is not used"
+                )
+        if latest.name not in names:
+            self._tell(f"checkpoint {latest.name}, the latest, is gone; trying the one before it")
+
+    def _tell(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            self._report(line)
