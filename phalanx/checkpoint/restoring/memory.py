@@ -1,0 +1,246 @@
+"""Snapshots in the memory of hosts, as a place to restore from: this host's keeper first, those of other hosts next."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from phalanx.checkpoint.format.boxes import cover_fault
+from phalanx.checkpoint.format.plan import ShardPlan
+from phalanx.checkpoint.format.record import CHUNK_BYTES, Record
+from phalanx.checkpoint.format.runs import BadSumError
+from phalanx.checkpoint.format.tables import pack, unpack
+from phalanx.checkpoint.keeper.contract import Keeper, KeeperLostError
+from phalanx.checkpoint.replicas.contract import Endpoint
+from phalanx.checkpoint.restoring import copying
+from phalanx.checkpoint.restoring.choices import Choice, summary
+from phalanx.checkpoint.restoring.contract import RemoteCopies
+from phalanx.checkpoint.restoring.parts import Part, SavedBlock, SavedTensor
+from phalanx.checkpoint.restoring.restored import Rate
+from phalanx.checkpoint.restoring.source import Fault, Reading
+from phalanx.checkpoint.together import everywhere
+from phalanx.core.peers import Peers
+
+STREAMS = 2
+"""Connections at once to another host: while one receives, the other sums and copies."""
+_MAX_THREADS = 8
+
+Table = list[list[Any]]
+"""Of each piece of a shard: name, dtype, shape, offsets, sizes, first byte, length."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Which hosts have a keeper, and what it holds; the same on all ranks.
+
+    Attributes:
+        of_rank: name of each rank's host; empty where it has no keeper.
+        endpoints: of the keepers, by host.
+        held: records of their copies, by host.
+        lost: hosts whose keeper did not answer, and why.
+    """
+
+    of_rank: tuple[str, ...]
+    endpoints: Mapping[str, Endpoint]
+    held: Mapping[str, Sequence[Record]]
+    lost: Mapping[str, str]
+
+    def first_rank(self, host: str) -> int:
+        """The rank that asks the keeper of `host`."""
+        return self.of_rank.index(host)
+
+
+def look(keeper: Keeper | None, host: str, peers: Peers) -> Hosts:
+    """Called by all ranks together: ask every keeper, by one rank of its host, what it holds.
+
+    Args:
+        host: name of this rank's host; empty: as its keeper says, which begins to listen for other hosts then.
+    """
+    told = everywhere(peers, lambda: _introduce(keeper, host))
+    of_rank = tuple(row[0] for row in told)
+    endpoints = {row[0]: Endpoint(row[0], tuple(row[1]), *row[2:]) for row in reversed(told) if row[0]}
+
+    def ask() -> list[Any] | None:
+        own = of_rank[peers.rank]
+        return _ask(keeper) if keeper is not None and own and of_rank.index(own) == peers.rank else None
+
+    answers = {of_rank[rank]: answer for rank, answer in enumerate(everywhere(peers, ask)) if answer is not None}
+    held = {name: [Record.from_text(text) for text in unpack(rows)] for name, (rows, lost) in answers.items()}
+    return Hosts(of_rank, endpoints, held, {name: lost for name, (_, lost) in answers.items() if lost})
+
+
+class MemorySource:
+    """One snapshot.
+
+    Attributes:
+        choice: which, and where its copies are.
+        tensors: what it holds.
+        state: of training.
+    """
+
+    kind = "memory"
+
+    def __init__(
+        self,
+        choice: Choice,
+        hosts: Hosts,
+        keeper: Keeper | None,
+        remote: RemoteCopies | None,
+        peers: Peers,
+        tables: Mapping[int, Table],
+        state: Any,
+    ) -> None:
+        self.choice, self._hosts, self._keeper, self._remote, self._peers = choice, hosts, keeper, remote, peers
+        self.tensors = _tensors(tables)
+        self.state = state
+        self.step, self.attempt, self.name = choice.snapshot.step, choice.snapshot.attempt, ""
+
+    def distance(self, rank: int, holder: int) -> int:
+        """0 where the host of `rank` has a copy of the shard."""
+        return 0 if self._hosts.of_rank[rank] in self.choice.hosts[holder] else 1
+
+    def check(self) -> Reading:
+        """Nothing: everything is checked while it is read."""
+        return Reading()
+
+    def read(self, wanted: Sequence[Part]) -> Reading:
+        """Fill the targets of `wanted`, which are in the order of their shards."""
+        reading = Reading()
+        for rank, group in groupby(wanted, key=lambda part: part.block.holder):
+            host = self._host(rank)
+            with _faults(reading, self.choice, host, rank):
+                if host == self._hosts.of_rank[self._peers.rank]:
+                    self._copy(rank, list(group), reading)
+                else:
+                    self._fetch(host, rank, list(group), reading)
+        return reading
+
+    def _host(self, rank: int) -> str:
+        own, hosts = self._hosts.of_rank[self._peers.rank], self.choice.hosts[rank]
+        return own if own in hosts else hosts[self._peers.rank % len(hosts)]
+
+    def _copy(self, rank: int, wanted: list[Part], reading: Reading) -> None:
+        assert self._keeper is not None
+        own = self._hosts.of_rank[self._peers.rank]
+        threads = (os.process_cpu_count() if hasattr(os, "process_cpu_count") else len(os.sched_getaffinity(0))) or 1
+        began_s = time.monotonic()
+        with self._keeper.read(self.choice.snapshot, rank) as (record, plan, memory):
+            _require_same(self.choice, rank, record)
+            threads_here = max(1, min(_MAX_THREADS, threads // self._hosts.of_rank.count(own)))
+            copying.fill_from_memory(memory, record, plan, wanted, threads_here)
+        reading.add(Rate("memory", "memory", sum(p.nbytes for p in wanted), time.monotonic() - began_s))
+
+    def _fetch(self, host: str, rank: int, wanted: list[Part], reading: Reading) -> None:
+        if self._remote is None:
+            raise LookupError("nothing here reads from other hosts")
+        remote, endpoint = self._remote, self._hosts.endpoints[host]
+        began_s = time.monotonic()
+
+        def work(share: Sequence[Part]) -> None:
+            with remote.open(endpoint, self.choice.snapshot, rank) as copy:
+                _require_same(self.choice, rank, copy.record)
+                copying.require_whole(copy.record, copy.plan, copy.plan.data_bytes)
+                numbers = copying.chunks_of(share)
+                chunk = copying.in_turn(numbers, copy.chunks(numbers))
+                copying.fill(copying.CheckedCopy(copy.record, copy.plan, chunk), share)
+
+        shares = copying.shares(wanted, STREAMS)
+        copying.each(shares, work)
+        bits = endpoint.interface_bits_per_s
+        place = f"{endpoint.interface or ', '.join(endpoint.addresses[:1])} of host {host}"
+        reading.add(Rate("peer", place, _came(wanted, shares), time.monotonic() - began_s, bits / 8 if bits else None))
+
+
+def describe(choice: Choice, hosts: Hosts, keeper: Keeper | None, peers: Peers) -> tuple[list[Any], list[Fault]]:
+    """Called by all ranks together: the table of every shard, with the state; or which copies were refused.
+
+    Each is read once, by the first rank of the first host that has it.
+    """
+
+    def offer() -> list[Any]:
+        own = hosts.of_rank[peers.rank]
+        mine = [r for r, names in choice.hosts.items() if names[0] == own and hosts.first_rank(own) == peers.rank]
+        reading = Reading()
+        rows: list[Any] = []
+        for rank in mine if keeper is not None else []:
+            with _faults(reading, choice, own, rank):
+                assert keeper is not None
+                with keeper.read(choice.snapshot, rank) as (record, plan, memory):
+                    _require_same(choice, rank, record)
+                    copying.require_whole(record, plan, memory.nbytes)
+                    rows.append([rank, _table(plan), record.state])
+        return [pack(rows), [list(fault) for fault in reading.faults]]
+
+    answers = everywhere(peers, offer)
+    faults = [Fault(*fault) for _, told in answers for fault in told]
+    return [row for rows, _ in answers for row in unpack(rows)], faults
+
+
+def hole(tensors: Mapping[str, SavedTensor]) -> str | None:
+    """Why the pieces of all shards do not make up whole tensors; None if they do."""
+    for name, tensor in tensors.items():
+        fault = cover_fault(tensor.shape, tensor.blocks)
+        if fault is not None:
+            return f"{name}: {fault}"
+    return None
+
+
+def _introduce(keeper: Keeper | None, host: str) -> list[Any]:
+    if keeper is None:
+        return ["", [], 0, "", None]
+    if host:
+        return [host, [], 0, "", None]
+    try:
+        end = keeper.endpoint
+    except KeeperLostError:
+        return ["", [], 0, "", None]
+    return [end.host, list(end.addresses), end.port, end.interface, end.interface_bits_per_s]
+
+
+def _ask(keeper: Keeper) -> list[Any]:
+    try:
+        return [pack(summary(keeper)), ""]
+    except (KeeperLostError, OSError) as error:
+        return [pack([]), str(error) or type(error).__name__]
+
+
+@contextmanager
+def _faults(reading: Reading, choice: Choice, host: str, rank: int) -> Iterator[None]:
+    """What makes a copy unusable becomes a fault; all else is an error."""
+    try:
+        yield
+    except KeeperLostError as error:
+        reading.faults.append(Fault(host, -1, f"its keeper is gone ({error})"))
+    except (BadSumError, LookupError, OSError) as error:
+        cause = str(error.args[0]) if isinstance(error, LookupError) and error.args else str(error)
+        reading.faults.append(Fault(host, rank, cause or type(error).__name__))
+
+
+def _require_same(choice: Choice, rank: int, record: Record) -> None:
+    if (record.snapshot, record.rank, record.plan_sha256) != (choice.snapshot, rank, choice.plans[rank]):
+        raise LookupError(f"another one lies there now, of step {record.step}, rank {record.rank}")
+
+
+def _table(plan: ShardPlan) -> Table:
+    return [[p.name, p.dtype, p.shape, p.offsets, p.sizes, p.start_bytes, p.length_bytes] for p in plan.pieces]
+
+
+def _tensors(tables: Mapping[int, Table]) -> dict[str, SavedTensor]:
+    found: dict[str, tuple[str, tuple[int, ...], list[SavedBlock]]] = {}
+    for rank, table in tables.items():
+        for name, dtype, shape, offsets, sizes, start, length in table:
+            _, _, blocks = found.setdefault(name, (dtype, tuple(shape), []))
+            blocks.append(SavedBlock(tuple(offsets), tuple(sizes), rank, start, length))
+    return {name: SavedTensor(*entry) for name, entry in found.items()}
+
+
+def _came(wanted: Sequence[Part], shares: Sequence[Sequence[Part]]) -> int:
+    end = max((part.run[1] for part in wanted), default=0)
+    record_end = -(-end // CHUNK_BYTES) * CHUNK_BYTES
+    whole = sum(len(copying.chunks_of(share)) for share in shares) * CHUNK_BYTES
+    return whole - (record_end - end if wanted else 0)

@@ -1,0 +1,266 @@
+"""Taking back the newest state that can be trusted, by all ranks together, from the nearest place that has it.
+
+In this order: the memory of a rank's own host, that of another host, durable storage; then older states in the same
+order (see `phalanx.checkpoint.restoring.choices` for which is newer). All ranks restore the same state. What is not
+what was written is refused with one line that says where and why, and all that was filled is filled again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.checkpoint.format.blocks import Block, held
+from phalanx.checkpoint.keeper.contract import Keeper
+from phalanx.checkpoint.restoring.choices import Choice, newest_first, restorable
+from phalanx.checkpoint.restoring.contract import RemoteCopies
+from phalanx.checkpoint.restoring.durable import Checkpoints
+from phalanx.checkpoint.restoring.fit import require_fit
+from phalanx.checkpoint.restoring.memory import Hosts, MemorySource, describe, hole, look
+from phalanx.checkpoint.restoring.parts import Part, parts
+from phalanx.checkpoint.restoring.restored import Differences, Kind, Rate, Restored, together
+from phalanx.checkpoint.restoring.sharing import Sharing, agree, give, readers
+from phalanx.checkpoint.restoring.source import Fault, Reading, Source
+from phalanx.checkpoint.storage.base import Store
+from phalanx.checkpoint.together import everywhere
+from phalanx.core.errors import UserError
+from phalanx.core.peers import ALONE, Copies, Peers
+from phalanx.core.shard import Shard
+
+
+def restore(
+    tensors: Mapping[str, Tensor],
+    *,
+    keeper: Keeper | None,
+    store: Store | None,
+    report: Callable[[str], None],
+    shards: Mapping[str, Shard] | None = None,
+    peers: Peers = ALONE,
+    copies: Copies | None = None,
+    remote: RemoteCopies | None = None,
+    host: str = "",
+    strict: bool = True,
+    cast: bool = False,
+    select: Callable[[str], bool] | None = None,
+    verify: bool = True,
+) -> Restored | None:
+    """Fill `tensors` in place with the newest state that is whole and good, in whatever layout it was saved.
+
+    Called by all ranks together. Nothing is changed on any rank if what is found does not fit on one of them.
+
+    Args:
+        tensors: by the names under which they were saved; on any device.
+        keeper: of this rank's host; None where there is none.
+        store: durable storage; the same on all ranks; None where nothing is durable.
+        report: given one line for each refusal, on rank 0.
+        shards: which block of its logical tensor each of `tensors` is; those not named here are whole.
+        peers: the ranks.
+        copies: the data-parallel group of this rank: what all its members need is read by one of them; None on all
+            ranks: each reads for itself.
+        remote: reads what keepers of other hosts hold; None: only own hosts' copies are used.
+        host: name of this rank's host; empty: as its keeper says, which begins to listen for other hosts then. To be
+            given only where there is no `remote`.
+        strict: every name must be on both sides, see `Differences`.
+        cast: convert where dtypes differ instead of refusing.
+        select: restore only the tensors whose names it accepts (weights only …); others are neither changed nor missed.
+        verify: check durable checkpoints; what lies in memory always is.
+
+    Returns:
+        What was restored, or None where there is nothing, or nothing good.
+
+    Raises:
+        UserError: what was found does not fit, listing what is missing, unexpected, or of another shape or dtype; or
+            nothing good is in memory and the storage cannot be read.
+        ValueError: a shard has not the size of its tensor.
+    """
+    began_s = time.monotonic()
+    chosen = {name: tensor for name, tensor in tensors.items() if select is None or select(name)}
+    blocks: dict[str, Block] = {}
+    everywhere(peers, lambda: blocks.update(held(chosen, shards or {})))
+    sharing = (
+        agree(copies, peers.rank, chosen, blocks, shards or {}) if copies is not None and copies.size > 1 else None
+    )
+    log = _Log(report, peers.rank)
+    fit = partial(require_fit, blocks=blocks, peers=peers, strict=strict, cast=cast, select=select)
+    states = _States(keeper, remote, host, store, verify, peers, log)
+    while (source := states.next()) is not None:
+        differences = fit(_title(source), source.tensors)
+        filled = _fill(source, blocks, sharing, peers)
+        log.rates += filled.rates
+        if not filled.faults:
+            return _restored(source, differences, log, filled, time.monotonic() - began_s)
+        states.refuse(source, filled.faults)
+    return None
+
+
+@dataclass
+class _Log:
+    """What was refused, and what was read in vain too."""
+
+    report: Callable[[str], None]
+    rank: int
+    refusals: list[str] = field(default_factory=list)
+    rates: list[Rate] = field(default_factory=list)
+
+    def refuse(self, line: str) -> None:
+        self.refusals.append(line)
+        if self.rank == 0:
+            self.report(line)
+
+
+class _States:
+    """The states there are, newest first; every method is called by all ranks together."""
+
+    def __init__(
+        self,
+        keeper: Keeper | None,
+        remote: RemoteCopies | None,
+        host: str,
+        store: Store | None,
+        verify: bool,
+        peers: Peers,
+        log: _Log,
+    ) -> None:
+        self._keeper, self._remote, self._peers, self._log = keeper, remote, peers, log
+        self._hosts: Hosts = look(keeper, host, peers)
+        for name, cause in self._hosts.lost.items():
+            log.refuse(f"the keeper of host {name} does not answer ({cause}); what it holds is not used")
+        self._choices = restorable(self._hosts.held)
+        self._bad: set[tuple[str, int]] = set()
+        self._durable = None if store is None else Checkpoints(store, verify, peers, self._refuse_durable)
+
+    def next(self) -> Source | None:
+        """The newest that has not been refused.
+
+        Raises:
+            UserError: nothing in memory is left, and the storage cannot be read.
+        """
+        while (choice := self._newest_choice()) is not None:
+            if self._has_newer(choice):
+                break
+            source = self._open(choice)
+            if source is not None:
+                return source
+        if self._durable is None or self._durable.peek() is None:
+            return None
+        return self._durable.take()
+
+    def refuse(self, source: Source, faults: list[Fault]) -> None:
+        """Do not use what is at fault again."""
+        if isinstance(source, MemorySource):
+            self._refuse_copies(source.choice, faults)
+        else:
+            self._refuse_durable(source.name, faults[0].cause)
+
+    def _newest_choice(self) -> Choice | None:
+        self._choices = [c for c in (choice.without(self._bad) for choice in self._choices) if c.is_whole]
+        return self._choices[0] if self._choices else None
+
+    def _has_newer(self, choice: Choice) -> bool:
+        """Whether durable storage has what is newer than `choice`."""
+        try:
+            found = None if self._durable is None else self._durable.peek()
+        except UserError as error:
+            # What lies in memory may be older than what cannot be seen, but it is whole, and there.
+            line = f"{error.problem}; restoring from memory"
+            if line not in self._log.refusals:
+                self._log.refuse(line)
+            return False
+        mine = newest_first(choice.snapshot.attempt, choice.snapshot.step)
+        return found is not None and newest_first(found.attempt, found.step) > mine
+
+    def _open(self, choice: Choice) -> Source | None:
+        rows, faults = describe(choice, self._hosts, self._keeper, self._peers)
+        if faults:
+            self._refuse_copies(choice, faults)
+            return None
+        state = next((json.loads(text) for _, _, text in rows if text), None)
+        tables = {rank: table for rank, table, _ in rows}
+        source = MemorySource(choice, self._hosts, self._keeper, self._remote, self._peers, tables, state)
+        problem = hole(source.tensors)
+        if problem is None:
+            return source
+        self._log.refuse(f"the snapshot of step {choice.snapshot.step} in memory is refused ({problem})")
+        self._choices.remove(choice)
+        return None
+
+    def _refuse_copies(self, choice: Choice, faults: list[Fault]) -> None:
+        self._bad |= {(fault.host, fault.holder) for fault in faults if fault.holder >= 0}
+        for lost in {fault.host for fault in faults if fault.holder < 0}:
+            self._bad |= {(lost, rank) for each in self._choices for rank in each.hosts}
+        following = "another host's" if choice.without(self._bad).is_whole else "durable storage or an older state"
+        told: set[str] = set()
+        for fault in faults:
+            what = "all copies" if fault.holder < 0 else f"the copy of rank {fault.holder}"
+            line = f"step {choice.snapshot.step}: {what} in memory of host {fault.host}"
+            if line not in told:  # several ranks may have met with the same
+                told.add(line)
+                refused = "are refused" if fault.holder < 0 else "is refused"
+                self._log.refuse(f"{line} {refused} ({fault.cause}); trying {following}")
+
+    def _refuse_durable(self, name: str, cause: str) -> None:
+        self._log.refuse(f"checkpoint {name} is damaged ({cause}); trying the one before it")
+
+
+def _title(source: Source) -> str:
+    return source.name or f"the snapshot of step {source.step} in memory"
+
+
+def _fill(source: Source, blocks: Mapping[str, Block], sharing: Sharing | None, peers: Peers) -> Reading:
+    """Read all that is wanted on all ranks; faults and rates of all of them, or all tensors filled."""
+    checked = _everyone(peers, source.check)
+    if checked.faults:
+        return checked
+    wanted = parts(source.tensors, blocks)
+    given = [] if sharing is None else _divide(source, wanted, sharing)
+    elsewhere = {id(part) for reader, part in given if sharing is not None and reader != sharing.copies.index}
+    reading = _everyone(peers, lambda: source.read([part for part in wanted if id(part) not in elsewhere]))
+    if sharing is not None and not reading.faults:
+        give(sharing, [(reader, part.out) for reader, part in given])
+    return Reading(reading.faults, checked.rates + reading.rates)
+
+
+def _divide(source: Source, wanted: list[Part], sharing: Sharing) -> list[tuple[int, Part]]:
+    """The parts that one member reads for all of its group, with its number."""
+    shared = [part for part in wanted if part.name in sharing.names]
+    by = readers(shared, len(sharing.ranks), lambda member, holder: source.distance(sharing.ranks[member], holder))
+    return [(reader, part) for reader, part in zip(by, shared, strict=True) if reader is not None]
+
+
+def _everyone(peers: Peers, work: Callable[[], Reading]) -> Reading:
+    def told() -> list[Any]:
+        reading = work()
+        return [[list(fault) for fault in reading.faults], [list(rate) for rate in reading.rates]]
+
+    answers = everywhere(peers, told)
+    faults = [Fault(*fault) for theirs, _ in answers for fault in theirs]
+    return Reading(faults, [Rate(*rate) for _, rates in answers for rate in rates])
+
+
+def _restored(source: Source, differences: Differences, log: _Log, filled: Reading, seconds: float) -> Restored:
+    rates = together(log.rates)
+    kinds = {rate.kind for rate in filled.rates}
+    sums: dict[Kind, int] = {}
+    for rate in rates:
+        sums[rate.kind] = sums.get(rate.kind, 0) + rate.bytes
+    return Restored(
+        step=source.step,
+        attempt=source.attempt,
+        state=source.state,
+        source="durable" if source.name else "peer" if "peer" in kinds else "memory",
+        name=source.name,
+        seconds=seconds,
+        bytes_by_kind=sums,
+        rates=rates,
+        refusals=tuple(log.refusals),
+        differences=differences,
+    )
+
+
+__all__ = ["Restored", "restore"]

@@ -1,0 +1,140 @@
+"""What a restore has to tell: what it took from where, how fast, and what it refused. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from phalanx.core import units
+
+Kind = Literal["memory", "peer", "durable"]
+_SHOWN_PREFIXES = 12
+_SHOWN_NAMES = 3
+_PREFIX_PARTS = 2
+
+
+class Rate(NamedTuple):
+    """What came over one network interface of another host, or from one other place.
+
+    Attributes:
+        place: ``memory``, ``durable``, or the host and its interface.
+        bytes: by all ranks together.
+        seconds: of the rank that took longest.
+        possible_bytes_per_s: of the interface; None where it is not known.
+    """
+
+    kind: Kind
+    place: str
+    bytes: int
+    seconds: float
+    possible_bytes_per_s: float | None = None
+
+    @property
+    def share(self) -> float | None:
+        """Of the possible rate; None where that is not known."""
+        if not self.possible_bytes_per_s or self.seconds <= 0:
+            return None
+        return self.bytes / self.seconds / self.possible_bytes_per_s
+
+    def __str__(self) -> str:
+        """``eth0 of host b: 1.20 GiB at 1.35 GB/s, 54 % of what is possible``."""
+        rate = f" at {self.bytes / self.seconds / 1e9:.2f} GB/s" if self.seconds > 0 else ""
+        share = "" if self.share is None else f", {self.share:.0%} of what is possible"
+        return f"{self.place}: {units.size(self.bytes)}{rate}{share}"
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Names on one side only, after a restore that was not strict.
+
+    Attributes:
+        missing: asked for on this rank and not saved.
+        unexpected: saved and asked for on no rank.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """For people: names grouped by how they begin, with counts and the first few of each group."""
+        return [
+            *_listed("not in the checkpoint, left as they were", self.missing),
+            *_listed("only in the checkpoint", self.unexpected),
+        ]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A state that was taken back; the same on all ranks, but for `differences.missing`.
+
+    Attributes:
+        step, attempt: of the state.
+        state: what training had given besides tensors.
+        source: ``memory`` where all came from keepers of the ranks' own hosts, ``peer`` where some came from another
+            host's, ``durable`` where it came from durable storage.
+        name: of the durable checkpoint; empty where it came from memory.
+        seconds: in all, with looking and refusals.
+        bytes_by_kind: what all ranks together took from each kind of source; with reading whole runs or archives,
+            and nothing twice that was given on within a group.
+        rates: by place.
+        refusals: one line for each copy or checkpoint that was refused.
+        differences: names on one side only.
+    """
+
+    step: int
+    attempt: int
+    state: Any
+    source: Kind
+    name: str = ""
+    seconds: float = 0.0
+    bytes_by_kind: Mapping[Kind, int] = field(default_factory=dict)
+    rates: tuple[Rate, ...] = ()
+    refusals: tuple[str, ...] = ()
+    differences: Differences = field(default_factory=Differences)
+
+    @property
+    def bytes_from_memory(self) -> int:
+        """Bytes copied from keepers of the ranks' own hosts."""
+        return self.bytes_by_kind.get("memory", 0)
+
+    @property
+    def bytes_from_peers(self) -> int:
+        """Bytes fetched from keepers of other hosts."""
+        return self.bytes_by_kind.get("peer", 0)
+
+    @property
+    def bytes_from_storage(self) -> int:
+        """Bytes read from durable storage."""
+        return self.bytes_by_kind.get("durable", 0)
+
+    @property
+    def interface(self) -> str:
+        """Which network interfaces were used, how fast, and what share of the possible rate that was; or empty."""
+        return "; ".join(str(rate) for rate in self.rates if rate.kind == "peer")
+
+
+def together(rates: Iterable[Rate]) -> tuple[Rate, ...]:
+    """The rates of all ranks, by place."""
+    found: dict[tuple[Kind, str], Rate] = {}
+    for rate in rates:
+        known = found.get((rate.kind, rate.place))
+        if known is not None:
+            rate = rate._replace(bytes=rate.bytes + known.bytes, seconds=max(rate.seconds, known.seconds))
+        found[rate.kind, rate.place] = rate
+    return tuple(found[key] for key in sorted(found))
+
+
+def _listed(what: str, names: tuple[str, ...]) -> list[str]:
+    if not names:
+        return []
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(".".join(name.split(".")[:_PREFIX_PARTS]), []).append(name)
+    lines = [f"{len(names)} {what}:"]
+    for prefix, members in list(groups.items())[:_SHOWN_PREFIXES]:
+        more = f" and {len(members) - _SHOWN_NAMES} more" if len(members) > _SHOWN_NAMES else ""
+        lines.append(f"  {prefix} ({len(members)}): {', '.join(members[:_SHOWN_NAMES])}{more}")
+    if len(groups) > _SHOWN_PREFIXES:
+        lines.append(f"  and {len(groups) - _SHOWN_PREFIXES} groups more")
+    return lines
