@@ -1,0 +1,87 @@
+"""How those who wrote a shard learn what became of the checkpoint: by looking at the storage, gently. Torch-free.
+
+A checkpoint that is published shows in the pointer. One that will not be is told of by a small file beside the
+checkpoints, ``failed-step-00000012.a3-1f….json``, which goes when the next one is begun.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+from phalanx.checkpoint.persist.parts import Writing
+from phalanx.checkpoint.storage.base import Store
+from phalanx.checkpoint.storage.latest import Latest, read_latest, require_charge
+from phalanx.checkpoint.storage.names import full_name
+
+_PREFIX = "failed-"
+_GONE_S = 30.0  # after the area has gone: renamed, so that the pointer moves next, or removed
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 2.0
+
+
+class NotPublishedError(RuntimeError):
+    """The checkpoint will not be there; says why."""
+
+
+def tell_failure(store: Store, writing: Writing, problem: str) -> None:
+    """Tell the other writers that nothing will come of it; as far as storage still can."""
+    with suppress(OSError):
+        store.create(_key(writing), json.dumps({"problem": problem}, ensure_ascii=False).encode())
+
+
+def forget_failures(store: Store) -> None:
+    """Remove what was told of earlier checkpoints."""
+    for key in store.keys(_PREFIX):
+        store.remove(key)
+
+
+def await_end(store: Store, area: str, writing: Writing, before: Latest | None, timeout_s: float) -> str:
+    """Wait until another host has published the checkpoint that is written in `area`; its name.
+
+    Args:
+        store: where.
+        area: as `Store.join` called it.
+        writing: which checkpoint.
+        before: the pointer as it was before this host's part was there.
+        timeout_s: how long at most.
+
+    Raises:
+        NotPublishedError: it will not be.
+        TimeoutError: that cannot be told yet.
+        SupersededError: a higher attempt is in charge.
+        OSError: storage refuses.
+    """
+    gone_at = None
+    for now in pauses(timeout_s, _LONGEST_WAIT_S):
+        latest = read_latest(store)
+        if latest is not None and _points_to(latest, writing) and latest != before:
+            return latest.name
+        require_charge(latest, writing.attempt)
+        with suppress(FileNotFoundError):
+            raise NotPublishedError(json.loads(store.get(_key(writing)))["problem"])
+        gone_at = None if store.files(area) else (gone_at or now)
+        if gone_at is not None and now - gone_at > _GONE_S:
+            raise NotPublishedError(f"what was written of it has gone from {store.url}, and the pointer did not move")
+    raise TimeoutError(f"{store.url}: step {writing.step} was not published within {timeout_s:.0f} s")
+
+
+def pauses(timeout_s: float, longest_s: float) -> Iterator[float]:
+    """The time (monotonic), again and again, with longer and longer pauses, until the timeout has passed."""
+    deadline, wait_s = time.monotonic() + timeout_s, _FIRST_WAIT_S
+    while True:
+        now = time.monotonic()
+        yield now
+        if now >= deadline:
+            return
+        time.sleep(min(wait_s, max(0.0, deadline - time.monotonic())))
+        wait_s = min(1.5 * wait_s, longest_s)
+
+
+def _points_to(latest: Latest, writing: Writing) -> bool:
+    return (latest.attempt, latest.step) == (writing.attempt, writing.step)
+
+
+def _key(writing: Writing) -> str:
+    return f"{_PREFIX}{full_name(writing.step, writing.attempt, writing.nonce)}.json"

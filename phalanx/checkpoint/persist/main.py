@@ -1,0 +1,110 @@
+"""The persister process: takes tasks from its keeper, each into a thread of its own. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from contextlib import nullcontext, suppress
+from typing import NoReturn
+
+import psutil
+
+from phalanx.checkpoint.format.plan import JobPlan, ShardPlan
+from phalanx.checkpoint.persist.contract import Outcome, Task
+from phalanx.checkpoint.persist.ending import tell_failure
+from phalanx.checkpoint.persist.messages import TO_PERSISTER, Errand, Known, Submit, read_memory
+from phalanx.checkpoint.persist.work import Work
+from phalanx.checkpoint.storage.location import open_store
+from phalanx.core.packets import receive, send
+from phalanx.core.points import Points, points_from_environment
+from phalanx.core.processes import die_with_parent, name_process
+
+_WRITERS = 2  # shards that are written at a time where there is no hurry
+_NICE = 10
+_LOWEST_IO = 7
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # meant for the job; the keeper says when to end
+
+
+def main(connection: int, parent: int | None) -> NoReturn:
+    """Serve the keeper at the descriptor `connection` until it hangs up; dies with `parent` where there is one."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    name_process("phalanx persist")
+    if parent is not None:
+        die_with_parent(parent)
+    with socket.socket(fileno=connection) as keeper:
+        Server(keeper, points_from_environment()).serve()
+    os._exit(0)  # also in the middle of a task: whoever would want it is gone
+
+
+class Server:
+    """The keeper's tasks.
+
+    Args:
+        keeper: the connection.
+        points: where tests inject faults.
+    """
+
+    def __init__(self, keeper: socket.socket, points: Points) -> None:
+        self._keeper = keeper
+        self._points = points
+        self._sending = threading.Lock()
+        self._turns = threading.BoundedSemaphore(_WRITERS)
+        self._plans = Known(ShardPlan.from_bytes)
+        self._jobs = Known(JobPlan.from_bytes)
+
+    def serve(self) -> None:
+        """Until the keeper hangs up."""
+        while True:
+            message, descriptors = receive(self._keeper, TO_PERSISTER)
+            if message is None:
+                return
+            if isinstance(message, Submit):
+                task = self._task(message, descriptors)
+                threading.Thread(target=self._work, args=(task,), name=f"rank {task.plan.rank}", daemon=True).start()
+            else:
+                errand = Errand.from_bytes(_read(descriptors[0]))
+                threading.Thread(target=_abandon, args=(errand,), name="abandon", daemon=True).start()
+
+    def _task(self, message: Submit, descriptors: list[int]) -> Task:
+        slot, errand, *plans = descriptors
+        said = Errand.from_bytes(_read(errand))
+        plan = self._plans.get(message.plan, plans[0])
+        job = self._jobs.get(message.job, plans[1]) if message.job else None
+        for descriptor in plans:
+            os.close(descriptor)
+        return Task(plan, said.record, slot, said.destination, job, message.hurry)
+
+    def _work(self, task: Task) -> None:
+        if not task.hurry:
+            _spare_the_cores()
+        turn = nullcontext() if task.hurry else self._turns
+        Work(task, self._points, self._tell, turn).run()
+
+    def _tell(self, outcome: Outcome) -> None:
+        with self._sending, suppress(OSError):  # a keeper that is gone needs no answer
+            send(self._keeper, outcome)
+
+
+def _abandon(errand: Errand) -> None:
+    with suppress(Exception):
+        store = open_store(errand.destination.url, errand.destination.options)
+        tell_failure(store, errand.writing, errand.problem)
+        store.clean(errand.record.attempt)
+
+
+def _spare_the_cores() -> None:
+    """Let this thread, and those that it starts, give way to training: Linux has priorities of threads."""
+    thread = threading.get_native_id()
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, thread, _NICE)
+    with suppress(OSError, AttributeError, psutil.Error):
+        psutil.Process(thread).ionice(psutil.IOPRIO_CLASS_BE, _LOWEST_IO)
+
+
+def _read(descriptor: int) -> bytes:
+    content = read_memory(descriptor)
+    os.close(descriptor)
+    return content
