@@ -97,10 +97,19 @@ class Keeper(Protocol):
         """This connection belongs to `attempt`, and its shards to the set; lower attempts are refused from now on."""
         ...
 
+    def resume_from(self, snapshot: SnapshotId) -> None:
+        """Training goes on from `snapshot`, of an earlier attempt; to be called after `begin`, before the first `slot`.
+
+        Later copies of earlier attempts, which were not whole, are void; else they would count as the newest, and the
+        only whole snapshot would be written over first. Waits for the answer.
+        """
+        ...
+
     def lease(self, plan: ShardPlan, job: JobPlan | None, slots: int, destination: Destination | None) -> None:
         """Ask for memory; it is allocated, and touched here and there, in the background (see `ready`).
 
-        Memory of an earlier lease of the same rank and size is taken over, with what is committed in it.
+        Memory of an earlier lease of the same rank and size is taken over, with what is committed in it. If it cannot
+        be had, `poll` returns a problem at stage ``committed`` of step -1.
 
         Args:
             job: rank 0's; its host publishes.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from phalanx.checkpoint.format.plan import ShardPlan
 from phalanx.checkpoint.format.record import SnapshotId
+from phalanx.checkpoint.persist.contract import Outcome, Persister, Task
 from phalanx.checkpoint.replicas.contract import Endpoint
 
 
@@ -27,3 +29,61 @@ class Replicas(Protocol):
     def close(self) -> None:
         """Hang up on everybody."""
         ...
+
+
+class LateReplicas:
+    """Replicas that are made when they are first needed: most of what they import is not needed on a single host."""
+
+    def __init__(self, make: Callable[[], Replicas]) -> None:
+        self._make = make
+        self._made: Replicas | None = None
+
+    def use_token(self, token: str) -> None:
+        """See `Replicas`."""
+        self._service.use_token(token)
+
+    def start_listening(self) -> Endpoint:
+        """See `Replicas`."""
+        return self._service.start_listening()
+
+    def send(self, plan: ShardPlan, snapshot: SnapshotId, peer: Endpoint) -> None:
+        """See `Replicas`."""
+        self._service.send(plan, snapshot, peer)
+
+    def close(self) -> None:
+        """See `Replicas`."""
+        if self._made is not None:
+            self._made.close()
+
+    @property
+    def _service(self) -> Replicas:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+
+class LatePersister:
+    """A persister that is made at the first task."""
+
+    def __init__(self, make: Callable[[], Persister]) -> None:
+        self._make = make
+        self._made: Persister | None = None
+
+    def submit(self, task: Task) -> None:
+        """See `phalanx.checkpoint.persist.contract.Persister`."""
+        if self._made is None:
+            self._made = self._make()
+        self._made.submit(task)
+
+    def fileno(self) -> int:
+        """See `Persister`."""
+        return -1 if self._made is None else self._made.fileno()
+
+    def outcomes(self) -> list[Outcome]:
+        """See `Persister`."""
+        return [] if self._made is None else self._made.outcomes()
+
+    def close(self) -> None:
+        """See `Persister`."""
+        if self._made is not None:
+            self._made.close()

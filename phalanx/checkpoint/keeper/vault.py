@@ -152,6 +152,8 @@ class MemoryVault:
         """The rank begins to write into a cell that was free."""
         with self._lock:
             cell = self._own(rank, number)
+            if cell is self._newest(rank, False):
+                raise LookupError(f"slot {number} holds the newest copy of the shard of rank {rank}")
             self._empty(cell)
             cell.state = "writing"
 

@@ -1,0 +1,338 @@
+"""The keeper: one loop that hears the ranks of its host; all that takes long is done in threads. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from phalanx.checkpoint.format.plan import JobPlan, ShardPlan
+from phalanx.checkpoint.format.record import SnapshotId
+from phalanx.checkpoint.keeper import messages
+from phalanx.checkpoint.keeper.contract import Progress, Taken
+from phalanx.checkpoint.keeper.examiner import Examiner
+from phalanx.checkpoint.keeper.life import Life
+from phalanx.checkpoint.keeper.line import Line, Mailbox
+from phalanx.checkpoint.keeper.services import Replicas
+from phalanx.checkpoint.keeper.sessions import Leased, Session, allocate, plan_problem
+from phalanx.checkpoint.keeper.stages import Snapshot, Stages
+from phalanx.checkpoint.keeper.vault import Cell, MemoryVault
+from phalanx.checkpoint.persist.contract import Destination, Persister
+from phalanx.checkpoint.replicas.contract import Endpoint, RefusedError, Replicated
+from phalanx.core import packets
+from phalanx.core.errors import UserError
+from phalanx.core.points import NO_POINTS, Points
+
+_TICK_S = 0.02
+_MAX_TEXT = 4000  # of a message, in which a packet's other fields have to have room
+
+
+class ProtocolError(RuntimeError):
+    """A rank has said what makes no sense here."""
+
+
+@dataclass(frozen=True)
+class Services:
+    """What others do for the keeper; each is made when the memory is there.
+
+    Attributes:
+        replicas: is given the memory, and where to tell what became of what was sent (from any thread).
+    """
+
+    replicas: Callable[[MemoryVault, Callable[[Replicated], None]], Replicas]
+    persister: Callable[[], Persister]
+
+
+class Server:
+    """Serves `listener`, which it takes over.
+
+    Args:
+        still_wanted: asked when the keeper is about to end; True: somebody is about to connect.
+        points: ``keeper.lease``, ``keeper.taken``, and those of `Examiner`.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        services: Services,
+        ttl_s: float,
+        still_wanted: Callable[[], bool] = lambda: False,
+        points: Points = NO_POINTS,
+        examiners: int = 1,
+    ) -> None:
+        self._listener = listener
+        self._points = points
+        self._still_wanted = still_wanted
+        self._selector = selectors.DefaultSelector()
+        self._mailbox = Mailbox(self._selector)
+        self._vault = MemoryVault(self._mailbox.ring)
+        self._examiner = Examiner(self._vault, points, examiners)
+        self._replicas = services.replicas(self._vault, self._tell_replicated)
+        self._persister = services.persister()
+        self._persister_descriptor = -1
+        self._sessions: list[Session] = []
+        self._life = Life(ttl_s)
+        self._stages = Stages(self._vault, self._examiner, self._replicas, self._persister, self._mailbox.post, self)
+        self._is_ending = False
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._handlers: dict[type, Callable[[Session, Any, list[int]], None]] = {
+            messages.Hello: self._hello,
+            messages.Begin: self._begin,
+            messages.ResumeFrom: self._resume_from,
+            messages.Lease: self._lease,
+            messages.Replicate: self._replicate,
+            messages.Writing: self._writing,
+            messages.Copied: self._copied,
+            messages.Ask: self._ask,
+            messages.Read: self._read,
+            messages.Release: self._release,
+            messages.Finish: self._finish,
+            messages.End: self._end,
+        }
+
+    def run(self) -> None:
+        """Serve until the job is over, or the time to live."""
+        while not self._is_over():
+            left_s = self._life.left_s(is_persisting=self._stages.is_persisting)
+            for key, _ in self._selector.select(max(left_s, _TICK_S) if not self._ranks() else None):
+                key.data()
+            self._watch_persister()
+            self._offer()
+        for session in list(self._sessions):
+            session.line.close()
+        self._persister.close()
+        self._replicas.close()
+
+    # `phalanx.checkpoint.keeper.stages.Ranks`
+
+    def of(self, attempt: int) -> list[int]:
+        """The ranks of an attempt that are connected."""
+        return [session.rank for session in self._ranks() if session.attempt == attempt]
+
+    def tell(self, rank: int, attempt: int, progress: Progress) -> None:
+        """Tell a rank, if it is there."""
+        fields = list(asdict(progress).values())
+        told = messages.Told([field[:_MAX_TEXT] if isinstance(field, str) else field for field in fields])
+        for session in self._ranks():
+            if (session.rank, session.attempt) == (rank, attempt):
+                session.line.send(told)
+
+    # The loop
+
+    def _ranks(self) -> list[Session]:
+        return [session for session in self._sessions if session.rank >= 0]
+
+    def _is_over(self) -> bool:
+        stages = self._stages
+        is_over = self._life.is_over(len(self._ranks()), is_idle=stages.is_idle, is_persisting=stages.is_persisting)
+        return self._is_ending or (is_over and not self._still_wanted())
+
+    def _watch_persister(self) -> None:
+        """Its descriptor is another one for every process that it starts."""
+        if self._persister_descriptor >= 0:
+            with suppress(KeyError, ValueError, OSError):
+                self._selector.unregister(self._persister_descriptor)
+        self._persister_descriptor = self._persister.fileno()
+        if self._persister_descriptor >= 0:
+            self._selector.register(self._persister_descriptor, selectors.EVENT_READ, self._stages.persisted)
+
+    def _offer(self) -> None:
+        for session in self._sessions:
+            lease = session.lease
+            if lease is None or not lease.is_ready:
+                continue
+            free = self._vault.free(session.rank)
+            if free != lease.told:
+                lease.told = free
+                if free is not None:
+                    lease.open.add(free)
+                session.line.send(messages.Free(lease.number, -1 if free is None else free))
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # it is gone again
+            return
+        if not packets.same_user(connection):
+            connection.close()
+            return
+        session = Session(Line(connection, self._selector, lambda: self._hear(session)))
+        self._sessions.append(session)
+
+    def _hear(self, session: Session) -> None:
+        descriptors: list[int] = []
+        try:
+            message, descriptors = session.line.receive()
+            if message is None:
+                self._drop(session)
+            else:
+                self._handle(session, message, descriptors)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._drop(session)
+        except RefusedError as error:
+            self._shut_out(session, messages.Refused(str(error)[:_MAX_TEXT]))
+        except Exception as error:  # what one rank says must not cost the others their snapshots
+            traceback.print_exc()
+            self._shut_out(session, messages.Refused(f"{type(error).__name__}: {error}"[:_MAX_TEXT], False))
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _handle(self, session: Session, message: Any, descriptors: list[int]) -> None:
+        if session.rank < 0 and not isinstance(message, messages.Hello | messages.End):
+            raise ProtocolError(f"{type(message).__name__} came before Hello")
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise ProtocolError(f"{type(message).__name__} is not for a keeper")
+        handler(session, message, descriptors)
+
+    def _drop(self, session: Session, *, is_alive: bool = False) -> None:
+        """A rank has gone; what it has not finished to write is nothing."""
+        if session not in self._sessions:
+            return
+        self._sessions.remove(session)
+        session.line.close()
+        for pin in session.pins.values():
+            self._vault.unpin(pin)
+        lease = session.lease
+        if lease is not None:
+            self._vault.end_lease(session.rank, lease.open if is_alive else ())
+
+    def _shut_out(self, session: Session, refused: messages.Refused) -> None:
+        session.line.send(refused)
+        self._drop(session, is_alive=True)
+
+    # What ranks say
+
+    def _hello(self, session: Session, hello: messages.Hello, _: list[int]) -> None:
+        if hello.version != messages.VERSION:
+            raise ProtocolError(f"the rank speaks version {hello.version}, the keeper {messages.VERSION}")
+        session.rank, session.world_size = hello.rank, hello.world_size
+        session.line.send(messages.Welcome(os.getpid(), messages.VERSION, self._vault.attempt))
+
+    def _begin(self, session: Session, begin: messages.Begin, _: list[int]) -> None:
+        self._vault.begin(begin.attempt)
+        session.attempt, session.set_id, session.shards = begin.attempt, begin.set_id, begin.shards
+        self._life.begin(session.rank, begin.attempt)
+        for other in self._ranks():
+            if 0 < other.attempt < begin.attempt:
+                self._shut_out(other, messages.Refused(f"attempt {begin.attempt} has begun"))
+
+    def _resume_from(self, session: Session, resume: messages.ResumeFrom, _: list[int]) -> None:
+        self._vault.resume_from(SnapshotId(resume.step, resume.attempt, resume.set_id), session.attempt)
+        session.line.send(messages.Answer(resume.number))
+        if session.lease is not None:
+            session.lease.told = None  # what the rank was told before is void
+
+    def _lease(self, session: Session, asked: messages.Lease, documents: list[int]) -> None:
+        plan, *job = (messages.content_of(descriptor) for descriptor in documents)
+        destination = None if asked.destination is None else Destination(**asked.destination)
+        lease = Leased(
+            asked.lease, ShardPlan.from_bytes(plan), JobPlan.from_bytes(job[0]) if job else None, destination
+        )
+        problem = plan_problem(lease.plan, session) or ("" if asked.slots > 0 else f"{asked.slots} slots are none")
+        if problem:
+            raise ProtocolError(problem)
+        for other in self._ranks():
+            if other is not session and other.rank == session.rank and other.lease is not None:
+                self._shut_out(other, messages.Refused(f"another process has taken over rank {session.rank}"))
+        if session.lease is not None:
+            self._vault.end_lease(session.rank)
+        session.lease = lease
+        self._points.reach("keeper.lease", rank=session.rank)
+
+        def done(cells: list[Cell], problem: str) -> None:
+            self._mailbox.post(lambda: self._allocated(session, lease, cells, problem))
+
+        allocate(self._vault, lease.plan, asked.slots, done)
+
+    def _allocated(self, session: Session, lease: Leased, cells: list[Cell], problem: str) -> None:
+        if session not in self._sessions or session.lease is not lease:
+            if not any(other.rank == session.rank and other.lease for other in self._sessions):
+                self._vault.end_lease(session.rank)
+            return
+        lease.is_ready = not problem
+        numbers = [cell.number for cell in cells]
+        answer = messages.Memory(lease.number, lease.plan.data_bytes, numbers, problem[:_MAX_TEXT])
+        session.line.send(answer, [cell.block.descriptor for cell in cells])
+
+    def _replicate(self, session: Session, asked: messages.Replicate, _: list[int]) -> None:
+        self._replicas.use_token(asked.token)
+        session.peer = None if asked.peer is None else Endpoint(asked.peer[0], tuple(asked.peer[1]), *asked.peer[2:])
+
+    def _writing(self, session: Session, writing: messages.Writing, _: list[int]) -> None:
+        lease = self._leased(session, writing.lease)
+        self._vault.writing(session.rank, writing.slot)
+        lease.told = None
+
+    def _copied(self, session: Session, copied: messages.Copied, documents: list[int]) -> None:
+        lease = self._leased(session, copied.lease)
+        if session.attempt == 0:
+            raise ProtocolError("a snapshot came before Begin")
+        state, metrics = json.loads(messages.content_of(documents[0]))
+        taken = Taken(copied.step, state, copied.stepped, copied.persist, copied.hurry, metrics, copied.unix_ns)
+        snapshot = SnapshotId(copied.step, session.attempt, session.set_id)
+        cell = self._vault.taken(lease.plan, copied.slot, snapshot)
+        lease.open.discard(copied.slot)
+        lease.told = None
+        self._points.reach("keeper.taken", step=copied.step, rank=session.rank)
+        self._stages.begin(
+            Snapshot(snapshot, lease.plan, session.shards, taken, lease.job, lease.destination, session.peer), cell
+        )
+
+    def _ask(self, session: Session, ask: messages.Ask, _: list[int]) -> None:
+        if ask.what == "held":
+            self._stages.when_examined(lambda: self._answer(session, ask.number, self._held()))
+            return
+        try:
+            endpoint = self._replicas.start_listening()
+        except (OSError, UserError) as error:
+            session.line.send(messages.Answer(ask.number, str(error)[:_MAX_TEXT]))
+            return
+        self._answer(session, ask.number, json.dumps(list(vars(endpoint).values())).encode())
+
+    def _held(self) -> bytes:
+        return json.dumps([[held.record.to_text(), held.is_replica] for held in self._vault.held()]).encode()
+
+    def _answer(self, session: Session, number: int, content: bytes, *descriptors: int) -> None:
+        document = messages.document(content)
+        try:
+            session.line.send(messages.Answer(number), [document, *descriptors])
+        finally:
+            os.close(document)
+
+    def _read(self, session: Session, read: messages.Read, _: list[int]) -> None:
+        try:
+            pin = self._vault.acquire(SnapshotId(read.step, read.attempt, read.set_id), read.rank)
+        except LookupError as error:
+            session.line.send(messages.Answer(read.number, str(error)))
+            return
+        session.pins[read.number] = pin
+        content = json.dumps([pin.record.to_text(), pin.plan.to_bytes().decode()]).encode()
+        self._answer(session, read.number, content, pin.descriptor)
+
+    def _release(self, session: Session, release: messages.Release, _: list[int]) -> None:
+        self._vault.unpin(session.pins.pop(release.number))
+
+    def _finish(self, session: Session, _: messages.Finish, __: list[int]) -> None:
+        self._life.finish(session.rank)
+
+    def _end(self, _: Session, __: messages.End, ___: list[int]) -> None:
+        self._is_ending = True
+
+    def _leased(self, session: Session, number: int) -> Leased:
+        if session.lease is None or session.lease.number != number or not session.lease.is_ready:
+            raise ProtocolError(f"lease {number} is not this rank's")
+        return session.lease
+
+    def _tell_replicated(self, told: Replicated) -> None:
+        self._mailbox.post(lambda: self._stages.replicated(told))

@@ -1,0 +1,213 @@
+"""What happens to a snapshot after it has been copied: examined, sent to a peer, made durable. Torch-free."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from phalanx.checkpoint.format.plan import JobPlan, ShardPlan
+from phalanx.checkpoint.format.record import Record, SnapshotId
+from phalanx.checkpoint.keeper.contract import Progress, Taken
+from phalanx.checkpoint.keeper.examiner import Examiner, Job
+from phalanx.checkpoint.keeper.pace import budget_s
+from phalanx.checkpoint.keeper.services import Replicas
+from phalanx.checkpoint.keeper.vault import Cell, MemoryVault, Pin
+from phalanx.checkpoint.persist.contract import Destination, Outcome, Persister, Task
+from phalanx.checkpoint.replicas.contract import Endpoint, Replicated
+
+_REMEMBERED = 100  # published checkpoints
+
+
+class Ranks(Protocol):
+    """The ranks of this host that are connected now."""
+
+    def of(self, attempt: int) -> list[int]:
+        """Those of an attempt."""
+        ...
+
+    def tell(self, rank: int, attempt: int, progress: Progress) -> None:
+        """Tell a rank, if it is there."""
+        ...
+
+
+class Key(NamedTuple):
+    """One shard of a snapshot."""
+
+    snapshot: SnapshotId
+    rank: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot of one shard on its way, and all that is needed for it when its rank is gone."""
+
+    id: SnapshotId
+    plan: ShardPlan
+    shards: int
+    taken: Taken
+    job: JobPlan | None
+    destination: Destination | None
+    peer: Endpoint | None
+
+
+@dataclass
+class _Persisting:
+    task: Task
+    pin: Pin | None
+    written: Outcome | None = None
+
+
+@dataclass
+class _Rhythm:
+    """When a rank took its last snapshot, to know how long the next may be examined."""
+
+    last_s: float | None = None
+    interval_s: float | None = None
+
+    def beat(self) -> float:
+        now = time.monotonic()
+        if self.last_s is not None:
+            self.interval_s = now - self.last_s
+        self.last_s = now
+        return budget_s(self.interval_s)
+
+
+@dataclass
+class Stages:
+    """Takes every snapshot through its stages; all of it in the keeper's loop, which `post` reaches from threads."""
+
+    vault: MemoryVault
+    examiner: Examiner
+    replicas: Replicas
+    persister: Persister
+    post: Callable[[Callable[[], None]], None]
+    ranks: Ranks
+    _examining: set[Key] = field(default_factory=set)
+    _sending: defaultdict[tuple[int, int], deque[Snapshot]] = field(default_factory=lambda: defaultdict(deque))
+    _persisting: defaultdict[int, deque[_Persisting]] = field(default_factory=lambda: defaultdict(deque))
+    _rhythms: defaultdict[int, _Rhythm] = field(default_factory=lambda: defaultdict(_Rhythm))
+    _waiting: list[tuple[set[Key], Callable[[], None]]] = field(default_factory=list)
+    _published: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is on its way."""
+        return not (self._examining or self._sending or self._persisting)
+
+    @property
+    def is_persisting(self) -> bool:
+        """Whether something is on its way to durable storage."""
+        return bool(self._persisting)
+
+    def begin(self, snapshot: Snapshot, cell: Cell) -> None:
+        """`cell` holds a snapshot."""
+        rank = snapshot.plan.rank
+        self._examining.add(Key(snapshot.id, rank))
+
+        def done(record: Record | None, problem: str, seconds: float) -> None:
+            self.post(lambda: self._examined(snapshot, record, problem, seconds))
+
+        budget = self._rhythms[rank].beat()
+        self.examiner.submit(Job(cell, snapshot.plan, snapshot.id, snapshot.shards, snapshot.taken, budget, done))
+
+    def when_examined(self, action: Callable[[], None]) -> None:
+        """Call `action` once all that has been copied by now is committed, which is to be soon."""
+        if not self._examining:
+            action()
+            return
+        self.examiner.hurry()
+        self._waiting.append((set(self._examining), action))
+
+    def replicated(self, told: Replicated) -> None:
+        """What became of a snapshot that was to be sent."""
+        queue = self._sending.get((told.rank, told.step))
+        if not queue:
+            return
+        snapshot = queue.popleft()
+        if not queue:
+            del self._sending[told.rank, told.step]
+        progress = Progress(told.step, "replicated", told.problem, "", told.seconds, told.bytes, told.to)
+        self.ranks.tell(told.rank, snapshot.id.attempt, progress)
+
+    def persisted(self) -> None:
+        """The persister has something to say."""
+        for outcome in self.persister.outcomes():
+            self._persisted(outcome)
+
+    def _examined(self, snapshot: Snapshot, record: Record | None, problem: str, seconds: float) -> None:
+        rank, length = snapshot.plan.rank, snapshot.plan.data_bytes
+        self.ranks.tell(
+            rank, snapshot.id.attempt, Progress(snapshot.id.step, "committed", problem, "", seconds, length)
+        )
+        if record is not None:
+            self._send(snapshot)
+        if snapshot.taken.persist:
+            self._persist(snapshot, record, problem)
+        key = Key(snapshot.id, rank)
+        self._examining.discard(key)
+        for waits_for, _ in self._waiting:
+            waits_for.discard(key)
+        ready = [action for waits_for, action in self._waiting if not waits_for]
+        self._waiting = [(waits_for, action) for waits_for, action in self._waiting if waits_for]
+        for action in ready:
+            action()
+
+    def _send(self, snapshot: Snapshot) -> None:
+        if snapshot.peer is not None:
+            self._sending[snapshot.plan.rank, snapshot.id.step].append(snapshot)
+            self.replicas.send(snapshot.plan, snapshot.id, snapshot.peer)
+
+    def _persist(self, snapshot: Snapshot, record: Record | None, problem: str) -> None:
+        rank, step = snapshot.plan.rank, snapshot.id.step
+        if snapshot.destination is None:
+            problem = problem or f"step {step} of rank {rank} has no durable storage to go to"
+        if record is None or snapshot.destination is None:
+            self.ranks.tell(rank, snapshot.id.attempt, Progress(step, "durable", problem))
+            return
+        pin = self.vault.acquire(snapshot.id, rank)
+        task = Task(snapshot.plan, record, pin.descriptor, snapshot.destination, snapshot.job, snapshot.taken.hurry)
+        queue = self._persisting[rank]
+        queue.append(_Persisting(task, pin))
+        if len(queue) == 1:  # else one of an earlier attempt has to come to its end first
+            self.persister.submit(task)
+
+    def _persisted(self, outcome: Outcome) -> None:
+        queue = self._persisting.get(outcome.rank)
+        if not queue or queue[0].task.record.step != outcome.step:
+            return
+        first = queue[0]
+        if first.pin is not None:
+            self.vault.unpin(first.pin)
+            first.pin = None
+        if not outcome.published:
+            first.written = outcome
+            return
+        queue.popleft()
+        if queue:
+            self.persister.submit(queue[0].task)
+        else:
+            del self._persisting[outcome.rank]
+        self._ended(first, outcome)
+
+    def _ended(self, ended: _Persisting, outcome: Outcome) -> None:
+        attempt = ended.task.record.attempt
+        if (attempt, outcome.step) in self._published:
+            return
+        self.ranks.tell(outcome.rank, attempt, _durable(outcome, ended.written))
+        if not outcome.problem:
+            self._published.append((attempt, outcome.step))
+            self._tell_others(outcome, attempt)
+
+    def _tell_others(self, outcome: Outcome, attempt: int) -> None:
+        for rank in self.ranks.of(attempt):
+            own = [item.written for item in self._persisting.get(rank, ()) if item.task.record.step == outcome.step]
+            if rank != outcome.rank:
+                self.ranks.tell(rank, attempt, _durable(outcome, own[-1] if own else None))
+
+
+def _durable(outcome: Outcome, written: Outcome | None) -> Progress:
+    seconds, length = (written.seconds, written.bytes) if written else (0.0, 0)
+    return Progress(outcome.step, "durable", outcome.problem, outcome.name, seconds, length)
