@@ -1,0 +1,89 @@
+"""The ranks of somebody else's training loop: those of torch.distributed where it is initialised, else this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.core.peers import ALONE, Peers
+
+
+def find_peers() -> Peers:
+    """The ranks of the default group, in a group of their own; called by all of them together.
+
+    A group of its own, over gloo: values stay on the host, and nothing gets between the collectives of training.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return ALONE
+    return DistributedPeers(dist.new_group(backend="gloo"))
+
+
+class DistributedPeers:
+    """The members of a process group as `phalanx.core.peers.Peers`; values travel as JSON text.
+
+    Args:
+        group: of all ranks, with a back end that takes CPU tensors (gloo).
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return dist.get_rank(self._group)
+
+    @property
+    def size(self) -> int:
+        """Members."""
+        return dist.get_world_size(self._group)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all members, in order, on every member."""
+        text = _encode(value)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(text)]), group=self._group)
+        padded = torch.zeros(max(map(int, lengths)), dtype=torch.uint8)
+        padded[: len(text)] = text
+        texts = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(texts, padded, group=self._group)
+        return [_decode(row[: int(length)]) for row, length in zip(texts, lengths, strict=True)]
+
+    def broadcast(self, value: Any) -> Any:
+        """The first member's value, on every member."""
+        text = _encode(value if self.rank == 0 else None)
+        length = torch.tensor([len(text)])
+        first = dist.get_global_rank(self._group, 0)
+        dist.broadcast(length, first, group=self._group)
+        if self.rank:
+            text = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(text, first, group=self._group)
+        return _decode(text)
+
+    def barrier(self) -> None:
+        """Wait until every member is here."""
+        dist.barrier(group=self._group)
+
+    def ask_highest(self, value: int) -> Callable[[], int]:
+        """Begin to ask all members for a number; what is returned waits for the highest of them."""
+        number = torch.tensor([value])
+        work = dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+        def answer() -> int:
+            if work is not None:
+                work.wait()
+            return int(number)
+
+        return answer
+
+
+def _encode(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decode(text: torch.Tensor) -> Any:
+    return json.loads(text.numpy().tobytes())

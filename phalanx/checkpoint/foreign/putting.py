@@ -1,0 +1,131 @@
+"""Putting a saved state back into the objects of somebody else's training loop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from phalanx.checkpoint.foreign import optimizers, trees
+from phalanx.checkpoint.foreign.generators import set_generators
+from phalanx.checkpoint.foreign.state import Collected, Stateful, TrainingState, load_rest, model_tensors
+from phalanx.core.errors import UserError
+from phalanx.core.shard import Shard
+
+T = TypeVar("T")
+
+
+class Putting:
+    """Putting a saved state back, on one rank: `targets` are to be filled, then `finish` gives the objects their state.
+
+    Args:
+        training: what is restored.
+        state: rank 0's JSON.
+        own: this rank's JSON, where it has its own; else empty.
+        strict: whether every object given must be in the checkpoint; else those that are not stay as they are.
+
+    Attributes:
+        left: objects that are not in the checkpoint.
+
+    Raises:
+        UserError: an object is not in the checkpoint.
+    """
+
+    def __init__(self, training: TrainingState, state: Mapping[str, Any], own: bytes, *, strict: bool = True) -> None:
+        self._training, self._rank, self._strict = training, training.rank, strict
+        mine = json.loads(own) if own else state
+        self._is_own = bool(own) or self._rank == 0
+        self.trees: dict[str, Any] = {**state["objects"], **mine["objects"]}
+        self.left: list[str] = []
+        both = {**state["tensors"], **mine["tensors"]}
+        self.table: dict[str, tuple[str, tuple[int, ...]]] = {n: (d, tuple(s)) for n, (d, s) in both.items()}
+        self._read: dict[str, Tensor] = {}
+        self._fill()
+
+    def targets(self) -> tuple[dict[str, Tensor], dict[str, Shard]]:
+        """What is to be filled: tensors of training, and fresh ones for what is put back by `finish`."""
+        found = Collected()
+        found.add(self._read)
+        return found.tensors, found.shards
+
+    def finish(self) -> None:
+        """All targets are filled: give the objects their state."""
+        training, names = self._training, optimizers.parameter_names(self._training.models)
+        for key, model in self._there(self._modules()).items():
+            load_rest(model, {n: trees.rebuild(t, f"{key}.{n}", self._tensor) for n, t in self.trees[key].items()})
+        for key, optimizer in self._there(training.optimizers).items():
+            optimizers.load(self.trees[key], optimizer, names, key, self._tensor)
+        for path, value in self._there(self._values()).items():
+            self._put_extra(path, value)
+        prefix = self._own("rng.")
+        set_generators({n.removeprefix(prefix): t for n, t in self._read.items() if n.startswith(prefix)})
+
+    def _modules(self) -> dict[str, nn.Module]:
+        extra = {f"extra.{name}": value for name, value in self._training.extra.items() if isinstance(value, nn.Module)}
+        return {**self._training.models, **extra}
+
+    def _fill(self) -> None:
+        names = optimizers.parameter_names(self._training.models)
+        for key, model in self._there(self._modules()).items():
+            tensors, _ = model_tensors(model)
+            self._read |= {f"{key}.{name}": tensor for name, tensor in tensors.items()}
+            self._fresh(path for n, tree in self.trees[key].items() for path in trees.paths(tree, f"{key}.{n}"))
+        for key, optimizer in self._there(self._training.optimizers).items():
+            self._read |= optimizers.targets(self.table, self.trees[key], optimizer, names, key)
+        for path, value in self._there(self._values()).items():
+            self._fill_extra(path, value)
+        if self._is_own:
+            self._fresh(name for name in self.table if name.startswith(self._own("rng.")))
+
+    def _fill_extra(self, path: str, value: Any) -> None:
+        present: dict[str, Tensor] = {}
+        trees.flatten(value.state_dict() if isinstance(value, Stateful) else value, path, present)
+        spread = {name: tensor for name, tensor in present.items() if isinstance(tensor, DTensor)}
+        for name in trees.paths(self.trees[path], path):
+            if name in spread:
+                self._read[name] = torch.empty_like(spread[name])
+            else:
+                self._fresh([self._own(name)])
+
+    def _put_extra(self, path: str, value: Any) -> None:
+        saved = trees.rebuild(self.trees[path], path, self._tensor)
+        if isinstance(value, Stateful):
+            value.load_state_dict(saved)
+        elif isinstance(value, Tensor):
+            with torch.no_grad():
+                value.copy_(saved)
+        else:
+            self._training.extra[path.removeprefix("extra.")] = saved
+
+    def _values(self) -> dict[str, Any]:
+        extra = self._training.extra.items()
+        return {f"extra.{name}": value for name, value in extra if not isinstance(value, nn.Module)}
+
+    def _there(self, objects: Mapping[str, T]) -> dict[str, T]:
+        """Those of `objects` that are in the checkpoint.
+
+        Raises:
+            UserError: one is not, though all have to be.
+        """
+        absent = [path for path in objects if path not in self.trees]
+        if absent and self._strict:
+            there = ", ".join(sorted(self.trees))
+            cure = f"restore only what is there ({there}), give it the name it had, or restore with strict=False"
+            raise UserError("is not in the checkpoint", cure=cure, field=absent[0])
+        self.left = sorted({*self.left, *absent})
+        return {path: value for path, value in objects.items() if path in self.trees}
+
+    def _own(self, name: str) -> str:
+        return f"rank.{self._rank}.{name}" if self._rank and self._is_own else name
+
+    def _fresh(self, names: Iterable[str]) -> None:
+        for name in names:
+            dtype, shape = self.table[name]
+            self._read[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+
+    def _tensor(self, path: str) -> Tensor:
+        return self._read[path] if path in self._read else self._read[self._own(path)]

@@ -1,0 +1,220 @@
+"""All that decides how somebody else's training goes on, as named tensors and JSON, and put back from them.
+
+Names: ``model.…`` and ``optimizer.…`` are the same in every layout. ``extra.…`` and ``rng.…`` are rank 0's; other ranks
+have their own under ``rank.3.…``, with the JSON of their own in a tensor of bytes, ``rank.3.json``. They get it back
+where there are as many ranks as there were; else all get rank 0's, and generators of other ranks stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from phalanx.checkpoint.foreign import optimizers, trees
+from phalanx.checkpoint.foreign.generators import generator_tensors
+from phalanx.checkpoint.foreign.placed import placed
+from phalanx.checkpoint.format.plan import Role
+from phalanx.core.errors import UserError
+from phalanx.core.shard import Shard
+
+Table = Mapping[str, tuple[str, tuple[int, ...]]]
+"""By name of a tensor: its dtype (``float32``) and the shape of the whole."""
+
+_BLOB_STEP = 4096
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What has a state that can be taken out and put back: schedulers, samplers, loaders, scalers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, of dicts, lists, tuples, tensors, arrays, numbers, strings and None."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take up a state that `state_dict` gave."""
+        ...
+
+
+@dataclass
+class Collected:
+    """The state of one moment, as it is saved by this rank.
+
+    Attributes:
+        tensors: by name; the blocks held here.
+        shards: of those that are blocks of a whole.
+        roles: of those that are examined.
+        trees: JSON by object (``model``, ``optimizer``, ``extra.sampler``).
+        table: of `tensors`.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    shards: dict[str, Shard] = field(default_factory=dict)
+    roles: dict[str, Role] = field(default_factory=dict)
+    trees: dict[str, Any] = field(default_factory=dict)
+    table: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+
+    def add(self, tensors: Mapping[str, Tensor], role: Role = "other") -> None:
+        """Take in some tensors, DTensors among them."""
+        for name, tensor in tensors.items():
+            if name in self.tensors:
+                raise UserError("two tensors would have this name", cure="rename one of the extras", field=name)
+            local, shard = placed(name, tensor)
+            self.tensors[name] = local
+            self.table[name] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            if shard is not None:
+                self.shards[name] = shard
+            if role != "other" and (tensor.is_floating_point() or tensor.is_complex()):
+                self.roles[name] = role
+
+
+class TrainingState:
+    """Models, optimizers and extras of a training loop.
+
+    Args:
+        model: a module, or several by name.
+        optimizer: an optimizer, or several by name; of the parameters of `model`.
+        extra: by name, anything with ``state_dict`` and ``load_state_dict``; tensors, which are restored in place; or
+            plain values, which are read from here when a checkpoint is taken and replaced when one is restored.
+        rank, world_size: of this process.
+
+    Raises:
+        UserError: something in it cannot be saved; names it.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, extra: dict[str, Any] | None, rank: int, world_size: int) -> None:
+        self.models: dict[str, nn.Module] = _named(model, "model", nn.Module)
+        self.optimizers: dict[str, Optimizer] = _named(optimizer, "optimizer", Optimizer)
+        self.extra = {} if extra is None else extra
+        self.rank, self._world_size = rank, world_size
+        self._blob_bytes = 0
+        if not (self.models or self.optimizers or self.extra):
+            raise UserError("nothing to save was given", cure="give model=, optimizer= or extra=")
+
+    def collect(self) -> Collected:
+        """The state of this moment; its tensors are those that training works on, not copies.
+
+        Raises:
+            UserError: a state holds something that cannot be saved; names its path.
+        """
+        found = Collected()
+        names = optimizers.parameter_names(self.models)
+        for key, model in self.models.items():
+            found.trees[key] = _collect_model(key, model, found)
+        for key, optimizer in self.optimizers.items():
+            tensors: dict[str, Tensor] = {}
+            tree = optimizers.optimizer_tree(optimizer, names, key)
+            found.trees[key] = trees.flatten(tree, key, tensors)
+            found.add(tensors, "optimizer")
+        for name, value in self.extra.items():
+            found.trees[f"extra.{name}"] = self._collect_extra(f"extra.{name}", value, found)
+        found.add({self._own(f"rng.{name}"): tensor for name, tensor in generator_tensors().items()})
+        if self.rank:
+            found.add({f"rank.{self.rank}.json": self._blob(found)})
+        return found
+
+    def plain(self, found: Collected, step: int) -> dict[str, Any]:
+        """What rank 0 writes as the JSON state."""
+        table = {name: [dtype, list(shape)] for name, (dtype, shape) in found.table.items()}
+        return {
+            "format": "phalanx.foreign.1",
+            "step": step,
+            "world_size": self._world_size,
+            "blob_bytes": self._blob_bytes,
+            "objects": found.trees,
+            "tensors": table,
+        }
+
+    def reserve(self, agree: Callable[[int], Iterable[int]]) -> None:
+        """Fix how much room the JSON of a rank has, the same on all; called by all together.
+
+        Args:
+            agree: gives the numbers of all ranks.
+        """
+        self._blob_bytes = 0
+        needed = 2 * len(self._json(self.collect())) + _BLOB_STEP if self._world_size > 1 else 0
+        self._blob_bytes = max(agree(-(-needed // _BLOB_STEP) * _BLOB_STEP))
+
+    def blob_target(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What to read first on this rank, where it has JSON of its own in the checkpoint."""
+        if self.rank == 0 or state["world_size"] != self._world_size:
+            return {}
+        return {f"rank.{self.rank}.json": torch.empty(int(state["blob_bytes"]), dtype=torch.uint8)}
+
+    def _own(self, name: str) -> str:
+        return f"rank.{self.rank}.{name}" if self.rank else name
+
+    def _collect_extra(self, path: str, value: Any, found: Collected) -> Any:
+        if isinstance(value, nn.Module):
+            return _collect_model(path, value, found)
+        own: dict[str, Tensor] = {}
+        tree = trees.flatten(value.state_dict() if isinstance(value, Stateful) else value, path, own)
+        found.add({name if isinstance(tensor, DTensor) else self._own(name): tensor for name, tensor in own.items()})
+        return tree
+
+    def _json(self, found: Collected) -> bytes:
+        table = {name: [dtype, list(shape)] for name, (dtype, shape) in found.table.items()}
+        return json.dumps({"objects": found.trees, "tensors": table}, separators=(",", ":")).encode()
+
+    def _blob(self, found: Collected) -> Tensor:
+        """The JSON of a rank other than the first, filled up with spaces, which JSON does not mind."""
+        text = self._json(found)
+        room = self._blob_bytes or len(text)
+        if len(text) > room:
+            raise UserError(
+                f"the state of rank {self.rank} has grown to {len(text)} bytes of JSON, for which there were {room}",
+                cure="call changed() on all ranks after such a change, or keep large lists in tensors",
+            )
+        return torch.frombuffer(bytearray(text.ljust(room)), dtype=torch.uint8)
+
+
+def _named(given: Any, key: str, kind: type) -> dict[str, Any]:
+    if given is None:
+        return {}
+    named = {f"{key}.{name}": value for name, value in given.items()} if isinstance(given, Mapping) else {key: given}
+    for name, value in named.items():
+        if not isinstance(value, kind):
+            problem = f"is a {type(value).__qualname__}, not a {kind.__module__}.{kind.__qualname__}"
+            raise UserError(problem, cure=f"give a {kind.__name__}, or put it into extra=", field=name)
+    return named
+
+
+def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a model by name, each once where several names share it, and what else its state dict has."""
+    state = get_model_state_dict(optimizers.unwrapped(model))
+    tensors: dict[str, Tensor] = {}
+    seen: set[Any] = set()
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            local = value.to_local() if isinstance(value, DTensor) else value
+            place = (local.data_ptr(), local.shape, local.stride(), local.dtype)
+            if not local.numel() or place not in seen:
+                tensors[name] = value
+            seen.add(place)
+    return tensors, {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+
+
+def load_rest(model: nn.Module, rest: Mapping[str, Any]) -> None:
+    """Put back what is not a tensor in the state dict of a model, whose tensors are restored already."""
+    if rest:
+        inner = optimizers.unwrapped(model)
+        set_model_state_dict(inner, {**get_model_state_dict(inner), **rest})
+
+
+def _collect_model(path: str, model: nn.Module, found: Collected) -> Any:
+    tensors, rest = model_tensors(model)
+    trained = {optimizers.clean(name) for name, p in optimizers.unwrapped(model).named_parameters() if p.requires_grad}
+    found.add({f"{path}.{name}": tensor for name, tensor in tensors.items() if name in trained}, "trained")
+    found.add({f"{path}.{name}": tensor for name, tensor in tensors.items() if name not in trained})
+    others: dict[str, Tensor] = {}
+    tree = {name: trees.flatten(value, f"{path}.{name}", others) for name, value in rest.items()}
+    found.add(others)
+    return tree

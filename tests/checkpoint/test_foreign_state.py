@@ -1,0 +1,272 @@
+"""State of foreign training loops as names and JSON and back, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from phalanx.checkpoint.foreign import trees
+from phalanx.checkpoint.foreign.api import Checkpointer, restore_checkpoint, save_checkpoint
+from phalanx.checkpoint.foreign.generators import generator_tensors, set_generators
+from phalanx.checkpoint.restore import newest
+from phalanx.core.errors import UserError
+
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
+keys = st.text(max_size=4) | st.integers() | st.tuples(st.integers(), st.text(max_size=2))
+nested = st.recursive(
+    plain,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(keys, inner, max_size=3)
+        | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@given(nested)
+def test_plain_trees_come_back_as_they_were(tree: Any) -> None:
+    text = json.dumps(trees.flatten(tree, "x", {}))
+    again = trees.rebuild(json.loads(text), "x", lambda _: torch.empty(0))
+    assert again == tree
+    assert repr(again) == repr(tree)
+
+
+def test_tensors_arrays_and_special_dicts() -> None:
+    tree = {
+        "t": torch.arange(3.0),
+        "a": np.arange(4, dtype=np.uint32).reshape(2, 2),
+        "s": np.float32(0.1),
+        "c": Counter({3: 2}),
+        "o": OrderedDict(b=1),
+        7: [torch.tensor(5), (True, None)],
+        "$": "mine",
+        "size": torch.Size([2]),
+    }
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(trees.flatten(tree, "x", tensors))
+    assert sorted(tensors) == ["x.7.0", "x.a", "x.t"] == sorted(trees.paths(json.loads(text), "x"))
+    again = trees.rebuild(json.loads(text), "x", tensors.__getitem__)
+    assert torch.equal(again["t"], tree["t"])
+    assert again["a"].dtype == np.uint32
+    assert np.array_equal(again["a"], tree["a"])
+    assert (type(again["s"]), again["s"]) == (np.float32, np.float32(0.1))
+    assert isinstance(again["c"], Counter)
+    assert again[7][1] == (True, None)
+    assert (again["$"], again["size"], dict(again["o"])) == ("mine", (2,), {"b": 1})
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"a": [1, {2, 3}]}, r"extra\.x\.a\.1: is a builtins\.set, which .* without pickling; make it of tensors"),
+        ({"a": object()}, r"extra\.x\.a: is a builtins\.object"),
+        (np.array(["text"]), r"extra\.x: is a numpy\.ndarray"),
+        ({"a": {frozenset(): 1}}, r"extra\.x\.a: has a key that is a frozenset"),
+        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, r"extra\.x\.a\.b: two tensors would have this name"),
+        (b"bytes", r"extra\.x: is a builtins\.bytes"),
+    ],
+)
+def test_what_cannot_be_saved_is_named(tmp_path: Path, value: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        save_checkpoint(tmp_path, 1, extra={"x": value})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "nothing to save was given; give model="),
+        ({"model": 3}, "model: is a int, not a torch.nn.modules.module.Module; give a Module"),
+        ({"optimizer": nn.Linear(1, 1)}, "optimizer: is a Linear, not a torch.optim.optimizer.Optimizer"),
+        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))])}, "in no model given here; give the model too"),
+        ({"extra": {"a": 1}, "every_step": 3}, "every_step: there is no such setting; did you mean every_steps"),
+        ({"extra": {"a": 1}, "budget_bytes": "lots"}, "budget_bytes: 'lots' is no size"),
+    ],
+)
+def test_wrong_use_is_refused_with_the_cure(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Checkpointer(tmp_path, **given)
+
+
+def test_generators_go_on_where_they_were() -> None:
+    def draw() -> list[float]:
+        return [
+            float(torch.rand(())),
+            random.random(),
+            random.gauss(0, 1),
+            np.random.rand(),
+            np.random.standard_normal(),
+        ]
+
+    for _ in range(3):  # with and without the second of a pair of normal numbers waiting
+        kept = {name: tensor.clone() for name, tensor in generator_tensors().items()}
+        expected = draw()
+        draw()
+        set_generators(kept)
+        assert draw() == expected
+
+
+class Net(nn.Module):
+    """Tied weights, a frozen layer, a buffer, dropout."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(11, 6)
+        self.body = nn.Linear(6, 6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.norm(self.frozen(self.body(self.embed(tokens))))
+        return self.head(nn.functional.dropout(hidden, 0.2))
+
+
+OPTIMIZERS = {
+    "adamw": lambda net: torch.optim.AdamW(groups(net), lr=1e-2, betas=(0.8, 0.9)),
+    "sgd": lambda net: torch.optim.SGD(net.parameters(), lr=1e-2),
+    "momentum": lambda net: torch.optim.SGD(groups(net), lr=1e-2, momentum=0.9, nesterov=True),
+    "adafactor": lambda net: torch.optim.Adafactor(groups(net), lr=1e-2),
+}
+
+
+def groups(net: nn.Module) -> list[dict[str, Any]]:
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    return [{"params": parameters[:2]}, {"params": parameters[2:], "weight_decay": 0.3}]
+
+
+class Loop:
+    """A training loop whose losses depend on everything that has to be saved."""
+
+    def __init__(self, folder: Path, optimizer: str, seed: int, *, compiled: bool = False, **settings: Any) -> None:
+        self.net = Net(seed)
+        self.optimizer = OPTIMIZERS[optimizer](self.net)
+        milestones = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [3, 5], 0.5)
+        self.ema = Net(seed + 1)
+        self.seen = torch.zeros(2, dtype=torch.int64)
+        extra = {"schedule": milestones, "ema": self.ema, "seen": self.seen, "best": 100.0 + seed}
+        model = torch.compile(self.net, backend="eager") if compiled else self.net
+        self.schedule = milestones
+        self.checkpoints = Checkpointer(folder, model=model, optimizer=self.optimizer, extra=extra, **settings)
+
+    def run(self, first: int, last: int) -> list[float]:
+        losses = []
+        for step in range(first, last + 1):
+            tokens = torch.randint(0, 11, (8,))
+            loss = nn.functional.cross_entropy(self.net(tokens), tokens.flip(0)) * (1 + random.random())
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.checkpoints.before_update()
+            self.optimizer.step()
+            self.schedule.step()
+            self.seen += 1
+            self.checkpoints.extra["best"] = min(self.checkpoints.extra["best"], loss.item() * np.random.rand())
+            with torch.no_grad():
+                self.ema.body.weight.lerp_(self.net.body.weight, 0.1)
+            self.checkpoints.step(step)
+            losses += [loss.item(), self.checkpoints.extra["best"], float(self.ema.body.weight.sum())]
+        return losses
+
+
+@pytest.mark.parametrize(("optimizer", "compiled"), [("adamw", True), *((name, False) for name in OPTIMIZERS)])
+def test_a_resumed_loop_is_the_same_bit_for_bit(tmp_path: Path, optimizer: str, compiled: bool) -> None:
+    first = Loop(tmp_path, optimizer, 0, mode="blocking", every_steps=4, compiled=compiled)
+    assert first.checkpoints.restore() == 0
+    expected = first.run(1, 8)
+    first.checkpoints.close(failed=True)
+    for name in ("step-00000008",):
+        (tmp_path / name / "manifest.json").unlink()  # the newest is damaged: the one before is used
+    said: list[str] = []
+    second = Loop(tmp_path, optimizer, 9, mode="blocking", every_steps=100, report=said.append, compiled=not compiled)
+    assert second.checkpoints.restore() == 4
+    assert "step-00000008 is damaged" in said[0]
+    assert second.run(5, 8) == expected[12:]
+    second.checkpoints.close()
+    assert second.checkpoints.restore() == 8
+
+
+def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
+    net = Net(0)
+    save_checkpoint(tmp_path, 3, model=net)
+    found = newest(tmp_path, print)
+    assert found is not None
+    assert "model.embed.weight" in found.manifest.tensors
+    assert "model.head.weight" not in found.manifest.tensors
+    again = Net(1)
+    assert restore_checkpoint(tmp_path, model=again) == 3
+    assert torch.equal(again.head.weight, net.embed.weight)
+
+
+def test_fp32_state_of_bf16_parameters_keeps_its_digits(tmp_path: Path) -> None:
+    net = nn.Linear(3, 3).bfloat16()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0, momentum=0.9)
+    exact = torch.rand(3, 3)
+    optimizer.state[net.weight]["momentum_buffer"] = exact
+    save_checkpoint(tmp_path, 1, model=net, optimizer=optimizer)
+    other = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+    restore_checkpoint(tmp_path, model=net, optimizer=other)
+    assert torch.equal(other.state[net.weight]["momentum_buffer"], exact)
+    assert other.param_groups[0]["lr"] == 1.0
+
+
+def test_weights_only_and_what_does_not_fit(tmp_path: Path) -> None:
+    net = nn.Linear(3, 4)
+    save_checkpoint(tmp_path, 5, model=net, optimizer=torch.optim.SGD(net.parameters()), extra={"a": 1})
+    other = nn.Linear(3, 4)
+    assert restore_checkpoint(tmp_path, model=other) == 5
+    assert torch.equal(other.weight, net.weight)
+    with pytest.raises(UserError, match=r"extra\.b: is not in the checkpoint; restore only what is there \(extra\.a"):
+        restore_checkpoint(tmp_path, model=other, extra={"b": 1})
+    with pytest.raises(UserError, match="weight has shape"):
+        restore_checkpoint(tmp_path, model=nn.Linear(4, 4))
+    with pytest.raises(UserError, match=r"1 missing in the checkpoint: model\.0\.weight.* only in the checkpoint"):
+        restore_checkpoint(tmp_path, model=nn.Sequential(nn.Linear(3, 4, bias=False)))
+    said: list[str] = []
+    extra = {"a": 0, "b": 7}
+    restore_checkpoint(
+        tmp_path, model=nn.ModuleDict({"x": nn.Linear(1, 1)}), extra=extra, strict=False, report=said.append
+    )
+    assert extra == {"a": 1, "b": 7}
+    assert said == [
+        "1 objects not in the checkpoint, left as they were: extra.b",
+        "2 tensors not in the checkpoint, left as they were: model.x.weight, model.x.bias",
+    ]
+
+
+def test_several_models_and_optimizers(tmp_path: Path) -> None:
+    def make() -> dict[str, Any]:
+        models = {"g": nn.Linear(2, 2), "d": nn.Linear(2, 2)}
+        both = torch.optim.SGD([p for m in models.values() for p in m.parameters()], momentum=0.5)
+        for parameter in both.param_groups[0]["params"]:
+            parameter.grad = torch.rand_like(parameter)
+        both.step()
+        return {"model": models, "optimizer": {"both": both}}
+
+    one, two = make(), make()
+    save_checkpoint(tmp_path, 1, **one)
+    restore_checkpoint(tmp_path, **two)
+    assert torch.equal(one["model"]["d"].bias, two["model"]["d"].bias)
+    state = [things["optimizer"]["both"].state[things["model"]["d"].bias]["momentum_buffer"] for things in (one, two)]
+    assert torch.equal(*state)
+
+
+def test_a_checkpoint_of_something_else_is_no_checkpoint_of_ours(tmp_path: Path) -> None:
+    from phalanx.checkpoint.save import save as plain_save
+
+    plain_save(tmp_path, 4, {"w": torch.ones(2)}, {"other": 1})
+    with pytest.raises(UserError, match="step 4 was not written by this interface; resume it with what wrote it"):
+        restore_checkpoint(tmp_path, extra={"w": torch.ones(2)})
