@@ -5,9 +5,12 @@ Here nothing is imported but their names, so that those which need no torch do n
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from phalanx.cli.lazy import LazyGroup
+from phalanx.core.errors import UserError
 
 _ROOM = "phalanx.cli.checkpoints"
 _LAZY = {
@@ -35,6 +38,17 @@ class _Group(LazyGroup):
         if cmd_name in _ALIASES:
             return LazyGroup(lazy=_ALIASES).get_command(ctx, cmd_name)
         return super().get_command(ctx, cmd_name)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; what storage refuses becomes one line."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            said = f"{error.strerror}: {error.filename}" if error.filename else str(error) or type(error).__name__
+            cure = "check the path or URL, the rights (for S3: AWS_…), and the network"
+            raise UserError(f"storage refuses ({said})", cure=cure) from error
 
 
 @click.group(cls=_Group, lazy=_LAZY)

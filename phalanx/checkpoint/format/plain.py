@@ -12,13 +12,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx.checkpoint.format.blocks import Block, held
 from phalanx.checkpoint.format.dcp import dtype_name, torch_dtype
+from phalanx.checkpoint.format.files import Files, files_of
 from phalanx.checkpoint.format.inspecting import Reader
 from phalanx.checkpoint.format.manifest import Chunk, DamagedCheckpointError, TensorEntry
 from phalanx.checkpoint.format.plain_index import PLAIN_INDEX, PlainIndex, decode_index
@@ -34,7 +35,7 @@ _LARGEST_OTHER_BYTES = 1 << 28
 class PlainCheckpoint:
     """A checkpoint of plain DCP."""
 
-    path: Path
+    files: Files
     index: PlainIndex
 
     @property
@@ -62,13 +63,9 @@ class PlainCheckpoint:
         """Names of the rest, and why."""
         return self._others[1]
 
-    def open(self, file: str) -> BinaryIO:
-        """One of the files."""
-        return (self.path / file).open("rb")
-
     def reader(self) -> Reader:
         """For reading blocks one after another."""
-        return Reader(self.path, self.tensors, self.open)
+        return Reader(self.files.url, self.tensors, self.files.open)
 
     def load_into(
         self,
@@ -101,7 +98,7 @@ class PlainCheckpoint:
         if problems:
             more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
             cure = "see `phalanx checkpoint show` for its tensors"
-            raise UserError(f"does not fit: {'; '.join(problems[:_SHOWN])}{more}", cure=cure, field=str(self.path))
+            raise UserError(f"does not fit: {'; '.join(problems[:_SHOWN])}{more}", cure=cure, field=self.files.url)
         with torch.no_grad(), self.reader() as reader:
             for name, block in sorted(found.items(), key=lambda item: _first_place(self.tensors[item[0]])):
                 reader.fill(name, block)
@@ -127,7 +124,7 @@ class PlainCheckpoint:
     def _value(self, place: Chunk) -> Any:
         if place.length > _LARGEST_OTHER_BYTES:
             raise ValueError(f"it has {place.length} bytes, more than are read at once")
-        with self.open(place.file) as file:
+        with self.files.open(place.file) as file:
             file.seek(place.offset)
             return torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
 
@@ -137,34 +134,42 @@ def is_plain(path: Path) -> bool:
     return (path / PLAIN_INDEX).is_file() and not (path / "manifest.json").exists()
 
 
-def open_plain(path: Path) -> PlainCheckpoint:
-    """Open the checkpoint that plain DCP wrote into the folder `path`, such as torchtitan's ``checkpoint/step-1000``.
+def open_plain(place: Path | Files) -> PlainCheckpoint:
+    """Open the checkpoint that plain DCP wrote, such as torchtitan's ``checkpoint/step-1000``.
+
+    Args:
+        place: its folder, or its files.
 
     Raises:
         UserError: there is none, or its index names what it must not, see `decode_index`.
         DamagedCheckpointError: the index cannot be read, or its files are not as long as it says.
     """
+    files = files_of(place)
     try:
-        content = (path / PLAIN_INDEX).read_bytes()
+        content = files.read(PLAIN_INDEX)
     except OSError as error:
         cure = "give the folder that holds .metadata and the .distcp files"
-        raise UserError(f"its {PLAIN_INDEX} cannot be read ({error.strerror})", cure=cure, field=str(path)) from None
-    index = decode_index(content, path)
-    _require_files(path, index)
-    return PlainCheckpoint(path, index)
+        raise UserError(f"its {PLAIN_INDEX} cannot be read ({_cause(error)})", cure=cure, field=files.url) from None
+    index = decode_index(content, files.url)
+    _require_files(files, index)
+    return PlainCheckpoint(files, index)
 
 
-def _require_files(path: Path, index: PlainIndex) -> None:
+def _require_files(files: Files, index: PlainIndex) -> None:
     ends: dict[str, int] = {}
     for chunk in [*index.others.values(), *(c for entry in index.tensors.values() for c in entry.chunks)]:
         ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
     for file, end in sorted(ends.items()):
         try:
-            there = (path / file).stat().st_size
+            there = files.size_bytes(file)
         except OSError as error:
-            raise DamagedCheckpointError(path, f"{file} is missing ({error.strerror})") from None
+            raise DamagedCheckpointError(files.url, f"{file} is missing ({_cause(error)})") from None
         if there < end:
-            raise DamagedCheckpointError(path, f"{file} has {there} of at least {end} bytes")
+            raise DamagedCheckpointError(files.url, f"{file} has {there} of at least {end} bytes")
+
+
+def _cause(error: OSError) -> str:
+    return error.strerror or _first_line(error)
 
 
 def _misfits(name: str, saved: TensorEntry, block: Block, cast: bool) -> list[str]:

@@ -90,7 +90,7 @@ def compare(left: Contents, right: Contents) -> Outcome:
 
 
 def _reader(contents: Contents) -> Reader:
-    return Reader(str(contents.place), contents.tensors, contents.place.open)
+    return Reader(contents.place.url, contents.tensors, contents.place.open)
 
 
 def _compare_tensor(outcome: Outcome, name: str, here: Reader, there: Reader) -> None:
@@ -123,7 +123,7 @@ def _leaves(where: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _print(outcome: Outcome, left: Contents, right: Contents, console: Console) -> None:
-    console.print(f"A  {escape(str(left.place))}\nB  {escape(str(right.place))}\n", highlight=False)
+    console.print(f"A  {escape(left.place.url)}\nB  {escape(right.place.url)}\n", highlight=False)
     table = make_table("tensor", "difference", "elements", "max abs", "relative", right=(2, 3, 4))
     for names, said in ((outcome.only_a, "only in A"), (outcome.only_b, "only in B")):
         for name in names:

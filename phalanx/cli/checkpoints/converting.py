@@ -14,7 +14,7 @@ import click
 
 from phalanx.checkpoint.format.inspecting import Reader
 from phalanx.checkpoint.format.manifest import Meta, TensorEntry
-from phalanx.checkpoint.format.plain import open_plain
+from phalanx.checkpoint.format.plain import PlainCheckpoint, open_plain
 from phalanx.checkpoint.format.recut import Recut, same
 from phalanx.checkpoint.format.verify import check_file
 from phalanx.cli.checkpoints.places import Place, one_place
@@ -102,13 +102,13 @@ def _convert(source: str, target: str, wanted: Wanted) -> None:
     names = [n for n in origin.tensors if not wanted.weights_only or is_weight(n, origin.tensors)]
     if not names:
         cure = "leave out --weights-only; see `phalanx checkpoint show` for its tensors"
-        raise UserError("holds no weights", cure=cure, field=str(origin.place))
+        raise UserError("holds no weights", cure=cure, field=origin.place.url)
     recut = Recut({name: same(origin.tensors[name], name, wanted.dtype) for name in names}, wanted.files)
-    run = _run_folder(Path(source))
+    run = _run_folder(Path(source)) if "://" not in target else None
     folder = str(Path(target) / "checkpoints") if run is not None else target
     state = {} if wanted.weights_only else origin.state
     with (
-        Reader(str(origin.place), origin.tensors, origin.place.open) as reader,
+        Reader(origin.place.url, origin.tensors, origin.place.open) as reader,
         bytes_bar("writing", recut.data_bytes) as done,
     ):
         described = Description(origin.step, state, origin.meta, origin.metrics)
@@ -118,7 +118,7 @@ def _convert(source: str, target: str, wanted: Wanted) -> None:
     for note in [] if wanted.weights_only else origin.notes:
         click.echo(note)
     size = f"{units.size(recut.data_bytes)} in {len(recut.names())} files"
-    click.echo(f"{origin.place} is now {written} ({len(names):,} of {len(origin.tensors):,} tensors, {size})")
+    click.echo(f"{origin.place.url} is now {written} ({len(names):,} of {len(origin.tensors):,} tensors, {size})")
 
 
 def _origin(place: Place, step: int | None) -> Origin:
@@ -128,14 +128,14 @@ def _origin(place: Place, step: int | None) -> Origin:
     manifest = place.examine()
     with bytes_bar("checking", manifest.size_bytes) as done:
         for file in manifest.files:
-            check_file(place.path, file)
+            check_file(place, file)
             done(file.size_bytes)
     meta = Meta(manifest.config, manifest.attempt)
     return Origin(place, manifest.step, manifest.tensors, manifest.state, meta, dict(manifest.metrics))
 
 
 def _plain_origin(place: Place, step: int | None) -> Origin:
-    found = open_plain(place.path)
+    found = open_plain(place)
     state: dict[str, Any] = {}
     left = dict(found.unreadable)
     for name, value in found.other.items():
@@ -144,20 +144,20 @@ def _plain_origin(place: Place, step: int | None) -> Origin:
         except (TypeError, ValueError):
             left[name] = f"{type(value).__name__} has no place in JSON"
     notes = [f"left out {name}: {reason}" for name, reason in left.items()]
-    return Origin(place, _plain_step(place, state, step), found.tensors, {"dcp": state}, Meta(), {}, notes)
+    return Origin(place, _plain_step(found, state, step), found.tensors, {"dcp": state}, Meta(), {}, notes)
 
 
-def _plain_step(place: Place, state: Mapping[str, Any], given: int | None) -> int:
+def _plain_step(found: PlainCheckpoint, state: Mapping[str, Any], given: int | None) -> int:
     """As given, as the training state says, or as the folder is called."""
     if given is not None:
         return given
-    if "train_state.step" in open_plain(place.path).tensors:
-        return int(open_plain(place.path).read(["train_state.step"])["train_state.step"])
+    if "train_state.step" in found.tensors:
+        return int(found.read(["train_state.step"])["train_state.step"])
     if isinstance(state.get("train_state.step"), int):
         return int(state["train_state.step"])
-    named = _STEP_FOLDER.fullmatch(place.name)
+    named = _STEP_FOLDER.fullmatch(found.files.name)
     if named is None:
-        raise UserError("does not say how many steps were done", cure="give --step", field=str(place))
+        raise UserError("does not say how many steps were done", cure="give --step", field=found.files.url)
     return int(named[1])
 
 

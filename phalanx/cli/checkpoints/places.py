@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from phalanx.checkpoint.format.manifest import MANIFEST, Manifest
 from phalanx.checkpoint.format.plain_index import PLAIN_INDEX, PlainIndex, decode_index
 from phalanx.checkpoint.format.verify import examine
 from phalanx.checkpoint.storage import names
-from phalanx.checkpoint.storage.base import Store
+from phalanx.checkpoint.storage.base import Stored
 from phalanx.checkpoint.storage.latest import read_latest
 from phalanx.checkpoint.storage.location import open_store
 from phalanx.core.errors import UserError
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(Stored):
     """A checkpoint that may be there, whole or not."""
-
-    store: Store
-    name: str
 
     @property
     def quarantine(self) -> str:
@@ -40,7 +34,7 @@ class Place:
         Raises:
             DamagedCheckpointError: with the first thing found wrong.
         """
-        return examine(self.path, checksums=False)
+        return examine(self, checksums=False)
 
     def index(self) -> PlainIndex:
         """DCP's own index.
@@ -48,19 +42,7 @@ class Place:
         Raises:
             UserError: it is damaged, or refused.
         """
-        return decode_index(self.store.read(self.name, PLAIN_INDEX), str(self))
-
-    def open(self, file: str) -> BinaryIO:
-        """One of its files, for reading anywhere in it."""
-        return self.store.open(self.name, file)
-
-    @property
-    def path(self) -> Path:
-        """Where it is on this machine."""
-        return Path(str(self))
-
-    def __str__(self) -> str:
-        return f"{self.store.url.rstrip('/')}/{self.name}"
+        return decode_index(self.read(PLAIN_INDEX), self.url)
 
 
 def places(where: str, *, quarantined: bool = False) -> list[Place]:

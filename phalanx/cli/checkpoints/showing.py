@@ -111,7 +111,7 @@ def spread_table(tensors: Mapping[str, TensorEntry]) -> Table:
 def facts_table(contents: Contents, found: Mapping[str, Health]) -> Table:
     """Where the checkpoint comes from and how large it is."""
     table = Table(title="checkpoint", title_justify="left", box=None, pad_edge=False, show_header=False)
-    for name, text in [("folder", str(contents.place)), *contents.facts.items()]:
+    for name, text in [("folder", contents.place.url), *contents.facts.items()]:
         table.add_row(name, escape(text))
     if found:
         bad = {name: health.not_finite for name, health in found.items() if health.not_finite}
@@ -151,7 +151,7 @@ def _names(names: list[str]) -> str:
 def _examine(contents: Contents) -> dict[str, Health]:
     from phalanx.checkpoint.format.inspecting import Reader, health  # torch, only where numbers are read
 
-    with Reader(str(contents.place), contents.tensors, contents.place.open) as reader:
+    with Reader(contents.place.url, contents.tensors, contents.place.open) as reader:
         return {name: health(reader, name) for name in steps(contents.tensors, "reading")}
 
 
@@ -171,4 +171,4 @@ def _tree(contents: Contents, found: Mapping[str, Health]) -> dict[str, Any]:
             tree["health"] = {"not_finite": h.not_finite, "min": h.minimum, "max": h.maximum, "mean": h.mean}
             tree["health"]["std"] = h.std
         tensors[name] = tree
-    return {"path": str(contents.place), **contents.facts, "tensors": tensors, "others": list(contents.others)}
+    return {"path": contents.place.url, **contents.facts, "tensors": tensors, "others": list(contents.others)}

@@ -43,7 +43,7 @@ def _verify(place: Place) -> str:
     manifest = place.examine()
     with bytes_bar(place.name, manifest.size_bytes) as done:
         for file in manifest.files:
-            check_file(place.path, file)
+            check_file(place, file)
             done(file.size_bytes)
     _check_structure(place, manifest)
     return f"whole ({units.size(manifest.size_bytes)} in {len(manifest.files)} files)"
@@ -57,7 +57,7 @@ def _check_structure(place: Place, manifest: Manifest) -> None:
         for name in sorted(manifest.tensors.keys() | index.tensors.keys()):
             if _sorted(manifest.tensors.get(name)) != _sorted(index.tensors.get(name)):
                 raise DamagedCheckpointError(
-                    place.path, f"{PLAIN_INDEX} says something else of {name} than its manifest"
+                    place.url, f"{PLAIN_INDEX} says something else of {name} than its manifest"
                 )
 
 
@@ -76,14 +76,14 @@ def _check_archives(place: Place, chunks: list[Chunk]) -> None:
     for name, inside in by_file.items():
         for one, other in pairwise(inside):
             if one.offset + one.length > other.offset:
-                raise DamagedCheckpointError(str(place), f"{name}: two chunks share the byte {other.offset}")
+                raise DamagedCheckpointError(place.url, f"{name}: two chunks share the byte {other.offset}")
         with place.open(name) as file:
             for chunk in inside:
                 file.seek(chunk.offset)
                 begins = file.read(len(_BEGINNING)) == _BEGINNING
                 file.seek(chunk.offset + max(0, chunk.length - _END_BYTES))
                 if not begins or file.read(len(_END)) != _END:
-                    raise DamagedCheckpointError(str(place), f"{name}: no archive of a tensor at byte {chunk.offset}")
+                    raise DamagedCheckpointError(place.url, f"{name}: no archive of a tensor at byte {chunk.offset}")
 
 
 def _verify_plain(place: Place) -> str:
@@ -92,5 +92,5 @@ def _verify_plain(place: Place) -> str:
     try:
         _check_archives(place, chunks)
     except OSError as error:
-        raise DamagedCheckpointError(str(place), f"{error.filename} cannot be read ({error.strerror})") from None
+        raise DamagedCheckpointError(place.url, f"{error.filename} cannot be read ({error.strerror})") from None
     return f"{len(chunks):,} chunks are where its index says; plain DCP has no checksums to compare with"
