@@ -75,6 +75,7 @@ class FakeKeeper(Keeper):
         self._waiting: dict[int, list[Stage]] = {}
         self._memory: list[bytearray] = []
         self._peer: Endpoint | None = None
+        self._told: list[Progress] = []
 
     @property
     def last_attempt(self) -> int:
@@ -95,6 +96,10 @@ class FakeKeeper(Keeper):
         self._alive()
         self.said.append(("lease", (plan.data_bytes, job is not None, slots)))
         self._memory = [bytearray(plan.data_bytes) for _ in range(slots)]
+
+    def resume_from(self, snapshot: SnapshotId) -> None:
+        self._alive()
+        self.said.append(("resume_from", snapshot[:2]))
 
     def replicate_to(self, peer: Endpoint | None, token: str) -> None:
         self.said.append(("replicate_to", peer and peer.host))
@@ -131,12 +136,11 @@ class FakeKeeper(Keeper):
         self.took.append((taken, bytes(slot.memory)))
         stages: list[Stage] = ["committed", *(["replicated"] if self._peer else []), *(["durable"] * taken.persist)]
         self._waiting[taken.step] = stages
-        self._told: list[Progress] = getattr(self, "_told", [])
 
     def poll(self) -> list[Progress]:
         self._alive()
         self._go_on()
-        told, self._told = getattr(self, "_told", []), []
+        told, self._told = self._told, []
         return told
 
     def wait(self, step: int, stage: Stage, timeout_s: float) -> list[Progress]:
@@ -144,6 +148,10 @@ class FakeKeeper(Keeper):
         if stage in self._waiting.get(step, []):
             raise TimeoutError
         return told
+
+    def refuse_memory(self, problem: str) -> None:
+        self._memory = []
+        self._told.append(Progress(-1, "committed", problem))
 
     def finish(self) -> None:
         self.said.append(("finish", None))

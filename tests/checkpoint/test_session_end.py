@@ -50,6 +50,22 @@ def test_waiting_is_bounded(stage: Stage, words: str) -> None:
     assert "none became durable" in str(caught.value)
 
 
+def test_without_memory_nobody_waits() -> None:
+    def body(peers: AskingPeers) -> str:
+        loop = Loop(peers, every_steps=1, final_timeout_s=600.0)
+        loop.tensors[f"model.of_rank_{peers.rank}"] = torch.ones(2)
+        loop.watch()
+        if peers.rank == 1:
+            loop.keeper.refuse_memory("12 GB are not free")
+        loop.step(1)
+        with pytest.raises(UserError) as caught:
+            loop.step(2, ending=True)
+        return str(caught.value)
+
+    for told in asking_ranks(2, body):
+        assert "rank 1 has no memory for snapshots on its host: 12 GB are not free" in told
+
+
 def test_it_is_taken_again_where_the_keeper_is_lost_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(every_steps=0)
     loop.watch()

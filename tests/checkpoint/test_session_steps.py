@@ -22,7 +22,7 @@ def test_snapshots_are_taken_when_due_with_what_is_true_then() -> None:
     assert struct.unpack_from("5f", memory) == (3.0,) * 5
     assert json.loads(first.state) == {"progress": 3}
     assert (first.stepped, second.stepped, second.metrics) == (True, False, {"loss": 3.0})
-    assert loop.keeper.said == [("begin", (4, 1)), ("lease", (67, True, 2))]
+    assert loop.keeper.said == [("begin", (4, 1)), ("lease", (67, True, 2)), ("resume_from", (-1, 0))]
 
 
 def test_the_state_of_a_generator_is_that_of_the_step() -> None:
@@ -140,7 +140,7 @@ def test_a_lost_keeper_is_reported_once_and_there_is_another() -> None:
         loop.step(step)
     assert len(loop.keepers) == 2
     assert loop.keepers[0].is_closed
-    assert loop.keeper.said == [("begin", (4, 1)), ("lease", (67, True, 2))]
+    assert loop.keeper.said == [("begin", (4, 1)), ("lease", (67, True, 2)), ("resume_from", (-1, 0))]
     assert loop.steps[0] == 2 and loop.steps[-1] == 8
     assert len([line for line in loop.lines if "is lost (it was killed)" in line]) == 1
     events = loop.session.events()

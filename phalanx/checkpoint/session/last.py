@@ -24,13 +24,14 @@ class LastCheckpoint:
         job: its `final_timeout_s` bounds all waiting.
         link: to the keeper.
         collect: is given whatever the keeper tells meanwhile.
-        writes: whether this rank has a part of it; one that has none waits for the others only.
+        hopeless: says why waiting is in vain, such as no memory; empty: it is not; None: this rank has no part of the
+            checkpoint, and waits for the others only.
     """
 
     job: Job
     link: Link
     collect: Callable[[list[Progress]], None]
-    writes: bool = True
+    hopeless: Callable[[], str | None]
     _deadline_s: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -73,15 +74,20 @@ class LastCheckpoint:
 
     def _until_free(self) -> str:
         """Wait until a snapshot can be taken and made durable; or why it cannot."""
-        while self.writes and self.link.ask(lambda keeper: keeper.busy or keeper.persisting, True):
+        if self.hopeless() is None:
+            return ""
+        while self.link.ask(lambda keeper: keeper.busy or keeper.persisting, True):
             self.collect(self.link.ask(lambda keeper: keeper.poll(), []))
+            problem = self.hopeless()
+            if problem:
+                return problem
             if time.monotonic() > self._deadline_s:
                 return self._too_late("the snapshot before it is still being written, or there is no memory for one")
             time.sleep(_LOOK_S)
         return ""
 
     def _until_durable(self, step: int) -> str:
-        if not self.writes:
+        if self.hopeless() is None:
             return ""
         keeper = self.link.keeper
         if keeper is None:

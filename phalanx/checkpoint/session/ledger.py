@@ -65,6 +65,11 @@ class Ledger:
     _under_way: dict[int, _Open] = field(default_factory=dict)
     _ended: list[Event] = field(default_factory=list)
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether some snapshot has not come to its last stage."""
+        return bool(self._under_way)
+
     def begin(self, event: Event, awaits: set[Stage], now_s: float) -> None:
         """A snapshot is taken; it is over when it has come to all stages of `awaits`."""
         event.put_off, self.put_off = self.put_off, 0

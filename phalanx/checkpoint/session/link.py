@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from phalanx.checkpoint.keeper.contract import Keeper, KeeperLostError
@@ -83,12 +84,12 @@ class Link:
             if clean:
                 self.ask(lambda keeper: keeper.finish(), None)
             if self._keeper is not None:
-                self._keeper.close()
+                _hang_up(self._keeper)
             self._keeper = None
 
     def _lose(self, error: KeeperLostError) -> None:
         assert self._keeper is not None
-        self._keeper.close()
+        _hang_up(self._keeper)
         self._keeper = None
         self.losses += 1
         self._report(f"the keeper of this host is lost ({error}): snapshots in its memory are gone, training goes on")
@@ -114,6 +115,11 @@ class Link:
                     self._report(f"no keeper can be started on this host ({error}); it is tried again")
                 told = str(error)
             self._closing.wait(_PAUSE_S)
+
+
+def _hang_up(keeper: Keeper) -> None:
+    with suppress(BufferError):  # a copy under way, or a view for the next one, still has the memory
+        keeper.close()
 
 
 def _is_a_leftover(error: RefusedError) -> UserError:

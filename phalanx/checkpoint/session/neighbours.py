@@ -7,6 +7,7 @@ from typing import Any
 
 from phalanx.checkpoint.keeper.contract import Keeper
 from phalanx.checkpoint.replicas.contract import Endpoint
+from phalanx.checkpoint.replicas.fetch import PeerCopies
 from phalanx.checkpoint.replicas.placement import HostInfo, groups_of_hosts, place_replicas
 from phalanx.checkpoint.session.job import Job
 from phalanx.checkpoint.session.link import Link
@@ -40,13 +41,27 @@ class Neighbours:
         """Tell all ranks where the keeper of this host is, and hear of theirs; all together."""
         if not self._job.replicated:
             return
-        mine = self._link.ask(lambda keeper: asdict(keeper.endpoint), None)
+        mine = self._mine()
         if mine is not None:
             self._link.is_renewed = False
         told = self._job.peers.gather(mine)
         endpoints = {host: _endpoint(one) for host, one in zip(self._job.hosts, told, strict=True) if one is not None}
         self._peer = endpoints.get(self._peer_host)
         self._link.ask(self.tell, None)
+
+    def copies(self) -> PeerCopies | None:
+        """What keepers of other hosts hold, for restoring."""
+        if not self._job.replicated:
+            return None
+        self._link.ask(self.tell, None)  # the token, without which they do not speak to each other
+        return PeerCopies(self._job.token)
+
+    def _mine(self) -> dict[str, Any] | None:
+        try:
+            return self._link.ask(lambda keeper: asdict(keeper.endpoint), None)
+        except OSError as error:
+            self._job.report(f"replicas: the keeper of host {self._job.host} cannot listen for others ({error})")
+            return None
 
     def tell(self, keeper: Keeper) -> None:
         """Tell a keeper where its replicas go."""

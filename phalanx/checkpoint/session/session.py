@@ -13,8 +13,10 @@ from torch import Tensor
 
 from phalanx.checkpoint.format import manifest as manifests
 from phalanx.checkpoint.format.plan import JobPlan, ShardPlan
+from phalanx.checkpoint.format.record import SnapshotId
 from phalanx.checkpoint.keeper.contract import Keeper, Progress, Stage, Taken
 from phalanx.checkpoint.replicas.contract import Slot
+from phalanx.checkpoint.restoring.restore import Restored, restore
 from phalanx.checkpoint.session import agenda as agendas
 from phalanx.checkpoint.session.agenda import Agenda, Decision
 from phalanx.checkpoint.session.job import Job
@@ -22,8 +24,10 @@ from phalanx.checkpoint.session.last import LastCheckpoint
 from phalanx.checkpoint.session.ledger import Event, Ledger
 from phalanx.checkpoint.session.link import Link
 from phalanx.checkpoint.session.neighbours import Neighbours
+from phalanx.checkpoint.session.pace import StepPace
 from phalanx.checkpoint.snapshot.copying import Copier, Copying
 from phalanx.checkpoint.snapshot.plans import Roles, make_plans
+from phalanx.checkpoint.storage.location import open_store
 from phalanx.core.errors import UserError
 from phalanx.core.shard import Shard
 
@@ -47,6 +51,7 @@ class Session:
         self._link, self._agenda, self._report = link, agenda, job.report
         self._neighbours = Neighbours(job, link)
         self._ledger = Ledger()
+        self._pace = StepPace()
         self._tensors: Tensors = {}
         self._copier: Copier | None = None
         self._copying: Copying | None = None
@@ -55,7 +60,9 @@ class Session:
         self._step: int | None = None
         self._blocked_s = 0.0
         self._losses = 0
-        self._last_durable: str = ""
+        self._last_durable = ""
+        self._no_memory = ""
+        self._from = SnapshotId(-1, 0, "")  # training goes on from nothing that is in memory
 
     @property
     def attempt(self) -> int:
@@ -66,6 +73,44 @@ class Session:
     def link(self) -> Link:
         """The connection to the keeper of this host."""
         return self._link
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a snapshot of this rank has not come to the last of its stages yet, as far as is known."""
+        return self._copying is not None or self._ledger.is_under_way
+
+    def restore(
+        self,
+        tensors: Mapping[str, Tensor],
+        shards: Mapping[str, Shard] | None = None,
+        *,
+        strict: bool = True,
+        cast: bool = False,
+        select: Callable[[str], bool] | None = None,
+    ) -> Restored | None:
+        """Fill `tensors` with the newest good state, from memory, another host or storage; all ranks together.
+
+        Args, returns and raises: as `phalanx.checkpoint.restoring.restore.restore`.
+        """
+        job = self.job
+        restored = restore(
+            tensors,
+            keeper=self._link.keeper,
+            store=open_store(job.destination.url, job.destination.options),
+            report=self._report,
+            shards=shards,
+            peers=job.peers,
+            copies=job.copies,
+            remote=self._neighbours.copies(),
+            strict=strict,
+            cast=cast,
+            select=select,
+            verify=job.config.verify,
+        )
+        if restored is not None:
+            self._agenda.begin(restored.step)
+            self._from = SnapshotId(restored.step, restored.attempt, "")
+        return restored
 
     def watch(
         self,
@@ -109,6 +154,7 @@ class Session:
         """
         with self._timed():
             self._agenda.begin(step - 1)
+            self._pace.began(step, self._agenda.auto, is_plain=not self.is_under_way)
             self._step = step
             self._collect()
 
@@ -202,9 +248,11 @@ class Session:
 
     def _lease(self, plan: ShardPlan, whole: JobPlan | None, set_id: str, shards: int, keeper: Keeper) -> None:
         """What every keeper of this host is told first."""
+        self._no_memory = ""
         keeper.begin(self.job.attempt, set_id, shards)
         if plan.pieces or plan.rank == 0:
             keeper.lease(plan, whole, self.job.config.slots, self.job.destination)
+            keeper.resume_from(self._from)
             self._neighbours.tell(keeper)
 
     def _state(self) -> int:
@@ -273,7 +321,11 @@ class Session:
         self._last_checkpoint().make(taken.step, partial(self._take_now, taken, state), self._last_durable)
 
     def _last_checkpoint(self) -> LastCheckpoint:
-        return LastCheckpoint(self.job, self._link, self._collect_these, writes=self._copier is not None)
+        return LastCheckpoint(self.job, self._link, self._collect_these, self._hopeless)
+
+    def _hopeless(self) -> str | None:
+        """Why no checkpoint can become durable here; None: this rank has no part in any."""
+        return None if self._copier is None else self._no_memory
 
     def _take_now(self, taken: Taken, state: Callable[[], Any]) -> None:
         self._take(taken, state, persist=True, hurry=True)
@@ -295,7 +347,10 @@ class Session:
         """Take in what the keeper has told."""
         now_s = time.monotonic()
         for one in progress:
-            if one.problem and self._concerns_us(one):
+            if one.step < 0:
+                self._no_memory = f"rank {self.job.peers.rank} has no memory for snapshots on its host: {one.problem}"
+                self._report(f"{self._no_memory}; no checkpoints can be taken")
+            elif one.problem and self._concerns_us(one):
                 self._report(f"snapshot of step {one.step}: not {one.stage}: {one.problem}")
             event = self._ledger.note(one, now_s)
             if event is not None:

@@ -1,0 +1,149 @@
+"""Opening a session: the keeper of this host, the number of the attempt, and what all ranks have to know alike."""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from phalanx.checkpoint.config import CheckpointConfig
+from phalanx.checkpoint.keeper.client import connect as connect_to
+from phalanx.checkpoint.keeper.contract import Keeper, KeeperLostError
+from phalanx.checkpoint.keeper.start import address_for, ensure_keeper
+from phalanx.checkpoint.persist.contract import Destination
+from phalanx.checkpoint.policy.adapting import AutoInterval
+from phalanx.checkpoint.replicas.link import new_token
+from phalanx.checkpoint.session.agenda import Agenda
+from phalanx.checkpoint.session.job import Job
+from phalanx.checkpoint.session.link import Link
+from phalanx.checkpoint.session.session import Session
+from phalanx.checkpoint.storage.latest import claim
+from phalanx.checkpoint.storage.location import open_store
+from phalanx.checkpoint.together import at_first, everywhere
+from phalanx.core.errors import UserError
+from phalanx.core.layout import Layout
+from phalanx.core.peers import ALONE, Copies, Peers
+from phalanx.core.points import NO_POINTS, Points
+
+
+def prepare_keeper(destination_url: str, config: CheckpointConfig) -> threading.Thread:
+    """Begin to start the keeper of this host, if there is none, while the caller does something else.
+
+    To be called as early as the destination is known, by one rank of each host or by all. What goes wrong is told by
+    `open_session`, which tries again.
+    """
+
+    def work() -> None:
+        with suppress(Exception):
+            ensure_keeper(address_for(destination_url, os.environ), ttl_s=config.keeper_ttl_s)
+
+    thread = threading.Thread(target=work, name="prepare keeper", daemon=True)
+    thread.start()
+    return thread
+
+
+def open_session(
+    destination_url: str,
+    config: CheckpointConfig,
+    *,
+    peers: Peers = ALONE,
+    copies: Copies | None = None,
+    layout: Layout | str = "1",
+    run_config: Mapping[str, Any] | None = None,
+    report: Callable[[str], None] = print,
+    points: Points = NO_POINTS,
+    storage_options: Mapping[str, Any] | None = None,
+    host: str | None = None,
+    connect: Callable[[], Keeper] | None = None,
+) -> Session:
+    """Begin an attempt of a run; called by all ranks together.
+
+    The keeper of each host is started if there is none (see `prepare_keeper`, which does that beside other things).
+    From here on, whatever is left of earlier attempts cannot write checkpoints any more.
+
+    Args:
+        destination_url: a folder, or a URL that fsspec knows; the same on all ranks.
+        config: of checkpoints.
+        peers: all ranks.
+        copies: the data-parallel group of this rank, which shares what is read from durable storage.
+        layout: of the ranks; a text for people where it is none of ours.
+        run_config: the resolved config of the run, as JSON values; kept in every checkpoint.
+        report: is given lines for people: what was refused, lost, put right.
+        points: where faults are injected.
+        storage_options: for fsspec.
+        host: name of this host; None: as the system has it, with the keeper's address where ``PHALANX_KEEPER`` sets
+            one, so that several keepers of one machine are several hosts.
+        connect: gives a connection to the keeper; None: to the one that belongs to the destination.
+
+    Raises:
+        UserError: the storage cannot be reached or written, or no keeper can be started; on all ranks.
+    """
+    options = dict(storage_options or config.storage_options)
+    links: list[Link] = []
+
+    def greet() -> list[Any]:
+        links.append(_linked(connect or _connecting(destination_url, config, peers), report))
+        return [host or _host(), config.rack_of(os.environ), links[0].ask(lambda keeper: keeper.last_attempt, 0)]
+
+    offers = everywhere(peers, greet)
+
+    def begin() -> list[Any]:
+        attempt = _claimed(destination_url, options, max(seen for *_, seen in offers))
+        return [attempt, secrets.token_hex(4), new_token()]
+
+    attempt, nonce, token = at_first(peers, begin)
+    hosts = tuple(name for name, *_ in offers)
+    racks = tuple(rack for _, rack, _ in offers)
+    destination = _destination(destination_url, options, nonce, config)
+    about = (dict(run_config or {}), report, points)
+    job = Job(config, destination, attempt, token, hosts, racks, peers, copies, layout, *about)
+    agenda = Agenda(config, AutoInterval(config, len(set(hosts))), decides=peers.rank == 0)
+    return Session(job, links[0], agenda)
+
+
+def _connecting(destination_url: str, config: CheckpointConfig, peers: Peers) -> Callable[[], Keeper]:
+    address = address_for(destination_url, os.environ)
+
+    def connect() -> Keeper:
+        ensure_keeper(address, ttl_s=config.keeper_ttl_s)
+        return connect_to(address, peers.rank, peers.size)
+
+    return connect
+
+
+def _linked(connect: Callable[[], Keeper], report: Callable[[str], None]) -> Link:
+    try:
+        return Link(connect, report)
+    except (KeeperLostError, OSError) as error:
+        cure = "see to that, or set checkpoint.mode=blocking, which needs no keeper"
+        raise UserError(f"no keeper can be started on this host ({error})", cure=cure) from error
+
+
+def _claimed(url: str, options: Mapping[str, Any], seen: int) -> int:
+    try:
+        return claim(open_store(url, options), seen)
+    except OSError as error:
+        cure = "make it writable, or set checkpoint.folder to another place"
+        raise UserError(f"checkpoints cannot be written there ({error})", cure=cure, field=url) from error
+
+
+def _host() -> str:
+    address = os.environ.get("PHALANX_KEEPER", "")
+    return f"{platform.node()}:{address}" if address else platform.node()
+
+
+def _destination(url: str, options: dict[str, Any], nonce: str, config: CheckpointConfig) -> Destination:
+    return Destination(
+        url=url,
+        options=options,
+        nonce=nonce,
+        keep_last=config.keep_last,
+        keep_every=config.keep_every,
+        keep_best=config.keep_best,
+        best_metric=config.best_metric,
+        budget_bytes=config.budget_bytes,
+    )
