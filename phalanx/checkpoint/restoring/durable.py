@@ -24,6 +24,7 @@ from phalanx.checkpoint.restoring.parts import Part, SavedBlock, SavedTensor
 from phalanx.checkpoint.restoring.restored import Rate
 from phalanx.checkpoint.restoring.source import Fault, Reading
 from phalanx.checkpoint.storage.base import Store
+from phalanx.checkpoint.storage.order import Order
 from phalanx.checkpoint.together import at_first
 from phalanx.core.errors import UserError
 from phalanx.core.peers import Peers
@@ -136,11 +137,13 @@ class Checkpoints:
     """The durable checkpoints of a store, newest first; rank 0 looks at the storage, and tells the others.
 
     Args:
-        refuse: called on every rank, with the name and the fault of each one that is passed over.
+        tell: called on every rank with a line for each one that is passed over.
     """
 
-    def __init__(self, store: Store, verify: bool, peers: Peers, refuse: Callable[[str, str], None]) -> None:
-        self._store, self._verify, self._peers, self._refuse = store, verify, peers, refuse
+    def __init__(self, store: Store, verify: bool, peers: Peers, tell: Callable[[str], None]) -> None:
+        self._store, self._verify, self._peers, self._tell = store, verify, peers, tell
+        self._lines: list[str] = []
+        self._order = Order(store, self._lines.append)
         self._tried: set[str] = set()
         self._content = b""
         self._found: Found | None = None
@@ -153,8 +156,8 @@ class Checkpoints:
         """
         if self._found is None:
             told = at_first(self._peers, self._look)
-            for name, reason in told["refused"]:
-                self._refuse(name, reason)
+            for line in told["lines"]:
+                self._tell(line)
             self._found = None if told["found"] is None else Found(*told["found"])
         return self._found
 
@@ -167,23 +170,27 @@ class Checkpoints:
         return DurableSource(self._store, name, manifest, self._verify, self._peers)
 
     def _look(self) -> dict[str, Any]:
-        refused: list[list[str]] = []
-        for name in self._listed():
+        found = self._first_untried()
+        lines, self._lines[:] = list(self._lines), []
+        return {"found": found, "lines": lines}
+
+    def _first_untried(self) -> Found | None:
+        for name, sha256 in self._listed():
             if self._identity(name) in self._tried:
                 continue
             self._tried.add(self._identity(name))
             try:
-                self._content = read_manifest(self._store, name)
+                self._content = read_manifest(self._store, name, sha256)
                 manifest = manifests.decode(self._content, Path(self._store.url) / name)
             except DamagedCheckpointError as damage:
-                refused.append([name, damage.reason])
+                self._lines.append(refusal(name, damage.reason))
             else:
-                return {"found": [manifest.attempt, manifest.step, name], "refused": refused}
-        return {"found": None, "refused": refused}
+                return Found(manifest.attempt, manifest.step, name)
+        return None
 
-    def _listed(self) -> list[str]:
+    def _listed(self) -> list[tuple[str, str]]:
         try:
-            return restorable_names(self._store)
+            return self._order.names()
         except OSError as error:
             problem = f"checkpoints cannot be listed ({error.strerror or error})"
             cure = "make the storage readable, or give another"
@@ -194,13 +201,16 @@ class Checkpoints:
         return f"{name} {self._store.identity(name)}"
 
 
-def restorable_names(store: Store) -> list[str]:
-    """Names of the checkpoints that may be restored, newest first."""
-    return store.names()
+def refusal(name: str, cause: str) -> str:
+    """What to tell of a checkpoint that is not used."""
+    return f"checkpoint {name} is damaged ({cause}); trying the one before it"
 
 
-def read_manifest(store: Store, name: str) -> bytes:
+def read_manifest(store: Store, name: str, sha256: str = "") -> bytes:
     """The manifest of a checkpoint, held against its checksum and against names and sizes of the files.
+
+    Args:
+        sha256: what the pointer says that of the manifest is; empty where it says nothing.
 
     Raises:
         DamagedCheckpointError: with the first thing found wrong.
@@ -211,6 +221,8 @@ def read_manifest(store: Store, name: str) -> bytes:
     digest = hashlib.sha256(content).hexdigest()
     if not sums.endswith(f"{digest}  {MANIFEST}\n".encode()):
         raise DamagedCheckpointError(path, f"{MANIFEST} does not match its checksum")
+    if sha256 and digest != sha256:
+        raise DamagedCheckpointError(path, f"{MANIFEST} is not the one that the pointer to the latest names")
     manifest = manifests.decode(content, path)
     if sums != manifests.sums_text(manifest.files, digest):
         raise DamagedCheckpointError(path, f"{SUMS} does not match {MANIFEST}")

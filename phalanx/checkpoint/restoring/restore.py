@@ -20,7 +20,7 @@ from phalanx.checkpoint.format.blocks import Block, held
 from phalanx.checkpoint.keeper.contract import Keeper
 from phalanx.checkpoint.restoring.choices import Choice, newest_first, restorable
 from phalanx.checkpoint.restoring.contract import RemoteCopies
-from phalanx.checkpoint.restoring.durable import Checkpoints
+from phalanx.checkpoint.restoring.durable import Checkpoints, refusal
 from phalanx.checkpoint.restoring.fit import require_fit
 from phalanx.checkpoint.restoring.memory import Hosts, MemorySource, describe, hole, look
 from phalanx.checkpoint.restoring.parts import Part, parts
@@ -133,7 +133,7 @@ class _States:
             log.refuse(f"the keeper of host {name} does not answer ({cause}); what it holds is not used")
         self._choices = restorable(self._hosts.held)
         self._bad: set[tuple[str, int]] = set()
-        self._durable = None if store is None else Checkpoints(store, verify, peers, self._refuse_durable)
+        self._durable = None if store is None else Checkpoints(store, verify, peers, log.refuse)
 
     def next(self) -> Source | None:
         """The newest that has not been refused.
@@ -156,7 +156,7 @@ class _States:
         if isinstance(source, MemorySource):
             self._refuse_copies(source.choice, faults)
         else:
-            self._refuse_durable(source.name, faults[0].cause)
+            self._log.refuse(refusal(source.name, faults[0].cause))
 
     def _newest_choice(self) -> Choice | None:
         self._choices = [c for c in (choice.without(self._bad) for choice in self._choices) if c.is_whole]
@@ -203,9 +203,6 @@ class _States:
                 told.add(line)
                 refused = "are refused" if fault.holder < 0 else "is refused"
                 self._log.refuse(f"{line} {refused} ({fault.cause}); trying {following}")
-
-    def _refuse_durable(self, name: str, cause: str) -> None:
-        self._log.refuse(f"checkpoint {name} is damaged ({cause}); trying the one before it")
 
 
 def _title(source: Source) -> str:
