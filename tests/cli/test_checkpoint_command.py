@@ -384,16 +384,18 @@ def test_storage_that_refuses_is_a_user_error(run: Path, monkeypatch: pytest.Mon
 
 
 _PEAK = """
-import resource, sys
+import re, sys
+from pathlib import Path
 from click.testing import CliRunner
 from phalanx.cli.checkpoint import command
 def call(*arguments):
     result = CliRunner().invoke(command, list(arguments), catch_exceptions=False)
     assert result.exit_code == 0, result.output
 def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 small, large, target = sys.argv[1:]
 for name, out in ((small, target + "-small"), (large, target)):
+    Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
     before = peak()
     call("convert", name, out, "--files", "2")
     call("diff", name, out)
@@ -403,9 +405,10 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     save(tmp_path / "small", 1, {"model.a": torch.ones(10, 10)})
-    size_bytes = 320 << 20
+    size_bytes = 256 << 20
     save(tmp_path / "large", 1, {"model.a": torch.ones(size_bytes // 4 // 512, 512)})
     arguments = [tmp_path / "small", tmp_path / "large", tmp_path / "target"]
     result = subprocess.run(
@@ -416,7 +419,8 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     grown_bytes = int(result.stdout)
-    assert grown_bytes < size_bytes / 2, f"{grown_bytes >> 20} MiB"
+    assert grown_bytes > 0
+    assert grown_bytes < size_bytes * 0.6, f"{grown_bytes >> 20} MiB"
 
 
 _TORCH_FREE = """

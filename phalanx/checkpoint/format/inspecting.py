@@ -129,7 +129,8 @@ class Health:
     def add(self, block: Tensor) -> None:
         """Count more numbers in."""
         values = _doubles(block)
-        finite = values[values.isfinite()]
+        is_finite = values.isfinite()
+        finite = values if is_finite.all() else values[is_finite]
         before = self.elements - self.not_finite
         self.elements += values.numel()
         self.not_finite += values.numel() - finite.numel()
@@ -172,13 +173,15 @@ class Difference:
     def add(self, left: Tensor, right: Tensor) -> None:
         """Count one more block of both in."""
         self.elements += left.numel()
+        if left.dtype == right.dtype and torch.equal(left, right):  # never where there are NaN
+            self.scale = max(self.scale, _largest_finite(left))
+            return
         a, b = _doubles(left), _doubles(right)
         exact = left.dtype == right.dtype and not (left.is_floating_point() or left.is_complex())
         apart = (left != right).reshape(-1) if exact else (a != b) & ~(a.isnan() & b.isnan())
         self.differing += int(apart.sum())
-        finite = a.isfinite() & b.isfinite()
-        self.scale = max(self.scale, _largest(a[a.isfinite()]))
-        self.max_abs = max(self.max_abs, _largest((a - b)[finite]))
+        self.scale = max(self.scale, _largest_finite(a))
+        self.max_abs = max(self.max_abs, _largest_finite((a - b)[a.isfinite() & b.isfinite()]))
 
 
 def health(reader: Reader, name: str) -> Health:
@@ -205,8 +208,23 @@ def _doubles(block: Tensor) -> Tensor:
     return block.reshape(-1).to(torch.float64)
 
 
-def _largest(values: Tensor) -> float:
-    return float(values.abs().max()) if values.numel() else 0.0
+def _largest_finite(values: Tensor) -> float:
+    """Largest absolute value of those that are finite."""
+    if values.numel() == 0:
+        return 0.0
+    low, high = _bounds(values)
+    if math.isfinite(low) and math.isfinite(high):
+        return max(abs(low), abs(high))
+    finite = _doubles(values)
+    finite = finite[finite.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _bounds(values: Tensor) -> tuple[float, float]:
+    """Smallest and largest value; of the kinds that torch cannot compare, as float64."""
+    comparable = not values.is_complex() and values.dtype.itemsize > 1
+    low, high = (values if comparable else _doubles(values)).aminmax()
+    return float(low), float(high)
 
 
 def _part(block: Tensor, start: Sequence[int], sizes: Sequence[int]) -> Tensor:
