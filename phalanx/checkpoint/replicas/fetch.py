@@ -271,10 +271,11 @@ def _ask(link: Link, snapshot: SnapshotId, rank: int) -> tuple[Record, ShardPlan
 
 def _want(link: Link, snapshot: SnapshotId, rank: int, runs: list[Run], *, plan: bool) -> Given:
     link.send(Want(*snapshot, rank, runs, plan))
-    answer: Given | Missing = link.receive(Given, Missing)
-    if isinstance(answer, Given):
-        return answer
-    raise LookupError(f"{link.host}: {answer.why}")
+    answer = link.receive(Given, Missing)
+    if isinstance(answer, Missing):
+        raise LookupError(f"{link.host}: {answer.why}")
+    assert isinstance(answer, Given)
+    return answer
 
 
 def _record(link: Link, text: str) -> Record:

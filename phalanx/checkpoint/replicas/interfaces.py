@@ -9,7 +9,7 @@ import ipaddress
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -82,36 +82,36 @@ def network(hosts: int, environment: Mapping[str, str]) -> Network:
 def choose(interfaces: Sequence[Interface], environment: Mapping[str, str]) -> Network:
     """The interface to reach other hosts by.
 
-    What is down, has no address or is loopback is never chosen. ``PHALANX_INTERFACE`` decides, else
+    What is down or has no address is never chosen, loopback only where ``PHALANX_INTERFACE`` names it or there is
+    nothing else (several keepers play several hosts on one). ``PHALANX_INTERFACE`` decides, else
     ``NCCL_SOCKET_IFNAME``, else ``GLOO_SOCKET_IFNAME``, among those left; then real ones come before those of
     containers and tunnels, and the fastest comes first. InfiniBand of unknown speed counts as fastest, others of
     unknown speed as slowest.
 
     Raises:
-        UserError: ``PHALANX_INTERFACE`` matches none, or there is none at all.
+        UserError: ``PHALANX_INTERFACE`` matches none.
     """
-    usable = [each for each in interfaces if each.up and each.addresses and not each.is_loopback]
+    usable = [each for each in interfaces if each.up and each.addresses]
     named, why = _named(usable, environment)
     if not named:
-        raise UserError(
-            "no network interface is up and has an address, and replicas go to other hosts",
-            cure="connect one, or turn replicas off",
-        )
+        return replace(LOOPBACK, why="no interface but loopback is up and has an address: no other host can come")
     best = min(named, key=_rank)
     speed = "of unknown speed" if best.bits_per_s is None else f"{best.bits_per_s / 1e9:g} Gbit/s"
     return Network(best.name, best.addresses, best.bits_per_s, f"{why}, {speed}")
 
 
 def _named(usable: list[Interface], environment: Mapping[str, str]) -> tuple[list[Interface], str]:
+    others = [each for each in usable if not each.is_loopback]
     ignored = ""
     for variable in (VARIABLE, _NCCL, _GLOO):
         pattern = environment.get(variable, "").strip()
         if not pattern:
             continue
-        found = [each for each in usable if _matches(each.name, pattern, exact=variable == _GLOO)]
+        among = usable if variable == VARIABLE else others
+        found = [each for each in among if _matches(each.name, pattern, exact=variable == _GLOO)]
         if found:
             return found, f"{ignored}{variable}={pattern}"
-        names = ", ".join(each.name for each in usable) or "none"
+        names = ", ".join(each.name for each in among) or "none"
         if variable == VARIABLE:
             raise UserError(
                 "no interface of this name is up and has an address",
@@ -121,7 +121,7 @@ def _named(usable: list[Interface], environment: Mapping[str, str]) -> tuple[lis
             )
         # These are about other libraries' connections, and may be set for other hosts than this one.
         ignored += f"{variable}={pattern} matches none of {names}; "
-    return usable, f"{ignored}the fastest known"
+    return others, f"{ignored}the fastest known"
 
 
 def _matches(name: str, pattern: str, *, exact: bool) -> bool:
@@ -138,10 +138,10 @@ def _matches(name: str, pattern: str, *, exact: bool) -> bool:
     return found is not excluding
 
 
-def _rank(interface: Interface) -> tuple[bool, float, bool, str]:
+def _rank(interface: Interface) -> tuple[bool, bool, float, bool, str]:
     infiniband = interface.name.startswith("ib")
     speed = float(interface.bits_per_s or 0) or (float("inf") if infiniband else 0.0)
-    return interface.name.startswith(_VIRTUAL), -speed, not infiniband, interface.name
+    return interface.is_loopback, interface.name.startswith(_VIRTUAL), -speed, not infiniband, interface.name
 
 
 def interfaces_here() -> list[Interface]:

@@ -66,6 +66,10 @@ def new_token() -> str:
     return secrets.token_hex(_TOKEN_BYTES)
 
 
+def _ignore(piece: memoryview) -> None:
+    """For who does not want to hear of it."""
+
+
 class Link:
     """One end of a connection, used by one thread at a time; `hang_up` may be called by any.
 
@@ -154,7 +158,9 @@ class Link:
             sent += count
             self._check(deadline_s)
 
-    def receive_into(self, memory: memoryview, deadline_s: float, heard: Callable[[memoryview], object] = len) -> None:
+    def receive_into(
+        self, memory: memoryview, deadline_s: float, heard: Callable[[memoryview], object] = _ignore
+    ) -> None:
         """Fill `memory` with what comes, calling `heard` with every piece as it arrives.
 
         Raises:

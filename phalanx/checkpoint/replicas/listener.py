@@ -169,7 +169,7 @@ class _Desk:
             record = Record.from_text(offer.record)
             plan = self._plan(link, record)
             problem = disagreement(record, plan)
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
             problem = f"what was offered is no replica: {error}"
         if problem is None and plan.data_bytes > psutil.virtual_memory().total:
             problem = f"{plan.data_bytes} bytes are more than the memory of this host"

@@ -87,9 +87,7 @@ class ReplicaService:
         """Send a committed snapshot to the keeper at `peer`, in the background; it is pinned until that has ended."""
         rank, step = plan.rank, snapshot.step
         if self._token is None:
-            self._notify(
-                Replicated(rank, step, peer.host, f"there is no token to send step {step} to {peer.host} with")
-            )
+            self._notify(Replicated(rank, step, peer.host, f"step {step} is not replicated: there is no token yet"))
             return
         pinned = self._vault.pin(snapshot, rank)
         try:
