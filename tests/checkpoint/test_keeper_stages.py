@@ -117,15 +117,14 @@ def a_loop() -> Iterator[tuple[Path, FakeReplicas, FakePersister, Server]]:
 
 
 def test_another_user_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    with a_loop() as (address, *_):
-        with monkeypatch.context() as patch:
-            patch.setattr(server_module.packets, "same_user", lambda connection: False)
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-                stranger.connect(str(address))
-                stranger.settimeout(GUARD_S)
-                assert stranger.recv(1) == b""
-            with pytest.raises(KeeperLostError, match="another user"):
-                connect(address, 0, 1)
+    with a_loop() as (address, *_), monkeypatch.context() as patch:
+        patch.setattr(server_module.packets, "same_user", lambda connection: False)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            stranger.connect(str(address))
+            stranger.settimeout(GUARD_S)
+            assert stranger.recv(1) == b""
+        with pytest.raises(KeeperLostError, match="another user"):
+            connect(address, 0, 1)
 
 
 def test_the_next_snapshot_waits_until_this_one_is_replicated() -> None:
@@ -223,7 +222,7 @@ def test_the_task_of_a_dead_rank_comes_to_its_end_before_the_next() -> None:
 
 
 def test_it_does_not_end_while_something_is_on_its_way() -> None:
-    with a_loop() as (address, _, persister, server):
+    with a_loop() as (address, _, persister, __):
         rank = a_rank(address, PLANS[0], destination=NOWHERE)
         write(rank, PLANS[0], 1, persist=True)
         persister.tasks.get(timeout=GUARD_S)
@@ -240,7 +239,7 @@ def test_who_does_not_listen_does_not_hold_up_the_others() -> None:
     with a_loop() as (address, *_):
         deaf, rank = a_rank(address, PLANS[0]), a_rank(address, PLANS[1])
         for number in range(3000):
-            deaf._channel.send(server_module.messages.Ask(number, "endpoint"))
+            deaf._channel.send(server_module.messages.Ask(10_000 + number, "endpoint"))
         write(rank, PLANS[1], 1)
         rank.wait(1, "committed", GUARD_S)
         assert snapshots(deaf) == [(1, 1, 1)]

@@ -49,7 +49,7 @@ class Life:
         self._was_connected = connected > 0
         if self._began and self._began <= self._finished and is_idle:
             return True
-        return self.left_s(is_persisting=is_persisting) <= 0
+        return not connected and self.left_s(is_persisting=is_persisting) <= 0
 
     def left_s(self, *, is_persisting: bool) -> float:
         """How long it lives if nothing happens."""
