@@ -11,20 +11,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from torch import Tensor
+
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.foreign.engines import Blocking, Engine, Seen
 from phalanx.checkpoint.foreign.peers import find_peers
-from phalanx.checkpoint.foreign.putting import Putting
+from phalanx.checkpoint.foreign.resuming import put_back
+from phalanx.checkpoint.foreign.saving import Saving
 from phalanx.checkpoint.foreign.state import TrainingState
 from phalanx.checkpoint.foreign.stopping import Stopping
 from phalanx.checkpoint.foreign.updates import Updates
+from phalanx.checkpoint.restoring.restore import restore as read_newest
+from phalanx.checkpoint.restoring.restored import Restored
+from phalanx.checkpoint.storage.location import open_store
 from phalanx.checkpoint.together import everywhere
 from phalanx.core.config import validate
 from phalanx.core.errors import UserError
-from phalanx.core.peers import Peers
-
-_TRIES = 3
-_FORMAT = "phalanx.foreign.1"
+from phalanx.core.shard import Shard
 
 
 class Checkpointer:
@@ -80,7 +82,7 @@ class Checkpointer:
         self._report = report or partial(print, file=sys.stderr)
         self._training = TrainingState(model, optimizer, extra, self.peers.rank, self.peers.size)
         everywhere(self.peers, lambda: self._training.collect() and None)
-        self._engine = _engine(folder, self.config, self._training, self.peers, about or {}, self._say)
+        self._saving = Saving(str(folder), self.config, self._training, self.peers, about or {}, self._say)
         self._stopping = Stopping(self.config, self.peers, os.environ, time.time(), catch=stop_signals)
         self._updates = Updates(self._training.optimizers.values(), self.before_update)
         self._step = 0
@@ -101,25 +103,15 @@ class Checkpointer:
         Raises:
             UserError: it does not fit: what is missing, of another shape, or was written by something else.
         """
-        for _ in range(_TRIES):
-            seen = self._engine.look()
-            if seen is None:
-                return 0
-            putting, filled = self._fill(seen, strict)
-            if filled is not None and filled.step == seen.step:
-                everywhere(self.peers, partial(_require_fit, filled, self._training, strict))
-                everywhere(self.peers, putting.finish)
-                self._note_left(putting, filled)
-                self._step = seen.step
-                return seen.step
-        raise UserError("a state was found and lost again several times", cure="see the lines above for what was wrong")
+        self._step = put_back(self._saving.restore, self._training, self.peers, self._say, strict=strict)
+        return self._step
 
     def before_update(self) -> None:
         """Call it before parameters or optimizer state change, once a step.
 
         Where all updates are made by ``step()`` of the optimizers given, they call it themselves.
         """
-        self._engine.fence(self._step + 1)
+        self._saving.fence()
 
     def step(self, step: int, metrics: Mapping[str, float] | None = None, *, ending: bool = False) -> bool:
         """Optimizer step `step` (the first is 1) is done: take a snapshot if one is due.
@@ -135,9 +127,9 @@ class Checkpointer:
         Raises:
             UserError: a checkpoint that was waited for could not be written; a state holds what cannot be saved.
         """
-        stop = self._stopping.agreed(self._engine.expected_durable_s)
+        stop = self._stopping.agreed(self._saving.expected_durable_s)
         last = ending or bool(stop)
-        self._engine.after_step(step, stepped=self._updates.stepped(), metrics=metrics or {}, ending=last)
+        self._saving.after_step(step, stepped=self._updates.stepped, metrics=metrics or {}, ending=last)
         self._step, self._ended = step, last
         if stop:
             self._say(f"{stop}: stopping after step {step}, whose checkpoint is durable")
@@ -145,7 +137,7 @@ class Checkpointer:
 
     def changed(self) -> None:
         """Say, on all ranks, that tensors have come, gone or changed their shapes since the first step."""
-        self._engine.changed()
+        self._saving.changed()
 
     def close(self, *, failed: bool = False) -> None:
         """End: the last step's checkpoint is durable when this returns.
@@ -154,11 +146,11 @@ class Checkpointer:
             failed: training has not ended well: take no checkpoint, keep what is in memory for the next start.
         """
         if not failed and not self._ended:
-            self._engine.after_step(self._step, stepped=False, metrics={}, ending=True)
+            self._saving.after_step(self._step, stepped=self._updates.stepped, metrics={}, ending=True)
             self._ended = True
         self._updates.close()
         self._stopping.close()
-        self._engine.close(clean=not failed)
+        self._saving.close(clean=not failed)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -167,27 +159,6 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close(failed=error is not None)
-
-    def _fill(self, seen: Seen, strict: bool) -> tuple[Putting, Seen | None]:
-        if not isinstance(seen.state, dict) or seen.state.get("format") != _FORMAT:
-            problem = f"the checkpoint of step {seen.step} was not written by this interface"
-            raise UserError(problem, cure="resume it with what wrote it, or give another folder")
-        blob = self._training.blob_target(seen.state)
-        if self.peers.size > 1:
-            again = self._engine.fill(blob, {})
-            if again is None or again.step != seen.step:
-                return Putting(self._training, seen.state, b"", strict=False), None
-        own = b"".join(tensor.numpy().tobytes() for tensor in blob.values())
-        made: list[Putting] = []
-        everywhere(
-            self.peers, lambda: made.append(Putting(self._training, seen.state, own.rstrip(b" \0"), strict=strict))
-        )
-        return made[0], self._engine.fill(*made[0].targets())
-
-    def _note_left(self, putting: Putting, filled: Seen) -> None:
-        for what, names in (("objects", putting.left), ("tensors", filled.missing)):
-            if names:
-                self._say(f"{len(names)} {what} not in the checkpoint, left as they were: {', '.join(names[:8])}")
 
     def _say(self, line: str) -> None:
         if self.peers.rank == 0:
@@ -208,8 +179,9 @@ def save_checkpoint(
     Raises:
         UserError: it cannot be written, or something cannot be saved; names it.
     """
-    about = {"model": model, "optimizer": optimizer, "extra": extra}
-    with Checkpointer(folder, **about, **{"mode": "blocking"} | settings) as checkpoints:
+    mode = "background" if "://" in str(folder) else "blocking"
+    given = {"model": model, "optimizer": optimizer, "extra": extra, "mode": mode}
+    with Checkpointer(folder, **{**given, **settings}) as checkpoints:
         checkpoints.step(step, ending=True)
 
 
@@ -220,21 +192,40 @@ def restore_checkpoint(
     optimizer: Any = None,
     extra: dict[str, Any] | None = None,
     strict: bool = True,
+    report: Callable[[str], None] | None = None,
     **settings: Any,
 ) -> int:
     """Put back the newest good checkpoint of `folder`; returns its step, 0 where there is none.
 
-    What is not given is not restored: ``restore_checkpoint(folder, model=model)`` takes over weights only.
+    Nothing is written, so a run that is under way there is not disturbed; what it has in memory only is not seen. What
+    is not given is not restored: ``restore_checkpoint(folder, model=model)`` takes over weights only.
 
     Raises:
         UserError: it does not fit; lists what.
     """
-    about = {"model": model, "optimizer": optimizer, "extra": extra}
-    checkpoints = Checkpointer(folder, **about, **{"mode": "blocking"} | settings)
-    try:
-        return checkpoints.restore(strict=strict)
-    finally:
-        checkpoints.close(failed=True)
+    peers = find_peers()
+    config = _settings(None, settings, folder)
+    training = TrainingState(model, optimizer, extra, peers.rank, peers.size)
+    everywhere(peers, lambda: training.collect() and None)
+
+    def say(line: str) -> None:
+        if peers.rank == 0:
+            print(line, file=sys.stderr)
+
+    def read(tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> Restored | None:
+        store = open_store(str(folder), config.storage_options)
+        return read_newest(
+            tensors,
+            keeper=None,
+            store=store,
+            report=report or say,
+            shards=shards,
+            peers=peers,
+            strict=False,
+            verify=config.verify,
+        )
+
+    return put_back(read, training, peers, report or say, strict=strict)
 
 
 def _settings(config: CheckpointConfig | None, settings: Mapping[str, Any], folder: str | Path) -> CheckpointConfig:
@@ -244,28 +235,3 @@ def _settings(config: CheckpointConfig | None, settings: Mapping[str, Any], fold
     if config is not None:
         return config
     return validate(CheckpointConfig, {"folder": str(folder), **settings})
-
-
-def _engine(
-    folder: str | Path,
-    config: CheckpointConfig,
-    training: TrainingState,
-    peers: Peers,
-    about: Mapping[str, Any],
-    report: Callable[[str], None],
-) -> Engine:
-    return Blocking(Path(folder), config, training, peers, about, report)
-
-
-def _require_fit(filled: Seen, training: TrainingState, strict: bool) -> None:
-    """Refuse names on one side only, of the objects that are given."""
-    prefixes = tuple(f"{key}." for key in training.models)
-    unexpected = [name for name in filled.unexpected if name.startswith(prefixes)] if prefixes else []
-    problems = [
-        f"{len(names)} {what}: {', '.join(names[:8])}{' …' if len(names) > 8 else ''}"
-        for what, names in (("missing in the checkpoint", filled.missing), ("only in the checkpoint", unexpected))
-        if names
-    ]
-    if strict and problems:
-        cure = "build the model as it was, or restore with strict=False"
-        raise UserError(f"the checkpoint of step {filled.step} does not fit: {'; '.join(problems)}", cure=cure)

@@ -28,6 +28,7 @@ from phalanx.core.shard import Shard
 Table = Mapping[str, tuple[str, tuple[int, ...]]]
 """By name of a tensor: its dtype (``float32``) and the shape of the whole."""
 
+FORMAT = "phalanx.foreign.1"
 _BLOB_STEP = 4096
 
 
@@ -125,7 +126,7 @@ class TrainingState:
         """What rank 0 writes as the JSON state."""
         table = {name: [dtype, list(shape)] for name, (dtype, shape) in found.table.items()}
         return {
-            "format": "phalanx.foreign.1",
+            "format": FORMAT,
             "step": step,
             "world_size": self._world_size,
             "blob_bytes": self._blob_bytes,

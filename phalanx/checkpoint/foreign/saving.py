@@ -1,0 +1,104 @@
+"""A session for a foreign training loop: what it consists of is found out when the first step is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.checkpoint.config import CheckpointConfig
+from phalanx.checkpoint.foreign.state import TrainingState
+from phalanx.checkpoint.restoring.restored import Restored
+from phalanx.checkpoint.session.blocking import BlockingSession
+from phalanx.checkpoint.session.ledger import Event
+from phalanx.checkpoint.session.opening import open_session
+from phalanx.checkpoint.session.session import Session
+from phalanx.core.peers import Peers
+from phalanx.core.shard import Shard
+
+
+class Saving:
+    """All ranks make and call it alike.
+
+    Args:
+        url: of the checkpoints.
+        config: when they are due, and which are kept.
+        training: what is saved.
+        peers: the ranks.
+        about: kept in each checkpoint as its config.
+        report: is given lines for people.
+
+    Raises:
+        UserError: the storage cannot be used, or no keeper can be started.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        config: CheckpointConfig,
+        training: TrainingState,
+        peers: Peers,
+        about: Mapping[str, Any],
+        report: Callable[[str], None],
+    ) -> None:
+        self._training, self._peers = training, peers
+        self._session: Session | BlockingSession
+        layout = f"{peers.size} ranks" if peers.size > 1 else "1"
+        if config.mode == "blocking":
+            self._session = BlockingSession(
+                Path(url), config, peers=peers, layout=layout, run_config=about, report=report
+            )
+        else:
+            self._session = open_session(url, config, peers=peers, layout=layout, run_config=about, report=report)
+        self._is_watched = False
+        self._is_fenced = False
+
+    def restore(self, tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> Restored | None:
+        """See `phalanx.checkpoint.foreign.resuming.Source`."""
+        return self._session.restore(tensors, shards, strict=False)
+
+    def fence(self) -> None:
+        """Parameters and optimizer state may be changed after this."""
+        self._is_fenced = True
+        self._session.fence()
+
+    def after_step(self, step: int, *, stepped: Callable[[], bool], metrics: Mapping[str, float], ending: bool) -> None:
+        """Step `step` is done; with `ending` its checkpoint is durable when this returns."""
+        if not self._is_watched:
+            self._watch()
+        self._session.after_step(step, lambda: self._state(step), stepped=stepped, metrics=metrics, ending=ending)
+        if not ending:
+            self._session.ask(step + 1)
+
+    def changed(self) -> None:
+        """Names or shapes of tensors have changed."""
+        self._is_watched = False
+
+    def events(self) -> list[Event]:
+        """What snapshots have cost that have ended since the last call."""
+        return self._session.events()
+
+    @property
+    def expected_durable_s(self) -> float:
+        """How long a checkpoint is expected to take until it is durable, seconds; 0: unknown."""
+        return self._session.expected_durable_s
+
+    def close(self, *, clean: bool) -> None:
+        """Nothing more will be saved; `clean`: training has ended well."""
+        self._session.finish(clean=clean)
+
+    def _state(self, step: int) -> dict[str, Any]:
+        return self._training.plain(self._training.collect(), step)
+
+    def _watch(self) -> None:
+        """Only now has the optimizer all of its state. A loop that does not call `fence` is not copied beside."""
+        self._training.reserve(self._peers.gather)
+        found = self._training.collect()
+        about = (lambda: self._training.collect().tensors, found.shards, found.roles)
+        if isinstance(self._session, Session):
+            self._session.watch(*about, overlap=None if self._is_fenced else False)
+        else:
+            self._session.watch(*about)
+        self._is_watched = True
