@@ -176,22 +176,21 @@ def _append(store: Store, row: _Row, attempt: int, target: tuple[int, str, str])
     entry = Latest(row.highest + 1, attempt, *target, mark=secrets.token_hex(8), after=after)
     store.create(_key(entry.number), entry.to_bytes())
     # Not what `create` answers but what lies there says whose entry it is: an answer may have been lost on the network.
-    if not _is_in_row(store, entry):
+    if _read(store, entry.number) != entry:
         return False
-    _clear_up(store, entry.number)
+    numbers = _numbers(store)
+    if not _is_in_row(store, entry, numbers):
+        store.remove(_key(entry.number))  # it went into a gap that clearing up had left
+        return False
+    _clear_up(store, numbers)
     return True
 
 
-def _is_in_row(store: Store, entry: Latest) -> bool:
-    if _read(store, entry.number) != entry:
-        return False
-    if entry.number == max(_numbers(store), default=0):
+def _is_in_row(store: Store, entry: Latest, numbers: list[int]) -> bool:
+    if entry.number == max(numbers, default=0):
         return True
     following = _read(store, entry.number + 1)
-    if following is not None and following.after == entry.mark:
-        return True
-    store.remove(_key(entry.number))  # it went into a gap that clearing up had left
-    return False
+    return following is not None and following.after == entry.mark
 
 
 def _read(store: Store, number: int) -> Latest | None:
@@ -201,10 +200,10 @@ def _read(store: Store, number: int) -> Latest | None:
         return None
 
 
-def _clear_up(store: Store, newest: int) -> None:
+def _clear_up(store: Store, numbers: list[int]) -> None:
     """Remove old entries, the oldest first; never the newest, whose number would be used again."""
-    for number in reversed(_numbers(store)):
-        if number <= newest - _KEPT:
+    for number in reversed(numbers):
+        if number <= numbers[0] - _KEPT:
             with contextlib.suppress(OSError):
                 store.remove(_key(number))
 

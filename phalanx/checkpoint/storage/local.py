@@ -110,24 +110,20 @@ class LocalStore:
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     def write(self, area: str, file: str, content: Iterable[Buffer]) -> FileEntry:
-        """See `Store`. What could not be written in full is removed."""
+        """See `Store`. The file has its name only when it is whole and durable: a publisher may be waiting for it, who
+        reads it and renames the folder at once."""
         path = self._file(area, file)
-        digest, size_bytes = hashlib.sha256(), 0
-        with _naming(path):
+        with _naming(path), _folder_of(path) as folder:
+            half_made = f".{file}.{uuid.uuid4().hex[:12]}"
             try:
-                with path.open("wb", buffering=_BUFFER_BYTES) as stream:
-                    for piece in content:
-                        digest.update(piece)
-                        size_bytes += memoryview(piece).nbytes
-                        stream.write(piece)
-                    stream.flush()
-                    os.fsync(stream.fileno())
-                fsync_folder(path.parent)
+                entry = _write(half_made, folder, content)
+                os.replace(half_made, file, src_dir_fd=folder, dst_dir_fd=folder)
             except BaseException:
                 with suppress(OSError):
-                    path.unlink()
+                    os.unlink(half_made, dir_fd=folder)
                 raise
-        return FileEntry.model_construct(name=file, size_bytes=size_bytes, sha256=digest.hexdigest())
+            os.fsync(folder)
+        return entry.model_copy(update={"name": file})
 
     def publish(self, area: str, step: int) -> str:
         """See `Store`."""
@@ -238,11 +234,37 @@ class LocalStore:
 
 
 @contextmanager
+def _folder_of(path: Path) -> Iterator[int]:
+    """The descriptor of the folder of a file, which stays that of the same folder when it is renamed."""
+    try:
+        descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _write(file: str, folder: int, content: Iterable[Buffer]) -> FileEntry:
+    digest, size_bytes = hashlib.sha256(), 0
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=folder)
+    with os.fdopen(descriptor, "wb", buffering=_BUFFER_BYTES) as stream:
+        for piece in content:
+            digest.update(piece)
+            size_bytes += memoryview(piece).nbytes
+            stream.write(piece)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return FileEntry.model_construct(name=file, size_bytes=size_bytes, sha256=digest.hexdigest())
+
+
+@contextmanager
 def _naming(path: Path) -> Iterator[None]:
     """Name the file in errors of calls that know only its descriptor."""
     try:
         yield
     except OSError as error:
-        if error.filename is None and error.errno is not None:
+        if error.errno is not None and (error.filename is None or not os.path.isabs(error.filename)):  # noqa: PTH117
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise

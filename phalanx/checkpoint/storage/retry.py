@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -22,13 +22,13 @@ _FINAL: dict[type[OSError], int] = {
 _PRECONDITION_FAILED = 412
 
 
-def retried(path: str, work: Callable[[], T], waits_s: Sequence[float] = WAITS_S) -> T:
+def retried(path: str, work: Callable[[], T]) -> T:
     """Do `work` on the object at `path`, a few times if need be.
 
     Raises:
         OSError: it failed for good; FileNotFoundError and the like at once. Names `path`.
     """
-    for wait_s in (*waits_s, None):
+    for wait_s in (*WAITS_S, None):
         try:
             return work()
         except Exception as error:  # of the client library: most of its errors are no OSErrors
