@@ -124,7 +124,7 @@ def _leaves(where: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _print(outcome: Outcome, left: Contents, right: Contents, console: Console) -> None:
     console.print(f"A  {escape(left.place.url)}\nB  {escape(right.place.url)}\n", highlight=False)
-    table = make_table("tensor", "difference", "elements", "max abs", "relative", right=(2, 3, 4))
+    table = make_table("tensor", "difference", "elements", "max abs", "relative", right=(2, 3, 4), whole=(0,))
     for names, said in ((outcome.only_a, "only in A"), (outcome.only_b, "only in B")):
         for name in names:
             table.add_row(escape(name), said)

@@ -100,6 +100,7 @@ def _cells(row: Row) -> list[str]:
     status = f"[{colour}]{escape(told)}[/{colour}]" if colour else told
     if row.step is None or row.age_s is None or row.size_bytes is None:
         return [escape(row.name), *[""] * 7, status]
-    metrics = " ".join(f"{name}={value:.4g}" for name, value in row.metrics.items())
+    more = f" and {len(row.metrics) - 1} more" if len(row.metrics) > 1 else ""
+    metrics = "".join(f"{name}={value:.4g}" for name, value in list(row.metrics.items())[:1]) + more
     figures = [f"{row.step:,}", units.duration(max(0.0, row.age_s)), units.size(row.size_bytes)]
     return [escape(row.name), *figures, str(row.files), str(row.attempt), escape(row.layout), escape(metrics), status]

@@ -82,7 +82,7 @@ def tensor_table(tensors: Mapping[str, TensorEntry], found: Mapping[str, Health]
     """Name, dtype, shape, elements, bytes on disk and chunks of each tensor; with health, also its numbers."""
     numbers = ("not finite", "min", "max", "mean", "std") if found else ()
     columns = ("tensor", "dtype", "shape", "elements", "on disk", "chunks", *numbers)
-    table = make_table(*columns, right=tuple(range(3, len(columns))))
+    table = make_table(*columns, right=tuple(range(3, len(columns))), whole=(0,))
     for name, tensor in tensors.items():
         shape = " x ".join(map(str, tensor.shape)) or "scalar"
         stored = units.size(sum(chunk.length for chunk in tensor.chunks))
