@@ -124,7 +124,8 @@ class Job:
 
 def collect(persisters: Iterable[PersisterProcess], count: int) -> list[Outcome]:
     """The next `count` outcomes of some of them."""
-    waiting, found = list(persisters), []
+    waiting = list(persisters)
+    found: list[Outcome] = []
     deadline = time.monotonic() + PATIENCE_S
     while len(found) < count:
         ready = select.select([p for p in waiting if p.fileno() >= 0], [], [], max(0.0, deadline - time.monotonic()))[0]

@@ -31,6 +31,17 @@ def tell_failure(store: Store, writing: Writing, problem: str) -> None:
         store.create(_key(writing), json.dumps({"problem": problem}, ensure_ascii=False).encode())
 
 
+def require_no_failure(store: Store, writing: Writing) -> None:
+    """See whether a checkpoint has failed.
+
+    Raises:
+        NotPublishedError: it has; says why.
+        OSError: storage refuses.
+    """
+    with suppress(FileNotFoundError):
+        raise NotPublishedError(json.loads(store.get(_key(writing)))["problem"])
+
+
 def forget_failures(store: Store) -> None:
     """Remove what was told of earlier checkpoints."""
     for key in store.keys(_PREFIX):
@@ -59,8 +70,7 @@ def await_end(store: Store, area: str, writing: Writing, before: Latest | None, 
         if latest is not None and _points_to(latest, writing) and latest != before:
             return latest.name
         require_charge(latest, writing.attempt)
-        with suppress(FileNotFoundError):
-            raise NotPublishedError(json.loads(store.get(_key(writing)))["problem"])
+        require_no_failure(store, writing)
         gone_at = None if store.files(area) else (gone_at or now)
         if gone_at is not None and now - gone_at > _GONE_S:
             raise NotPublishedError(f"what was written of it has gone from {store.url}, and the pointer did not move")

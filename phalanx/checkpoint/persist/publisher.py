@@ -20,10 +20,10 @@ from phalanx.checkpoint.format.record import is_stale, sick_tensors
 from phalanx.checkpoint.persist.contract import Task
 from phalanx.checkpoint.persist.ending import NotPublishedError, forget_failures, pauses, tell_failure
 from phalanx.checkpoint.persist.parts import Part, Writing, part_name
-from phalanx.checkpoint.persist.retention import prune
 from phalanx.checkpoint.persist.writer import write_part, write_shard
 from phalanx.checkpoint.storage.base import Store, SupersededError
 from phalanx.checkpoint.storage.latest import advance, read_latest, require_charge
+from phalanx.checkpoint.storage.prune import prune
 from phalanx.core.points import Points
 
 _INDEX = ".metadata"
@@ -69,8 +69,9 @@ class Publisher:
             tell_failure(self.store, writing, describe(error))
             with suppress(OSError):
                 self.store.discard(area)
+                self.store.clean(writing.attempt)  # what others wrote into it while it was removed
             raise
-        self._prune(name)
+        self._prune()
         self.points.reach("persist.pruned")
         return name
 
@@ -100,10 +101,11 @@ class Publisher:
             for name in missing.keys() & set(self.store.files(area)):
                 rank = missing.pop(name)
                 found[rank] = self._accept(rank, self.store.read(area, name))
-            if not missing:
-                return [part for _, (part, _) in sorted(found.items())], [
-                    file for _, (_, file) in sorted(found.items())
-                ]
+            if missing:  # which may be because a newer attempt is at work
+                require_charge(read_latest(self.store), self.task.record.attempt)
+            else:
+                in_order = [found[rank] for rank in sorted(found)]
+                return [part for part, _ in in_order], [file for _, file in in_order]
         raise NotPublishedError(self._late(sorted(missing.values())))
 
     def _accept(self, rank: int, content: bytes) -> tuple[Part, FileEntry]:
@@ -164,9 +166,9 @@ class Publisher:
                 self.store.delete(name)
             raise
 
-    def _prune(self, name: str) -> None:
+    def _prune(self) -> None:
         try:
-            prune(self.store, self.task.destination, name)
+            prune(self.store, self.task.destination, good_step=self.task.record.step)
         except OSError as error:  # the checkpoint is there; the next one tries again
             print(
                 f"phalanx persister: old checkpoints were not deleted: {describe(error)}", file=sys.stderr, flush=True

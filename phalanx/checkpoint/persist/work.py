@@ -6,11 +6,11 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 
 from phalanx.checkpoint.persist.contract import Outcome, Task
-from phalanx.checkpoint.persist.ending import await_end
+from phalanx.checkpoint.persist.ending import await_end, require_no_failure
 from phalanx.checkpoint.persist.parts import Writing
 from phalanx.checkpoint.persist.publisher import Publisher, describe, report_failure
 from phalanx.checkpoint.persist.writer import write_shard
@@ -70,7 +70,7 @@ class Work:
         require_charge(before, writing.attempt)
         area = store.join(writing.step, writing.attempt, writing.nonce, timeout_s)
         self._written(self._write(store, area) if self.task.plan.pieces else 0)
-        return await_end(store, area, writing, before, timeout_s)
+        return await_end(store, area, writing, before, 2 * timeout_s)  # for the shards of others, and to publish
 
     def _write(self, store: Store, area: str) -> int:
         """Size of the file, bytes."""
@@ -78,6 +78,8 @@ class Work:
             with self.turn:
                 part = write_shard(store, area, self.task, self.points)
         except Exception as error:
+            with suppress(OSError):
+                require_no_failure(store, Writing.of(self.task))  # then the area went while this was written into it
             report_failure(store, area, self.task, error)
             raise
         return 0 if part.file is None else part.file.size_bytes
