@@ -82,7 +82,7 @@ def _choice(snapshot: SnapshotId, copies: list[tuple[str, Record]]) -> Choice | 
             return None
         if host not in hosts.setdefault(record.rank, []):
             hosts[record.rank].append(host)
-    records = list(shards.values())
-    if {record.shards for record in records} != {len(records)} or is_stale(records) or sick_tensors(records):
+    records = [record for _, record in copies]
+    if {record.shards for record in records} != {len(shards)} or is_stale(records) or sick_tensors(records):
         return None
     return Choice(snapshot, {rank: shards[rank].plan_sha256 for rank in sorted(shards)}, hosts)

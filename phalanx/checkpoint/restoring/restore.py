@@ -45,6 +45,7 @@ def restore(
     copies: Copies | None = None,
     remote: RemoteCopies | None = None,
     host: str = "",
+    accept: Callable[[Any], None] | None = None,
     strict: bool = True,
     cast: bool = False,
     select: Callable[[str], bool] | None = None,
@@ -66,6 +67,8 @@ def restore(
         remote: reads what keepers of other hosts hold; None: only own hosts' copies are used.
         host: name of this rank's host; empty: as its keeper says, which begins to listen for other hosts then. To be
             given only where there is no `remote`.
+        accept: is given what training had given besides tensors, on every rank alike, before anything is changed; what
+            it raises ends the restore.
         strict: every name must be on both sides, see `Differences`.
         cast: convert where dtypes differ instead of refusing.
         select: restore only the tensors whose names it accepts (weights only …); others are neither changed nor missed.
@@ -91,6 +94,8 @@ def restore(
     states = _States(keeper, remote, host, store, verify, peers, log)
     while (source := states.next()) is not None:
         differences = fit(_title(source), source.tensors)
+        if accept is not None:
+            everywhere(peers, partial(accept, source.state))
         filled = _fill(source, blocks, sharing, peers)
         log.rates += filled.rates
         if not filled.faults:
