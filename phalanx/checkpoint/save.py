@@ -149,6 +149,8 @@ def _description(step: int, state: Any, meta: Meta) -> dict[str, Any]:
         "phalanx_version": __version__,
         "torch_version": str(torch.__version__),
         "attempt": meta.attempt,
+        "metrics": dict(meta.metrics),
+        "layout": meta.layout,
         "config_sha256": manifests.config_sha256(meta.config),
         "config": dict(meta.config),
         "state": state,

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from phalanx.core.errors import UserError
 from phalanx.core.files import atomic_writer, write_bytes
@@ -23,8 +23,9 @@ from phalanx.telemetry.config import LoggingConfig
 Values = Mapping[str, float | int | str]
 
 STEP = "step"
-EVALUATION = "evaluation"
-START = "start"
+
+Kind = Literal["evaluation", "start", "checkpoint", "snapshot"]
+"""Lines that are not of a step: a checkpoint is durable, a snapshot stays in memory."""
 
 
 class MetricsLogger(Protocol):
@@ -33,11 +34,9 @@ class MetricsLogger(Protocol):
     def log(self, step: int, values: Values) -> None:
         """Note the figures of training step `step`; called once for each step."""
 
-    def log_evaluation(self, step: int, values: Values) -> None:
-        """Note the figures of an evaluation made after step `step`."""
-
-    def log_start(self, step: int, values: Values) -> None:
-        """Note how a start went that goes on after step `step`, such as the time of its phases."""
+    def log_event(self, kind: Kind, step: int, values: Values) -> None:
+        """Note something else of step `step`: an evaluation after it, what its checkpoint cost, or how a start went
+        that goes on after it."""
 
     def flush(self) -> None:
         """Make durable what was logged: to be called before the checkpoint of the same step is published."""
@@ -76,13 +75,9 @@ class JsonLines:
         """Append the line of a step."""
         self._append(STEP, step, values)
 
-    def log_evaluation(self, step: int, values: Values) -> None:
-        """Append the line of an evaluation."""
-        self._append(EVALUATION, step, values)
-
-    def log_start(self, step: int, values: Values) -> None:
-        """Append the line of a start; the first of those that went on after the same step stays."""
-        self._append(START, step, values)
+    def log_event(self, kind: Kind, step: int, values: Values) -> None:
+        """Append the line of an event; the first of each kind and step stays."""
+        self._append(kind, step, values)
 
     def flush(self) -> None:
         """Wait until the lines are on the disk, so that they outlive a loss of power."""
@@ -128,12 +123,8 @@ class TensorBoard:
             add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
             add(name, value, step)
 
-    def log_evaluation(self, step: int, values: Values) -> None:
-        """The same: evaluations have names of their own."""
-        self.log(step, values)
-
-    def log_start(self, step: int, values: Values) -> None:
-        """Add a scalar per phase."""
+    def log_event(self, kind: Kind, step: int, values: Values) -> None:
+        """The same: figures of events have names of their own."""
         self.log(step, values)
 
     def flush(self) -> None:
@@ -175,12 +166,8 @@ class WandB:
         """Send the figures of a step."""
         self._run.log({STEP: step, **values})
 
-    def log_evaluation(self, step: int, values: Values) -> None:
-        """The same: evaluations have names of their own."""
-        self.log(step, values)
-
-    def log_start(self, step: int, values: Values) -> None:
-        """The same."""
+    def log_event(self, kind: Kind, step: int, values: Values) -> None:
+        """The same: figures of events have names of their own."""
         self.log(step, values)
 
     def flush(self) -> None:
@@ -197,10 +184,7 @@ class Silent:
     def log(self, step: int, values: Values) -> None:
         """Nothing."""
 
-    def log_evaluation(self, step: int, values: Values) -> None:
-        """Nothing."""
-
-    def log_start(self, step: int, values: Values) -> None:
+    def log_event(self, kind: Kind, step: int, values: Values) -> None:
         """Nothing."""
 
     def flush(self) -> None:
@@ -232,15 +216,10 @@ class Fanout:
         self._main.log(step, values)
         self._each(lambda other: other.log(step, values))
 
-    def log_evaluation(self, step: int, values: Values) -> None:
+    def log_event(self, kind: Kind, step: int, values: Values) -> None:
         """Pass on to each."""
-        self._main.log_evaluation(step, values)
-        self._each(lambda other: other.log_evaluation(step, values))
-
-    def log_start(self, step: int, values: Values) -> None:
-        """Pass on to each."""
-        self._main.log_start(step, values)
-        self._each(lambda other: other.log_start(step, values))
+        self._main.log_event(kind, step, values)
+        self._each(lambda other: other.log_event(kind, step, values))
 
     def flush(self) -> None:
         """Flush each."""

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 
-from phalanx.checkpoint.restore import candidates, newest
+from phalanx.checkpoint.restore import candidates
+from phalanx.checkpoint.restoring.restored import Restored
 from phalanx.core.errors import UserError
+from phalanx.core.points import NO_POINTS, Points
 from phalanx.data.loader import Loader
 from phalanx.data.prepare import Progress as PrepareProgress
 from phalanx.data.prepare import prepare
@@ -32,6 +34,7 @@ from phalanx.train.micro_batch import choose_micro_batch
 from phalanx.train.ranks import Ranks
 from phalanx.train.run import Run
 from phalanx.train.run_folder import RunFolder, note_hardware
+from phalanx.train.saving import Saver, destination, open_saver
 from phalanx.train.trainer import LocalTrainer, SpreadTrainer, Trainer
 from phalanx.train.weights.initial import load_initial_weights
 
@@ -44,10 +47,16 @@ def assemble(
     say: Say,
     prepare_progress: Callable[[PrepareProgress], None] | None = None,
     ranks: Ranks | None = None,
+    points: Points = NO_POINTS,
 ) -> Run:
-    """Prepare the data, build every part, and take up the newest good checkpoint if there is one.
+    """Prepare the data, build every part, and take up the newest good state if there is one.
 
     All ranks of a run call it together.
+
+    Args:
+        say: shows a line to a person.
+        prepare_progress: is told how far the preparing of text is.
+        points: where tests inject faults into checkpoints.
 
     Raises:
         UserError: anything that the config asks for and that cannot be had.
@@ -58,17 +67,27 @@ def assemble(
     spread = _with_layout(config, prepared, ranks, device, say)
     _require_a_batch(config, prepared)
     needed = standing_bytes(complete_model(config, prepared.vocab_size), config.optim)
-    with explained(described(needed), smaller_model(needed)):
-        with ranks.phases.phase("model"):
-            run = build_run(spread, folder, device, prepared, ranks)
-        with ranks.phases.phase("checkpoint"):
-            take_up(run, say)
+    with explained(described(needed), smaller_model(needed)), ranks.phases.phase("model"):
+        run = build_run(spread, folder, device, prepared, ranks, open_saver(spread, folder.path, ranks, say, points))
+    try:
+        _begin(run, config, say)
+    except BaseException:
+        run.saver.finish(clean=False)
+        raise
+    return run
+
+
+def _begin(run: Run, config: RunConfig, say: Say) -> None:
+    ranks, folder = run.ranks, run.folder
+    needed = standing_bytes(run.trainer.config, config.optim)
+    with explained(described(needed), smaller_model(needed)), ranks.phases.phase("checkpoint"):
+        take_up(run, say)
+        run.watch()
     if ranks.is_first:
         save_tokenizer(config.data, folder.tokenizer)
         folder.record_config(config)  # as it was given: the run may go on in another layout
         note_hardware(folder, describe_hardware(run))
     _note_ignored_settings(run, say)
-    return run
 
 
 def _prepare_once(config: RunConfig, ranks: Ranks, progress: Callable[[PrepareProgress], None] | None) -> Prepared:
@@ -112,10 +131,9 @@ def _require_a_batch(config: RunConfig, prepared: Prepared) -> None:
 
 
 def build_run(
-    config: RunConfig, folder: RunFolder, device: Device, prepared: Prepared, ranks: Ranks | None = None
+    config: RunConfig, folder: RunFolder, device: Device, prepared: Prepared, ranks: Ranks, saver: Saver
 ) -> Run:
     """Every part of a run that starts at step 0."""
-    ranks = ranks or Ranks()
     trainer = build_trainer(config, prepared.vocab_size, device, ranks)
     loader = Loader(prepared, config.data)
     whole_shapes = {name: p.shape for name, p in parameter_table(trainer.config).items()}
@@ -138,6 +156,7 @@ def build_run(
         ),
         judge=BadStepJudge(config.optim.bad_step, device.torch_device),
         total_steps=total_steps(config),
+        saver=saver,
     )
 
 
@@ -168,13 +187,13 @@ def build_model(config: RunConfig, vocab_size: int, device: Device) -> Decoder:
 
 
 def take_up(run: Run, say: Say) -> None:
-    """Go on from the newest good checkpoint; else start, from `train.init_from` where that is set."""
-    checkpoint = newest(run.folder.checkpoints, say, verify=run.config.checkpoint.verify, peers=run.ranks.peers)
-    if checkpoint is not None:
-        run.restore(checkpoint)
+    """Go on from the newest good state; else start, from `train.init_from` where that is set."""
+    restored = run.restore()
+    if restored is not None:
         if run.config.run.resume == "changed" or not _keeps_micro_batch(run):
             run.progress.micro_batch = choose_micro_batch(run)  # it, or the layout, may be what was changed
-        say(f"going on from {checkpoint.path} (step {checkpoint.step} of {run.total_steps})")
+        where = described_source(restored, destination(run.config, run.folder.path))
+        say(f"going on from {where} (step {restored.step} of {run.total_steps})")
         return
     if candidates(run.folder.checkpoints):
         say("no checkpoint is whole: starting again from step 0")
@@ -182,6 +201,14 @@ def take_up(run: Run, say: Say) -> None:
         source = Path(run.config.train.init_from)
         load_initial_weights(run.trainer, run.prepared.tokenizer, source, say)
     run.progress.micro_batch = choose_micro_batch(run)
+
+
+def described_source(restored: Restored, url: str) -> str:
+    """The checkpoint, or the memory of which hosts and how fast it came."""
+    if restored.source == "durable":
+        return f"{url}/{restored.name}"
+    whose = "this host" if restored.source == "memory" else "the hosts"
+    return f"the memory of {whose}, " + "; ".join(str(rate) for rate in restored.rates)
 
 
 def _keeps_micro_batch(run: Run) -> bool:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import dataclass
+from functools import partial
 
+from phalanx.checkpoint.policy.deadline import deadline_due, find_deadline
 from phalanx.optim.schedule import lr_factor
 from phalanx.train.device import GarbageCollection
 from phalanx.train.evaluate import Evaluation
@@ -42,21 +46,24 @@ def train(run: Run, reporter: Reporter) -> Outcome:
     record = StepRecord()
     profiler = StepProfiler(config.profile, run.folder.path / "profile", run.ranks.rank)
     with (
-        StopRequest(run.ranks.peers) as stop,
+        StopRequest(run.ranks.peers, _Deadline(run).is_near) as stop,
         GarbageCollection(config.train.garbage_collect_steps) as garbage,
         run.batches() as batches,
     ):
         for batch in batches:
             step = progress.step + 1
             stop.ask()
+            run.saver.ask(step)
             profiler.before_step(step)
 
             loss = run.accumulate_gradients(batch)
+            run.saver.fence()
             norm, grad_scale = run.optimizer.clip()
             bad = run.judge.judge(loss, norm)
             lr = run.optimizer.set_lr(lr_factor(config.optim.schedule, progress.step, run.total_steps))
             run.optimizer.step(found_inf=bad, grad_scale=grad_scale)
             run.updated()
+            run.note_update(lr)
 
             samples, length = run.samples_of(batch), batch.tokens_BS.shape[1]
             progress.advance(samples, length)
@@ -66,15 +73,13 @@ def train(run: Run, reporter: Reporter) -> Outcome:
             reporter.note_profile(profiler.after_step(step))
 
             ending = stop.agreed() or step == run.total_steps
-            saving = ending or config.checkpoint.due(step)
-            if saving or config.logging.due(step) or run.judge.hopeless:
+            if ending or config.logging.due(step) or run.judge.hopeless:
                 reporter.report(record.flush())
                 run.judge.raise_if_hopeless()
             if not ending and _evaluate_if_due(run, reporter):
                 record.resume_clock()
-            if saving:
-                reporter.flush()
-                reporter.saved(run.save())
+            run.keep(partial(_write_down, reporter, record), ending=ending)
+            if reporter.kept(run.saver.events()) and run.saver.blocks:
                 record.resume_clock()
             if ending:
                 break
@@ -88,11 +93,39 @@ def train(run: Run, reporter: Reporter) -> Outcome:
     return Outcome("", final)
 
 
+class _Deadline:
+    """When the scheduler ends the job: the last checkpoint has to be durable before."""
+
+    def __init__(self, run: Run) -> None:
+        self._saver, self._margin_s = run.saver, run.config.checkpoint.wall_time_margin_s
+        self._deadline = find_deadline(os.environ, time.time())
+        self._step_began_s = self._longest_step_s = 0.0
+
+    def is_near(self) -> bool:
+        """Whether the step that begins now has to be the last one."""
+        if self._deadline is None:
+            return False
+        now_s = time.time()
+        if self._step_began_s:
+            self._longest_step_s = max(self._longest_step_s, now_s - self._step_began_s)
+        self._step_began_s = now_s
+        # This step and perhaps one more: with several ranks, all stop in the step after the one in which one wants to.
+        expected_s = 2 * self._longest_step_s
+        durable_s = self._saver.expected_durable_s
+        return deadline_due(self._deadline, now_s, margin_s=self._margin_s, durable_s=durable_s, step_s=expected_s)
+
+
+def _write_down(reporter: Reporter, record: StepRecord) -> None:
+    """Before a checkpoint knows of them, steps are in the metrics."""
+    reporter.report(record.flush())
+    reporter.flush()
+
+
 def _evaluate_if_due(run: Run, reporter: Reporter) -> bool:
     """Look at held-out text if that is due at this step and was not done; says whether it was done now."""
     config, progress = run.config.evaluate, run.progress
     if not config.due(progress.step) or progress.evaluated >= progress.step or progress.step >= run.total_steps:
         return False
-    reporter.evaluated(progress.step, run.evaluate(config.tokens))
+    progress.metrics = reporter.evaluated(progress.step, run.evaluate(config.tokens))
     progress.evaluated = progress.step
     return True

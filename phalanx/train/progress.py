@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 
@@ -17,6 +17,7 @@ class Progress:
         train_s: wall time spent training, over all starts.
         micro_batch: sequences per forward and backward pass, kept so that a resumed run repeats the same arithmetic.
         evaluated: last step after which held-out text was looked at; a clean stop leaves that to the next start.
+        metrics: held-out figures of then, such as ``{"validation_loss": 3.1}``.
     """
 
     step: int = 0
@@ -25,6 +26,7 @@ class Progress:
     train_s: float = 0.0
     micro_batch: int = 0
     evaluated: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def advance(self, samples: int, length: int) -> None:
         """Count a finished step that read `samples` sequences of `length` tokens."""

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.format.manifest import Meta
-from phalanx.checkpoint.restore import Checkpoint
-from phalanx.checkpoint.save import save
-from phalanx.checkpoint.storage.prune import prune
+from phalanx.checkpoint.restoring.restored import Restored
 from phalanx.core.errors import UserError
 from phalanx.core.hardware import Peak
-from phalanx.core.points import NO_POINTS, Points
 from phalanx.core.shard import Shard
 from phalanx.data.batch import Batch
 from phalanx.data.loader import Loader, LoaderState
@@ -35,6 +30,7 @@ from phalanx.train.failures import out_of_memory, too_big
 from phalanx.train.progress import Progress
 from phalanx.train.ranks import Ranks
 from phalanx.train.run_folder import RunFolder
+from phalanx.train.saving import Saver, role_of
 from phalanx.train.trainer import Trainer
 
 _TEXT = "data_fingerprint"
@@ -56,8 +52,10 @@ class Run:
     optimizer: OptimizerSet
     judge: BadStepJudge
     total_steps: int
+    saver: Saver
     progress: Progress = field(default_factory=Progress)
-    points: Points = NO_POINTS
+    _updates: int = 0
+    _made: int = 0
 
     @contextmanager
     def batches(self) -> Iterator[Iterator[Batch]]:
@@ -116,46 +114,62 @@ class Run:
         state = state_shards(self.optimizer.state_tensors(), weights)
         return {f"model.{n}": s for n, s in weights.items()} | {f"optim.{n}": s for n, s in state.items()}
 
-    def save(self) -> Path:
-        """Write a checkpoint of this moment, then delete those that are no longer to be kept."""
-        meta = Meta(config=self.config.model_dump(mode="json"))
-        step = self.progress.step
-        path = save(
-            self.folder.checkpoints,
-            step,
-            self.state_tensors(),
-            self._state(),
-            meta,
-            points=self.points,
-            shards=self.state_shards(),
-            peers=self.ranks.peers,
-        )
-        if self.ranks.is_first:
-            prune(self.folder.checkpoints, self.config.checkpoint, good_step=step)
-        return path
+    def watch(self) -> None:
+        """Say what checkpoints consist of; all ranks together, once everything is where it stays."""
+        self.saver.watch(self.state_tensors, self.state_shards(), role_of)
 
-    def _state(self) -> dict[str, Any]:
+    def keep(self, before: Callable[[], None], *, ending: bool) -> None:
+        """At the end of a step: take a checkpoint if one is due, and when `ending`.
+
+        Args:
+            before: called on rank 0 when one is taken, so that no checkpoint knows of steps that were not written down.
+        """
+
+        def state() -> dict[str, Any]:
+            before()
+            return self.state()
+
+        self.saver.after_step(
+            self.progress.step, state, stepped=self._has_stepped, metrics=self.progress.metrics, ending=ending
+        )
+
+    def note_update(self, lr: float) -> None:
+        """An update with this learning rate was made, or skipped by the bad-step policy."""
+        self._updates += lr > 0
+
+    def _has_stepped(self) -> bool:
+        """Whether a parameter should have changed since this was last asked; reads a counter from the device."""
+        made = self._updates - int(self.judge.skipped)
+        before, self._made = self._made, made
+        return made > before
+
+    def state(self) -> dict[str, Any]:
+        """What decides how training goes on besides `state_tensors`, as JSON values."""
         return self.progress.to_json() | {_TEXT: self.prepared.fingerprint}
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Take up everything where `checkpoint` left it.
+    def restore(self) -> Restored | None:
+        """Take up the newest good state there is, if there is one, and go on where it stands.
 
         Raises:
-            UserError: it holds another model or optimizer, or was made with other text; nothing is changed then.
+            UserError: it is of another model or optimizer, or was made with other text; nothing is changed then.
         """
-        if self.config.run.resume == "same" and checkpoint.state.get(_TEXT) != self.prepared.fingerprint:
-            raise UserError(
-                f"the text, or the tokenizer made of it, is not what it was at step {checkpoint.step}",
-                cure="put the former text back, set run.folder to a new name, or run.resume=changed to go on with it",
-                field="data.sources",
-            )
         tensors = self.state_tensors()
-        with torch.no_grad():
-            checkpoint.load_into(
-                tensors, shards=self.state_shards(), peers=self.ranks.peers
-            )  # in place: these are the tensors that training works on
+        with torch.no_grad():  # in place: these are the tensors that training works on
+            restored = self.saver.restore(tensors, self.state_shards(), accept=self._accept)
+        if restored is None:
+            return None
         prefix = "bad_step."
         self.judge.load_state_tensors({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
         torch.set_rng_state(tensors["rng.torch"])
         self.trainer.weights_changed()
-        self.progress = Progress.from_json(checkpoint.state)
+        self.progress = Progress.from_json(restored.state)
+        self._made = -int(self.judge.skipped)
+        return restored
+
+    def _accept(self, state: Any) -> None:
+        if self.config.run.resume == "same" and state.get(_TEXT) != self.prepared.fingerprint:
+            raise UserError(
+                f"the text, or the tokenizer made of it, is not what it was at step {state.get('step')}",
+                cure="put the former text back, set run.folder to a new name, or run.resume=changed to go on with it",
+                field="data.sources",
+            )

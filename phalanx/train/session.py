@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from rich.text import Text
 
 from phalanx.core import units
 from phalanx.core.phases import Phases
+from phalanx.core.points import points_from_environment
 from phalanx.launch.cores import bind_started_elsewhere
 from phalanx.launch.environment import Worker
 from phalanx.launch.named import errors_named
@@ -30,6 +33,7 @@ from phalanx.train.reports.preparing import PrepareDisplay
 from phalanx.train.reports.reporting import Reporter, describe
 from phalanx.train.run import Run
 from phalanx.train.run_folder import RunFolder, open_for_training
+from phalanx.train.signals import END_OF_TIME
 from phalanx.train.weights.sampling import continue_text
 from phalanx.train.weights.trained import open_trained
 
@@ -45,7 +49,7 @@ _PHASES = {
     "model": "model",
     "checkpoint": "checkpoint",
 }
-_EXIT_OF_SIGNAL = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138}
+_EXIT_AT_END_OF_TIME = 143  # as after the SIGTERM that the scheduler would have sent
 
 
 def train_rank(worker: Worker, config: RunConfig, config_path: Path) -> int:
@@ -81,16 +85,24 @@ def train_session(config: RunConfig, config_path: Path, console: Console, ranks:
     try:
         with explained("the run", _LESS):
             with PrepareDisplay(console) as progress:
-                run = assemble(config, folder, display.note, progress.show, ranks)
+                points = points_from_environment(os.environ)
+                run = assemble(config, folder, display.note, progress.show, ranks, points)
             display.note(headline(run))
-            outcome = _train(run, display)
+            outcome = _train_and_let_go(run, display)
     finally:
         display.close()
         folder.release()
     console.print(closing(run, outcome), highlight=False, soft_wrap=not console.is_terminal)
     if config.evaluate.sample_prompt and not outcome.stopped_by and ranks.is_first:
         console.print(Panel(Text(sample(run)), title="a sample", title_align="left"))
-    return _EXIT_OF_SIGNAL.get(outcome.stopped_by, 0)
+    return exit_status(outcome.stopped_by)
+
+
+def exit_status(stopped_by: str) -> int:
+    """0; or, for a run that was stopped, 128 and the number of the signal."""
+    if not stopped_by:
+        return 0
+    return _EXIT_AT_END_OF_TIME if stopped_by == END_OF_TIME else 128 + signal.Signals[stopped_by]
 
 
 def headline(run: Run) -> str:
@@ -165,10 +177,21 @@ def sample(run: Run) -> str:
         return wanted.sample_prompt + "".join(pieces)
 
 
+def _train_and_let_go(run: Run, display: Display) -> Outcome:
+    """Train; what lies in memory is given back only where the last checkpoint is durable."""
+    clean = False
+    try:
+        outcome = _train(run, display)
+        clean = True
+        return outcome
+    finally:
+        run.saver.finish(clean=clean)
+
+
 def _train(run: Run, display: Display) -> Outcome:
     config = run.config
     logger = _open_loggers(run, display)
-    logger.log_start(run.progress.step, run.ranks.phases.metrics())
+    logger.log_event("start", run.progress.step, run.ranks.phases.metrics())
     try:
         flops = flops_per_token(run.trainer.config, config.data.sequence_length).total
         return train(run, Reporter(run, display, logger, flops))

@@ -1,4 +1,7 @@
-"""Stopping when asked to: SIGTERM, SIGINT and SIGUSR1 end a run after the step in progress, with a checkpoint."""
+"""Stopping when asked to: a signal, or the end of the job's time, ends a run after the step in progress.
+
+Which signals those are is said in `phalanx.checkpoint.policy.deadline`; the run ends with a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,37 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from phalanx.checkpoint.policy.deadline import STOP_SIGNALS
 from phalanx.core.peers import ALONE, Peers
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+TIME_IS_UP = 1 << 16
+"""Beyond all signals: what ranks tell each other instead of a signal's number when the job's time ends."""
+
+
+END_OF_TIME = "the end of its time"
+
+
+def no_deadline() -> bool:
+    """There is no end of the job's time."""
+    return False
 
 
 class StopRequest:
-    """Context in which the three signals set `signal_number` instead of ending the process.
+    """Context in which the signals set `signal_number` instead of ending the process.
 
     Of several ranks some may be told and some not, or in different steps; `ask` and `agreed` make them stop together.
 
     A second SIGINT raises KeyboardInterrupt, for the person who will not wait. Outside the main thread, where Python
     delivers no signals, it does nothing.
+
+    Args:
+        peers: the ranks that stop together.
+        time_is_up: whether the job will be ended before another step and a checkpoint are done; asked once a step.
     """
 
-    def __init__(self, peers: Peers = ALONE) -> None:
+    def __init__(self, peers: Peers = ALONE, time_is_up: Callable[[], bool] = no_deadline) -> None:
         self.signal_number: int | None = None
-        self._peers = peers
+        self._peers, self._time_is_up = peers, time_is_up
         self._answer: Callable[[], int] = lambda: 0
         self._before: dict[int, Any] = {}
 
@@ -33,11 +50,15 @@ class StopRequest:
 
     @property
     def name(self) -> str:
-        """Name of the signal that came, or an empty string."""
-        return "" if self.signal_number is None else signal.Signals(self.signal_number).name
+        """Name of the signal that came, ``the end of its time``, or an empty string."""
+        if self.signal_number is None:
+            return ""
+        return END_OF_TIME if self.signal_number == TIME_IS_UP else signal.Signals(self.signal_number).name
 
     def ask(self) -> None:
         """At the beginning of a step: ask all ranks whether a signal has come, so that they stop together."""
+        if self.signal_number is None and self._time_is_up():
+            self.signal_number = TIME_IS_UP
         if self._peers.size > 1:
             self._answer = self._peers.ask_highest(self.signal_number or 0)
 
@@ -52,7 +73,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+            self._before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:

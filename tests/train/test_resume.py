@@ -249,7 +249,6 @@ class _Death(BaseException):
 )
 def test_death_at_any_point_of_a_checkpoint(tmp_path: Path, point: str) -> None:
     run_all(tmp_path, run="straight")
-    run = begin(configured(tmp_path))
     hits = []
 
     def die(**_details: Any) -> None:
@@ -257,9 +256,8 @@ def test_death_at_any_point_of_a_checkpoint(tmp_path: Path, point: str) -> None:
         if len(hits) == 2:
             raise _Death
 
-    run.points = Points({point: die})
     with pytest.raises(_Death):
-        finish(run)
+        finish(begin(configured(tmp_path), points=Points({point: die})))
     finish(begin(configured(tmp_path)))
     assert figures(tmp_path / "run") == figures(tmp_path / "straight")
 

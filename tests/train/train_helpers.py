@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from phalanx.core.config import load
+from phalanx.core.points import NO_POINTS, Points
 from phalanx.train import assemble as assembling
 from phalanx.train import session
 from phalanx.train.config import RunConfig
@@ -49,6 +50,7 @@ TINY: dict[str, Any] = {
     "logging.every_steps": 1,
     "checkpoint.every_steps": 5,
     "checkpoint.keep_last": 100,
+    "checkpoint.mode": "blocking",  # the background is tested where it is the point
 }
 
 
@@ -79,11 +81,11 @@ def configured(folder: Path, changes: Mapping[str, Any] | None = None, run: str 
     return load(RunConfig, None, overrides(folder, changes, run)).value
 
 
-def begin(config: RunConfig, notes: list[str] | None = None) -> Run:
+def begin(config: RunConfig, notes: list[str] | None = None, points: Points = NO_POINTS) -> Run:
     """An assembled run, ready for its next step. Release its folder when done."""
     folder = open_for_training(config, Path(config.run.folder))
     try:
-        return assembling.assemble(config, folder, (notes if notes is not None else []).append)
+        return assembling.assemble(config, folder, (notes if notes is not None else []).append, points=points)
     except BaseException:
         folder.release()
         raise

@@ -19,6 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from phalanx.checkpoint.restore import open_checkpoint
+from phalanx.checkpoint.save import save
 from phalanx.core.config import load
 from phalanx.data.prepare import prepare
 from phalanx.launch.environment import Worker
@@ -68,6 +69,7 @@ SETTINGS: dict[str, Any] = {
     "train.precision": "fp32",
     "checkpoint.every_steps": SAVED_STEP,
     "checkpoint.keep_last": 100,
+    "checkpoint.mode": "blocking",
     "logging.every_steps": 1,
 }
 
@@ -178,15 +180,8 @@ def one_run(config: RunConfig, ranks: Ranks) -> None:
 
 def _save_beside(run: Run) -> None:
     """Save the state as it is, in a folder of its own."""
-    inside, run.folder = run.folder, _Beside(run.folder.path)
-    run.save()
-    run.folder = inside
-
-
-class _Beside(RunFolder):
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "resaved"
+    folder, tensors, shards = run.folder.path / "resaved", run.state_tensors(), run.state_shards()
+    save(folder, run.progress.step, tensors, run.state(), shards=shards, peers=run.ranks.peers)
 
 
 def _config(folder: Path, name: str, run: str) -> RunConfig:

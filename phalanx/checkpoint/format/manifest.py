@@ -54,10 +54,14 @@ class Meta:
     Attributes:
         config: the resolved config of the run, as plain JSON values.
         attempt: number of the attempt (restart) of the run that wrote it, from 1.
+        metrics: figures for keeping the best, such as ``{"validation_loss": 3.1}``.
+        layout: of the ranks that wrote it, such as ``pp2·dp2·tp2``; for people.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
     attempt: int = 1
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    layout: str = ""
 
 
 class _Part(BaseModel):

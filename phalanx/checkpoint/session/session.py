@@ -36,6 +36,7 @@ POINTS = ("snapshot.begin", "snapshot.begun", "snapshot.copied", "snapshot.taken
 keeper was told."""
 
 Tensors = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
+Stepped = Callable[[], bool] | bool
 
 
 class Session:
@@ -44,7 +45,12 @@ class Session:
     A loop calls, in every step and on every rank alike: `ask` when it begins, `fence` before the first thing that
     changes parameters or optimizer state, `after_step` when both are updated. What is due, and whether every rank is
     free to take it, is agreed between `fence` and `after_step`; a snapshot is taken by all ranks or none.
+
+    Attributes:
+        blocks: training does not stand still while a checkpoint is written.
     """
+
+    blocks = False
 
     def __init__(self, job: Job, link: Link, agenda: Agenda) -> None:
         self.job = job
@@ -84,6 +90,7 @@ class Session:
         tensors: Mapping[str, Tensor],
         shards: Mapping[str, Shard] | None = None,
         *,
+        accept: Callable[[Any], None] | None = None,
         strict: bool = True,
         cast: bool = False,
         select: Callable[[str], bool] | None = None,
@@ -102,6 +109,7 @@ class Session:
             peers=job.peers,
             copies=job.copies,
             remote=self._neighbours.copies(),
+            accept=accept,
             strict=strict,
             cast=cast,
             select=select,
@@ -190,7 +198,7 @@ class Session:
         step: int,
         state: Callable[[], Any],
         *,
-        stepped: bool = True,
+        stepped: Stepped = True,
         metrics: Mapping[str, float] | None = None,
         ending: bool = False,
     ) -> None:
@@ -199,7 +207,8 @@ class Session:
         Args:
             step: optimizer steps done.
             state: gives what training wants back besides tensors, as JSON values; called on rank 0 where it is needed.
-            stepped: whether the optimizer has stepped with a learning rate above zero since the last snapshot.
+            stepped: whether the optimizer has stepped with a learning rate above zero since the last snapshot, or a
+                function that says so; called where a snapshot is taken. What any rank says counts for all.
             metrics: figures for keeping the best.
             ending: the last step of this process: wait until its checkpoint is durable, the same on all ranks.
 
@@ -210,14 +219,14 @@ class Session:
         if self._step != step:
             self.ask(step)  # a loop that does not call it
         self.fence()
-        taken = Taken(step, stepped=stepped, metrics=dict(metrics or {}))
+        taken = Taken(step, metrics=dict(metrics or {}))
         with self._timed():
             decision = self._decide(step)
             self._step = None
             if ending:
-                self._end(taken, state)
+                self._end(taken, state, stepped)
             elif decision.take:
-                self._take(taken, state, persist=decision.persist)
+                self._take(taken, state, stepped, persist=decision.persist)
                 if decision.persist and self.job.config.wait:
                     self._wait(step)
 
@@ -277,7 +286,9 @@ class Session:
             self._neighbours.exchange()
         return decision
 
-    def _take(self, taken: Taken, state: Callable[[], Any], *, persist: bool, hurry: bool = False) -> None:
+    def _take(
+        self, taken: Taken, state: Callable[[], Any], stepped: Stepped, *, persist: bool, hurry: bool = False
+    ) -> None:
         skipped = self._agenda.skipped
         self._agenda.took(taken.step, persist=persist)
         text = self._text(state) if self.job.peers.rank == 0 else ""
@@ -286,7 +297,13 @@ class Session:
         slot = self._link.ask(lambda keeper: keeper.slot(), None)
         if slot is None:  # lost just now, which was reported
             return
-        told = {"state": text, "persist": persist, "hurry": hurry, "unix_ns": time.time_ns()}
+        told = {
+            "state": text,
+            "stepped": stepped() if callable(stepped) else stepped,
+            "persist": persist,
+            "hurry": hurry,
+            "unix_ns": time.time_ns(),
+        }
         event = Event(taken.step, persist, stall_s=self._blocked_s, snapshot_bytes=self._copier.plan.data_bytes)
         event.skipped = self._agenda.skipped - skipped
         self._event, self._blocked_s = event, 0.0
@@ -316,9 +333,9 @@ class Session:
             stages.add("durable")
         return stages
 
-    def _end(self, taken: Taken, state: Callable[[], Any]) -> None:
+    def _end(self, taken: Taken, state: Callable[[], Any], stepped: Stepped) -> None:
         """The checkpoint of the last step."""
-        self._last_checkpoint().make(taken.step, partial(self._take_now, taken, state), self._last_durable)
+        self._last_checkpoint().make(taken.step, partial(self._take_now, taken, state, stepped), self._last_durable)
 
     def _last_checkpoint(self) -> LastCheckpoint:
         return LastCheckpoint(self.job, self._link, self._collect_these, self._hopeless)
@@ -327,8 +344,8 @@ class Session:
         """Why no checkpoint can become durable here; None: this rank has no part in any."""
         return None if self._copier is None else self._no_memory
 
-    def _take_now(self, taken: Taken, state: Callable[[], Any]) -> None:
-        self._take(taken, state, persist=True, hurry=True)
+    def _take_now(self, taken: Taken, state: Callable[[], Any], stepped: Stepped) -> None:
+        self._take(taken, state, stepped, persist=True, hurry=True)
         if self._copying is not None:
             self._copying.wait()
             self._copying = None

@@ -1,0 +1,153 @@
+"""Checkpoints for which training stands still: the same calls as of a session, nothing in the background."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.checkpoint.config import CheckpointConfig
+from phalanx.checkpoint.format.manifest import MANIFEST, Meta
+from phalanx.checkpoint.policy.adapting import AutoInterval
+from phalanx.checkpoint.restoring.restore import restore
+from phalanx.checkpoint.restoring.restored import Restored
+from phalanx.checkpoint.save import save
+from phalanx.checkpoint.session.agenda import FREE, Agenda
+from phalanx.checkpoint.session.ledger import Event
+from phalanx.checkpoint.session.session import Tensors
+from phalanx.checkpoint.snapshot.plans import Roles
+from phalanx.checkpoint.storage.latest import advance, claim
+from phalanx.checkpoint.storage.location import open_store
+from phalanx.checkpoint.storage.prune import prune
+from phalanx.checkpoint.together import at_first
+from phalanx.core.peers import ALONE, Copies, Peers
+from phalanx.core.points import NO_POINTS, Points
+from phalanx.core.shard import Shard
+
+
+class BlockingSession:
+    """Writes each checkpoint while training waits; needs no keeper and keeps nothing in memory.
+
+    Args:
+        folder: of the checkpoints, on a file system that all ranks share.
+        config, peers, copies, layout, run_config, report, points: as of `phalanx.checkpoint.session.open_session`.
+
+    Attributes:
+        blocks: training stands still while a checkpoint is written.
+    """
+
+    blocks = True
+
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        *,
+        peers: Peers = ALONE,
+        copies: Copies | None = None,
+        layout: str = "1",
+        run_config: Mapping[str, Any] | None = None,
+        report: Callable[[str], None] = print,
+        points: Points = NO_POINTS,
+    ) -> None:
+        self._folder, self._config, self._peers, self._copies = folder, config, peers, copies
+        self._layout, self._run_config = layout, dict(run_config or {})
+        self._report, self._points = report, points
+        self._store = open_store(str(folder), {})
+        self.attempt: int = at_first(peers, lambda: claim(self._store))
+        self._agenda = Agenda(config, AutoInterval(config), decides=peers.rank == 0)
+        self._answer: Callable[[], int] | None = None
+        self._tensors: Tensors = {}
+        self._shards: Mapping[str, Shard] = {}
+        self._events: list[Event] = []
+
+    def restore(
+        self,
+        tensors: Mapping[str, Tensor],
+        shards: Mapping[str, Shard] | None = None,
+        *,
+        accept: Callable[[Any], None] | None = None,
+        strict: bool = True,
+    ) -> Restored | None:
+        """Fill `tensors` from the newest whole checkpoint; see `phalanx.checkpoint.restoring.restore.restore`."""
+        return restore(
+            tensors,
+            keeper=None,
+            store=self._store,
+            report=self._report,
+            shards=shards,
+            peers=self._peers,
+            copies=self._copies,
+            strict=strict,
+            accept=accept,
+            verify=self._config.verify,
+        )
+
+    def watch(self, tensors: Tensors, shards: Mapping[str, Shard] | None, roles: Roles) -> None:
+        """Say what checkpoints consist of; `roles` matter in the background only."""
+        self._tensors, self._shards = tensors, shards or {}
+
+    def ask(self, step: int) -> None:
+        """The step that will be number `step` begins."""
+        self._agenda.begin(step - 1)
+        if self._agenda.asks(step):
+            self._answer = self._peers.ask_highest(self._agenda.says(step, FREE))
+
+    def fence(self) -> None:
+        """Nothing is under way that parameters must not be changed for."""
+
+    def after_step(
+        self,
+        step: int,
+        state: Callable[[], Any],
+        *,
+        stepped: Callable[[], bool] | bool = True,
+        metrics: Mapping[str, float] | None = None,
+        ending: bool = False,
+    ) -> None:
+        """Write a checkpoint if one is due, or this is the last step of the process; see `Session.after_step`."""
+        answer, self._answer = self._answer, None
+        due = answer is not None and self._agenda.decide(step, answer()).persist
+        if due or ending:
+            self._agenda.took(step, persist=True)
+            self._save(step, state, dict(metrics or {}))
+
+    def events(self) -> list[Event]:
+        """Checkpoints written since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def expected_durable_s(self) -> float:
+        """How long a checkpoint is expected to take, seconds; 0: none was seen yet."""
+        return self._agenda.auto.expected_durable_s
+
+    def finish(self, *, clean: bool) -> None:
+        """Nothing is left open."""
+
+    def _save(self, step: int, state: Callable[[], Any], metrics: dict[str, float]) -> None:
+        began_s = time.perf_counter()
+        tensors = self._tensors() if callable(self._tensors) else self._tensors
+        told = state() if self._peers.rank == 0 else None
+        meta = Meta(self._run_config, self.attempt, metrics=metrics, layout=self._layout)
+        path = save(
+            self._folder, step, tensors, told, meta, points=self._points, shards=self._shards, peers=self._peers
+        )
+        at_first(self._peers, lambda: self._published(step, path))
+        seconds = time.perf_counter() - began_s
+        written_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        self._agenda.auto.note_stall(seconds)
+        self._agenda.auto.note_durable(0.0)
+        self._events.append(
+            Event(step, True, stall_s=seconds, persist_s=seconds, persist_bytes=written_bytes, name=path.name)
+        )
+
+    def _published(self, step: int, path: Path) -> None:
+        """Move the pointer, and delete what is no longer to be kept."""
+        digest = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
+        advance(self._store, self.attempt, step, path.name, digest)
+        prune(self._folder, self._config, good_step=step)
