@@ -131,7 +131,7 @@ class Checkpoint:
         absent = [name for name in wanted if name not in saved]
         if absent:
             problem = "; ".join(_listed("missing in the checkpoint", absent, len(absent)))
-            raise UserError(problem, cure="see `phalanx checkpoint inspect` for its tensors", field=self.files.url)
+            raise UserError(problem, cure="see `phalanx checkpoint show` for its tensors", field=self.files.url)
         fresh = {name: torch.empty(saved[name].shape, dtype=dcp.torch_dtype(saved[name].dtype)) for name in wanted}
         self._fill(held(fresh, {}), ALONE)
         return fresh
