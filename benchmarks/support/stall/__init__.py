@@ -1,0 +1,1 @@
+"""What `benchmarks/checkpoint_stall.py` runs in each of its processes."""
