@@ -93,6 +93,17 @@ class Checkpointer:
         """The dict of extras, in which `restore` replaces plain values."""
         return self._training.extra
 
+    def add(self, *, model: Any = None, optimizer: Any = None, extra: Mapping[str, Any] | None = None) -> None:
+        """Give what was not there yet when this was made; before `restore` and the first `step`."""
+        self._training.add(model, optimizer, extra or {})
+        everywhere(self.peers, lambda: self._training.collect() and None)
+        self._updates.watch(self._training.optimizers.values())
+
+    def look(self) -> dict[str, Any]:
+        """The JSON of the state that `restore` would put back now; empty where there is none."""
+        seen = self._saving.restore({}, {})
+        return {} if seen is None else dict(seen.state)
+
     def restore(self, *, strict: bool = True) -> int:
         """Put everything back into the newest good state that there is; returns its step, 0 where there is none.
 
@@ -139,13 +150,14 @@ class Checkpointer:
         """Say, on all ranks, that tensors have come, gone or changed their shapes since the first step."""
         self._saving.changed()
 
-    def close(self, *, failed: bool = False) -> None:
+    def close(self, *, failed: bool = False, last: bool = True) -> None:
         """End: the last step's checkpoint is durable when this returns.
 
         Args:
             failed: training has not ended well: take no checkpoint, keep what is in memory for the next start.
+            last: False where the state is no longer that of the last step, so that it must not be saved as such.
         """
-        if not failed and not self._ended:
+        if last and not failed and not self._ended:
             self._saving.after_step(self._step, stepped=self._updates.stepped, metrics={}, ending=True)
             self._ended = True
         self._updates.close()

@@ -92,13 +92,20 @@ class TrainingState:
     """
 
     def __init__(self, model: Any, optimizer: Any, extra: dict[str, Any] | None, rank: int, world_size: int) -> None:
-        self.models: dict[str, nn.Module] = _named(model, "model", nn.Module)
-        self.optimizers: dict[str, Optimizer] = _named(optimizer, "optimizer", Optimizer)
+        self.models: dict[str, nn.Module] = {}
+        self.optimizers: dict[str, Optimizer] = {}
         self.extra = {} if extra is None else extra
+        self.add(model, optimizer, {})
         self.rank, self._world_size = rank, world_size
         self._blob_bytes = 0
         if not (self.models or self.optimizers or self.extra):
             raise UserError("nothing to save was given", cure="give model=, optimizer= or extra=")
+
+    def add(self, model: Any, optimizer: Any, extra: Mapping[str, Any]) -> None:
+        """Take in what was not there yet when this was made; see the constructor."""
+        self.models |= _named(model, "model", nn.Module)
+        self.optimizers |= _named(optimizer, "optimizer", Optimizer)
+        self.extra.update(extra)
 
     def collect(self) -> Collected:
         """The state of this moment; its tensors are those that training works on, not copies.

@@ -19,6 +19,12 @@ class Updates:
     def __init__(self, optimizers: Iterable[Optimizer], before: Callable[[], None]) -> None:
         self._before = before
         self._stepped = False
+        self._hooks: list[Any] = []
+        self.watch(optimizers)
+
+    def watch(self, optimizers: Iterable[Optimizer]) -> None:
+        """Listen to these instead of those before."""
+        self.close()
         self._hooks = [optimizer.register_step_pre_hook(self._on_step) for optimizer in optimizers]
 
     def stepped(self) -> bool:

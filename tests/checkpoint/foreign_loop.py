@@ -1,0 +1,136 @@
+"""A training loop of the kind people write for torchrun; run by `test_foreign_ranks`. Not a test itself.
+
+Reads jobs from standard input, a line of JSON each: the number of ranks and their arguments ``FOLDER MODE STEPS KILL_AT
+SETTING=VALUE …`` (MODE: ddp or fsdp; KILL_AT 0: not at all). Forks the ranks, which saves importing torch for each, and
+answers with a line: exit status and what each rank printed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import traceback
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from phalanx.checkpoint import Checkpointer
+from phalanx.core.config import parse_override
+
+HANG_S = 120
+
+
+class Sampler:
+    """A position of its own on every rank, with a tensor in it."""
+
+    def __init__(self, rank: int) -> None:
+        self.generator = torch.Generator().manual_seed(100 + rank)
+        self.drawn = [0] * rank
+
+    def draw(self) -> torch.Tensor:
+        self.drawn.append(len(self.drawn))
+        return torch.rand(4, 5, generator=self.generator)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state(), "drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+        self.drawn = state["drawn"]
+
+
+def build(mode: str) -> nn.Module:
+    torch.manual_seed(random.randrange(10**6))  # differs in every start: the checkpoint has to make up for it
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Dropout(0.1), nn.Linear(7, 3))
+    if dist.get_world_size() == 1:
+        return model
+    if mode == "ddp":
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (model[0], model[3], model):
+        fully_shard(part, mesh=mesh)
+    return model
+
+
+def whole(model: nn.Module) -> dict[str, Any]:
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    full = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in inner.named_parameters()}
+    return {name: tensor.tolist() for name, tensor in full.items()}
+
+
+def train(folder: str, mode: str, steps: int, kill_at: int, *overrides: str) -> dict[str, Any]:
+    settings = dict(parse_override(text) for text in overrides)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = build(mode)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    sampler = Sampler(rank)
+    losses: dict[int, float] = {}
+    with Checkpointer(folder, model=model, optimizer=optimizer, extra={"sampler": sampler}, **settings) as checkpoints:
+        start = checkpoints.restore()
+        if start == 0:
+            torch.manual_seed(rank)  # dropout differs between ranks
+            weights = torch.Generator().manual_seed(1)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                    local.copy_(torch.rand(local.shape, generator=weights) - 0.5)
+        for step in range(start + 1, steps + 1):
+            loss = model(sampler.draw()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            checkpoints.before_update()
+            optimizer.step()
+            losses[step] = loss.item()
+            if step == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            checkpoints.step(step, metrics={"validation_loss": loss.item()})
+        end = {"start": start, "losses": losses, "drawn": len(sampler.drawn), "weights": whole(model)}
+    dist.destroy_process_group()
+    return end
+
+
+def rank_main(rank: int, job: dict[str, Any], end: int) -> None:
+    status = 1
+    try:
+        signal.alarm(HANG_S)
+        about = {"RANK": rank, "WORLD_SIZE": job["ranks"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": job["port"]}
+        os.environ.update({name: str(value) for name, value in about.items()} | job["environment"])
+        torch.set_num_threads(1)
+        os.write(end, json.dumps(train(*job["arguments"])).encode())
+        status = 0
+    except BaseException:
+        os.write(end, json.dumps(traceback.format_exc()).encode())
+    finally:
+        os._exit(status)
+
+
+def run(job: dict[str, Any]) -> list[tuple[int, Any]]:
+    started = []
+    for rank in range(job["ranks"]):
+        ours, theirs = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            rank_main(rank, job, theirs)
+        os.close(theirs)
+        started.append((pid, ours))
+    ended = []
+    for pid, ours in started:
+        with os.fdopen(ours) as told:
+            text = told.read()
+        ended.append((os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), json.loads(text or "null")))
+    return ended
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line))), flush=True)
