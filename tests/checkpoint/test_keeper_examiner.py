@@ -167,6 +167,7 @@ def test_what_cannot_be_examined_is_told_and_its_slot_is_free_again() -> None:
     vault.lease(PLAN, 1)
     number = vault.free(0)
     assert number is not None
+    vault.writing(0, number)
     cell = vault.taken(PLAN, number, a_snapshot(1))
     broken = a_plan((*ROWS, ("more", "optimizer", 10_000)))
     told: queue.Queue[tuple[Record | None, str, float]] = queue.Queue()

@@ -103,6 +103,7 @@ def test_lower_attempts_are_refused() -> None:
     vault.begin(2)
     with pytest.raises(RefusedError):
         vault.begin(1)
+    vault.writing(0, number)
     with pytest.raises(RefusedError):
         vault.taken(PLAN, number, a_snapshot(5, 1))
     with pytest.raises(RefusedError):
@@ -112,6 +113,22 @@ def test_lower_attempts_are_refused() -> None:
     assert vault.held() == []
     assert vault.free(0) is not None
     vault.place(a_plan(rank=1), a_snapshot(6, 2))
+
+
+def test_only_what_was_free_is_written_to() -> None:
+    vault = MemoryVault()
+    vault.lease(PLAN, 2)
+    newest = take(vault, PLAN, 1)
+    other = vault.free(0)
+    assert other is not None
+    replica = vault.place(PLAN, a_snapshot(1))
+    for number in (newest, replica.number, 77):
+        with pytest.raises(LookupError):
+            vault.writing(0, number)
+    for number in (newest, other, replica.number, 77):
+        with pytest.raises(LookupError):
+            vault.taken(PLAN, number, a_snapshot(2))
+    assert steps(vault) == [(1, 1)]
 
 
 def test_what_an_attempt_goes_on_from_counts_as_the_newest() -> None:

@@ -31,6 +31,7 @@ class Map:
     def __init__(self, descriptor: int, size_bytes: int, *, writable: bool) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._map = mmap.mmap(descriptor, max(size_bytes, 1), prot=protection)
+        self._map.madvise(mmap.MADV_DONTFORK)  # the memory is not a loader's or any other child's to hold on to
         self._writable = writable
         self._ready = threading.Event()
         self._closing = False

@@ -82,7 +82,7 @@ def ensure_keeper(address: Path, *, ttl_s: float = TTL_S, environ: Mapping[str, 
         environ: its environment; None: this process's.
 
     Raises:
-        KeeperLostError: it could not be started.
+        KeeperLostError: it could not be started. OSError: nothing can be written to the folder of `address`.
     """
     with _turn(address):
         if is_listening(address):
@@ -93,17 +93,6 @@ def ensure_keeper(address: Path, *, ttl_s: float = TTL_S, environ: Mapping[str, 
             address.chmod(0o600)
             listener.listen(_BACKLOG)
             _start(address, listener, ttl_s, dict(os.environ if environ is None else environ))
-
-
-def prepare_keeper(destination_url: str, *, ttl_s: float = TTL_S, environ: Mapping[str, str] | None = None) -> Path:
-    """Have a keeper at the address that belongs to a destination; returns the address.
-
-    Raises:
-        KeeperLostError, UserError: see `ensure_keeper` and `address_for`.
-    """
-    address = address_for(destination_url, os.environ if environ is None else environ)
-    ensure_keeper(address, ttl_s=ttl_s, environ=environ)
-    return address
 
 
 def is_listening(address: Path) -> bool:

@@ -165,6 +165,8 @@ class MemoryVault:
         """
         with self._lock:
             cell = self._own(plan.rank, number)
+            if cell.state != "writing":
+                raise LookupError(f"slot {number} was not being written")
             self._empty(cell)
             self._see(snapshot.attempt)
             cell.state, cell.plan = "taken", plan
