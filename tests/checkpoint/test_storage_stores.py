@@ -213,6 +213,20 @@ def test_what_earlier_attempts_left_is_cleaned(place: Place) -> None:
     assert living.names() == [whole]
 
 
+def test_uploads_that_killed_writers_left_are_given_up(s3_place: Place) -> None:
+    fs, root = fsspec.core.url_to_fs(s3_place.url, **s3_place.options)
+    prefix = root.removeprefix("bucket/")
+    keys = [f"{prefix}/step-00000007.a{attempt}-aa/__0_0.distcp" for attempt in (1, 3)]
+    keys += [f"{prefix}/notes/step-00000007.a1-aa", f"other/{prefix}/step-00000007.a1-aa/__0_0.distcp"]
+    for key in keys:
+        fs.call_s3("create_multipart_upload", Bucket="bucket", Key=key)
+    s3_place.open().clean(3)
+    left = fs.list_multipart_uploads("bucket")
+    assert sorted(one["Key"] for one in left) == sorted(keys[1:])
+    for one in left:
+        fs.abort_mpu("bucket", one["Key"], one["UploadId"])
+
+
 @pytest.mark.parametrize("place", ["memory", "s3"], indirect=True)
 def test_ended_while_deleting_it_has_no_name_and_goes(place: Place) -> None:
     def end(**_: object) -> None:

@@ -23,7 +23,7 @@ from phalanx.checkpoint.storage import names
 from phalanx.checkpoint.storage.conditional import creator
 from phalanx.checkpoint.storage.ranges import RangeFile
 from phalanx.checkpoint.storage.retry import retried
-from phalanx.checkpoint.storage.upload import upload
+from phalanx.checkpoint.storage.upload import abandon, upload
 from phalanx.core.points import NO_POINTS, Points
 
 
@@ -156,13 +156,14 @@ class ObjectStore:
         self._remove_all(name)
 
     def clean(self, attempt: int) -> None:
-        """See `Store`: areas of attempts below `attempt` that were not published."""
+        """See `Store`: areas of attempts below `attempt` that were not published, and parts of files sent half way."""
         aside = {_area_of(name) for name in self.quarantined()}
         for name in self._prefixes():
             parsed = names.parse(name)
             ours = parsed is not None and 0 < parsed.attempt < attempt
             if ours and name not in aside and not self._is_published(name):
                 self._remove_all(name)
+        abandon(self._fs, self._root, lambda name: 0 < (names.parse(name) or names.Parsed(0)).attempt < attempt)
 
     def create(self, key: str, content: bytes) -> bool:
         """See `Store`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -14,7 +14,8 @@ from typing_extensions import Buffer
 from phalanx.checkpoint.storage.retry import retried
 
 PART_BYTES = 32 << 20
-"""Of a multipart upload: 10,000 of them, S3's limit, make 320 GB; about two are in memory at a time."""
+"""Of a multipart upload: 10,000 of them, S3's limit, make 320 GB. About four are in memory at a time, counting the
+client library's copies."""
 
 _PIECE_BYTES = 4 << 20  # fsspec's files copy whatever they are given into their buffer before they send any of it
 
@@ -49,6 +50,28 @@ def upload(fs: Any, path: str, content: Iterable[Buffer]) -> tuple[int, str]:
     return size_bytes, digest.hexdigest()
 
 
+def abandon(fs: Any, root: str, is_dead: Callable[[str], bool]) -> None:
+    """Give up the uploads that killed writers left half way: S3 keeps their parts, unseen and paid for, for ever.
+
+    Args:
+        fs: the file system; of others than S3 nothing is done.
+        root: prefix of the areas.
+        is_dead: whether nobody writes into the area of a name any more.
+    """
+    if not hasattr(fs, "call_s3"):
+        return
+    bucket, key, _ = fs.split_path(root)
+    prefix = f"{key}/" if key else ""
+    try:
+        listed = retried(root, lambda: fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix))
+        for one in listed.get("Uploads", []):
+            area, slash, _ = one["Key"].removeprefix(prefix).partition("/")
+            if one["Key"].startswith(prefix) and slash and is_dead(area):
+                retried(one["Key"], partial(fs.abort_mpu, bucket, one["Key"], one["UploadId"]))
+    except OSError:
+        return  # it may be forbidden to list them, and it is only for tidiness
+
+
 def _in_parts(fs: Any, path: str, first: bytearray, pieces: Iterator[memoryview]) -> None:
     file = retried(path, partial(_begin, fs, path, first))
     try:
@@ -65,7 +88,7 @@ def _begin(fs: Any, path: str, first: bytearray) -> Any:
     """Open the object and send its first part: what begins a multipart upload cannot be tried again by itself."""
     file = fs.open(path, "wb", block_size=PART_BYTES, autocommit=False)
     try:
-        file.write(bytes(first))
+        file.write(first)
     except BaseException:
         _give_up(file)
         raise
