@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from phalanx.checkpoint.format.record import CHUNK_BYTES, Record
 from phalanx.checkpoint.format.runs import BadSumError
 from phalanx.checkpoint.format.tables import pack, unpack
 from phalanx.checkpoint.keeper.contract import Keeper, KeeperLostError
+from phalanx.checkpoint.keeper.main import host_name
 from phalanx.checkpoint.replicas.contract import Endpoint
 from phalanx.checkpoint.restoring import copying
 from phalanx.checkpoint.restoring.choices import Choice, summary
@@ -55,13 +57,13 @@ class Hosts:
         return self.of_rank.index(host)
 
 
-def look(keeper: Keeper | None, host: str, peers: Peers) -> Hosts:
+def look(keeper: Keeper | None, others: bool, peers: Peers) -> Hosts:
     """Called by all ranks together: ask every keeper, by one rank of its host, what it holds.
 
     Args:
-        host: name of this rank's host; empty: as its keeper says, which begins to listen for other hosts then.
+        others: whether copies can be read from other hosts; keepers begin to listen for that then.
     """
-    told = everywhere(peers, lambda: _introduce(keeper, host))
+    told = everywhere(peers, lambda: _introduce(keeper, others))
     of_rank = tuple(row[0] for row in told)
     endpoints = {row[0]: Endpoint(row[0], tuple(row[1]), *row[2:]) for row in reversed(told) if row[0]}
 
@@ -132,7 +134,11 @@ class MemorySource:
         with self._keeper.read(self.choice.snapshot, rank) as (record, plan, memory):
             _require_same(self.choice, rank, record)
             threads_here = max(1, min(_MAX_THREADS, threads // self._hosts.of_rank.count(own)))
-            copying.fill_from_memory(memory, record, plan, wanted, threads_here)
+            try:
+                copying.fill_from_memory(memory, record, plan, wanted, threads_here)
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # they have views of the memory, which is let go of next
+                raise
         reading.add(Rate("memory", "memory", sum(p.nbytes for p in wanted), time.monotonic() - began_s))
 
     def _fetch(self, host: str, rank: int, wanted: list[Part], reading: Reading) -> None:
@@ -190,15 +196,15 @@ def hole(tensors: Mapping[str, SavedTensor]) -> str | None:
     return None
 
 
-def _introduce(keeper: Keeper | None, host: str) -> list[Any]:
+def _introduce(keeper: Keeper | None, others: bool) -> list[Any]:
     if keeper is None:
         return ["", [], 0, "", None]
-    if host:
-        return [host, [], 0, "", None]
     try:
-        end = keeper.endpoint
+        end = keeper.endpoint if others else Endpoint(host_name(), (), 0)
     except KeeperLostError:
         return ["", [], 0, "", None]
+    except OSError:  # it cannot listen; its own ranks can read what it has
+        end = Endpoint(host_name(), (), 0)
     return [end.host, list(end.addresses), end.port, end.interface, end.interface_bits_per_s]
 
 

@@ -44,7 +44,6 @@ def restore(
     peers: Peers = ALONE,
     copies: Copies | None = None,
     remote: RemoteCopies | None = None,
-    host: str = "",
     accept: Callable[[Any], None] | None = None,
     strict: bool = True,
     cast: bool = False,
@@ -64,9 +63,7 @@ def restore(
         peers: the ranks.
         copies: the data-parallel group of this rank: what all its members need is read by one of them; None on all
             ranks: each reads for itself.
-        remote: reads what keepers of other hosts hold; None: only own hosts' copies are used.
-        host: name of this rank's host; empty: as its keeper says, which begins to listen for other hosts then. To be
-            given only where there is no `remote`.
+        remote: reads what keepers of other hosts hold; None on all ranks: only own hosts' copies are used.
         accept: is given what training had given besides tensors, on every rank alike, before anything is changed; what
             it raises ends the restore.
         strict: every name must be on both sides, see `Differences`.
@@ -91,7 +88,7 @@ def restore(
     )
     log = _Log(report, peers.rank)
     fit = partial(require_fit, blocks=blocks, peers=peers, strict=strict, cast=cast, select=select)
-    states = _States(keeper, remote, host, store, verify, peers, log)
+    states = _States(keeper, remote, store, verify, peers, log)
     while (source := states.next()) is not None:
         differences = fit(_title(source), source.tensors)
         if accept is not None:
@@ -126,14 +123,13 @@ class _States:
         self,
         keeper: Keeper | None,
         remote: RemoteCopies | None,
-        host: str,
         store: Store | None,
         verify: bool,
         peers: Peers,
         log: _Log,
     ) -> None:
         self._keeper, self._remote, self._peers, self._log = keeper, remote, peers, log
-        self._hosts: Hosts = look(keeper, host, peers)
+        self._hosts: Hosts = look(keeper, remote is not None, peers)
         for name, cause in self._hosts.lost.items():
             log.refuse(f"the keeper of host {name} does not answer ({cause}); what it holds is not used")
         self._choices = restorable(self._hosts.held)
