@@ -110,7 +110,7 @@ class Listener:
     def _serve(self, connection: socket.socket, caller: str) -> None:
         try:
             self._converse(connection, caller)
-        except LinkError as error:
+        except OSError as error:
             if not self._closing:
                 self._report(str(error))
         finally:
