@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -162,3 +164,10 @@ def test_monotone(step_s: float, stall_s: float, persist_s: float, mtbf_s: float
     assert steps(stall_s, persist_s, mtbf_s * factor) >= here
     if stall_s * factor < mtbf_s:
         assert steps(stall_s * factor, persist_s, mtbf_s) >= here
+
+
+def test_the_worked_example_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "checkpoint_policy.md").read_text()
+    [(code, printed)] = re.findall(r"```python\n(.*?)```\n\nprints\n\n```\n(.*?)```", text, flags=re.DOTALL)
+    exec(code, {})
+    assert capsys.readouterr().out == printed
