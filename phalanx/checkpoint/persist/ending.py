@@ -18,6 +18,7 @@ from phalanx.checkpoint.storage.names import full_name
 
 _PREFIX = "failed-"
 _GONE_S = 30.0  # after the area has gone: renamed, so that the pointer moves next, or removed
+_TRIES = 2
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 2.0
 
 
@@ -26,9 +27,12 @@ class NotPublishedError(RuntimeError):
 
 
 def tell_failure(store: Store, writing: Writing, problem: str) -> None:
-    """Tell the other writers that nothing will come of it; as far as storage still can."""
-    with suppress(OSError):
-        store.create(_key(writing), json.dumps({"problem": problem}, ensure_ascii=False).encode())
+    """Tell the publisher and the other writers that nothing will come of it, as far as storage still can; who tells it
+    first is heard."""
+    for _ in range(_TRIES):
+        with suppress(OSError):
+            store.create(_key(writing), json.dumps({"problem": problem}, ensure_ascii=False).encode())
+            return
 
 
 def require_no_failure(store: Store, writing: Writing) -> None:
@@ -46,6 +50,24 @@ def forget_failures(store: Store) -> None:
     """Remove what was told of earlier checkpoints."""
     for key in store.keys(_PREFIX):
         store.remove(key)
+
+
+def join(store: Store, writing: Writing, timeout_s: float) -> str:
+    """The area of a checkpoint that another task publishes, when it is there.
+
+    Raises:
+        NotPublishedError, SupersededError, TimeoutError, OSError: as `await_end`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left_s = max(0.0, deadline - time.monotonic())
+        try:
+            return store.join(writing.step, writing.attempt, writing.nonce, min(_LONGEST_WAIT_S, left_s))
+        except TimeoutError:
+            require_no_failure(store, writing)
+            require_charge(read_latest(store), writing.attempt)
+            if left_s <= _LONGEST_WAIT_S:
+                raise
 
 
 def await_end(store: Store, area: str, writing: Writing, before: Latest | None, timeout_s: float) -> str:

@@ -30,30 +30,28 @@ class Writing(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """A shard that is written, or will not be.
+    """A shard that is written.
 
     Attributes:
         writing: of which checkpoint.
         rank: whose shard.
-        file: None where there is none, or where it could not be written.
+        file: it.
         record: the slot's, without its sums, which said what the memory was; the file has its own.
-        problem: empty, or why the shard is not there.
     """
 
     writing: Writing
     rank: int
-    file: FileEntry | None
+    file: FileEntry
     record: Record
-    problem: str = ""
 
     @staticmethod
-    def of(task: Task, file: FileEntry | None, problem: str = "") -> Part:
-        """What became of the shard of `task`."""
-        return Part(Writing.of(task), task.plan.rank, file, replace(task.record, sums=()), problem)
+    def of(task: Task, file: FileEntry) -> Part:
+        """The shard of `task` is in `file`."""
+        return Part(Writing.of(task), task.plan.rank, file, replace(task.record, sums=()))
 
     def to_bytes(self) -> bytes:
         """As JSON."""
-        tree = asdict(replace(self, file=None)) | {"file": None if self.file is None else self.file.model_dump()}
+        tree = asdict(self) | {"file": self.file.model_dump()}
         return (json.dumps(tree, indent=1, ensure_ascii=False) + "\n").encode()
 
     @staticmethod
@@ -64,9 +62,9 @@ class Part:
             ValueError, TypeError, KeyError: it is something else.
         """
         tree: dict[str, Any] = json.loads(content)
-        file = None if tree["file"] is None else FileEntry.model_validate(tree["file"])
+        file = FileEntry.model_validate(tree["file"])
         record = Record.from_text(json.dumps(tree["record"]))
-        return Part(Writing(*tree["writing"]), tree["rank"], file, record, tree["problem"])
+        return Part(Writing(*tree["writing"]), tree["rank"], file, record)
 
 
 def part_name(rank: int) -> str:

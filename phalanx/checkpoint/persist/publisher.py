@@ -18,9 +18,15 @@ from phalanx.checkpoint.format import manifest as manifests
 from phalanx.checkpoint.format.manifest import FORMAT_VERSION, MANIFEST, SUMS, FileEntry, Manifest, TensorEntry
 from phalanx.checkpoint.format.record import is_stale, sick_tensors
 from phalanx.checkpoint.persist.contract import Task
-from phalanx.checkpoint.persist.ending import NotPublishedError, forget_failures, pauses, tell_failure
+from phalanx.checkpoint.persist.ending import (
+    NotPublishedError,
+    forget_failures,
+    pauses,
+    require_no_failure,
+    tell_failure,
+)
 from phalanx.checkpoint.persist.parts import Part, Writing, part_name
-from phalanx.checkpoint.persist.writer import write_part, write_shard
+from phalanx.checkpoint.persist.writer import write_shard
 from phalanx.checkpoint.storage.base import Store, SupersededError
 from phalanx.checkpoint.storage.latest import advance, read_latest, require_charge
 from phalanx.checkpoint.storage.prune import prune
@@ -59,26 +65,31 @@ class Publisher:
         """
         writing = Writing.of(self.task)
         require_charge(read_latest(self.store), writing.attempt)
-        self.store.clean(writing.attempt)
-        forget_failures(self.store)
-        area = self.store.begin(writing.step, writing.attempt, writing.nonce)
-        self.points.reach("persist.begin")
+        area = ""
         try:
+            self.store.clean(writing.attempt)
+            forget_failures(self.store)
+            area = self.store.begin(writing.step, writing.attempt, writing.nonce)
+            self.points.reach("persist.begin")
             name = self._publish(area)
         except BaseException as error:
             tell_failure(self.store, writing, describe(error))
-            with suppress(OSError):
-                self.store.discard(area)
-                self.store.clean(writing.attempt)  # what others wrote into it while it was removed
+            self._discard(area)
             raise
         self._prune()
         self.points.reach("persist.pruned")
         return name
 
+    def _discard(self, area: str) -> None:
+        with suppress(OSError):
+            if area:
+                self.store.discard(area)
+            self.store.clean(self.task.record.attempt)  # what others wrote into it while it was removed
+
     def _publish(self, area: str) -> str:
         with self.turn:
             own = write_shard(self.store, area, self.task, self.points)
-        self.written(0 if own.file is None else own.file.size_bytes)
+        self.written(own.file.size_bytes)
         parts, files = self._gather(area)
         digest = self._describe(area, parts, files)
         self.points.reach("persist.manifest-written")
@@ -101,11 +112,11 @@ class Publisher:
             for name in missing.keys() & set(self.store.files(area)):
                 rank = missing.pop(name)
                 found[rank] = self._accept(rank, self.store.read(area, name))
-            if missing:  # which may be because a newer attempt is at work
-                require_charge(read_latest(self.store), self.task.record.attempt)
-            else:
+            if not missing:
                 in_order = [found[rank] for rank in sorted(found)]
                 return [part for part, _ in in_order], [file for _, file in in_order]
+            require_no_failure(self.store, Writing.of(self.task))
+            require_charge(read_latest(self.store), self.task.record.attempt)
         raise NotPublishedError(self._late(sorted(missing.values())))
 
     def _accept(self, rank: int, content: bytes) -> tuple[Part, FileEntry]:
@@ -116,8 +127,6 @@ class Publisher:
         expected = Writing.of(self.task)
         if (part.writing, part.rank) != (expected, rank):
             raise NotPublishedError(f"{part_name(rank)} belongs to {part.writing}, not {expected}")
-        if part.problem:
-            raise NotPublishedError(f"the shard of rank {rank}: {part.problem}")
         digest = hashlib.sha256(content).hexdigest()
         return part, FileEntry(name=part_name(rank), size_bytes=len(content), sha256=digest)
 
@@ -134,7 +143,7 @@ class Publisher:
         """Write index, manifest and sums; SHA-256 of the manifest."""
         assert self.task.job is not None, "a publisher has the plan of the job"
         files = [self.store.write(area, _INDEX, [self.task.job.index])]
-        files += [part.file for part in parts if part.file is not None]
+        files += [part.file for part in parts]
         manifest = _manifest(self.task, files + part_files)
         content = manifests.encode(manifest)
         digest = hashlib.sha256(content).hexdigest()
@@ -173,12 +182,6 @@ class Publisher:
             print(
                 f"phalanx persister: old checkpoints were not deleted: {describe(error)}", file=sys.stderr, flush=True
             )
-
-
-def report_failure(store: Store, area: str, task: Task, error: BaseException) -> None:
-    """Tell the publisher that the shard of `task` will not come, as far as storage still can."""
-    with suppress(OSError):
-        write_part(store, area, Part.of(task, None, describe(error)))
 
 
 def describe(error: BaseException) -> str:

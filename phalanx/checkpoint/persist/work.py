@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 
 from phalanx.checkpoint.persist.contract import Outcome, Task
-from phalanx.checkpoint.persist.ending import await_end, require_no_failure
+from phalanx.checkpoint.persist.ending import await_end, join, require_no_failure, tell_failure
 from phalanx.checkpoint.persist.parts import Writing
-from phalanx.checkpoint.persist.publisher import Publisher, describe, report_failure
+from phalanx.checkpoint.persist.publisher import Publisher, describe
 from phalanx.checkpoint.persist.writer import write_shard
 from phalanx.checkpoint.storage.base import Store
 from phalanx.checkpoint.storage.latest import read_latest, require_charge
@@ -68,7 +68,7 @@ class Work:
         writing, timeout_s = Writing.of(self.task), self.task.destination.timeout_s
         before = read_latest(store)
         require_charge(before, writing.attempt)
-        area = store.join(writing.step, writing.attempt, writing.nonce, timeout_s)
+        area = join(store, writing, timeout_s)
         self._written(self._write(store, area) if self.task.plan.pieces else 0)
         return await_end(store, area, writing, before, 2 * timeout_s)  # for the shards of others, and to publish
 
@@ -80,9 +80,9 @@ class Work:
         except Exception as error:
             with suppress(OSError):
                 require_no_failure(store, Writing.of(self.task))  # then the area went while this was written into it
-            report_failure(store, area, self.task, error)
+            tell_failure(store, Writing.of(self.task), f"the shard of rank {self.task.plan.rank}: {describe(error)}")
             raise
-        return 0 if part.file is None else part.file.size_bytes
+        return part.file.size_bytes
 
     def _written(self, size_bytes: int) -> None:
         self.tell(self._outcome(published=False, size_bytes=size_bytes))

@@ -33,18 +33,9 @@ def write_shard(store: Store, area: str, task: Task, points: Points) -> Part:
     """
     part = Part.of(task, _write_file(store, area, task, points))
     points.reach("persist.shard-written", rank=task.plan.rank)
-    write_part(store, area, part)
+    store.write(area, part_name(part.rank), [part.to_bytes()])
     points.reach("persist.part-written", rank=task.plan.rank)
     return part
-
-
-def write_part(store: Store, area: str, part: Part) -> FileEntry:
-    """Tell the publisher what became of a shard.
-
-    Raises:
-        OSError: storage refuses.
-    """
-    return store.write(area, part_name(part.rank), [part.to_bytes()])
 
 
 def _write_file(store: Store, area: str, task: Task, points: Points) -> FileEntry:
