@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +18,13 @@ BLOCK_BYTES = 512 << 10
 # not finite (numpy has no bfloat16, and is slow with float16). Other dtypes are not looked at.
 _NUMBERS = {"float32": np.float32, "float64": np.float64}
 _EXPONENTS = {"bfloat16": np.uint16(0x7F80), "float16": np.uint16(0x7C00)}
+_LOOKED_AT = frozenset({*_NUMBERS, *_EXPONENTS})
 
 _MAX_NAMES = 8
 
 
-class Run(NamedTuple):
+@dataclass
+class Run:
     """Pieces of one dtype, one behind the other, that are looked at together with the gaps between them."""
 
     start: int
@@ -53,7 +55,8 @@ class FiniteCheck:
         """Look at the bytes from `start` to `stop`, at most `BLOCK_BYTES`, which follow those of the last call."""
         while self._next < len(self._runs) and self._runs[self._next].stop <= start:
             self._next += 1
-        for run in self._runs[self._next :]:
+        for number in range(self._next, len(self._runs)):
+            run = self._runs[number]
             if run.start >= stop or len(self.sick) >= _MAX_NAMES:
                 break
             if not self._is_finite(run.dtype, max(start, run.start), min(stop, run.stop)):
@@ -83,13 +86,13 @@ def runs_of(plan: ShardPlan) -> list[Run]:
     """The parts of a slot that are looked at, in order."""
     runs: list[Run] = []
     for piece in sorted(plan.pieces, key=lambda piece: piece.start_bytes):
-        if piece.role == "other" or not piece.length_bytes or piece.dtype not in _NUMBERS | _EXPONENTS:
+        if piece.role == "other" or not piece.length_bytes or piece.dtype not in _LOOKED_AT:
             continue
         stop = piece.start_bytes + piece.length_bytes
         last = runs[-1] if runs else None
         if last is not None and last.dtype == piece.dtype and 0 <= piece.start_bytes - last.stop < ALIGN_BYTES:
             last.pieces.append(piece)
-            runs[-1] = last._replace(stop=stop)
+            last.stop = stop
         else:
             runs.append(Run(piece.start_bytes, stop, piece.dtype, [piece]))
     return runs

@@ -31,7 +31,7 @@ from phalanx.core.processes import name_process
 # Those that a terminal or a scheduler sends to every process of a job: the ranks decide what they mean.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
-_CORES_PER_EXAMINER = 16
+_CORES_PER_EXAMINER = 4
 _MAX_EXAMINERS = 8
 
 
