@@ -5,20 +5,38 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoint_helpers import rewrite
-from restoring_helpers import CountingStore, Host, groups, restore_all, save_durable, some_tensors, take
+from restoring_helpers import (
+    CountingStore,
+    Host,
+    groups,
+    parts_of,
+    restore_all,
+    save_durable,
+    shards_of,
+    some_tensors,
+    take,
+)
+from support.parity.places import in_threads
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import ProcessGroupGloo
 
 from phalanx.checkpoint.format.manifest import Meta
+from phalanx.checkpoint.restoring.restore import restore
 from phalanx.checkpoint.storage.latest import advance, claim
 from phalanx.checkpoint.storage.local import LocalStore
 from phalanx.core.errors import UserError
-from phalanx.core.layout import Layout
+from phalanx.core.layout import AXES, Layout
+from phalanx.parallel.group import Group
+from phalanx.parallel.peers import GroupCopies, GroupPeers
 
 SCALE = 128
 """Rows of 0.8 MB, 0.3 MB of columns and 1 MB of flat state, so that archives are read in runs of rows."""
@@ -202,3 +220,36 @@ def test_storage_that_cannot_be_read(tmp_path: Path) -> None:
     [outcome] = restore_all(tensors, Layout(), [host], Broken(tmp_path))
     assert outcome.restored is not None and outcome.restored.source == "memory"
     assert outcome.lines == ["checkpoints cannot be listed (Input/output error); restoring from memory"]
+
+
+def test_over_real_groups(tmp_path: Path) -> None:
+    layout, tensors = Layout(replicate=2, tensor=2), some_tensors(SCALE)
+    path = save_durable(tmp_path, tensors, layout, 3)
+
+    def group(ranks: Sequence[int], rank: int, store: Any) -> Group:
+        index, size = list(ranks).index(rank), len(ranks)
+        own = PrefixStore("-".join(map(str, ranks)), store)
+        return Group(ranks, index, lambda: ProcessGroupGloo(own, index, size, timedelta(seconds=60)))
+
+    def body(rank: int, store: Any) -> int:
+        everyone, replicas = (group(layout.members(rank, axes), rank, store) for axes in (AXES, ("replicate",)))
+        shards = shards_of(layout, rank, tensors)
+        expected = parts_of(tensors, shards)
+        targets = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+        restored = restore(
+            targets,
+            keeper=None,
+            store=LocalStore(tmp_path),
+            report=pytest.fail,
+            shards=shards,
+            peers=GroupPeers(everyone),
+            copies=GroupCopies(replicas, ("replicate",), torch.device("cpu")),
+        )
+        assert restored is not None
+        assert all(torch.equal(targets[name], tensor) for name, tensor in expected.items())
+        everyone.forget()
+        replicas.forget()
+        return restored.bytes_from_storage
+
+    read = in_threads(layout, body)
+    assert len(set(read)) == 1 and data_bytes(path) <= read[0] < 1.05 * data_bytes(path)
