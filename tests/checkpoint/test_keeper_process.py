@@ -158,6 +158,17 @@ def test_it_ends_when_every_rank_has_finished() -> None:
             rank.close()
 
 
+def test_a_keeper_that_was_asked_for_does_not_end_under_the_next_job() -> None:
+    with a_host() as address:
+        for attempt in range(1, 6):
+            ensure_keeper(address, ttl_s=GUARD_S)
+            rank = a_rank(address, PLAN, attempt)
+            write(rank, PLAN, attempt, attempt)
+            rank.wait(attempt, "committed", GUARD_S)
+            rank.finish()
+            rank.close()
+
+
 def test_it_ends_some_time_after_the_last_one_hung_up() -> None:
     with a_host() as address:
         end_keeper(address)

@@ -36,6 +36,11 @@ class Life:
         """The job has ended well for a rank."""
         self._finished.add(rank)
 
+    def stay(self) -> None:
+        """Somebody is about to connect: not to end because the ranks before have finished."""
+        self._finished.clear()
+        self._alone_since_s = time.monotonic()
+
     def is_over(self, connected: int, *, is_idle: bool, is_persisting: bool) -> bool:
         """Whether the keeper ends now.
 

@@ -113,6 +113,11 @@ class Finish:
 
 
 @dataclass(frozen=True)
+class Stay:
+    """Somebody is about to connect: what ranks have finished so far is no reason to end; answered under 0."""
+
+
+@dataclass(frozen=True)
 class End:
     """The keeper shall end at once, whatever it holds."""
 
@@ -170,7 +175,7 @@ class Refused:
 KINDS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        *(Hello, Begin, ResumeFrom, Lease, Replicate, Writing, Copied, Ask, Read, Release, Finish, End),
+        *(Hello, Begin, ResumeFrom, Lease, Replicate, Writing, Copied, Ask, Read, Release, Finish, Stay, End),
         *(Welcome, Memory, Free, Told, Answer, Refused),
     )
 }

@@ -94,6 +94,7 @@ class Server:
             messages.Read: self._read,
             messages.Release: self._release,
             messages.Finish: self._finish,
+            messages.Stay: self._stay,
             messages.End: self._end,
         }
 
@@ -188,7 +189,7 @@ class Server:
                 os.close(descriptor)
 
     def _handle(self, session: Session, message: Any, descriptors: list[int]) -> None:
-        if session.rank < 0 and not isinstance(message, messages.Hello | messages.End):
+        if session.rank < 0 and not isinstance(message, messages.Hello | messages.Stay | messages.End):
             raise ProtocolError(f"{type(message).__name__} came before Hello")
         handler = self._handlers.get(type(message))
         if handler is None:
@@ -325,6 +326,10 @@ class Server:
 
     def _finish(self, session: Session, _: messages.Finish, __: list[int]) -> None:
         self._life.finish(session.rank)
+
+    def _stay(self, session: Session, _: messages.Stay, __: list[int]) -> None:
+        self._life.stay()
+        session.line.send(messages.Answer(0))
 
     def _end(self, _: Session, __: messages.End, ___: list[int]) -> None:
         self._is_ending = True

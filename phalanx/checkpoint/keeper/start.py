@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from phalanx.checkpoint.keeper.contract import KeeperLostError
-from phalanx.checkpoint.keeper.messages import End
+from phalanx.checkpoint.keeper.messages import End, Stay
 from phalanx.core import packets
 from phalanx.core.errors import UserError
 
@@ -85,7 +85,7 @@ def ensure_keeper(address: Path, *, ttl_s: float = TTL_S, environ: Mapping[str, 
         KeeperLostError: it could not be started. OSError: nothing can be written to the folder of `address`.
     """
     with _turn(address):
-        if is_listening(address):
+        if _stays(address):
             return
         address.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -142,6 +142,24 @@ def _turn(address: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
+
+
+def _stays(address: Path) -> bool:
+    """Whether there is a keeper, which does not end before somebody has had the time to connect to it.
+
+    Raises:
+        KeeperLostError: there is one that does not answer.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(_START_S)
+        try:
+            connection.connect(str(address))
+            packets.send(connection, Stay())
+            return bool(connection.recv(packets.PACKET_BYTES))
+        except TimeoutError:
+            raise KeeperLostError(f"the keeper at {address} does not answer") from None
+        except OSError:  # none is there, or it is ending
+            return False
 
 
 def _start(address: Path, listener: socket.socket, ttl_s: float, environ: dict[str, str]) -> None:
