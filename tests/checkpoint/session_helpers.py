@@ -133,6 +133,7 @@ class FakeKeeper(Keeper):
 
     def taken(self, slot: Slot, taken: Taken) -> None:
         self._alive()
+        assert slot.memory.obj is self._memory[slot.number], "the slot is another keeper's"
         self.took.append((taken, bytes(slot.memory)))
         stages: list[Stage] = ["committed", *(["replicated"] if self._peer else []), *(["durable"] * taken.persist)]
         self._waiting[taken.step] = stages

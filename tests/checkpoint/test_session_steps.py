@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
 
 import pytest
 import torch
@@ -145,6 +146,29 @@ def test_a_lost_keeper_is_reported_once_and_there_is_another() -> None:
     assert len([line for line in loop.lines if "is lost (it was killed)" in line]) == 1
     events = loop.session.events()
     assert [event.step for event in events] == loop.steps
+
+
+def test_a_copy_into_a_lost_keeper_s_memory_is_told_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(every_steps=1)
+    loop.watch({"model.w": torch.zeros(1 << 20)}, overlap=True)
+    go = threading.Event()
+    real = threading.Thread.run
+
+    def held_back(thread: threading.Thread) -> None:
+        if thread.name == "snapshot":
+            assert go.wait(60)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "run", held_back)
+    loop.step(1)
+    loop.keeper.is_lost = True
+    loop.session.ask(2)
+    assert loop.again.wait(60)
+    go.set()
+    loop.session.fence()
+    loop.session.after_step(2, lambda: None)
+    loop.session.finish(clean=False)
+    assert [len(keeper.took) for keeper in loop.keepers] == [0, 1]
 
 
 def test_what_was_under_way_with_a_lost_keeper_is_told() -> None:

@@ -29,6 +29,8 @@ from phalanx.core.layout import Layout
 from phalanx.core.peers import ALONE, Copies, Peers
 from phalanx.core.points import NO_POINTS, Points
 
+_ENDING_KEEPERS = 3
+
 
 def prepare_keeper(destination_url: str, config: CheckpointConfig) -> threading.Thread:
     """Begin to start the keeper of this host, if there is none, while the caller does something else.
@@ -112,7 +114,13 @@ def _connecting(destination_url: str, config: CheckpointConfig, peers: Peers) ->
         ensure_keeper(address, ttl_s=config.keeper_ttl_s)
         return connect_to(address, peers.rank, peers.size)
 
-    return connect
+    def try_again() -> Keeper:
+        for _ in range(_ENDING_KEEPERS):
+            with suppress(KeeperLostError):  # it was that of a run that has just ended, and ends too
+                return connect()
+        return connect()
+
+    return try_again
 
 
 def _linked(connect: Callable[[], Keeper], report: Callable[[str], None]) -> Link:

@@ -294,8 +294,8 @@ class Session:
         text = self._text(state) if self.job.peers.rank == 0 else ""
         if self._copier is None:
             return
-        slot = self._link.ask(lambda keeper: keeper.slot(), None)
-        if slot is None:  # lost just now, which was reported
+        given = self._link.ask(lambda keeper: (keeper, keeper.slot()), None)
+        if given is None:  # lost just now, which was reported
             return
         told = {
             "state": text,
@@ -309,8 +309,8 @@ class Session:
         self._event, self._blocked_s = event, 0.0
         self._ledger.begin(event, self._stages(persist), time.monotonic())
         self.job.points.reach("snapshot.begin", step=taken.step)
-        done = partial(self._copied, slot, Taken(**{**vars(taken), **told}), event)
-        self._copying = self._copier.begin(slot, done, self._present())
+        done = partial(self._copied, given, Taken(**{**vars(taken), **told}), event)
+        self._copying = self._copier.begin(given[1], done, self._present())
         self.job.points.reach("snapshot.begun", step=taken.step)
 
     def _text(self, state: Callable[[], Any]) -> str:
@@ -318,11 +318,12 @@ class Session:
         manifests.check_state(value)
         return json.dumps(value)
 
-    def _copied(self, slot: Slot, taken: Taken, event: Event, seconds: float) -> None:
-        """Comes from whatever thread has ended the copy."""
+    def _copied(self, given: tuple[Keeper, Slot], taken: Taken, event: Event, seconds: float) -> None:
+        """Comes from whatever thread has ended the copy; there may be another keeper by now."""
         event.snapshot_s = seconds
         self.job.points.reach("snapshot.copied", step=taken.step)
-        self._link.ask(lambda keeper: keeper.taken(slot, taken), None)
+        giver, slot = given
+        self._link.ask(lambda keeper: keeper.taken(slot, taken) if keeper is giver else None, None)
         self.job.points.reach("snapshot.taken", step=taken.step)
 
     def _stages(self, persist: bool) -> set[Stage]:
