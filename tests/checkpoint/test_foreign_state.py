@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from phalanx.checkpoint.foreign import trees
 from phalanx.checkpoint.foreign.api import Checkpointer, restore_checkpoint, save_checkpoint
 from phalanx.checkpoint.foreign.generators import generator_tensors, set_generators
+from phalanx.checkpoint.foreign.state import TrainingState
 from phalanx.checkpoint.restore import newest
 from phalanx.core.errors import UserError
 
@@ -270,3 +271,48 @@ def test_a_checkpoint_of_something_else_is_no_checkpoint_of_ours(tmp_path: Path)
     plain_save(tmp_path, 4, {"w": torch.ones(2)}, {"other": 1})
     with pytest.raises(UserError, match="step 4 was not written by this interface; resume it with what wrote it"):
         restore_checkpoint(tmp_path, extra={"w": torch.ones(2)})
+
+
+def test_a_parameter_that_is_updated_late_is_saved_from_then_on(tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = nn.Linear(2, 2)
+        return net, torch.optim.Adam(net.parameters())
+
+    net, optimizer = make()
+    with Checkpointer(tmp_path, model=net, optimizer=optimizer, mode="blocking", every_steps=1) as checkpoints:
+        for step, parameter in enumerate((net.weight, net.bias), start=1):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            checkpoints.step(step)
+    other, again = make()
+    assert restore_checkpoint(tmp_path, model=other, optimizer=again) == 2
+    assert [int(again.state[p]["step"]) for p in (other.weight, other.bias)] == [2, 1]
+
+
+def test_extras_that_change_their_shapes_are_told_of(tmp_path: Path) -> None:
+    extra = {"seen": torch.zeros(2)}
+    checkpoints = Checkpointer(tmp_path, extra=extra, mode="blocking", every_steps=1)
+    checkpoints.step(1)
+    extra["seen"] = torch.zeros(3)
+    with pytest.raises(UserError, match=r"extra\.seen: 1 tensors have come.*; call changed\(\)"):
+        checkpoints.step(2)
+    checkpoints.changed()
+    checkpoints.step(2)
+    checkpoints.close()
+    assert restore_checkpoint(tmp_path, extra={"seen": torch.ones(3)}) == 2
+
+
+def test_state_that_ranks_have_by_themselves_has_a_fixed_room(tmp_path: Path) -> None:
+    """Rank 1's JSON travels as bytes of a length that all snapshots share."""
+    extra: dict[str, Any] = {"seen": [1]}
+    training = TrainingState(None, None, extra, rank=1, world_size=2)
+    training.reserve(lambda needed: [0, needed])
+    before = training.collect()
+    extra["seen"] = list(range(100))
+    after = training.collect()
+    assert before.table == after.table
+    text = after.tensors["rank.1.json"].numpy().tobytes()
+    assert json.loads(text)["objects"]["extra.seen"] == extra["seen"]
+    extra["seen"] = list(range(10_000))
+    with pytest.raises(UserError, match=r"the state of rank 1 has grown to \d+ bytes .*; call changed\(\)"):
+        training.collect()

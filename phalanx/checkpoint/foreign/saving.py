@@ -9,12 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.foreign.state import TrainingState
+from phalanx.checkpoint.foreign.state import Table, TrainingState
 from phalanx.checkpoint.restoring.restored import Restored
 from phalanx.checkpoint.session.blocking import BlockingSession
 from phalanx.checkpoint.session.ledger import Event
 from phalanx.checkpoint.session.opening import open_session
 from phalanx.checkpoint.session.session import Session
+from phalanx.core.errors import UserError
 from phalanx.core.peers import Peers
 from phalanx.core.shard import Shard
 
@@ -54,6 +55,8 @@ class Saving:
             self._session = open_session(url, config, peers=peers, layout=layout, run_config=about, report=report)
         self._is_watched = False
         self._is_fenced = False
+        self._table: Table = {}
+        self._filled: list[int] = []
 
     def restore(self, tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> Restored | None:
         """See `phalanx.checkpoint.foreign.resuming.Source`."""
@@ -66,6 +69,8 @@ class Saving:
 
     def after_step(self, step: int, *, stepped: Callable[[], bool], metrics: Mapping[str, float], ending: bool) -> None:
         """Step `step` is done; with `ending` its checkpoint is durable when this returns."""
+        if self._peers.size == 1 and self._filled != self._training.filled():
+            self._is_watched = False  # a parameter was updated for the first time
         if not self._is_watched:
             self._watch()
         self._session.after_step(step, lambda: self._state(step), stepped=stepped, metrics=metrics, ending=ending)
@@ -92,11 +97,26 @@ class Saving:
     def _state(self, step: int) -> dict[str, Any]:
         return self._training.plain(self._training.collect(), step)
 
+    def _present(self) -> dict[str, Tensor]:
+        """The tensors of this moment, as the ranks agreed on them.
+
+        Raises:
+            UserError: they are others.
+        """
+        found = self._training.collect()
+        if found.table != self._table:
+            names = sorted({name for name, _ in set(found.table.items()) ^ set(self._table.items())})
+            problem = f"{len(names)} tensors have come, gone or changed their shapes since the first step"
+            cure = "call changed() of the Checkpointer on all ranks after such a change"
+            raise UserError(problem, cure=cure, field=names[0])
+        return found.tensors
+
     def _watch(self) -> None:
         """Only now has the optimizer all of its state. A loop that does not call `fence` is not copied beside."""
         self._training.reserve(self._peers.gather)
         found = self._training.collect()
-        about = (lambda: self._training.collect().tensors, found.shards, found.roles)
+        self._table, self._filled = found.table, self._training.filled()
+        about = (self._present, found.shards, found.roles)
         if isinstance(self._session, Session):
             self._session.watch(*about, overlap=None if self._is_fenced else False)
         else:

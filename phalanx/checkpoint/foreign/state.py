@@ -129,6 +129,10 @@ class TrainingState:
             found.add({f"rank.{self.rank}.json": self._blob(found)})
         return found
 
+    def filled(self) -> list[int]:
+        """Of how many parameters each optimizer has state; grows when one is updated for the first time."""
+        return [len(optimizer.state) for optimizer in self.optimizers.values()]
+
     def plain(self, found: Collected, step: int) -> dict[str, Any]:
         """What rank 0 writes as the JSON state."""
         table = {name: [dtype, list(shape)] for name, (dtype, shape) in found.table.items()}
