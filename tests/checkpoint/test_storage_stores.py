@@ -19,8 +19,10 @@ import pytest
 from storage_helpers import Place, place_fixture, s3_place_fixture, s3_server_fixture, tiny  # noqa: F401
 
 from phalanx.checkpoint.format.manifest import MANIFEST, SUMS
+from phalanx.checkpoint.storage import folder as folders
 from phalanx.checkpoint.storage import location, upload
-from phalanx.checkpoint.storage.base import Store
+from phalanx.checkpoint.storage.base import Store, SupersededError
+from phalanx.checkpoint.storage.latest import claim
 from phalanx.checkpoint.storage.local import LocalStore
 from phalanx.checkpoint.storage.location import open_store
 from phalanx.checkpoint.storage.ranges import RangeFile
@@ -284,6 +286,31 @@ def test_killed_the_former_or_the_new_one_is_there(tmp_path: Path, stage: str) -
     store.discard(area)
     store.clean(0)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("exchanging", [True, False], ids=["names exchanged", "renamed twice"])
+def test_a_sleeper_gives_back_what_it_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanging: bool
+) -> None:
+    """A publisher is stopped just before its rename, while the next attempt claims and publishes the same step."""
+    if not exchanging:
+        monkeypatch.setattr(folders, "exchange", lambda *_: False)
+    living = LocalStore(tmp_path)
+
+    def overtake(**_: object) -> None:
+        assert claim(living) == 1
+        assert claim(living) == 2
+        tiny(living, 1, attempt=2)
+
+    sleeper = LocalStore(tmp_path, Points({"checkpoint.before-rename": overtake}))
+    area = sleeper.begin(1, 1, "aa")
+    for file in (MANIFEST, SUMS):
+        sleeper.write(area, file, [b"late"])
+    with pytest.raises(SupersededError, match="attempt 2 is in charge"):
+        sleeper.publish(area, 1)
+    sleeper.discard(area)
+    assert living.read("step-00000001", MANIFEST) == b"manifest.json of 1"
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["step-00000001"]
 
 
 def test_half_made_small_files_are_cleared_up(tmp_path: Path) -> None:

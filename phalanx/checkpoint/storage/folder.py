@@ -149,6 +149,20 @@ def publish(aside: Path, points: Points = NO_POINTS) -> Path:
     return final
 
 
+def give_back(aside: Path) -> bool:
+    """Undo `publish` where it took the place of another checkpoint, which is still at hand; whether it did."""
+    final, replaced = published_path(aside), Path(f"{aside}{_REPLACED}")
+    if aside.exists():
+        given_back = exchange(aside, final)
+    elif replaced.exists():
+        final.rename(aside)
+        given_back = _rename_to_free(replaced, final)
+    else:
+        return False
+    fsync_folder(aside.parent)
+    return given_back
+
+
 def clean(folder: Path) -> None:
     """Remove what killed writers and deleters left in `folder`; put back a checkpoint whose replacement was cut short.
 

@@ -18,6 +18,8 @@ from phalanx.checkpoint.format.files import FolderFiles
 from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, FileEntry
 from phalanx.checkpoint.storage import folder as folders
 from phalanx.checkpoint.storage import names
+from phalanx.checkpoint.storage.base import SupersededError
+from phalanx.checkpoint.storage.latest import read_latest, require_charge
 from phalanx.core.errors import UserError
 from phalanx.core.files import fsync_folder
 from phalanx.core.points import NO_POINTS, Points
@@ -126,13 +128,23 @@ class LocalStore:
         return entry.model_copy(update={"name": file})
 
     def publish(self, area: str, step: int) -> str:
-        """See `Store`."""
+        """See `Store`.
+
+        Raises:
+            SupersededError: the publisher was asleep while a higher attempt took charge, and woke up to replace a
+                checkpoint of the same step, which is given its name back.
+        """
         aside = self._held(area)
         if folders.published_path(aside).name != folders.checkpoint_name(step):
             raise ValueError(f"{area} is not an area of step {step}")
         for file in (MANIFEST, SUMS):
             self.size_bytes(area, file)
         final = folders.publish(aside, self._points)
+        try:
+            require_charge(read_latest(self), _attempt_and_nonce(area)[0])
+        except SupersededError:
+            if folders.give_back(aside):
+                raise
         self._release(aside)
         return final.name
 
@@ -145,8 +157,8 @@ class LocalStore:
         """See `Store`."""
         aside = self._held(area)
         final = folders.published_path(aside).name
-        attempt, _, nonce = area.rpartition("-")[2].removeprefix("a").partition(".")
-        target = aside.with_name(names.quarantine_name(why, f"{final}.a{attempt}-{nonce}"))
+        full_name = names.full_name(names.step_of(final), *_attempt_and_nonce(area))
+        target = aside.with_name(names.quarantine_name(why, full_name))
         fsync_folder(aside)
         aside.rename(target)
         fsync_folder(self.path)
@@ -257,6 +269,11 @@ def _write(file: str, folder: int, content: Iterable[Buffer]) -> FileEntry:
         stream.flush()
         os.fsync(stream.fileno())
     return FileEntry.model_construct(name=file, size_bytes=size_bytes, sha256=digest.hexdigest())
+
+
+def _attempt_and_nonce(area: str) -> tuple[int, str]:
+    attempt, _, nonce = area.rpartition("-")[2].partition(".")
+    return int(attempt.removeprefix("a")), nonce
 
 
 @contextmanager
