@@ -38,7 +38,7 @@ from support.stall.task import MARK, Size
 
 from phalanx.checkpoint.keeper.start import end_keeper
 
-FULL, QUICK = Size(6, 2048, 320), Size(3, 512, 256)
+FULL, QUICK = Size(6, 2048, 160), Size(3, 512, 256)
 SMALL, QUICK_SMALL = Size(10, 1024, 1024), Size(3, 256, 256)
 TIMEOUT_S = 3600.0
 ROW = "{:22} {:>10} {:>10} {:>10} {:>14} {:>10} {:>9} {:>22}"
@@ -78,6 +78,9 @@ class Stall:
         times = (statistics.median(found), found[0], max(found), statistics.median(until))
         rest = (statistics.median(durable_s) if durable_s else float("nan"), statistics.median(seconds))
         print(ROW.format(self.order["name"], *(f"{value:.3f}" for value in times + rest), ", ".join(memory)))
+        if "events" in result:  # rank 0's own account of it
+            names = ("stall_s", "snapshot_s", "examine_s", "persist_s", "durable_s")
+            print("   ", ", ".join(f"{name} {_median(result['events'], name):.3f}" for name in names))
 
 
 class EveryStep:
@@ -98,8 +101,11 @@ class EveryStep:
         counts = f"{len(events)} snapshots, {len(replicated)} replicated, {len(durable)} durable"
         print(f"  {counts} in {result['taken_steps']} steps")
         for name in ("stall_s", "snapshot_s", "examine_s", "replicate_s", "durable_s"):
-            values = [event[name] for event in events if event[name]]
-            print(f"  {name}: {statistics.median(values) if values else float('nan'):.3f}")
+            print(f"  {name}: {_median(events, name):.3f}")
+
+
+def _median(events: list[dict[str, Any]], name: str) -> float:
+    return statistics.median([event[name] for event in events if event[name]] or [float("nan")])
 
 
 def jobs(arguments: argparse.Namespace) -> list[Stall | EveryStep]:

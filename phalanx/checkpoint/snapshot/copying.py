@@ -25,8 +25,8 @@ from phalanx.checkpoint.replicas.contract import Slot
 from phalanx.checkpoint.snapshot.pinning import Pinned
 
 OVERLAP_ON_CPU = False
-"""Where tensors are in host memory: a copy of 300 MB takes a core for 0.03 s whenever it is made. `benchmarks/
-checkpoint_stall.py --overlap` compares: where every core computes, overlapping only adds switches between threads."""
+"""Where tensors are in host memory, a copy takes a core wherever it is made: beside training on all cores it took twice
+as long (0.09 s for 0.04 s, `benchmarks/checkpoint_stall.py --overlap` on a busy machine) and saved nothing."""
 
 _SMALL_BYTES = 1 << 16  # a piece below this is copied at once
 _WORTH_BYTES = 1 << 20  # below this in all, nothing is left for later
