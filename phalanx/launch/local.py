@@ -69,7 +69,7 @@ def launch_local(
 ) -> int:
     """Run ``target(worker, *arguments)`` in `count` new processes on this host, and wait for them.
 
-    A rank that fails ends all within 2 s, and its traceback is written last. SIGTERM, SIGINT and SIGUSR1 are passed
+    A rank that fails ends all within 2 s, and its traceback is written last. Signals that mean "stop soon" are passed
     on to every rank once each; ranks that then end by themselves are no failures. No rank outlives this process.
 
     Args:

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from phalanx.core.processes import die_with_parent, name_process
+from phalanx.core.signals import STOP_SIGNALS
 from phalanx.launch.cores import bind
 from phalanx.launch.failures import failure_of_exception
 from phalanx.launch.messages import RankSpec, Returned
@@ -64,7 +65,7 @@ def load_target(target: str) -> Callable[..., Any]:
 
 def _set_up(spec: RankSpec) -> None:
     """What a new Python would have of its own: descriptors, environment, signals, cores, threads and random numbers."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a rank is in the background of its terminal, and may write to it
     _set_output(spec.output_fd)

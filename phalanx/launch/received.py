@@ -8,7 +8,9 @@ import threading
 from types import FrameType
 from typing import Any
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+from phalanx.core.signals import STOP_SIGNALS
+
+FORWARDED = STOP_SIGNALS
 
 
 class ReceivedSignals:

@@ -25,7 +25,7 @@ from phalanx.parallel.apply import Build, build_engine
 from phalanx.parallel.choose import Machines
 from phalanx.train.batches import open_stream
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.figures import complete_model, total_steps
+from phalanx.train.derived.figures import complete_model, destination, total_steps
 from phalanx.train.derived.layout import ignored_settings, resolve_layout
 from phalanx.train.derived.memory import described, require_memory, smaller_model, standing_bytes
 from phalanx.train.device import Device, choose_device, measure_peak
@@ -34,7 +34,7 @@ from phalanx.train.micro_batch import choose_micro_batch
 from phalanx.train.ranks import Ranks
 from phalanx.train.run import Run
 from phalanx.train.run_folder import RunFolder, note_hardware
-from phalanx.train.saving import Saver, destination, open_saver
+from phalanx.train.saving import Saver, open_saver
 from phalanx.train.trainer import LocalTrainer, SpreadTrainer, Trainer
 from phalanx.train.weights.initial import load_initial_weights
 

@@ -34,6 +34,8 @@ from phalanx.train.saving import Saver, role_of
 from phalanx.train.trainer import Trainer
 
 _TEXT = "data_fingerprint"
+_COSTS = "checkpoint_costs"
+_ENDED = "ended"  # well, or when asked to; otherwise the attempt failed after it
 
 
 @dataclass
@@ -127,7 +129,7 @@ class Run:
 
         def state() -> dict[str, Any]:
             before()
-            return self.state()
+            return self.state() | {_COSTS: self.saver.costs(), _ENDED: ending}
 
         self.saver.after_step(
             self.progress.step, state, stepped=self._has_stepped, metrics=self.progress.metrics, ending=ending
@@ -164,6 +166,7 @@ class Run:
         self.trainer.weights_changed()
         self.progress = Progress.from_json(restored.state)
         self._made = -int(self.judge.skipped)
+        self.saver.recall(restored.state.get(_COSTS), failed=not restored.state.get(_ENDED, True))
         return restored
 
     def _accept(self, state: Any) -> None:

@@ -20,6 +20,7 @@ from phalanx.core.points import NO_POINTS, Points
 from phalanx.core.shard import Shard
 from phalanx.parallel.peers import GroupCopies
 from phalanx.train.config import RunConfig
+from phalanx.train.derived.figures import destination
 from phalanx.train.ranks import Ranks
 
 DATA_AXES: tuple[Axis, ...] = ("replicate", "shard", "context")
@@ -77,6 +78,14 @@ class Saver(Protocol):
         """What has become of snapshots since the last call."""
         ...
 
+    def costs(self) -> dict[str, Any]:
+        """What was measured for ``checkpoint.auto``."""
+        ...
+
+    def recall(self, costs: dict[str, Any] | None, *, failed: bool) -> None:
+        """Take that up in the next attempt."""
+        ...
+
     @property
     def expected_durable_s(self) -> float:
         """How long a checkpoint is expected to take until it is durable, seconds; 0: unknown."""
@@ -85,11 +94,6 @@ class Saver(Protocol):
     def finish(self, *, clean: bool) -> None:
         """Let go of everything."""
         ...
-
-
-def destination(config: RunConfig, run_folder: Path) -> str:
-    """Where the checkpoints of the run in `run_folder` lie: a folder, or a URL."""
-    return config.checkpoint.folder or str(run_folder / "checkpoints")
 
 
 def open_saver(

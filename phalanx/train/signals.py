@@ -1,6 +1,6 @@
 """Stopping when asked to: a signal, or the end of the job's time, ends a run after the step in progress.
 
-Which signals those are is said in `phalanx.checkpoint.policy.deadline`; the run ends with a checkpoint.
+Which signals those are is said in `phalanx.core.signals`; the run ends with a checkpoint.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from phalanx.checkpoint.policy.deadline import STOP_SIGNALS
 from phalanx.core.peers import ALONE, Peers
+from phalanx.core.signals import STOP_SIGNALS
 
 TIME_IS_UP = 1 << 16
 """Beyond all signals: what ranks tell each other instead of a signal's number when the job's time ends."""

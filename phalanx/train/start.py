@@ -9,12 +9,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from phalanx.checkpoint.keeper.start import prepare_keeper
 from phalanx.data.prepare import prepare
 from phalanx.launch.environment import worker_environment
 from phalanx.launch.local import launch_local
 from phalanx.launch.rank import load_target
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.figures import check_early
+from phalanx.train.derived.figures import check_early, default_folder, destination
 from phalanx.train.derived.layout import check_started, machines_here, resolve_layout, wanted_ranks
 from phalanx.train.reports.preparing import PrepareDisplay
 
@@ -32,6 +33,7 @@ def start(config: RunConfig, config_path: Path, console: Console) -> int:
     Raises:
         UserError: the settings are impossible.
     """
+    _prepare_keeper(config, config_path)
     worker = worker_environment()
     if worker is not None:
         check_started(config, worker.world_size)
@@ -40,6 +42,14 @@ def start(config: RunConfig, config_path: Path, console: Console) -> int:
         return int(load_target(_SESSION)(config, config_path, console))
     check_early(config)
     return start_ranks(config, config_path, console)
+
+
+def _prepare_keeper(config: RunConfig, config_path: Path) -> None:
+    """Begin to start the process that keeps snapshots, which takes no longer than the imports that come next."""
+    if config.checkpoint.mode == "blocking":
+        return
+    url = destination(config, default_folder(config, config_path))
+    prepare_keeper(url, ttl_s=config.checkpoint.keeper_ttl_s)
 
 
 def start_ranks(config: RunConfig, config_path: Path, console: Console) -> int:

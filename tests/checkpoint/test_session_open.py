@@ -15,8 +15,8 @@ from torch import Tensor
 
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.keeper.client import KeeperClient
-from phalanx.checkpoint.keeper.start import end_keeper
-from phalanx.checkpoint.session.opening import open_session, prepare_keeper
+from phalanx.checkpoint.keeper.start import end_keeper, prepare_keeper
+from phalanx.checkpoint.session.opening import open_session
 from phalanx.checkpoint.session.session import Session
 from phalanx.checkpoint.storage.latest import read_latest
 from phalanx.checkpoint.storage.location import open_store
@@ -72,7 +72,7 @@ def await_(condition: Any) -> None:
 def test_from_steps_to_the_disk_and_back(folder: Path) -> None:
     lines: list[str] = []
     config = CheckpointConfig(every_steps=2)
-    prepare_keeper(str(folder), config).join()
+    prepare_keeper(str(folder), ttl_s=config.keeper_ttl_s).join()
     session = begin(folder, lines)
     tensors = state()
     assert session.restore(tensors) is None

@@ -27,9 +27,10 @@ from phalanx.checkpoint.persist.contract import Persister
 from phalanx.checkpoint.replicas.contract import Replicated
 from phalanx.core.points import Points, points_from_environment
 from phalanx.core.processes import name_process
+from phalanx.core.signals import STOP_SIGNALS
 
 # Those that a terminal or a scheduler sends to every process of a job: the ranks decide what they mean.
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_IGNORED = (*STOP_SIGNALS, signal.SIGHUP)
 
 _CORES_PER_EXAMINER = 4
 _MAX_EXAMINERS = 8

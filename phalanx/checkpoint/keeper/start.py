@@ -11,9 +11,10 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from phalanx.checkpoint.keeper.contract import KeeperLostError
@@ -93,6 +94,22 @@ def ensure_keeper(address: Path, *, ttl_s: float = TTL_S, environ: Mapping[str, 
             address.chmod(0o600)
             listener.listen(_BACKLOG)
             _start(address, listener, ttl_s, dict(os.environ if environ is None else environ))
+
+
+def prepare_keeper(destination_url: str, *, ttl_s: float = TTL_S) -> threading.Thread:
+    """Begin to start the keeper that belongs to a destination, if there is none, while the caller does other things.
+
+    To be called as early as the destination is known, by one rank of each host or by all. What goes wrong is told by
+    whoever opens a session, which tries again.
+    """
+
+    def work() -> None:
+        with suppress(Exception):
+            ensure_keeper(address_for(destination_url, os.environ), ttl_s=ttl_s)
+
+    thread = threading.Thread(target=work, name="prepare keeper", daemon=True)
+    thread.start()
+    return thread
 
 
 def is_listening(address: Path) -> bool:

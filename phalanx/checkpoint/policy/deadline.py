@@ -1,22 +1,13 @@
-"""When the scheduler will end the job, and whether the last checkpoint has to be taken now. Torch-free.
-
-Also which signals mean "stop soon". Slurm sends what its user chose (``--signal``; submitit chooses SIGUSR2), and
-SIGTERM before its SIGKILL in any case; Grid Engine sends SIGUSR1, SIGUSR2 and SIGXCPU at its soft limits, LSF SIGUSR2
-and SIGXCPU, the kernel SIGXCPU for CPU time. By default each of them ends the process: heeding it loses nothing.
-"""
+"""When the scheduler will end the job, and whether the last checkpoint has to be taken now. Torch-free."""
 
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
 from phalanx.core.errors import UserError
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-"""Training ends after the step in progress, with a checkpoint, when one of these comes."""
 
 _OURS, _SLURM = "PHALANX_DEADLINE", "SLURM_JOB_END_TIME"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.policy.adapting import AutoInterval
@@ -62,6 +62,15 @@ class Agenda:
     def last_durable_step(self) -> int:
         """The last step whose snapshot was to become durable, or where training began."""
         return self._last_durable.step
+
+    def recall(self, costs: dict[str, Any] | None, hosts: int, *, failed: bool) -> None:
+        """Take up what an earlier attempt measured (`AutoInterval.to_json`).
+
+        Args:
+            hosts: of the job.
+            failed: whether that attempt ended by a failure.
+        """
+        self.auto = AutoInterval(self._config, hosts, costs, failed=failed)
 
     def begin(self, step: int) -> None:
         """Training stands at `step`, if that was not known yet."""

@@ -121,6 +121,14 @@ class BlockingSession:
         events, self._events = self._events, []
         return events
 
+    def costs(self) -> dict[str, Any]:
+        """As of `Session.costs`."""
+        return self._agenda.auto.to_json()
+
+    def recall(self, costs: dict[str, Any] | None, *, failed: bool) -> None:
+        """As of `Session.recall`."""
+        self._agenda.recall(costs, 1, failed=failed)
+
     @property
     def expected_durable_s(self) -> float:
         """How long a checkpoint is expected to take, seconds; 0: none was seen yet."""

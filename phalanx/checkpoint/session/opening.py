@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import secrets
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -32,22 +31,6 @@ from phalanx.core.points import NO_POINTS, Points
 _ENDING_KEEPERS = 3
 
 
-def prepare_keeper(destination_url: str, config: CheckpointConfig) -> threading.Thread:
-    """Begin to start the keeper of this host, if there is none, while the caller does something else.
-
-    To be called as early as the destination is known, by one rank of each host or by all. What goes wrong is told by
-    `open_session`, which tries again.
-    """
-
-    def work() -> None:
-        with suppress(Exception):
-            ensure_keeper(address_for(destination_url, os.environ), ttl_s=config.keeper_ttl_s)
-
-    thread = threading.Thread(target=work, name="prepare keeper", daemon=True)
-    thread.start()
-    return thread
-
-
 def open_session(
     destination_url: str,
     config: CheckpointConfig,
@@ -64,7 +47,8 @@ def open_session(
 ) -> Session:
     """Begin an attempt of a run; called by all ranks together.
 
-    The keeper of each host is started if there is none (see `prepare_keeper`, which does that beside other things).
+    The keeper of each host is started if there is none; `phalanx.checkpoint.keeper.start.prepare_keeper` does that
+    beforehand.
     From here on, whatever is left of earlier attempts cannot write checkpoints any more.
 
     Args:

@@ -235,6 +235,18 @@ class Session:
         self._collect()
         return self._ledger.take_ended()
 
+    def costs(self) -> dict[str, Any]:
+        """What was measured for ``auto``, as JSON values: to be kept with the state of training, on rank 0."""
+        return self._agenda.auto.to_json()
+
+    def recall(self, costs: dict[str, Any] | None, *, failed: bool) -> None:
+        """Take up `costs` of the attempt before.
+
+        Args:
+            failed: whether that attempt ended by a failure.
+        """
+        self._agenda.recall(costs, len(set(self.job.hosts)), failed=failed)
+
     @property
     def expected_durable_s(self) -> float:
         """How long a checkpoint is expected to take until it is durable, seconds; 0: none was seen yet."""

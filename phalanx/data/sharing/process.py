@@ -23,6 +23,7 @@ from multiprocessing.connection import wait
 from typing import Literal, NoReturn
 
 from phalanx.core.processes import die_with_parent, name_process
+from phalanx.core.signals import STOP_SIGNALS
 from phalanx.data.config import DataConfig
 from phalanx.data.packed import PackedSplit, Parts
 from phalanx.data.samples import Arrays
@@ -32,7 +33,7 @@ from phalanx.data.sources.files import Split
 Method = Literal["fork", "exec"]
 
 # Those that a terminal or a scheduler sends to every process of a job: the ranks decide what they mean.
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_IGNORED = STOP_SIGNALS
 
 
 @dataclass(frozen=True)

@@ -140,3 +140,8 @@ def cpu_micro_batch(share: int, sequence_length: int) -> int:
 def default_folder(config: RunConfig, config_path: Path) -> Path:
     """`run.folder`, or ``runs/<name of the config file>``."""
     return Path(config.run.folder or Path("runs") / config_path.stem)
+
+
+def destination(config: RunConfig, run_folder: Path) -> str:
+    """Where the checkpoints of the run in `run_folder` lie: a folder, or a URL."""
+    return config.checkpoint.folder or str(run_folder / "checkpoints")
