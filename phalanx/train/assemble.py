@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from phalanx.checkpoint.restore import candidates
+from phalanx.checkpoint.restoring.restore import SpoiltError
 from phalanx.checkpoint.restoring.restored import Restored
+from phalanx.checkpoint.storage.location import open_store
 from phalanx.core.errors import UserError
 from phalanx.core.points import NO_POINTS, Points
 from phalanx.data.loader import Loader
@@ -68,21 +70,23 @@ def assemble(
     _require_a_batch(config, prepared)
     needed = standing_bytes(complete_model(config, prepared.vocab_size), config.optim)
     with explained(described(needed), smaller_model(needed)), ranks.phases.phase("model"):
-        run = build_run(spread, folder, device, prepared, ranks, open_saver(spread, folder.path, ranks, say, points))
+        saver = open_saver(spread, folder.path, ranks, say, points)
+        build = partial(build_run, spread, folder, device, prepared, ranks, saver)
+        run = build()
     try:
-        _begin(run, config, say)
+        with explained(described(needed), smaller_model(needed)), ranks.phases.phase("checkpoint"):
+            run = take_up(run, build, say)
+            run.watch()
+        _note_start(run, config, say)
     except BaseException:
-        run.saver.finish(clean=False)
+        saver.finish(clean=False)
         raise
     return run
 
 
-def _begin(run: Run, config: RunConfig, say: Say) -> None:
+def _note_start(run: Run, config: RunConfig, say: Say) -> None:
+    """Write down what the run is made of, now that it stands."""
     ranks, folder = run.ranks, run.folder
-    needed = standing_bytes(run.trainer.config, config.optim)
-    with explained(described(needed), smaller_model(needed)), ranks.phases.phase("checkpoint"):
-        take_up(run, say)
-        run.watch()
     if ranks.is_first:
         save_tokenizer(config.data, folder.tokenizer)
         folder.record_config(config)  # as it was given: the run may go on in another layout
@@ -186,21 +190,38 @@ def build_model(config: RunConfig, vocab_size: int, device: Device) -> Decoder:
     return model
 
 
-def take_up(run: Run, say: Say) -> None:
-    """Go on from the newest good state; else start, from `train.init_from` where that is set."""
-    restored = run.restore()
+def take_up(run: Run, build: Callable[[], Run], say: Say) -> Run:
+    """Go on from the newest good state; else start, from `train.init_from` where that is set.
+
+    Args:
+        run: as it was built.
+        build: builds it again: the only way back where a state turns out to be damaged after parts of it were read.
+        say: shows a line to a person.
+
+    Returns:
+        The run, or the one that was built instead.
+    """
+    try:
+        restored = run.restore()
+    except SpoiltError:
+        run, restored = build(), None
     if restored is not None:
         if run.config.run.resume == "changed" or not _keeps_micro_batch(run):
             run.progress.micro_batch = choose_micro_batch(run)  # it, or the layout, may be what was changed
         where = described_source(restored, destination(run.config, run.folder.path))
         say(f"going on from {where} (step {restored.step} of {run.total_steps})")
-        return
-    if candidates(run.folder.checkpoints):
+        return run
+    if run.ranks.is_first and open_store(destination(run.config, run.folder.path), _options(run)).names():
         say("no checkpoint is whole: starting again from step 0")
     if run.config.train.init_from:
         source = Path(run.config.train.init_from)
         load_initial_weights(run.trainer, run.prepared.tokenizer, source, say)
     run.progress.micro_batch = choose_micro_batch(run)
+    return run
+
+
+def _options(run: Run) -> dict[str, object]:
+    return dict(run.config.checkpoint.storage_options)
 
 
 def described_source(restored: Restored, url: str) -> str:

@@ -41,7 +41,7 @@ def test_a_line_per_step_with_exact_figures(tmp_path: Path) -> None:
     logger = JsonLines(path)
     logger.log(1, {"loss": 0.1 + 0.2, "tokens": 2**60, "note": "Übung"})
     assert lines(path) == [{"kind": "step", "step": 1, "loss": 0.1 + 0.2, "tokens": 2**60, "note": "Übung"}]
-    logger.log_evaluation(1, {"validation_loss": 2.5})
+    logger.log_event("evaluation", 1, {"validation_loss": 2.5})
     assert lines(path)[1] == {"kind": "evaluation", "step": 1, "validation_loss": 2.5}
     logger.close()
     logger.close()
@@ -80,8 +80,8 @@ def test_a_step_is_not_written_twice(tmp_path: Path) -> None:
     logger = JsonLines(path, resume_step=3)
     for step in (2, 3, 4, 4):
         logger.log(step, {"loss": -1.0})
-    logger.log_evaluation(3, {"validation_loss": 1.0})
-    logger.log_evaluation(3, {"validation_loss": 1.0})
+    logger.log_event("evaluation", 3, {"validation_loss": 1.0})
+    logger.log_event("evaluation", 3, {"validation_loss": 1.0})
     assert steps(path) == [1, 2, 3, 4]
     assert steps(path, "evaluation") == [3]
     assert lines(path)[1]["loss"] == 2 / 7
@@ -189,7 +189,8 @@ class Failing:
         self.calls += 1
         raise ConnectionError("no network")
 
-    log_evaluation = log
+    def log_event(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        self.log(step, values)
 
     def flush(self) -> None:
         raise ConnectionError("no network")
@@ -205,8 +206,8 @@ class Collecting:
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         self.seen.append((step, dict(values)))
 
-    def log_evaluation(self, step: int, values: Mapping[str, Any]) -> None:
-        self.seen.append(("evaluation", step, dict(values)))
+    def log_event(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        self.seen.append((kind, step, dict(values)))
 
     def flush(self) -> None:
         self.seen.append("flush")
@@ -221,7 +222,7 @@ def test_a_failing_remote_logger_is_told_once_and_harms_nothing() -> None:
     logger = Fanout(main, {"bad": bad, "good": good}, told.append)
     for step in (1, 2, 3):
         logger.log(step, {"loss": 1.0})
-    logger.log_evaluation(3, {"validation_loss": 2.0})
+    logger.log_event("evaluation", 3, {"validation_loss": 2.0})
     logger.flush()
     logger.close()
     expected = [(s, {"loss": 1.0}) for s in (1, 2, 3)] + [("evaluation", 3, {"validation_loss": 2.0}), "flush", "close"]
@@ -252,7 +253,7 @@ def test_tensorboard_forgets_the_steps_done_again(tmp_path: Path) -> None:
     resumed = TensorBoard(tmp_path, 3, {})
     for step in (4, 5, 6):
         resumed.log(step, {"loss": 10.0 * step})
-    resumed.log_evaluation(6, {"validation_loss": 7.0})
+    resumed.log_event("evaluation", 6, {"validation_loss": 7.0})
     resumed.flush()
     resumed.close()
     assert scalars(tmp_path, "loss") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0), (5, 50.0), (6, 60.0)]
@@ -319,7 +320,7 @@ def test_wandb_takes_steps_in_any_order(tmp_path: Path, monkeypatch: pytest.Monk
     fake = FakeWandB()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     logger = open_loggers(LoggingConfig(wandb=True), tmp_path, 0)
-    logger.log_evaluation(3, {"validation_loss": 9.0})
+    logger.log_event("evaluation", 3, {"validation_loss": 9.0})
     for step in (1, 2, 3):
         logger.log(step, {"loss": float(step)})
     logger.close()
@@ -333,7 +334,7 @@ def test_the_real_wandb_keeps_every_entry(tmp_path: Path) -> None:
     config = LoggingConfig(wandb=True, wandb_mode="offline")
     for resume in (0, 2):
         logger = open_loggers(config, tmp_path, resume, {"seed": 1})
-        logger.log_evaluation(resume, {"validation_loss": 9.0 + resume})
+        logger.log_event("evaluation", resume, {"validation_loss": 9.0 + resume})
         for step in (resume + 1, resume + 2):
             logger.log(step, {"loss": float(step)})
         logger.close()

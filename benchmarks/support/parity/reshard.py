@@ -163,6 +163,9 @@ def process_rank(worker: Worker, config: RunConfig) -> None:
         ranks.close()
 
 
+_OF_ONE_ATTEMPT = {"checkpoint_costs", "ended"}  # what saving cost, and whether the run ended there
+
+
 def one_run(config: RunConfig, ranks: Ranks) -> None:
     """Take up what is in the run's folder, save it again beside it, and train to the last step."""
     torch.manual_seed(1000 + ranks.rank)  # what is taken up must not be what was there already
@@ -218,7 +221,8 @@ def _differences(first: Path, second: Path) -> list[str]:
     mine: Mapping[str, Tensor] = a.read()
     theirs: Mapping[str, Tensor] = b.read()
     names = [name for name in mine.keys() & theirs.keys() if not _same_bits(mine[name], theirs[name])]
-    state = [key for key in a.state.keys() | b.state.keys() if a.state.get(key) != b.state.get(key)]
+    keys = (a.state.keys() | b.state.keys()) - _OF_ONE_ATTEMPT
+    state = [key for key in keys if a.state.get(key) != b.state.get(key)]
     return sorted([*(mine.keys() ^ theirs.keys()), *names, *state])
 
 

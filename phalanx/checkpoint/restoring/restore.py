@@ -34,6 +34,17 @@ from phalanx.core.peers import ALONE, Copies, Peers
 from phalanx.core.shard import Shard
 
 
+class SpoiltError(UserError):
+    """All that was found is damaged, which was seen only while it was read: the tensors hold parts of it."""
+
+    def __init__(self, refusals: list[str]) -> None:
+        told = "; ".join(refusals[-3:])
+        super().__init__(
+            f"no good state is left, and the tensors hold parts of a damaged one: {told}",
+            cure="make model and optimizer anew and begin in an empty folder, or bring back a whole checkpoint",
+        )
+
+
 def restore(
     tensors: Mapping[str, Tensor],
     *,
@@ -77,6 +88,7 @@ def restore(
     Raises:
         UserError: what was found does not fit, listing what is missing, unexpected, or of another shape or dtype; or
             nothing good is in memory and the storage cannot be read.
+        SpoiltError: all that was found is damaged, and this was seen only while it was read.
         ValueError: a shard has not the size of its tensor.
     """
     began_s = time.monotonic()
@@ -98,6 +110,9 @@ def restore(
         if not filled.faults:
             return _restored(source, differences, log, filled, time.monotonic() - began_s)
         states.refuse(source, filled.faults)
+        log.filled_in_vain = True
+    if log.filled_in_vain:
+        raise SpoiltError(log.refusals)
     return None
 
 
@@ -109,6 +124,7 @@ class _Log:
     rank: int
     refusals: list[str] = field(default_factory=list)
     rates: list[Rate] = field(default_factory=list)
+    filled_in_vain: bool = False
 
     def refuse(self, line: str) -> None:
         self.refusals.append(line)
