@@ -52,6 +52,9 @@ class FakeReplicas:
     def send(self, plan: ShardPlan, snapshot: SnapshotId, peer: Endpoint) -> None:
         self.sent.put((plan, snapshot, peer))
 
+    def turn(self, rank: int, peer: Endpoint | None) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -269,6 +269,7 @@ class Server:
     def _replicate(self, session: Session, asked: messages.Replicate, _: list[int]) -> None:
         self._replicas.use_token(asked.token)
         session.peer = None if asked.peer is None else Endpoint(asked.peer[0], tuple(asked.peer[1]), *asked.peer[2:])
+        self._replicas.turn(session.rank, session.peer)
 
     def _writing(self, session: Session, writing: messages.Writing, _: list[int]) -> None:
         lease = self._leased(session, writing.lease)

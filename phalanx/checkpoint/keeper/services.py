@@ -26,6 +26,10 @@ class Replicas(Protocol):
         """Send a committed snapshot, in the background; what became of it is told."""
         ...
 
+    def turn(self, rank: int, peer: Endpoint | None) -> None:
+        """Snapshots of `rank` go to `peer` from now on, those under way too."""
+        ...
+
     def close(self) -> None:
         """Hang up on everybody."""
         ...
@@ -49,6 +53,10 @@ class LateReplicas:
     def send(self, plan: ShardPlan, snapshot: SnapshotId, peer: Endpoint) -> None:
         """See `Replicas`."""
         self._service.send(plan, snapshot, peer)
+
+    def turn(self, rank: int, peer: Endpoint | None) -> None:
+        """See `Replicas`."""
+        self._service.turn(rank, peer)
 
     def close(self) -> None:
         """See `Replicas`."""

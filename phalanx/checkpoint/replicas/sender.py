@@ -37,6 +37,13 @@ class Parcel(NamedTuple):
     token: str
 
 
+class Way(NamedTuple):
+    """Where snapshots go; None: nowhere now."""
+
+    peer: Endpoint | None
+    token: str
+
+
 class _RefusedForGoodError(Exception):
     """The other host has seen a later attempt."""
 
@@ -64,9 +71,11 @@ class Sender:
         self._idle_s = idle_s
         self._parcels: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
         self._closing = threading.Event()
+        self._turned = threading.Event()
+        self._wanted: Way | None = None
         self._lock = threading.Lock()
         self._link: Link | None = None
-        self._way: tuple[Endpoint, str] | None = None
+        self._way: Way | None = None
         self._thread = threading.Thread(target=self._run, name="replica-send", daemon=True)
         self._thread.start()
 
@@ -74,9 +83,20 @@ class Sender:
         """Send this after all before it; does not wait."""
         self._parcels.put(parcel)
 
+    def turn(self, way: Way) -> None:
+        """From now on all go there, those that wait or are being tried again too; of another token: nowhere."""
+        with self._lock:
+            if self._wanted == way:
+                return
+            self._wanted = way
+            if self._link is not None and self._way != way:
+                self._link.hang_up()
+        self._turned.set()
+
     def close(self) -> None:
         """Break off what is under way, and wait for the thread to be gone; parcels are told to have failed."""
         self._closing.set()
+        self._turned.set()
         with self._lock:
             if self._link is not None:
                 self._link.hang_up()
@@ -96,7 +116,7 @@ class Sender:
         step, rank, to = parcel.record.step, parcel.record.rank, parcel.peer.host
         began_s = time.monotonic()
         try:
-            self._persist(parcel)
+            peer = self._persist(parcel)
         except _RefusedForGoodError as error:
             return Replicated(rank, step, to, f"{to} refused step {step} of rank {rank}: {error}", refused=True)
         except Exception as error:  # whatever it is, who waits for this snapshot must be told
@@ -104,24 +124,40 @@ class Sender:
             return Replicated(rank, step, to, f"step {step} of rank {rank} was not replicated to {to}: {why}")
         took_s = time.monotonic() - began_s
         sent = parcel.record.data_bytes
-        return Replicated(rank, step, to, "", False, took_s, sent, share_of_rate(sent, took_s, parcel.peer))
+        return Replicated(rank, step, to, "", False, took_s, sent, share_of_rate(sent, took_s, peer))
 
-    def _persist(self, parcel: Parcel) -> None:
-        """Try again, with longer and longer pauses, as long as that may help."""
+    def _persist(self, parcel: Parcel) -> Endpoint:
+        """Try again, with longer and longer pauses, as long as that may help; who has it then."""
         until_s, pause_s = time.monotonic() + self._persist_s, _FIRST_PAUSE_S
         while True:
+            peer = self._peer_of(parcel)
             try:
-                return self._try(parcel)
+                self._try(parcel, peer)
+                return peer
             except LinkError:
                 self._drop()
-                if time.monotonic() + pause_s > until_s or self._closing.wait(pause_s):
+                if self._peer_of(parcel) != peer:
+                    until_s, pause_s = time.monotonic() + self._persist_s, _FIRST_PAUSE_S
+                    continue
+                if time.monotonic() + pause_s > until_s:
                     raise
+            if self._turned.wait(pause_s):
+                self._turned.clear()
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _try(self, parcel: Parcel) -> None:
+    def _peer_of(self, parcel: Parcel) -> Endpoint:
+        self._check()
+        wanted = self._wanted
+        if wanted is None:
+            return parcel.peer
+        if wanted.token != parcel.token:
+            raise LinkError("another attempt has begun")
+        return wanted.peer or parcel.peer
+
+    def _try(self, parcel: Parcel, peer: Endpoint) -> None:
         record, plan = parcel.record, parcel.plan
         self._points.reach("replica.begin", step=record.step, rank=record.rank)
-        link = self._open(parcel.peer, parcel.token)
+        link = self._open(parcel, peer)
         link.send(Offer(record.to_text()))
         answer = link.receive(PlanNeeded, Go, Refused)
         if isinstance(answer, PlanNeeded):
@@ -136,14 +172,16 @@ class Sender:
         self._points.reach("replica.sent", step=record.step, rank=record.rank)
         _raise_refusal(link.receive(Stored, Refused))
 
-    def _open(self, peer: Endpoint, token: str) -> Link:
+    def _open(self, parcel: Parcel, peer: Endpoint) -> Link:
         self._check()
-        if self._link is None or self._way != (peer, token) or self._link.is_broken():
+        way = Way(peer, parcel.token)
+        if self._link is None or self._way != way or self._link.is_broken():
             self._drop()
-            link = call(peer, token, self._idle_s)
+            link = call(peer, parcel.token, self._idle_s)
             with self._lock:
-                self._link, self._way = link, (peer, token)
-            self._check()
+                self._link, self._way = link, way
+            if self._peer_of(parcel) != peer:
+                raise LinkError(f"snapshots do not go to {peer.host} any more")
         return self._link
 
     def _check(self) -> None:

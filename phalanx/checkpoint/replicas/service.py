@@ -15,7 +15,7 @@ from phalanx.checkpoint.replicas.contract import Endpoint, Replicated, Vault
 from phalanx.checkpoint.replicas.interfaces import LOOPBACK, Network
 from phalanx.checkpoint.replicas.link import IDLE_S
 from phalanx.checkpoint.replicas.listener import Listener, listen
-from phalanx.checkpoint.replicas.sender import PERSIST_S, Parcel, Sender
+from phalanx.checkpoint.replicas.sender import PERSIST_S, Parcel, Sender, Way
 from phalanx.core.points import NO_POINTS, Points
 
 
@@ -99,6 +99,22 @@ class ReplicaService:
             sender = self._senders.get(rank) or Sender(self._notify, self._points, *self._patience)
             self._senders[rank] = sender
         sender.submit(Parcel(pinned, record, held_plan, descriptor, peer, self._token))
+
+    def turn(self, rank: int, peer: Endpoint | None) -> None:
+        """Snapshots of `rank` go to `peer` from now on, with the present token; those under way too.
+
+        What an earlier attempt wanted to send is given up at once: its token is not good any more, and what comes
+        after it would have to wait.
+        """
+        if self._token is None:
+            return
+        with self._lock:
+            sender = self._senders.get(rank)
+            if sender is None and peer is None:
+                return
+            sender = sender or Sender(self._notify, self._points, *self._patience)
+            self._senders[rank] = sender
+        sender.turn(Way(peer, self._token))
 
     def close(self) -> None:
         """Hang up on everybody, tell what was under way to have failed, and wait for all threads to be gone."""

@@ -1,0 +1,280 @@
+"""Several hosts on one machine: each has a keeper of its own, and ranks that know only that one.
+
+Ranks are forked from a server that has imported all they need, and are told who they are as torchrun would tell them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+from support.kills.run import TinyRun
+
+from phalanx.checkpoint.format.record import Record
+from phalanx.checkpoint.keeper.client import connect
+from phalanx.checkpoint.keeper.contract import KeeperLostError
+
+GUARD_S = 120.0
+"""Whatever takes longer hangs."""
+
+SETTINGS: dict[str, Any] = {
+    "checkpoint.every_steps": 0,  # nothing is durable but the state at the end
+    "checkpoint.memory_every_steps": 1,
+    "parallel.host_loader": False,  # which takes longer to start than these runs take
+}
+
+_TAKEN_UP = re.compile(r"going on from (.*?) \(step (\d+) of", re.DOTALL)
+
+
+class TakenUp(NamedTuple):
+    """What a run went on from; as it told people."""
+
+    source: str
+    step: int
+
+
+@dataclass
+class Host:
+    """What plays a host.
+
+    Attributes:
+        name: in names of files.
+        ranks: how many of the job's it has.
+        rack: of it; empty: unknown.
+        lives: how often it was replaced by a new one.
+    """
+
+    name: str
+    ranks: int
+    rack: str = ""
+    lives: int = 0
+    processes: list[BaseProcess] = field(default_factory=list)
+
+
+class Cluster:
+    """The hosts of one run.
+
+    Args:
+        run: its settings, without those of the layout.
+        ranks: of each host.
+        racks: of each host.
+    """
+
+    def __init__(self, run: TinyRun, ranks: Sequence[int], racks: Sequence[str] = ()) -> None:
+        self.run = run
+        racks = racks or [""] * len(ranks)
+        self.hosts = [Host(f"h{number}", *one) for number, one in enumerate(zip(ranks, racks, strict=True))]
+        self.starts = 0
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["phalanx.train.session", "phalanx.cli.train", "torch.utils.checkpoint"])
+
+    def keeper(self, host: int) -> Path:
+        """The socket of the keeper of a host."""
+        one = self.hosts[host]
+        return self.run.folder / f"{self.run.name}.{one.name}.{one.lives}"
+
+    def start(self, changes: Mapping[str, Any] | None = None) -> None:
+        """Start all ranks, as one job; `changes` are settings."""
+        self.starts += 1
+        run = TinyRun(self.run.folder, self.run.name, SETTINGS | dict(self.run.changes) | dict(changes or {}))
+        arguments, size, port = run.arguments(), sum(host.ranks for host in self.hosts), _free_port()
+        (run.folder / "none.toml").touch()
+        first = 0
+        for number, host in enumerate(self.hosts):
+            host.processes = []
+            for local in range(host.ranks):
+                environ = {
+                    "RANK": str(first + local),
+                    "LOCAL_RANK": str(local),
+                    "WORLD_SIZE": str(size),
+                    "LOCAL_WORLD_SIZE": str(host.ranks),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "PHALANX_KEEPER": str(self.keeper(number)),
+                    "PHALANX_INTERFACE": "lo",
+                    "PHALANX_RACK": host.rack,
+                }
+                target = (str(run.folder), str(self._log(first + local)), arguments, environ)
+                process = self._context.Process(target=_become, args=target)
+                process.start()
+                host.processes.append(process)
+            first += host.ranks
+
+    def wait(self) -> list[int]:
+        """Exit statuses of all ranks, once they have ended.
+
+        Raises:
+            TimeoutError: they do not.
+        """
+        end_s = time.monotonic() + GUARD_S
+        for process in self._processes():
+            process.join(max(end_s - time.monotonic(), 0.01))
+        statuses = [process.exitcode for process in self._processes()]
+        if None in statuses:
+            raise TimeoutError(f"ranks do not end: {statuses}\n{self.logs()}")
+        return [status for status in statuses if status is not None]
+
+    def until_step(self, step: int) -> int:
+        """Wait until the run has written `step` down; the last one that it has.
+
+        Raises:
+            RuntimeError: a rank has ended before. TimeoutError: it does not come.
+        """
+        end_s = time.monotonic() + GUARD_S
+        while (last := self.run.last_step()) < step:
+            if any(process.exitcode is not None for process in self._processes()):
+                raise RuntimeError(f"a rank ended before step {step}:\n{self.logs()}")
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"step {step} does not come:\n{self.logs()}")
+            time.sleep(0.002)
+        return last
+
+    def until_said(self, text: str) -> None:
+        """Wait until a rank has printed `text` since the last start.
+
+        Raises:
+            TimeoutError: none does.
+        """
+        end_s = time.monotonic() + GUARD_S
+        while text not in self.logs():
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"nobody says {text!r}:\n{self.logs()}")
+            time.sleep(0.005)
+
+    def lose(self, *hosts: int) -> None:
+        """SIGKILL all that runs on some hosts, at once; others take their places, where nothing is in memory."""
+        pids = [keeper.pid for host in hosts for keeper in self.keepers(host)]
+        _kill([*pids, *(process.pid for host in hosts for process in self.hosts[host].processes)])
+        for host in hosts:
+            self.hosts[host].lives += 1
+
+    def kill_keeper(self, host: int) -> None:
+        """SIGKILL the keeper of a host and what it started, nothing else."""
+        _kill([keeper.pid for keeper in self.keepers(host)])
+
+    def end(self) -> None:
+        """SIGKILL all ranks."""
+        _kill([process.pid for process in self._processes()])
+        for process in self._processes():
+            process.join()
+
+    def keepers(self, host: int) -> list[psutil.Process]:
+        """The keeper of a host, and its persister, if there are any."""
+        return list(_of_keeper(self.keeper(host)))
+
+    def held(self, host: int) -> list[tuple[Record, bool]]:
+        """Records of the copies that the keeper of a host has, and whether each is a replica."""
+        try:
+            keeper = connect(self.keeper(host), 0, 1)
+        except KeeperLostError:
+            return []
+        try:
+            return [(one.record, one.is_replica) for one in keeper.held()]
+        finally:
+            keeper.close()
+
+    def taken_up(self) -> TakenUp | None:
+        """What the run went on from at its last start; None where it began."""
+        found = _TAKEN_UP.search(self.log())
+        return TakenUp(" ".join(found[1].split()), int(found[2])) if found else None
+
+    def log(self, rank: int = 0) -> str:
+        """What a rank has printed since the last start."""
+        try:
+            return self._log(rank).read_text()
+        except FileNotFoundError:
+            return ""
+
+    def logs(self) -> str:
+        """What all ranks have printed since the last start."""
+        return "\n".join(self.log(rank) for rank in range(sum(host.ranks for host in self.hosts)))
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Entries of the metrics, such as ``snapshot``."""
+        lines = (json.loads(line) for line in (self.run.path / "metrics.jsonl").read_text().splitlines())
+        return [one for one in lines if one["kind"] == kind]
+
+    def close(self) -> None:
+        """End all there is."""
+        self.end()
+        _kill([process.pid for process in _of_keeper(self.run.folder / f"{self.run.name}.")])
+
+    def _processes(self) -> list[BaseProcess]:
+        return [process for host in self.hosts for process in host.processes]
+
+    def _log(self, rank: int) -> Path:
+        return self.run.folder / f"{self.run.name}.{self.starts}.{rank}.log"
+
+
+@contextlib.contextmanager
+def a_cluster(run: TinyRun, ranks: Sequence[int], racks: Sequence[str] = ()) -> Iterator[Cluster]:
+    """The hosts of a run; nothing of them is left after the context."""
+    cluster = Cluster(run, ranks, racks)
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
+def copy_prepared(source: TinyRun, target: Path) -> None:
+    """Give another folder the same text, prepared."""
+    target.mkdir(parents=True, exist_ok=True)
+    shutil.copy(source.folder / "corpus.jsonl", target)
+    shutil.copytree(source.folder / "prepared", target / "prepared", dirs_exist_ok=True)
+
+
+def _become(folder: str, log: str, arguments: list[str], environ: dict[str, str]) -> None:
+    os.setpgid(0, 0)
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # the fork server ignores some
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.chdir(folder)
+    os.environ.update(environ | {"COLUMNS": "1000"})
+    from phalanx.cli.main import main
+
+    main(arguments)
+
+
+def _of_keeper(address: Path) -> Iterator[psutil.Process]:
+    """Keepers and persisters, and whatever they have started, whose address begins so."""
+    for process in psutil.process_iter(["name"]):
+        if (process.info["name"] or "").startswith(("phalanx keeper", "phalanx persist")):
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("PHALANX_KEEPER", "").startswith(str(address)):
+                    yield process
+
+
+def _kill(pids: Sequence[int | None]) -> None:
+    """SIGKILL, and wait until they are gone."""
+    gone = []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            assert pid is not None
+            gone.append(psutil.Process(pid))
+            os.kill(pid, signal.SIGKILL)
+    for process in gone:
+        end_s = time.monotonic() + GUARD_S
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < end_s:
+                time.sleep(0.001)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
