@@ -14,18 +14,18 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-from support.kills.run import TinyRun
 
 from phalanx.checkpoint.format.record import Record
 from phalanx.checkpoint.keeper.client import connect
 from phalanx.checkpoint.keeper.contract import KeeperLostError
+from support.kills.run import TinyRun
 
 GUARD_S = 120.0
 """Whatever takes longer hangs."""
@@ -34,7 +34,15 @@ SETTINGS: dict[str, Any] = {
     "checkpoint.every_steps": 0,  # nothing is durable but the state at the end
     "checkpoint.memory_every_steps": 1,
     "parallel.host_loader": False,  # which takes longer to start than these runs take
+    "evaluate.final_tokens": 64,
 }
+
+_IMPORTED = [
+    "phalanx.train.session",
+    "phalanx.cli.train",
+    "torch.utils.checkpoint",
+    "torch._inductor.standalone_compile",  # by torch.use_deterministic_algorithms
+]
 
 _TAKEN_UP = re.compile(r"going on from (.*?) \(step (\d+) of", re.DOTALL)
 
@@ -79,7 +87,7 @@ class Cluster:
         self.hosts = [Host(f"h{number}", *one) for number, one in enumerate(zip(ranks, racks, strict=True))]
         self.starts = 0
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["phalanx.train.session", "phalanx.cli.train", "torch.utils.checkpoint"])
+        self._context.set_forkserver_preload(_IMPORTED)
 
     def keeper(self, host: int) -> Path:
         """The socket of the keeper of a host."""
@@ -133,26 +141,22 @@ class Cluster:
         Raises:
             RuntimeError: a rank has ended before. TimeoutError: it does not come.
         """
-        end_s = time.monotonic() + GUARD_S
-        while (last := self.run.last_step()) < step:
-            if any(process.exitcode is not None for process in self._processes()):
-                raise RuntimeError(f"a rank ended before step {step}:\n{self.logs()}")
-            if time.monotonic() > end_s:
-                raise TimeoutError(f"step {step} does not come:\n{self.logs()}")
-            time.sleep(0.002)
-        return last
+        self.until(f"step {step}", lambda: self.run.last_step() >= step)
+        return self.run.last_step()
 
-    def until_said(self, text: str) -> None:
-        """Wait until a rank has printed `text` since the last start.
+    def until(self, what: str, condition: Callable[[], bool]) -> None:
+        """Wait for something that no event tells of, while the run goes on.
 
         Raises:
-            TimeoutError: none does.
+            RuntimeError: a rank has ended before. TimeoutError: it does not come.
         """
         end_s = time.monotonic() + GUARD_S
-        while text not in self.logs():
+        while not condition():
+            if any(process.exitcode is not None for process in self._processes()):
+                raise RuntimeError(f"a rank ended before {what}:\n{self.logs()}")
             if time.monotonic() > end_s:
-                raise TimeoutError(f"nobody says {text!r}:\n{self.logs()}")
-            time.sleep(0.005)
+                raise TimeoutError(f"{what} does not come:\n{self.logs()}")
+            time.sleep(0.002)
 
     def lose(self, *hosts: int) -> None:
         """SIGKILL all that runs on some hosts, at once; others take their places, where nothing is in memory."""
@@ -229,11 +233,10 @@ def a_cluster(run: TinyRun, ranks: Sequence[int], racks: Sequence[str] = ()) -> 
         cluster.close()
 
 
-def copy_prepared(source: TinyRun, target: Path) -> None:
+def share_text(source: TinyRun, folder: Path) -> None:
     """Give another folder the same text, prepared."""
-    target.mkdir(parents=True, exist_ok=True)
-    shutil.copy(source.folder / "corpus.jsonl", target)
-    shutil.copytree(source.folder / "prepared", target / "prepared", dirs_exist_ok=True)
+    shutil.copy(source.folder / "corpus.jsonl", folder)
+    shutil.copytree(source.folder / "prepared", folder / "prepared")
 
 
 def _become(folder: str, log: str, arguments: list[str], environ: dict[str, str]) -> None:

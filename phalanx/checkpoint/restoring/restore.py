@@ -149,7 +149,6 @@ class _States:
         for name, cause in self._hosts.lost.items():
             log.refuse(f"the keeper of host {name} does not answer ({cause}); what it holds is not used")
         self._choices = restorable(self._hosts.held)
-        self._bad: set[tuple[str, int]] = set()
         self._durable = None if store is None else Checkpoints(store, verify, peers, log.refuse)
 
     def next(self) -> Source | None:
@@ -176,7 +175,7 @@ class _States:
             self._log.refuse(refusal(source.name, faults[0].cause))
 
     def _newest_choice(self) -> Choice | None:
-        self._choices = [c for c in (choice.without(self._bad) for choice in self._choices) if c.is_whole]
+        self._choices = [choice for choice in self._choices if choice.is_whole]
         return self._choices[0] if self._choices else None
 
     def _has_newer(self, choice: Choice) -> bool:
@@ -208,10 +207,13 @@ class _States:
         return None
 
     def _refuse_copies(self, choice: Choice, faults: list[Fault]) -> None:
-        self._bad |= {(fault.host, fault.holder) for fault in faults if fault.holder >= 0}
-        for lost in {fault.host for fault in faults if fault.holder < 0}:
-            self._bad |= {(lost, rank) for each in self._choices for rank in each.hosts}
-        following = "another host's" if choice.without(self._bad).is_whole else "durable storage or an older state"
+        bad = {(fault.host, fault.holder) for fault in faults if fault.holder >= 0}
+        lost = {fault.host for fault in faults if fault.holder < 0}
+        gone = {(host, rank) for host in lost for each in self._choices for rank in each.hosts}
+        self._choices = [  # a copy of another step may be good where this one is not
+            each.without(gone | bad if each.snapshot == choice.snapshot else gone) for each in self._choices
+        ]
+        following = "another host's" if choice.without(gone | bad).is_whole else "durable storage or an older state"
         told: set[str] = set()
         for fault in faults:
             what = "all copies" if fault.holder < 0 else f"the copy of rank {fault.holder}"
