@@ -22,6 +22,7 @@ _LAZY = {
         f"{_ROOM}.converting:convert_command",
         "Into other files or dtypes, from plain DCP, from and to Hugging Face.",
     ),
+    "keep": (f"{_ROOM}.keeping:keep_command", "Start the process that keeps snapshots of RUN in memory here."),
     "prune": (f"{_ROOM}.pruning:prune_command", "Delete checkpoints of RUN that are not to be kept."),
 }
 _ALIASES = {

@@ -122,6 +122,14 @@ def is_listening(address: Path) -> bool:
         return True
 
 
+def until_ended(address: Path) -> None:
+    """Wait until the keeper at `address` is gone; at once where there is none. It lives no longer for this."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, suppress(OSError):
+        connection.connect(str(address))
+        while connection.recv(packets.PACKET_BYTES):
+            pass
+
+
 def end_keeper(address: Path) -> None:
     """End the keeper at `address`, with all that it holds, and wait until it is gone; nothing where there is none.
 
