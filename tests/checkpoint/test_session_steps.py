@@ -235,6 +235,24 @@ def test_tensors_may_become_others() -> None:
     assert [len(memory) for _, memory in loop.keeper.took] == [67, 36]
 
 
+def test_what_the_ranks_agreed_on_does_not_count_for_the_memory_that_came_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when an optimizer gets the state of its first update between the fence and the end of a step."""
+    loop = Loop(every_steps=1)
+    loop.watch()
+    loop.step(1)
+    loop.session.ask(2)
+    loop.session.fence()
+    monkeypatch.setattr(type(loop.keeper), "busy", property(lambda _: True))  # there is no memory yet
+    loop.watch({"model.w": torch.zeros(9)})
+    loop.session.after_step(2, lambda: None)
+    assert loop.steps == [1]
+    monkeypatch.undo()
+    loop.step(3)
+    assert loop.steps == [1, 3]
+
+
 def test_state_that_json_would_change_is_refused() -> None:
     loop = Loop(every_steps=1)
     loop.watch()

@@ -57,6 +57,11 @@ class TinyRun:
         """The socket of its keeper."""
         return self.folder / f"{self.name}.keeper"
 
+    @property
+    def log(self) -> Path:
+        """What all its processes have said."""
+        return self.folder / f"{self.name}.log"
+
     def arguments(self) -> list[str]:
         """Of the command."""
         corpus = self.folder / "corpus.jsonl"
@@ -73,21 +78,23 @@ class TinyRun:
             return pid
         status = 70
         try:
-            self._become(faults)
+            self.become(faults)
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else int(end.code is not None)
         finally:
             os._exit(status)
 
-    def _become(self, faults: str) -> None:
+    def become(self, faults: str = "") -> None:
+        """Be the run: train, and end this process's work with the command's `SystemExit`."""
         os.setpgid(0, 0)
-        log = os.open(self.folder / f"{self.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
         (self.folder / "none.toml").touch()
         os.chdir(self.folder)
         os.environ["PHALANX_KEEPER"] = str(self.keeper)
         os.environ["PHALANX_FAULTS"] = faults
+        os.environ["COLUMNS"] = "1000"  # no line is broken
         from phalanx.cli.main import main
 
         main(self.arguments())

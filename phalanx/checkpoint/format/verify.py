@@ -31,7 +31,7 @@ def examine(place: Path | Files, *, checksums: bool = True, manifest_sha256: str
     sums = _read(files, SUMS)
     digest = hashlib.sha256(content).hexdigest()
     if not sums.endswith(f"{digest}  {MANIFEST}\n".encode()):
-        raise DamagedCheckpointError(files.url, f"{MANIFEST} does not match its checksum")
+        raise DamagedCheckpointError(files.url, f"{MANIFEST} does not match its checksum in {SUMS}")
     if manifest_sha256 not in ("", digest):
         raise DamagedCheckpointError(files.url, f"{MANIFEST} is another than the one that was published last")
     manifest = manifests.decode(content, files.url)

@@ -97,7 +97,11 @@ class Publisher:
         writing = Writing.of(self.task)
         require_charge(read_latest(self.store), writing.attempt)
         self.points.reach("persist.before-publish")
-        name = self.store.publish(area, writing.step)
+        try:
+            name = self.store.publish(area, writing.step)
+        except OSError:  # perhaps because a higher attempt has cleared it away
+            require_charge(read_latest(self.store), writing.attempt)
+            raise
         self.points.reach("persist.published")
         self._point_to(name, digest)
         self.points.reach("persist.pointer-moved")

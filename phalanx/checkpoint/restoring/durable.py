@@ -220,7 +220,7 @@ def read_manifest(store: Store, name: str, sha256: str = "") -> bytes:
     content, sums = (_small(store, name, file, path) for file in (MANIFEST, SUMS))
     digest = hashlib.sha256(content).hexdigest()
     if not sums.endswith(f"{digest}  {MANIFEST}\n".encode()):
-        raise DamagedCheckpointError(path, f"{MANIFEST} does not match its checksum")
+        raise DamagedCheckpointError(path, f"{MANIFEST} does not match its checksum in {SUMS}")
     if sha256 and digest != sha256:
         raise DamagedCheckpointError(path, f"{MANIFEST} is not the one that the pointer to the latest names")
     manifest = manifests.decode(content, path)

@@ -141,6 +141,9 @@ class Session:
             UserError, ValueError, RuntimeError: as `phalanx.checkpoint.snapshot.plans.make_plans`.
         """
         self._end_copy()
+        if self._answer is not None:  # it was about the memory so far
+            self._answer()
+            self._answer = None
         self._tensors = tensors
         now = self._present()
         job = self.job

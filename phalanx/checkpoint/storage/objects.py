@@ -69,8 +69,10 @@ class ObjectStore:
     def files(self, name: str) -> list[str]:
         """See `Store`."""
         held = self._held.get(name, {})
-        there = (entry["name"].rpartition("/")[2] for entry in self._list(name) if entry["type"] == "file")
-        return sorted({*held, *filter(None, there)})
+        there = {entry["name"].rpartition("/")[2] for entry in self._list(name) if entry["type"] == "file"} - {""}
+        if there and names.quarantined(name):
+            there.add(SUMS)  # which is in the mark
+        return sorted({*held, *there})
 
     def read(self, name: str, file: str) -> bytes:
         """See `Store`."""
@@ -204,6 +206,8 @@ class ObjectStore:
         return self._held[area]
 
     def _path(self, name: str, file: str) -> str:
+        if file == SUMS and names.quarantined(name):
+            return f"{self._root}/{names.plain(name)}"  # the mark holds them
         return f"{self._root}/{_area_of(names.plain(name))}/{names.plain(file)}"
 
     def _list(self, name: str = "") -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -34,12 +35,18 @@ def retried(path: str, work: Callable[[], T]) -> T:
         except Exception as error:  # of the client library: most of its errors are no OSErrors
             final = next((kind for kind in _FINAL if isinstance(error, kind)), None)
             if final is not None:
-                raise final(_FINAL[final], cause_of(error), path) from error
+                raise final(_FINAL[final], _cause_at(path, error, _FINAL[final]), path) from error
             if wait_s is None or status(error) == _PRECONDITION_FAILED:
                 number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
                 raise OSError(number, cause_of(error), path) from error
             time.sleep(wait_s)
     raise AssertionError("unreachable")
+
+
+def _cause_at(path: str, error: BaseException, number: int) -> str:
+    """What fsspec says is often the path and nothing else."""
+    said = cause_of(error)
+    return os.strerror(number) if said.strip("/") in path else said
 
 
 def status(error: BaseException | None) -> int:

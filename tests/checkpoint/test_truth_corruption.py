@@ -1,0 +1,269 @@
+"""What the persister made durable, harmed afterwards or while it is written, and what is restored then: in a folder and
+on an S3 server. Every harm is seen, the line names file and cause, and the next source is used.
+
+What is proven elsewhere and not again here:
+
+- flipped bits, each of 100: of what the keeper holds (`test_restoring_memory`), of replicas that are fetched
+  (`test_replicas_fetch`), of what is on its way to a peer (`test_replicas_transfer`), of a slot that is being persisted
+  (`test_persist_process`), of tensors that several ranks share (`test_restoring_durable`);
+- memory, then peer, then durable, then older: `test_restoring_memory`; with real keepers: `test_restoring_keepers`;
+- a pointer that is truncated, empty, another's: `test_storage_latest`; keys changed by hand: `test_storage_restore`;
+- each file of a checkpoint refused with ENOSPC, EROFS, EIO: `test_persist_storage`; the blocking save on full and
+  read-only disks: `test_checkpoint_faults`;
+- a lower attempt refused by keeper and peer: `test_keeper_process`, `test_replicas_transfer`; a process that was
+  stopped and goes on after the next attempt has begun: `tests/train/test_background_runs`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from persist_helpers import Job
+from storage_helpers import (  # noqa: F401
+    Place,
+    place_fixture,
+    s3_place_fixture,
+    s3_server_fixture,
+)
+from typing_extensions import Buffer
+
+from phalanx.checkpoint.format.manifest import DamagedCheckpointError, FileEntry
+from phalanx.checkpoint.format.verify import examine
+from phalanx.checkpoint.persist.contract import Destination, Outcome
+from phalanx.checkpoint.persist.work import Work
+from phalanx.checkpoint.restoring.restore import restore
+from phalanx.checkpoint.storage.base import Store, Stored
+from phalanx.checkpoint.storage.latest import claim, read_latest
+from phalanx.checkpoint.storage.local import LocalStore
+from phalanx.cli.checkpoints.listing import rows_of
+from phalanx.cli.checkpoints.places import Place as Listed
+from phalanx.core.points import NO_POINTS, Points
+
+FLIPS = {"folder": 100, "memory": 100, "s3": 4}
+"""On the server few, because its requests take time."""
+
+PLACES = pytest.mark.parametrize("place", ["folder", "s3"], indirect=True)
+UNREAD = (".metadata", "part-0.json")
+"""Files that restoring does without: harm to them is seen by those who verify."""
+
+
+@dataclass
+class PlacedJob(Job):
+    """One rank, whose checkpoints lie at `url`."""
+
+    url: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def destination(self) -> Destination:
+        return replace(super().destination, url=self.url, options=self.options, keep_last=10)
+
+
+def a_job(place: Place, **settings: Any) -> PlacedJob:
+    return PlacedJob(Path("unused"), url=place.url, options=place.options, **settings)
+
+
+def persist(job: Job, store: Store, step: int, points: Points = NO_POINTS, **changes: Any) -> list[Outcome]:
+    """What the persister says of a checkpoint."""
+    outcomes: list[Outcome] = []
+    with job.task(0, step, **changes) as task:
+        mine = replace(task, descriptor=os.dup(task.descriptor))
+        Work(mine, points, outcomes.append, open_storage=lambda _: store).run()
+    return outcomes
+
+
+def names_of(job: Job, store: Store, steps: Sequence[int]) -> list[str]:
+    """Persist these steps; the names of their checkpoints."""
+    outcomes = [persist(job, store, step)[-1] for step in steps]
+    assert not [outcome.problem for outcome in outcomes if outcome.problem]
+    return [outcome.name for outcome in outcomes]
+
+
+def restored(job: Job, store: Store) -> tuple[int, list[str]]:
+    """The step that training would go on from, whose every bit is right, and what was told."""
+    lines: list[str] = []
+    tensors = {name: torch.full_like(tensor, 77).clone() for name, tensor in job.tensors(0, 0).items()}
+    found = restore(tensors, keeper=None, store=store, report=lines.append)
+    assert found is not None
+    assert found.state == {"step": found.step}
+    expected = job.tensors(0, found.step)
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    return found.step, lines
+
+
+def test_each_of_100_flipped_bits_is_seen_and_the_one_before_taken(place: Place) -> None:
+    job, store, chance = a_job(place), place.open(), random.Random(0)
+    claim(store)
+    _, name = names_of(job, store, (1, 2))
+    files = [("", store.keys("latest-")[-1])] + [(name, file) for file in store.files(name)]
+    assert len(files) == 6
+    for number in range(FLIPS[place.kind]):
+        where, file = files[number % len(files)]
+        good: list[bytes] = []
+
+        def flip(content: bytes, good: list[bytes] = good) -> bytes:
+            good.append(content)
+            place_of_it = chance.randrange(len(content))
+            changed = content[place_of_it] ^ 1 << chance.randrange(8)
+            return content[:place_of_it] + bytes([changed]) + content[place_of_it + 1 :]
+
+        place.change(where, file, flip)
+        step, lines = restored(job, store)
+        if file in UNREAD:
+            assert (step, lines) == (2, [])
+        else:
+            assert step == 1, (file, lines)
+            assert any(file in line for line in lines), (file, lines)
+        if where:
+            with pytest.raises(DamagedCheckpointError, match=file.replace(".", r"\.")):
+                examine(Stored(store, name))
+        place.change(where, file, lambda _, good=good: good[0])
+    assert restored(job, store) == (2, [])
+    examine(Stored(store, name))
+
+
+@PLACES
+def test_truncated_deleted_and_swapped(place: Place) -> None:
+    job, store = a_job(place), place.open()
+    names = names_of(job, store, (1, 2, 3, 4, 5))
+    tensors = "__0_0.distcp"
+    contents = {name: store.read(name, tensors) for name in names}
+    place.change(names[4], tensors, None)
+    place.change(names[3], tensors, lambda content: content[:-1])
+    place.change(names[2], tensors, lambda _: contents[names[1]])
+    place.change(names[1], tensors, lambda _: contents[names[2]])
+    step, lines = restored(job, store)
+    assert step == 1
+    causes = ["is missing", "bytes", "do not match their checksum", "do not match their checksum"]
+    for name, cause, line in zip(reversed(names[1:]), causes, lines, strict=True):
+        assert all(words in line for words in (name, tensors, cause)), line
+
+
+@PLACES
+def test_a_writer_of_an_older_attempt_that_wakes_up_late(place: Place) -> None:
+    old, new = a_job(place, nonce="old"), a_job(place, attempt=2, nonce="new")
+    store = place.open()
+    assert claim(store) == 1
+    names_of(old, store, (1,))
+    asleep, awake = threading.Event(), threading.Event()
+
+    def sleep() -> None:
+        asleep.set()
+        assert awake.wait(60)
+
+    told: list[Outcome] = []
+    points = Points({"persist.before-publish": sleep})
+    zombie = threading.Thread(target=lambda: told.extend(persist(old, place.open(), 2, points)))
+    zombie.start()
+    assert asleep.wait(60)
+    assert claim(store) == 2
+    [name] = names_of(new, store, (2,))
+    awake.set()
+    zombie.join()
+    assert "attempt 2" in told[-1].problem
+    latest = read_latest(store)
+    assert latest is not None
+    assert (latest.attempt, latest.step, latest.name) == (2, 2, name)
+    assert examine(Stored(store, name)).attempt == 2
+    assert restored(new, store) == (2, [])
+    assert len(store.names()) == 2
+
+
+@PLACES
+@pytest.mark.parametrize(("changes", "why"), [({"changed": False}, "stale"), ({"sick": ("w",)}, "sick")])
+def test_what_is_kept_aside_is_whole_and_called_what_it_is(place: Place, changes: dict[str, Any], why: str) -> None:
+    job, store = a_job(place), place.open()
+    [name] = names_of(job, store, (1,))
+    told = persist(job, store, 2, **changes)[-1]
+    [aside] = store.quarantined()
+    assert why in told.problem
+    assert aside in told.problem
+    assert examine(Listed(store, aside)).step == 2
+    rows = rows_of([Listed(store, name), Listed(store, aside)], datetime.now(UTC))
+    assert [(row.status, row.problem) for row in rows] == [("latest", ""), (why, "")]
+    assert restored(job, store) == (1, [])
+    place.change(aside.partition("-")[2] if place.kind == "s3" else aside, "__0_0.distcp", lambda content: content[:-1])
+    with pytest.raises(DamagedCheckpointError, match=r"__0_0\.distcp"):
+        examine(Listed(store, aside))
+    store.delete(aside)
+    assert not store.quarantined()
+    assert store.files(aside) == []
+
+
+def test_a_server_of_which_every_third_answer_is_a_failure(s3_place: Place) -> None:
+    job, store = a_job(s3_place), s3_place.open()
+    assert s3_place.gate is not None
+    s3_place.gate.fail_every = 3
+    outcomes = [persist(job, store, step)[-1] for step in (1, 2)]
+    s3_place.gate.fail_every = 0
+    assert all(outcome.name or "503" in outcome.problem for outcome in outcomes)
+    good = [outcome.step for outcome in outcomes if outcome.name]
+    names_of(job, store, (3,))
+    assert restored(job, store) == (3, [])
+    assert [int(name[5:13]) for name in store.names()] == [3, *reversed(good)]
+
+
+class Slow(LocalStore):
+    """1 MB/s."""
+
+    def write(self, area: str, file: str, content: Iterable[Buffer]) -> FileEntry:
+        def slowly() -> Iterator[Buffer]:
+            for piece in content:
+                time.sleep(memoryview(piece).nbytes / 1e6)
+                yield piece
+
+        return super().write(area, file, slowly())
+
+
+def test_slow_storage_only_takes_longer(tmp_path: Path) -> None:
+    job, store = Job(tmp_path, rows=500), Slow(tmp_path)
+    assert names_of(job, store, (1, 2)) == ["step-00000001", "step-00000002"]
+    assert restored(job, store) == (2, [])
+
+
+@pytest.fixture(name="tiny_disk")
+def tiny_disk_fixture(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_disk_that_is_full_while_a_checkpoint_is_persisted(tiny_disk: Path) -> None:
+    job, store = Job(tiny_disk, rows=150), LocalStore(tiny_disk)
+    names_of(job, store, (1,))
+    told = persist(job, store, 2)[-1]
+    assert "No space left on device" in told.problem
+    assert "__0_0.distcp" in told.problem
+    assert restored(job, store) == (1, [])
+    assert [path.name for path in tiny_disk.glob(".writing*")] == []
+    subprocess.run(["mount", "-o", "remount,size=1m", str(tiny_disk)], check=True)
+    names_of(job, store, (3,))
+    assert restored(job, store) == (3, [])
+
+
+def test_a_disk_that_becomes_read_only(tiny_disk: Path) -> None:
+    job, store = Job(tiny_disk), LocalStore(tiny_disk)
+    names_of(job, store, (1,))
+    subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=True)
+    told = persist(job, store, 2)[-1]
+    assert "Read-only file system" in told.problem
+    assert "step-00000002" in told.problem
+    assert restored(job, store) == (1, [])
+    subprocess.run(["mount", "-o", "remount,rw", str(tiny_disk)], check=True)
+    names_of(job, store, (3,))
+    assert restored(job, store) == (3, [])
