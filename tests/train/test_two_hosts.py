@@ -109,7 +109,9 @@ def require_same(run: TinyRun, straight: TinyRun) -> None:
     [
         ([1, 1], {"parallel.replicate": 2}, 0),  # rank 0 alone has something to save, and is gone
         ([1, 1], {"parallel.shard": 2, "model.vocab_multiple": 2}, 1),
-        ([2, 2], {"parallel.shard": 2, "parallel.tensor": 2, "model.vocab_multiple": 2}, 0),
+        pytest.param(
+            [2, 2], {"parallel.shard": 2, "parallel.tensor": 2, "model.vocab_multiple": 2}, 0, marks=pytest.mark.slow
+        ),
     ],
     ids=["replicate", "shard", "shard and tensor"],
 )
@@ -144,7 +146,7 @@ def test_what_is_left_goes_on_in_another_layout(start: Start, straight: Callable
     assert [one[1] for one in mine] == pytest.approx([one[1] for one in theirs], rel=1e-4)
 
 
-@pytest.mark.parametrize("damaged", ["newest", "all"])
+@pytest.mark.parametrize("damaged", ["newest", pytest.param("all", marks=pytest.mark.slow)])
 def test_a_replica_that_was_damaged_is_refused(start: Start, straight: Callable[..., TinyRun], damaged: str) -> None:
     cluster = start([1, 1], LONG | {"checkpoint.every_steps": 10})
     cluster.until("a checkpoint and later snapshots", lambda: _durable(cluster) < cluster.run.last_step() - 3)
@@ -205,6 +207,7 @@ def _newest_replica(cluster: Cluster, host: int) -> int:
     return max((record.step for record, is_replica in cluster.held(host) if is_replica), default=0)
 
 
+@pytest.mark.slow
 def test_a_rack_is_lost(start: Start, straight: Callable[..., TinyRun]) -> None:
     """Two of three hosts share a rack, so both keep their replicas on the third."""
     changes = {"parallel.shard": 3, "train.global_batch": 6}
