@@ -37,8 +37,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a few kills, to see that it works")
     parser.add_argument("--log", type=Path, help="where to keep what the killed run said")
     args = parser.parse_args()
-    kills = 4 if args.quick else args.kills
-    steps = args.steps or max(70 * kills, 400)
+    kills = 3 if args.quick else args.kills
+    steps = args.steps or (280 if args.quick else max(70 * kills, 400))
     with tempfile.TemporaryDirectory() as folder:
         campaign, problems = run_campaign(Path(folder), kills, args.ranks, steps, random.Random(args.seed))
         log = campaign.run.log.read_text()

@@ -31,6 +31,8 @@ STEPS = 100
 SETTINGS: dict[str, Any] = {"train.steps": STEPS, "parallel.host_loader": False}
 IN_MEMORY = {"checkpoint.every_steps": 1000}
 """Only the last checkpoint is durable."""
+WAITING = {"checkpoint.wait": True}
+"""Training waits for each durable checkpoint, so that it does not end before the first."""
 GUARD_S = 120.0
 
 
@@ -127,7 +129,7 @@ def test_a_killed_worker_goes_on_from_the_last_step_in_memory(runner: Runner) ->
 
 def test_training_goes_on_without_its_keeper_and_with_the_next(runner: Runner) -> None:
     straight = runner.straight()
-    with runner.kept(runner.run("keeper")) as run:
+    with runner.kept(runner.run("keeper", WAITING)) as run:
         process = runner.start(run)
         until(lambda: latest_of(run), process, run)
         assert kill(run.processes(KEEPER)) == 1
@@ -143,7 +145,7 @@ def test_training_goes_on_without_its_keeper_and_with_the_next(runner: Runner) -
 
 def test_a_killed_persister_costs_a_checkpoint_and_nothing_else(runner: Runner) -> None:
     straight = runner.straight()
-    with runner.kept(runner.run("persister")) as run:
+    with runner.kept(runner.run("persister", WAITING)) as run:
         process = runner.start(run)
         until(lambda: run.processes(PERSISTER), process, run)
         assert kill(run.processes(PERSISTER)) == 1
@@ -156,7 +158,7 @@ def test_a_killed_persister_costs_a_checkpoint_and_nothing_else(runner: Runner) 
 
 def test_when_all_are_killed_storage_has_it(runner: Runner) -> None:
     straight = runner.straight()
-    with runner.kept(runner.run("all")) as run:
+    with runner.kept(runner.run("all", WAITING)) as run:
         process = runner.start(run)
         until(lambda: latest_of(run), process, run)
         kill([*run.processes(KEEPER), *run.processes(PERSISTER)])
