@@ -68,6 +68,9 @@ class FakePersister:
         self.inside, self.outside = socket.socketpair()
         self.is_closed = False
 
+    def prepare(self) -> None:
+        pass
+
     def submit(self, task: Task) -> None:
         self.tasks.put(task)
 

@@ -255,6 +255,8 @@ class Server:
             self._mailbox.post(lambda: self._allocated(session, lease, cells, problem))
 
         allocate(self._vault, lease.plan, asked.slots, done)
+        if destination is not None:
+            self._persister.prepare()
 
     def _allocated(self, session: Session, lease: Leased, cells: list[Cell], problem: str) -> None:
         if session not in self._sessions or session.lease is not lease:

@@ -71,17 +71,25 @@ class LateReplicas:
 
 
 class LatePersister:
-    """A persister that is made at the first task."""
+    """A persister that is made when it is first needed."""
 
     def __init__(self, make: Callable[[], Persister]) -> None:
         self._make = make
         self._made: Persister | None = None
 
-    def submit(self, task: Task) -> None:
+    def prepare(self) -> None:
         """See `phalanx.checkpoint.persist.contract.Persister`."""
+        self._persister.prepare()
+
+    def submit(self, task: Task) -> None:
+        """See `Persister`."""
+        self._persister.submit(task)
+
+    @property
+    def _persister(self) -> Persister:
         if self._made is None:
             self._made = self._make()
-        self._made.submit(task)
+        return self._made
 
     def fileno(self) -> int:
         """See `Persister`."""

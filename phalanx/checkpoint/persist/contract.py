@@ -77,8 +77,12 @@ class Outcome:
 class Persister(Protocol):
     """The keeper's handle of the persister process; its methods do not wait."""
 
+    def prepare(self) -> None:
+        """Start the process, unless there is one, so that the first task does not have to: its imports take time."""
+        ...
+
     def submit(self, task: Task) -> None:
-        """Hand over a task; the process is started when it is first needed, and again if it has died."""
+        """Hand over a task; the process is started if there is none, and again if it has died."""
         ...
 
     def fileno(self) -> int:

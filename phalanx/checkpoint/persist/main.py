@@ -20,11 +20,12 @@ from phalanx.checkpoint.storage.location import open_store
 from phalanx.core.packets import receive, send
 from phalanx.core.points import Points, points_from_environment
 from phalanx.core.processes import die_with_parent, name_process
+from phalanx.core.signals import STOP_SIGNALS
 
 _WRITERS = 2  # shards that are written at a time where there is no hurry
 _NICE = 10
 _LOWEST_IO = 7
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # meant for the job; the keeper says when to end
+_IGNORED = (*STOP_SIGNALS, signal.SIGHUP)  # meant for the job; the keeper says when to end
 
 
 def main(connection: int, parent: int | None) -> NoReturn:

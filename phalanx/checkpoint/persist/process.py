@@ -52,6 +52,12 @@ class PersisterProcess:
         """Of the process; None while there is none."""
         return None if self._process is None else self._process.pid
 
+    def prepare(self) -> None:
+        """See `Persister`. A process that cannot be started is tried again by the first task, which tells why."""
+        with suppress(OSError):
+            if self._connection is None:
+                self._start()
+
     def submit(self, task: Task) -> None:
         """See `Persister`. The descriptor of the slot stays the caller's."""
         rank = task.plan.rank
