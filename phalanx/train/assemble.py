@@ -140,6 +140,7 @@ def build_run(
     """Every part of a run that starts at step 0."""
     trainer = build_trainer(config, prepared.vocab_size, device, ranks)
     loader = Loader(prepared, config.data)
+    torch.manual_seed(config.train.seed)  # nothing here draws from torch's generator; what a user adds may
     whole_shapes = {name: p.shape for name, p in parameter_table(trainer.config).items()}
     return Run(
         config=config,

@@ -20,7 +20,7 @@ from phalanx.checkpoint.format.record import CHUNK_BYTES, Record, SnapshotId
 from phalanx.checkpoint.format.sums import chunk_sums, state_sum
 from phalanx.checkpoint.keeper.contract import KeeperLostError
 from phalanx.checkpoint.replicas.contract import Endpoint, Held
-from phalanx.checkpoint.restoring.restore import Restored, restore
+from phalanx.checkpoint.restoring.restore import Restored, SpoiltError, restore
 from phalanx.checkpoint.save import save
 from phalanx.checkpoint.snapshot.plans import make_plans
 from phalanx.checkpoint.storage.local import LocalStore
@@ -252,6 +252,7 @@ class Outcome:
 
     restored: Restored | None
     lines: list[str]
+    is_spoilt: bool = False
 
 
 def restore_all(
@@ -273,17 +274,20 @@ def restore_all(
         expected = parts_of(tensors, shards)
         targets = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
         lines: list[str] = []
-        restored = restore(
-            targets,
-            keeper=None if host is None else cast(Any, FakeKeeper(host)),
-            store=store,
-            report=lines.append,
-            shards=shards,
-            peers=cast(Any, peers),
-            copies=None if copies is None else copies[peers.rank],
-            remote=remote,
-            **options,
-        )
+        try:
+            restored = restore(
+                targets,
+                keeper=None if host is None else cast(Any, FakeKeeper(host)),
+                store=store,
+                report=lines.append,
+                shards=shards,
+                peers=cast(Any, peers),
+                copies=None if copies is None else copies[peers.rank],
+                remote=remote,
+                **options,
+            )
+        except SpoiltError:
+            return Outcome(None, lines, is_spoilt=True)
         if restored is not None:
             for name, tensor in expected.items():
                 assert torch.equal(targets[name], tensor), f"rank {peers.rank}: {name}"

@@ -186,7 +186,7 @@ def test_it_takes_no_more_of_a_core_than_it_needs() -> None:
     assert pace.pause_s(50, 1e-3, now + 1000) > 1e-3
     assert pace.pause_s(0, 1e-3, now - 1) == 0.0
     assert pace.pause_s(50, 1e-3, now + 1000) == 0.0  # nothing is left to be done
-    assert budget_s(0.2) == 0.1 and budget_s(1000) == 5.0 and budget_s(None) == 0.5
+    assert budget_s(0.2) == 0.1 and budget_s(1000) == 1.0 and budget_s(None) == 0.5
 
 
 def test_blocks_make_up_chunks() -> None:

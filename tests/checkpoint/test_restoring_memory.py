@@ -129,7 +129,7 @@ def test_every_flipped_bit_is_found() -> None:
         place, bit = piece.start_bytes + chance.randrange(piece.length_bytes), 1 << chance.randrange(8)
         copy.memory[place] ^= bit
         outcomes = restore_all(tensors, layout, [host])
-        assert all(outcome.restored is None for outcome in outcomes)
+        assert all(outcome.restored is None and outcome.is_spoilt for outcome in outcomes)
         assert f"the copy of rank {rank} in memory of host a is refused" in outcomes[0].lines[0]
         copy.memory[place] ^= bit
     assert restore_all(tensors, layout, [host])[0].restored is not None

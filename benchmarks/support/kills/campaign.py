@@ -234,9 +234,7 @@ def compare(run: TinyRun, straight: TinyRun) -> list[str]:
     last = [open_checkpoint(candidates(one.path / "checkpoints")[0].path).read() for one in (run, straight)]
     if last[0].keys() != last[1].keys():
         problems.append("the last checkpoints hold other tensors")
-    # Ranks begin with generators of their own, which training does not draw from (`phalanx.launch.rank`).
-    names = [name for name in last[0] if name != "rng.torch"]
-    differing = [name for name in names if not torch.equal(last[0][name], last[1][name])]
+    differing = [name for name in last[0] if not torch.equal(last[0][name], last[1][name])]
     return problems + ([f"{len(differing)} tensors differ: {differing[:3]}"] if differing else [])
 
 

@@ -9,12 +9,14 @@ its pod, and the host's memory running out.
 from __future__ import annotations
 
 import fcntl
+import importlib
 import os
 import platform
 import select
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,6 +34,7 @@ from phalanx.core.signals import STOP_SIGNALS
 # Those that a terminal or a scheduler sends to every process of a job: the ranks decide what they mean.
 _IGNORED = (*STOP_SIGNALS, signal.SIGHUP)
 
+_PERSISTER = "phalanx.checkpoint.persist.process"  # half a second to import; a keeper may never need it
 _CORES_PER_EXAMINER = 4
 _MAX_EXAMINERS = 8
 
@@ -67,6 +70,7 @@ def _serve(address: Path, listener: socket.socket, ready_fd: int, ttl_s: float) 
     server = Server(listener, services, ttl_s, door.is_wanted, points, examiners)
     os.write(ready_fd, b"r")
     os.close(ready_fd)
+    threading.Thread(target=importlib.import_module, args=(_PERSISTER,), daemon=True).start()
     try:
         server.run()
     finally:

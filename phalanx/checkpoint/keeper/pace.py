@@ -8,7 +8,7 @@ import time
 _FIRST_BYTES_PER_S = 4e9  # until it has been measured
 _FORGET = 0.2
 _MAX_PAUSE_S = 0.1
-_LONGEST_S = 5.0
+_LONGEST_S = 1.0
 _FIRST_INTERVAL_S = 1.0
 
 
