@@ -19,7 +19,7 @@ from phalanx.checkpoint.format.record import Record
 from phalanx.checkpoint.format.sums import chunk_sums
 from phalanx.checkpoint.restore import candidates, open_checkpoint
 
-STEPS = 24
+STEPS = 80
 SOME = 8
 LONG = {"parallel.shard": 2, "train.steps": 120}
 
@@ -63,6 +63,8 @@ def start(tmp_path: Path, straight: Callable[..., TinyRun]) -> Iterator[Start]:
             cluster = running.enter_context(a_cluster(run, ranks, racks))
             cluster.start()
             cluster.until_step(SOME)
+            # the second is begun only when the first is whole on every host, and so on
+            cluster.until("some snapshots", lambda: len(cluster.events("snapshot")) > 2)
             return cluster
 
         yield started
