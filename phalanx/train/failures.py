@@ -19,7 +19,11 @@ def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that the device, or the host, has no memory left."""
     # The host's allocator raises a plain RuntimeError; a thread that gets no stack is the same trouble.
     words = ("can't allocate memory", "Cannot allocate memory", "can't start new thread")
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in words)
+    # oneDNN's word for it; what it does not support is a "primitive descriptor" that it could not create.
+    onednn = str(error).strip().endswith("could not create a primitive")
+    return (
+        isinstance(error, torch.OutOfMemoryError | MemoryError) or onednn or any(word in str(error) for word in words)
+    )
 
 
 def too_big(config: RunConfig, micro_batch: int, error: BaseException) -> UserError:
