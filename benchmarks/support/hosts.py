@@ -6,7 +6,6 @@ Ranks are forked from a server that has imported all they need, and are told who
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
 import re
@@ -25,6 +24,7 @@ import psutil
 from phalanx.checkpoint.format.record import Record
 from phalanx.checkpoint.keeper.client import connect
 from phalanx.checkpoint.keeper.contract import KeeperLostError
+from phalanx.telemetry.loggers import read_json_lines
 from support.kills.run import TinyRun
 
 GUARD_S = 120.0
@@ -208,8 +208,8 @@ class Cluster:
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Entries of the metrics, such as ``snapshot``."""
-        lines = (json.loads(line) for line in (self.run.path / "metrics.jsonl").read_text().splitlines())
-        return [one for one in lines if one["kind"] == kind]
+        metrics = self.run.path / "metrics.jsonl"
+        return [one for one in read_json_lines(metrics) if one["kind"] == kind] if metrics.exists() else []
 
     def close(self) -> None:
         """End all there is."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_hosts import MOST_SNAPSHOTS_BACK, lost_and_found
 from support.hosts import Cluster, a_cluster, share_text
 from support.kills.run import TinyRun
 
@@ -19,7 +18,7 @@ from phalanx.checkpoint.format.record import Record
 from phalanx.checkpoint.format.sums import chunk_sums
 from phalanx.checkpoint.restore import candidates, open_checkpoint
 
-STEPS = 80
+STEPS = 100
 SOME = 8
 LONG = {"parallel.shard": 2, "train.steps": 120}
 
@@ -64,7 +63,7 @@ def start(tmp_path: Path, straight: Callable[..., TinyRun]) -> Iterator[Start]:
             cluster.start()
             cluster.until_step(SOME)
             # the second is begun only when the first is whole on every host, and so on
-            cluster.until("some snapshots", lambda: len(cluster.events("snapshot")) > 2)
+            cluster.until("some snapshots", lambda: len(cluster.events("snapshot")) > 1)
             return cluster
 
         yield started
@@ -222,10 +221,3 @@ def test_a_rack_is_lost(start: Start, straight: Callable[..., TinyRun]) -> None:
     assert taken_up is not None and taken_up.step == whole[0] > 0
     assert taken_up.source.startswith("the memory of the hosts")
     require_same(cluster.run, straight(changes))
-
-
-def test_hosts_are_lost_at_any_moment(tmp_path: Path) -> None:
-    losses, bad = lost_and_found(tmp_path, 3, seed=1)
-    assert not bad
-    assert len(losses) == 3
-    assert max(loss.snapshots_back for loss in losses) <= MOST_SNAPSHOTS_BACK
