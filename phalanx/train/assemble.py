@@ -10,6 +10,7 @@ import torch
 
 from phalanx.checkpoint.restoring.restore import SpoiltError
 from phalanx.checkpoint.restoring.restored import Restored
+from phalanx.checkpoint.session.choosing import Saver
 from phalanx.checkpoint.storage.location import open_store
 from phalanx.core.errors import UserError
 from phalanx.core.points import NO_POINTS, Points
@@ -36,7 +37,7 @@ from phalanx.train.micro_batch import choose_micro_batch
 from phalanx.train.ranks import Ranks
 from phalanx.train.run import Run
 from phalanx.train.run_folder import RunFolder, note_hardware
-from phalanx.train.saving import Saver, open_saver
+from phalanx.train.saving import open_saver
 from phalanx.train.trainer import LocalTrainer, SpreadTrainer, Trainer
 from phalanx.train.weights.initial import load_initial_weights
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.restoring.restored import Restored
+from phalanx.checkpoint.session.choosing import Saver
 from phalanx.core.errors import UserError
 from phalanx.core.hardware import Peak
 from phalanx.core.shard import Shard
@@ -30,7 +31,7 @@ from phalanx.train.failures import out_of_memory, too_big
 from phalanx.train.progress import Progress
 from phalanx.train.ranks import Ranks
 from phalanx.train.run_folder import RunFolder
-from phalanx.train.saving import Saver, role_of
+from phalanx.train.saving import role_of
 from phalanx.train.trainer import Trainer
 
 _TEXT = "data_fingerprint"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -11,10 +10,8 @@ from torch import Tensor
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.foreign.state import Table, TrainingState
 from phalanx.checkpoint.restoring.restored import Restored
-from phalanx.checkpoint.session.blocking import BlockingSession
+from phalanx.checkpoint.session.choosing import open_saver
 from phalanx.checkpoint.session.ledger import Event
-from phalanx.checkpoint.session.opening import open_session
-from phalanx.checkpoint.session.session import Session
 from phalanx.core.errors import UserError
 from phalanx.core.peers import Peers
 from phalanx.core.shard import Shard
@@ -45,14 +42,8 @@ class Saving:
         report: Callable[[str], None],
     ) -> None:
         self._training, self._peers = training, peers
-        self._session: Session | BlockingSession
         layout = f"{peers.size} ranks" if peers.size > 1 else "1"
-        if config.mode == "blocking":
-            self._session = BlockingSession(
-                Path(url), config, peers=peers, layout=layout, run_config=about, report=report
-            )
-        else:
-            self._session = open_session(url, config, peers=peers, layout=layout, run_config=about, report=report)
+        self._session = open_saver(url, config, peers=peers, layout=layout, run_config=about, report=report)
         self._is_watched = False
         self._is_fenced = False
         self._table: Table = {}
@@ -117,8 +108,5 @@ class Saving:
         found = self._training.collect()
         self._table, self._filled = found.table, self._training.filled()
         about = (self._present, found.shards, found.roles)
-        if isinstance(self._session, Session):
-            self._session.watch(*about, overlap=None if self._is_fenced else False)
-        else:
-            self._session.watch(*about)
+        self._session.watch(*about, overlap=None if self._is_fenced else False)
         self._is_watched = True

@@ -17,7 +17,6 @@ A message is a length, a JSON list of a kind and fields, and its HMAC. Nothing i
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import ipaddress
 import json
@@ -45,7 +44,6 @@ _MAX_GREETING_BYTES = 1024
 _MAX_MESSAGE_BYTES = 256 << 20
 _PIECE_BYTES = 1 << 20
 _LENGTH = struct.Struct("!I")
-_TAG_BYTES = hashlib.sha256().digest_size
 _TOKEN_BYTES = 32
 
 # A host that died without a word is noticed within a minute on a connection on which nothing is said.

@@ -58,11 +58,6 @@ class Agenda:
         self._last_durable = Moment(0, 0.0)
         self.skipped = 0
 
-    @property
-    def last_durable_step(self) -> int:
-        """The last step whose snapshot was to become durable, or where training began."""
-        return self._last_durable.step
-
     def recall(self, costs: dict[str, Any] | None, hosts: int, *, failed: bool) -> None:
         """Take up what an earlier attempt measured (`AutoInterval.to_json`).
 

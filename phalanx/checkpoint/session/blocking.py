@@ -87,8 +87,10 @@ class BlockingSession:
             verify=self._config.verify,
         )
 
-    def watch(self, tensors: Tensors, shards: Mapping[str, Shard] | None, roles: Roles) -> None:
-        """Say what checkpoints consist of; `roles` matter in the background only."""
+    def watch(
+        self, tensors: Tensors, shards: Mapping[str, Shard] | None, roles: Roles, *, overlap: bool | None = None
+    ) -> None:
+        """Say what checkpoints consist of; `roles` and `overlap` matter in the background only."""
         self._tensors, self._shards = tensors, shards or {}
 
     def ask(self, step: int) -> None:

@@ -35,11 +35,6 @@ class Link:
         """There is another keeper than before; whoever tells the other hosts puts it back to False."""
 
     @property
-    def is_there(self) -> bool:
-        """Whether there is a keeper, as far as is known."""
-        return self._keeper is not None
-
-    @property
     def keeper(self) -> Keeper | None:
         """The present one, or None."""
         return self._keeper
