@@ -28,13 +28,14 @@ from phalanx.checkpoint.keeper.vault import MemoryVault
 from phalanx.checkpoint.persist.contract import Persister
 from phalanx.checkpoint.replicas.contract import Replicated
 from phalanx.core.points import Points, points_from_environment
-from phalanx.core.processes import name_process
+from phalanx.core.processes import give_way, name_process
 from phalanx.core.signals import STOP_SIGNALS
 
 # Those that a terminal or a scheduler sends to every process of a job: the ranks decide what they mean.
 _IGNORED = (*STOP_SIGNALS, signal.SIGHUP)
 
 _PERSISTER = "phalanx.checkpoint.persist.process"  # half a second to import; a keeper may never need it
+_NICE = 10  # of the keeper's session, its persister included, among others: training goes first
 _CORES_PER_EXAMINER = 4
 _MAX_EXAMINERS = 8
 
@@ -70,6 +71,7 @@ def _serve(address: Path, listener: socket.socket, ready_fd: int, ttl_s: float) 
     server = Server(listener, services, ttl_s, door.is_wanted, points, examiners)
     os.write(ready_fd, b"r")
     os.close(ready_fd)
+    give_way(_NICE)
     threading.Thread(target=importlib.import_module, args=(_PERSISTER,), daemon=True).start()
     try:
         server.run()

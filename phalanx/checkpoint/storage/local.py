@@ -19,12 +19,12 @@ from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, FileEntry
 from phalanx.checkpoint.storage import folder as folders
 from phalanx.checkpoint.storage import names
 from phalanx.checkpoint.storage.base import SupersededError
+from phalanx.checkpoint.storage.direct import write_whole
 from phalanx.checkpoint.storage.latest import read_latest, require_charge
 from phalanx.core.errors import UserError
 from phalanx.core.files import fsync_folder
 from phalanx.core.points import NO_POINTS, Points
 
-_BUFFER_BYTES = 1 << 20  # joins the small pieces around tensors; larger ones are written as they are
 _LONGEST_WAIT_S = 0.5
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -260,14 +260,19 @@ def _folder_of(path: Path) -> Iterator[int]:
 
 def _write(file: str, folder: int, content: Iterable[Buffer]) -> FileEntry:
     digest, size_bytes = hashlib.sha256(), 0
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=folder)
-    with os.fdopen(descriptor, "wb", buffering=_BUFFER_BYTES) as stream:
+
+    def summed() -> Iterator[Buffer]:
+        nonlocal size_bytes
         for piece in content:
             digest.update(piece)
             size_bytes += memoryview(piece).nbytes
-            stream.write(piece)
-        stream.flush()
-        os.fsync(stream.fileno())
+            yield piece
+
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=folder)
+    try:
+        write_whole(descriptor, summed())
+    finally:
+        os.close(descriptor)
     return FileEntry.model_construct(name=file, size_bytes=size_bytes, sha256=digest.hexdigest())
 
 
