@@ -15,6 +15,7 @@ The bars: reading what this host's keeper holds, sums checked, at 0.8 of a plain
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import mmap
 import multiprocessing
@@ -23,16 +24,16 @@ import socket
 import statistics
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import torch
 from xxhash import xxh3_64_intdigest
 
 from phalanx.checkpoint.format.plan import Piece, ShardPlan
@@ -43,10 +44,13 @@ from phalanx.checkpoint.replicas.contract import Endpoint, Replicated
 from phalanx.checkpoint.replicas.fetch import PeerCopies, fetch
 from phalanx.checkpoint.replicas.link import new_token
 from phalanx.checkpoint.replicas.service import ReplicaService
+from phalanx.checkpoint.restoring.copying import fill_from_memory
+from phalanx.checkpoint.restoring.parts import Part, SavedBlock
 
 Ways = dict[str, Callable[[], None]]
 SNAPSHOT = SnapshotId(1, 1, "set")
 WAIT_S = 120.0
+TENSOR_BYTES = 16 << 20
 
 
 def main() -> None:
@@ -63,42 +67,53 @@ def main() -> None:
 
 
 def from_keeper(size: int, repeats: int) -> list[dict[str, Any]]:
+    """As a rank restores: tensor by tensor, every run of bytes held against its sum."""
     vault = MemoryVault()
-    record = commit(vault, make_plan(size))
+    plan = make_plan(size)
+    record = commit(vault, plan)
     destination = touched(size)
     with vault.pin(SNAPSHOT, 0) as (_, _, descriptor):
         source = memoryview(mmap.mmap(descriptor, size, prot=mmap.PROT_READ))
+        wanted = parts_of(plan, destination)
+        saved = parts_of(plan, source)
+        each = [(to.out, of.out) for to, of in zip(wanted, saved, strict=True)]
 
         def plain() -> None:
-            destination[:] = source
+            for to, of in each:
+                to.copy_(of)
 
-        ways: Ways = {"plain copy": plain}
+        def in_one_call() -> None:
+            ctypes.memmove(destination_address, source_address, size)
+
+        destination_address, source_address = wanted[0].out.data_ptr(), saved[0].out.data_ptr()
+        torch.set_num_threads(1)
+        ways: Ways = {"plain copy, tensor by tensor": plain, "plain copy in one call": in_one_call}
         for threads in (1, 2):
-            ways[f"checked copy, {threads} thread(s)"] = partial(checked, source, destination, record, threads)
-        ways["only its sums, 1 thread"] = lambda: check_sums(source, record, 0, len(record.sums), None)
+            ways[f"checked copy, {threads} thread(s)"] = partial(
+                fill_from_memory, source, record, plan, wanted, threads
+            )
+        ways["only its sums, 1 thread"] = lambda: check_sums(source, record)
         rows = measure("memory of this host", ways, size, repeats)
         assert destination == source
     return rows
 
 
-def checked(source: memoryview, destination: memoryview, record: Record, threads: int) -> None:
-    """Sum every chunk, then copy it while it is in the cache."""
-    edges = [len(record.sums) * i // threads for i in range(threads + 1)]
-    spans = list(pairwise(edges))
-    if threads == 1:
-        check_sums(source, record, *spans[0], destination)
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        for future in [pool.submit(check_sums, source, record, low, high, destination) for low, high in spans]:
-            future.result()
+def parts_of(plan: ShardPlan, memory: memoryview) -> list[Part]:
+    """Every piece of the plan as a tensor where the plan puts it in `memory`."""
+    with warnings.catch_warnings(action="ignore"):  # one of the two is not to be written, and is not
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+    found = []
+    for piece in plan.pieces:
+        block = SavedBlock((0,), piece.sizes, 0, piece.start_bytes, piece.length_bytes)
+        out = whole[piece.start_bytes : piece.start_bytes + piece.length_bytes]
+        found.append(Part(piece.name, block, torch.uint8, (0,), out))
+    return found
 
 
-def check_sums(source: memoryview, record: Record, low: int, high: int, destination: memoryview | None) -> None:
-    for number in range(low, high):
+def check_sums(source: memoryview, record: Record) -> None:
+    for number in range(len(record.sums)):
         where = slice(number * CHUNK_BYTES, min((number + 1) * CHUNK_BYTES, record.data_bytes))
         assert xxh3_64_intdigest(source[where]) == record.sums[number]
-        if destination is not None:
-            destination[where] = source[where]
 
 
 def from_peer(size: int, repeats: int) -> list[dict[str, Any]]:
@@ -176,7 +191,14 @@ def keep(pipe: Any, token: str) -> None:
 
 
 def make_plan(size: int) -> ShardPlan:
-    return ShardPlan(0, 1, (Piece("w", "uint8", (size,), (0,), (size,), "trained", 0, size),))
+    """Of tensors of 16 MiB, one behind the other; the last is shorter."""
+    starts = range(0, size, TENSOR_BYTES)
+    lengths = [min(TENSOR_BYTES, size - start) for start in starts]
+    pieces = [
+        Piece(f"w{start}", "uint8", (length,), (0,), (length,), "trained", start, length)
+        for start, length in zip(starts, lengths, strict=True)
+    ]
+    return ShardPlan(0, 1, tuple(pieces))
 
 
 def commit(vault: MemoryVault, plan: ShardPlan) -> Record:

@@ -83,7 +83,7 @@ class Session:
     @property
     def is_under_way(self) -> bool:
         """Whether a snapshot of this rank has not come to the last of its stages yet, as far as is known."""
-        return self._copying is not None or self._ledger.is_under_way
+        return self._ledger.is_under_way or (self._copying is not None and not self._copying.finished)
 
     def restore(
         self,
