@@ -19,6 +19,7 @@ from typing_extensions import Buffer
 BUFFER_BYTES = 4 << 20
 _BLOCK_BYTES = 4096  # no file system wants more of addresses, offsets and lengths
 _DIRECT = getattr(os, "O_DIRECT", 0)
+_NOT_SO = (errno.EINVAL, errno.EOPNOTSUPP)  # said by file systems that take the flag and then refuse the write
 
 
 def write_whole(descriptor: int, content: Iterable[Buffer]) -> None:
@@ -102,7 +103,7 @@ def _write_direct(descriptor: int, view: memoryview) -> int:
     try:
         return os.write(descriptor, view)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in _NOT_SO:
             raise
         return 0
 
