@@ -2,8 +2,12 @@
 
 A tiny run on two or more "hosts" of this machine (keepers of their own) takes a snapshot at every step. Again and again
 one host is lost, its ranks and its keeper at once, and the job with it; it is started again with a new host in its
-place. Every time it must go on from the memory of the others, at most two snapshots before the newest that any of them
-has, and in the end all losses must be those of the run that nobody disturbed, bit for bit.
+place. Every time it must go on from exactly the newest snapshot that the others have whole, and there must be one: at
+most one before the newest that any of them has a part of. In the end all losses must be those of the run that nobody
+disturbed, bit for bit.
+
+No host is lost before the first snapshot after a start is replicated: until then there is none to go on from, or only
+in the memory of those that were not lost the last time.
 
     python benchmarks/checkpoint_hosts.py --kills 20
     python benchmarks/checkpoint_hosts.py --costs
@@ -23,11 +27,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from support.hosts import Cluster, a_cluster
+from support.hosts import Cluster, Left, a_cluster
 from support.kills.run import TinyRun
 
-MOST_SNAPSHOTS_BACK = 2
+_MOST_SNAPSHOTS_BACK = 1  # the next is begun only when the last is whole on every host
 _STEPS_PER_KILL = 40
+_SLACK_STEPS = 20
 
 
 @dataclass
@@ -37,14 +42,16 @@ class Loss:
     Attributes:
         host: which.
         at_step: the last step that was written down.
-        newest: of the snapshots of which anybody who was left had a part.
+        whole: the newest of the snapshots that those who were left had whole.
+        newest: of the snapshots of which they had any part.
         taken_up: the step that the run went on from; -1: not from memory.
-        snapshots_back: snapshots later than that, of which anybody had a part.
+        snapshots_back: snapshots later than that, of which they had any part.
         seconds: from the start of the ranks until the next step was done.
     """
 
     host: int
     at_step: int
+    whole: int
     newest: int
     taken_up: int = -1
     snapshots_back: int = 0
@@ -62,13 +69,13 @@ class Campaign:
 
     cluster: Cluster
     random: random.Random
+    steps_per_kill: int
     losses: list[Loss] = field(default_factory=list)
     bad: list[str] = field(default_factory=list)
 
     def go(self, kills: int) -> None:
         """Lose hosts, then let the run come to its end."""
         self.cluster.start()
-        self.cluster.until_step(3)
         for _ in range(kills):
             self._lose()
             if self.bad:
@@ -79,45 +86,48 @@ class Campaign:
 
     def _lose(self) -> None:
         cluster = self.cluster
-        cluster.until_step(cluster.run.last_step() + self.random.randint(1, _STEPS_PER_KILL // 2))
+        cluster.until_replicated(self.losses[-1].taken_up if self.losses else 0)
+        cluster.until_step(cluster.run.last_step() + self.random.randint(0, self.steps_per_kill // 2))
         time.sleep(self.random.uniform(0.0, 0.03))
         host = self.random.randrange(len(cluster.hosts))
-        cluster.lose(host)
-        cluster.end()
-        others = [number for number in range(len(cluster.hosts)) if number != host]
-        steps = sorted({record.step for other in others for record, _ in cluster.held(other)})
-        loss = Loss(host, cluster.run.last_step(), max(steps, default=0))
+        left = cluster.lose(host)
+        loss = Loss(host, cluster.run.last_step(), max(left.whole, default=0), max(left.parts, default=0))
         began_s = time.monotonic()
         cluster.start()
-        self._look(loss, steps)
+        self._look(loss, left)
         loss.seconds = time.monotonic() - began_s
         self.losses.append(loss)
 
-    def _look(self, loss: Loss, steps: list[int]) -> None:
+    def _look(self, loss: Loss, left: Left) -> None:
         cluster, number = self.cluster, len(self.losses) + 1
         cluster.until("a step", lambda: "grad norm" in cluster.log() or "done" in cluster.log())
         found = cluster.taken_up()
         if found is None or not found.source.startswith("the memory of"):
-            self.bad.append(f"loss {number}: not taken up from memory but from {found}; others had {steps}")
+            self.bad.append(f"loss {number}: not taken up from memory but from {found}; others had {left}")
             return
         loss.taken_up = found.step
-        loss.snapshots_back = sum(step > found.step for step in steps)
-        if loss.snapshots_back > MOST_SNAPSHOTS_BACK:
-            self.bad.append(f"loss {number}: step {found.step} is too far back; others had {steps}")
+        loss.snapshots_back = sum(step > found.step for step in left.parts)
+        if left.whole[:1] != [found.step] or loss.snapshots_back > _MOST_SNAPSHOTS_BACK:
+            self.bad.append(f"loss {number}: taken up at step {found.step}; others had {left}")
 
 
 def lost_and_found(
-    folder: Path, kills: int, seed: int = 0, ranks: tuple[int, ...] = (1, 1), **changes: Any
+    folder: Path, kills: int, seed: int = 0, ranks: tuple[int, ...] = (1, 1), steps_per_kill: int = _STEPS_PER_KILL
 ) -> tuple[list[Loss], list[str]]:
-    """Lose hosts of a run in `folder`; what became of them, and what went wrong."""
-    settings = {"train.steps": max(_STEPS_PER_KILL * kills, 60)} | (changes or {"parallel.shard": sum(ranks)})
+    """Lose hosts of a run in `folder`; what became of them, and what went wrong.
+
+    Args:
+        ranks: of each host.
+        steps_per_kill: a host is lost at most half as many steps after the first replicated snapshot was seen.
+    """
+    settings = {"train.steps": steps_per_kill * kills + _SLACK_STEPS, "parallel.shard": sum(ranks)}
     straight = TinyRun(folder, "straight", settings | {"checkpoint.mode": "blocking"} | _NOT_KEPT)
     with a_cluster(straight, ranks) as cluster:
         cluster.start()
         if set(cluster.wait()) != {0}:
             return [], [f"the undisturbed run fails:\n{cluster.logs()}"]
     with a_cluster(TinyRun(folder, "run", settings), ranks) as cluster:
-        campaign = Campaign(cluster, random.Random(seed))
+        campaign = Campaign(cluster, random.Random(seed), steps_per_kill)
         campaign.go(kills)
         mine, theirs = cluster.run.steps(), straight.steps()
     if not campaign.bad and mine != theirs:
@@ -181,9 +191,10 @@ def main() -> int:
 
 
 def report(losses: list[Loss], bad: list[str], console: Console) -> None:
-    table = Table("host lost", "at step", "others had up to", "taken up at", "snapshots back", "steps back", "seconds")
+    had = ("others had whole", "or a part of")
+    table = Table("host lost", "at step", *had, "taken up at", "snapshots back", "steps back", "seconds")
     for loss in losses:
-        row = (loss.host, loss.at_step, loss.newest, loss.taken_up, loss.snapshots_back, loss.steps_back)
+        row = (loss.host, loss.at_step, loss.whole, loss.newest, loss.taken_up, loss.snapshots_back, loss.steps_back)
         table.add_row(*map(str, row), f"{loss.seconds:.1f}")
     console.print(table)
     for name, values in (
@@ -195,7 +206,8 @@ def report(losses: list[Loss], bad: list[str], console: Console) -> None:
     for problem in bad:
         console.print(f"[red]{problem}[/]", highlight=False)
     if not bad:
-        console.print(f"[green]{len(losses)} hosts lost, all taken up from memory; all losses are bit-equal[/]")
+        told = f"{len(losses)} hosts lost, all taken up from the newest whole snapshot in memory"
+        console.print(f"[green]{told}; all losses are bit-equal[/]")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from phalanx.checkpoint.format.record import Record
+from phalanx.checkpoint.format.record import Record, SnapshotId
 from phalanx.checkpoint.keeper.client import connect
 from phalanx.checkpoint.keeper.contract import KeeperLostError
 from phalanx.telemetry.loggers import read_json_lines
@@ -29,6 +29,9 @@ from support.kills.run import TinyRun
 
 GUARD_S = 120.0
 """Whatever takes longer hangs."""
+_TURN_S = 0.02  # a step or two
+_FIRST_REST_S = 0.03
+_LONGEST_REST_S = 1.0
 
 SETTINGS: dict[str, Any] = {
     "checkpoint.every_steps": 0,  # nothing is durable but the state at the end
@@ -52,6 +55,30 @@ class TakenUp(NamedTuple):
 
     source: str
     step: int
+
+
+class Left(NamedTuple):
+    """What the hosts that are left have in memory.
+
+    Attributes:
+        whole: steps of the snapshots of which they have every shard, newest first.
+        parts: steps of those of which they have any shard, newest first.
+    """
+
+    whole: list[int]
+    parts: list[int]
+
+
+def left(records: Sequence[Record]) -> Left:
+    """What these copies make up; newest is the highest attempt, and within that the highest step."""
+    ranks: dict[SnapshotId, set[int]] = {}
+    shards: dict[SnapshotId, int] = {}
+    for record in records:
+        ranks.setdefault(record.snapshot, set()).add(record.rank)
+        shards[record.snapshot] = record.shards
+    newest_first = sorted(ranks, key=lambda one: (one.attempt, one.step), reverse=True)
+    whole = [one.step for one in newest_first if len(ranks[one]) == shards[one]]
+    return Left(whole, [one.step for one in newest_first])
 
 
 @dataclass
@@ -144,26 +171,74 @@ class Cluster:
         self.until(f"step {step}", lambda: self.run.last_step() >= step)
         return self.run.last_step()
 
-    def until(self, what: str, condition: Callable[[], bool]) -> None:
+    def until(self, what: str, condition: Callable[[], bool], *, slowly: bool = False) -> None:
         """Wait for something that no event tells of, while the run goes on.
+
+        Args:
+            slowly: the ranks are stopped most of the time, so that keepers, which give way to training, are done before
+                a short run has come to its end.
 
         Raises:
             RuntimeError: a rank has ended before. TimeoutError: it does not come.
         """
-        end_s = time.monotonic() + GUARD_S
-        while not condition():
-            if any(process.exitcode is not None for process in self._processes()):
-                raise RuntimeError(f"a rank ended before {what}:\n{self.logs()}")
-            if time.monotonic() > end_s:
-                raise TimeoutError(f"{what} does not come:\n{self.logs()}")
-            time.sleep(0.002)
+        end_s, rests_s = time.monotonic() + GUARD_S, _rests_s()
+        try:
+            while not condition():
+                if any(process.exitcode is not None for process in self._processes()):
+                    raise RuntimeError(f"a rank ended before {what}:\n{self.logs()}")
+                if time.monotonic() > end_s:
+                    raise TimeoutError(f"{what} does not come:\n{self.logs()}")
+                if slowly:
+                    self._run_and_rest(next(rests_s))
+                else:
+                    time.sleep(0.002)
+        finally:
+            if slowly:
+                self._signal(signal.SIGCONT)
 
-    def lose(self, *hosts: int) -> None:
-        """SIGKILL all that runs on some hosts, at once; others take their places, where nothing is in memory."""
+    def until_replicated(self, after: int = 0) -> None:
+        """Wait until every host could be lost: a snapshot that was begun after step `after` is whole on all others.
+
+        The second is begun only when the first is.
+
+        Raises:
+            RuntimeError, TimeoutError: as `until`.
+        """
+
+        def replicated() -> bool:
+            events = [one for one in self.events("snapshot") if one["step"] > after]
+            return len([one for one in events if one["checkpoint/replicate_bytes"]]) > 1
+
+        self.until_step(after + 1)  # starting is not slowed down
+        self.until(f"a replicated snapshot after step {after}", replicated, slowly=True)
+
+    def lose(self, *hosts: int) -> Left:
+        """SIGKILL all that runs on some hosts, at once, and then the job; others take their places, with empty memory.
+
+        Returns:
+            What the hosts that are left have.
+        """
         pids = [keeper.pid for host in hosts for keeper in self.keepers(host)]
         _kill([*pids, *(process.pid for host in hosts for process in self.hosts[host].processes)])
         for host in hosts:
             self.hosts[host].lives += 1
+        self.end()
+        others = [host for host in range(len(self.hosts)) if host not in hosts]
+        self._settle(others)
+        return left([record for host in others for record, _ in self.held(host)])
+
+    def _settle(self, hosts: Sequence[int]) -> None:
+        """Wait until the keepers of these hosts have taken in what others had sent before they were killed."""
+        keepers = [one for host in hosts for one in self.keepers(host) if one.name().startswith("phalanx keeper")]
+        end_s = time.monotonic() + GUARD_S
+        while time.monotonic() < end_s:
+            connections = [one for keeper in keepers for one in keeper.net_connections("tcp")]
+            heard_at = {one.laddr for one in connections if one.status == psutil.CONN_LISTEN}
+            living = {one.laddr for one in connections}
+            if all(one.raddr in living for one in connections if one.raddr and one.laddr in heard_at):
+                return
+            time.sleep(0.005)
+        raise TimeoutError("keepers do not notice that others are gone")
 
     def kill_keeper(self, host: int) -> None:
         """SIGKILL the keeper of a host and what it started, nothing else."""
@@ -178,6 +253,12 @@ class Cluster:
     def keepers(self, host: int) -> list[psutil.Process]:
         """The keeper of a host, and its persister, if there are any."""
         return list(_of_keeper(self.keeper(host)))
+
+    def last_keepers(self) -> list[psutil.Process]:
+        """Those that do not end although the job has, nor their persisters."""
+        processes = [process for host in range(len(self.hosts)) for process in self.keepers(host)]
+        _, alive = psutil.wait_procs(processes, GUARD_S)
+        return list(alive)
 
     def held(self, host: int) -> list[tuple[Record, bool]]:
         """Records of the copies that the keeper of a host has, and whether each is a replica."""
@@ -216,6 +297,18 @@ class Cluster:
         self.end()
         _kill([process.pid for process in _of_keeper(self.run.folder / f"{self.run.name}.")])
 
+    def _run_and_rest(self, rest_s: float) -> None:
+        self._signal(signal.SIGCONT)
+        time.sleep(_TURN_S)
+        self._signal(signal.SIGSTOP)
+        time.sleep(rest_s)
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes():
+            if process.exitcode is None and process.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+
     def _processes(self) -> list[BaseProcess]:
         return [process for host in self.hosts for process in host.processes]
 
@@ -237,6 +330,14 @@ def share_text(source: TinyRun, folder: Path) -> None:
     """Give another folder the same text, prepared."""
     shutil.copy(source.folder / "corpus.jsonl", folder)
     shutil.copytree(source.folder / "prepared", folder / "prepared")
+
+
+def _rests_s() -> Iterator[float]:
+    """Longer and longer ones: on a machine that is busy, keepers may need many seconds."""
+    rest_s = _FIRST_REST_S
+    while True:
+        yield rest_s
+        rest_s = min(1.3 * rest_s, _LONGEST_REST_S)
 
 
 def _become(folder: str, log: str, arguments: list[str], environ: dict[str, str]) -> None:

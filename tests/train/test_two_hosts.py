@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_hosts import lost_and_found
 from support.hosts import Cluster, a_cluster, share_text
 from support.kills.run import TinyRun
 
-from phalanx.checkpoint.format.record import Record
 from phalanx.checkpoint.format.sums import chunk_sums
 from phalanx.checkpoint.restore import candidates, open_checkpoint
 
-STEPS = 100
-SOME = 8
-LONG = {"parallel.shard": 2, "train.steps": 120}
+STEPS = 40
+REPLICATE = {"parallel.replicate": 2}
+SHARD = {"parallel.shard": 2, "model.vocab_multiple": 2}
 
 Start = Callable[..., Cluster]
 
@@ -53,7 +53,7 @@ def straight(folder: Path) -> Callable[[dict[str, Any]], TinyRun]:
 
 @pytest.fixture
 def start(tmp_path: Path, straight: Callable[..., TinyRun]) -> Iterator[Start]:
-    """Start a run on hosts with so many ranks each, and wait for some steps."""
+    """Start a run on hosts with so many ranks each, and wait until each of them could be lost."""
     with ExitStack() as running:
 
         def started(ranks: list[int], changes: dict[str, Any], racks: tuple[str, ...] = ()) -> Cluster:
@@ -61,9 +61,7 @@ def start(tmp_path: Path, straight: Callable[..., TinyRun]) -> Iterator[Start]:
             share_text(straight(changes), tmp_path)
             cluster = running.enter_context(a_cluster(run, ranks, racks))
             cluster.start()
-            cluster.until_step(SOME)
-            # the second is begun only when the first is whole on every host, and so on
-            cluster.until("some snapshots", lambda: len(cluster.events("snapshot")) > 1)
+            cluster.until_replicated()
             return cluster
 
         yield started
@@ -74,23 +72,6 @@ def _ranks(changes: dict[str, Any]) -> int:
     for key, value in changes.items():
         product *= value if key.startswith("parallel.") else 1
     return product
-
-
-def whole_steps(records: list[Record]) -> list[int]:
-    """Steps of which every shard is there, newest first."""
-    shards: dict[int, set[int]] = {}
-    for record in records:
-        shards.setdefault(record.step, set()).add(record.rank)
-    count = records[0].shards
-    return sorted((step for step, ranks in shards.items() if len(ranks) == count), reverse=True)
-
-
-def lose(cluster: Cluster, *hosts: int) -> list[int]:
-    """Some hosts are lost, and the job with them; steps that the others have whole."""
-    cluster.lose(*hosts)
-    cluster.end()
-    left = [host for host in range(len(cluster.hosts)) if host not in hosts]
-    return whole_steps([record for host in left for record, _ in cluster.held(host)])
 
 
 def go_on(cluster: Cluster, **changes: Any) -> None:
@@ -108,40 +89,34 @@ def require_same(run: TinyRun, straight: TinyRun) -> None:
 @pytest.mark.parametrize(
     ("ranks", "changes", "lost"),
     [
-        ([1, 1], {"parallel.replicate": 2}, 0),  # rank 0 alone has something to save, and is gone
-        ([1, 1], {"parallel.shard": 2, "model.vocab_multiple": 2}, 1),
-        pytest.param(
-            [2, 2], {"parallel.shard": 2, "parallel.tensor": 2, "model.vocab_multiple": 2}, 0, marks=pytest.mark.slow
-        ),
+        ([1, 1], REPLICATE, 0),  # rank 0 alone has something to save, and is gone
+        pytest.param([2, 2], SHARD | {"parallel.tensor": 2}, 0, marks=pytest.mark.slow),
     ],
-    ids=["replicate", "shard", "shard and tensor"],
+    ids=["replicate", "shard and tensor"],
 )
 def test_a_host_is_lost(
     start: Start, straight: Callable[..., TinyRun], ranks: list[int], changes: dict[str, Any], lost: int
 ) -> None:
     cluster = start(ranks, changes)
-    whole = lose(cluster, lost)
+    whole = cluster.lose(lost).whole
     go_on(cluster)
     taken_up = cluster.taken_up()
     assert taken_up is not None and taken_up.step == whole[0] > 0
     assert taken_up.source.startswith("the memory of")
-    if "parallel.shard" in changes:  # a shard comes from another host: how, how much, how fast
-        assert re.search(r"the memory of the hosts, .*lo of host \S+: [\d.]+ \w+ at [\d.]+ GB/s", taken_up.source)
     assert [event["step"] for event in cluster.events("checkpoint")] == [STEPS]
     require_same(cluster.run, straight(changes))
-    assert not any(cluster.keepers(host) for host in range(len(ranks)))
+    assert not cluster.last_keepers()
 
 
 def test_what_is_left_goes_on_in_another_layout(start: Start, straight: Callable[..., TinyRun]) -> None:
     """The shards that a lost host had are read from its peer by whoever needs parts of them now."""
-    changes = {"parallel.shard": 2, "model.vocab_multiple": 2}
-    cluster = start([1, 1], changes)
-    whole = lose(cluster, 0)
+    cluster = start([1, 1], SHARD)
+    whole = cluster.lose(0).whole
     go_on(cluster, **{"parallel.shard": 1, "parallel.tensor": 2})
     taken_up = cluster.taken_up()
     assert taken_up is not None and taken_up.step == whole[0]
     assert taken_up.source.startswith("the memory of the hosts")
-    mine, theirs = cluster.run.steps(), straight(changes).steps()
+    mine, theirs = cluster.run.steps(), straight(SHARD).steps()
     assert [one[0] for one in mine] == list(range(1, STEPS + 1))
     assert mine[: whole[0]] == theirs[: whole[0]]
     assert [one[1] for one in mine] == pytest.approx([one[1] for one in theirs], rel=1e-4)
@@ -149,9 +124,11 @@ def test_what_is_left_goes_on_in_another_layout(start: Start, straight: Callable
 
 @pytest.mark.parametrize("damaged", ["newest", pytest.param("all", marks=pytest.mark.slow)])
 def test_a_replica_that_was_damaged_is_refused(start: Start, straight: Callable[..., TinyRun], damaged: str) -> None:
-    cluster = start([1, 1], LONG | {"checkpoint.every_steps": 10})
-    cluster.until("a checkpoint and later snapshots", lambda: _durable(cluster) < cluster.run.last_step() - 3)
-    whole = lose(cluster, 1)
+    cluster = start([1, 1], SHARD | {"checkpoint.every_steps": 10})
+    cluster.until(
+        "a checkpoint and later snapshots", lambda: _durable(cluster) < cluster.run.last_step() - 3, slowly=True
+    )
+    whole = cluster.lose(1).whole
     durable = _durable(cluster)
     hit = damage_replicas(cluster, 0, whole[:1] if damaged == "newest" else whole)
     assert hit == (1 if damaged == "newest" else len(whole))
@@ -160,12 +137,12 @@ def test_a_replica_that_was_damaged_is_refused(start: Start, straight: Callable[
     assert taken_up is not None, said
     assert re.search(rf"step {whole[0]}: the copy of rank 1 in memory of host \S+ is refused \(.* sum .*\)", said), said
     if damaged == "newest":
-        assert taken_up.step >= (whole[1:] or [durable])[0]
+        assert taken_up.step >= (whole[1] if len(whole) > 1 else durable)
     else:
         assert "trying durable storage or an older state" in said
         assert re.search(r"checkpoints/step-\d+\S*$", taken_up.source), taken_up
         assert taken_up.step >= durable
-    require_same(cluster.run, straight(LONG))
+    require_same(cluster.run, straight(SHARD))
 
 
 def _durable(cluster: Cluster) -> float:
@@ -192,16 +169,20 @@ def damage_replicas(cluster: Cluster, host: int, steps: list[int]) -> int:
 
 
 def test_a_keeper_dies_and_replicas_go_to_the_new_one(start: Start, straight: Callable[..., TinyRun]) -> None:
-    cluster = start([1, 1], LONG)
+    cluster = start([1, 1], SHARD)
     cluster.kill_keeper(0)
     killed = cluster.run.last_step()
-    cluster.until("replicas on both hosts", lambda: all(_newest_replica(cluster, host) > killed for host in (0, 1)))
+    cluster.until(
+        "replicas on both hosts", lambda: all(_newest_replica(cluster, host) > killed for host in (0, 1)), slowly=True
+    )
     assert "there is a keeper on this host again" in cluster.log(0)
-    whole = lose(cluster, 1)
+    whole = cluster.lose(1).whole
     go_on(cluster)
     taken_up = cluster.taken_up()
     assert taken_up is not None and taken_up.step == whole[0] > killed
-    require_same(cluster.run, straight(LONG))
+    # a shard came from another host: how, how much, how fast
+    assert re.search(r"the memory of the hosts, .*lo of host \S+: [\d.]+ \w+ at [\d.]+ GB/s", taken_up.source)
+    require_same(cluster.run, straight(SHARD))
 
 
 def _newest_replica(cluster: Cluster, host: int) -> int:
@@ -213,7 +194,7 @@ def test_a_rack_is_lost(start: Start, straight: Callable[..., TinyRun]) -> None:
     """Two of three hosts share a rack, so both keep their replicas on the third."""
     changes = {"parallel.shard": 3, "train.global_batch": 6}
     cluster = start([1, 1, 1], changes, ("left", "left", "right"))
-    whole = lose(cluster, 0, 1)
+    whole = cluster.lose(0, 1).whole
     assert {record.rank for record, is_replica in cluster.held(2) if is_replica} == {0, 1}
     assert "a host of the same rack" not in cluster.logs()
     go_on(cluster)
@@ -221,3 +202,10 @@ def test_a_rack_is_lost(start: Start, straight: Callable[..., TinyRun]) -> None:
     assert taken_up is not None and taken_up.step == whole[0] > 0
     assert taken_up.source.startswith("the memory of the hosts")
     require_same(cluster.run, straight(changes))
+
+
+def test_hosts_are_lost_at_any_moment(tmp_path: Path) -> None:
+    losses, bad = lost_and_found(tmp_path, 3, seed=1, steps_per_kill=30)
+    assert not bad
+    assert len(losses) == 3
+    assert all(loss.taken_up == loss.whole > 0 for loss in losses)
