@@ -26,9 +26,23 @@ from phalanx.core.points import NO_POINTS, Points
 KINDS = ("folder", "memory", "s3")
 
 
+DENIED = ("403 Forbidden", "AccessDenied", "Access Denied")
+"""S3's answer where something is forbidden."""
+FULL = ("507 Insufficient Storage", "XMinioStorageFull", "Storage backend has reached its minimum free drive threshold")
+"""MinIO's answer where its disks are full."""
+
+
 class Gate:
     """Stands before moto's server: makes its conditional writes atomic as S3's are (moto looks first and then writes),
-    and on demand fails, dawdles, or ignores the condition."""
+    and on demand fails, dawdles, refuses, or ignores the condition.
+
+    Attributes:
+        fail_every: every so many requests fail; 0: none.
+        delay_s: before each request, seconds.
+        bytes_per_s: how fast bodies of requests are taken; 0: as fast as they come.
+        refusal: status, code and message of the error that requests of `refused_methods` get; empty: none.
+        watch: called with method and path of each request, in the thread that serves it, before anything is done.
+    """
 
     def __init__(self, app: Callable[..., Any]) -> None:
         self._app = app
@@ -37,16 +51,24 @@ class Gate:
 
     def reset(self) -> None:
         self.fail_every, self.delay_s, self.ignores_conditions = 0, 0.0, False
+        self.bytes_per_s = 0.0
+        self.refusal: tuple[str, str, str] | tuple[()] = ()
+        self.refused_methods: tuple[str, ...] = ("PUT", "POST", "DELETE")
+        self.watch: Callable[[str, str], None] = lambda method, path: None
         self.requests = 0
         self.sent_bytes = 0
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         self.requests += 1
-        time.sleep(self.delay_s)
+        method, length = environ["REQUEST_METHOD"], int(environ.get("CONTENT_LENGTH") or 0)
+        time.sleep(self.delay_s + (length / self.bytes_per_s if self.bytes_per_s else 0.0))
+        self.watch(method, environ["PATH_INFO"])
         if self.fail_every and self.requests % self.fail_every == 0:
-            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-            start_response("503 Service Unavailable", [("Content-Length", "0")])
-            return [b""]
+            return _refuse(environ, start_response, "503 Service Unavailable", b"")
+        if self.refusal and method in self.refused_methods:
+            status, code, message = self.refusal
+            body = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+            return _refuse(environ, start_response, status, body)
         if self.ignores_conditions:
             environ.pop("HTTP_IF_NONE_MATCH", None)
         if "HTTP_IF_NONE_MATCH" in environ:
@@ -59,6 +81,12 @@ class Gate:
         if environ["REQUEST_METHOD"] == "GET" and "QUERY_STRING" in environ and not environ["QUERY_STRING"]:
             self.sent_bytes += sum(map(len, answer))
         return answer
+
+
+def _refuse(environ: dict[str, Any], start_response: Callable[..., Any], status: str, body: bytes) -> list[bytes]:
+    environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+    start_response(status, [("Content-Length", str(len(body))), ("Content-Type", "application/xml")])
+    return [body]
 
 
 @dataclass(frozen=True)

@@ -418,6 +418,10 @@ def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert store.url == str(tmp_path / "a b")
     with pytest.raises(UserError, match=r"checkpoint.folder = 'odd://x': fsspec knows no odd://; give a folder"):
         open_store("odd://x")
+    for url in ("s3:/bucket/run", "s3:bucket/run", "gs:/bucket/run"):
+        with pytest.raises(UserError, match=rf"checkpoint.folder = '{url}': is a URL whose slashes are missing; give"):
+            open_store(url)
+    assert isinstance(open_store("./s3:/bucket"), LocalStore)
     with pytest.raises(UserError, match=r"http:// has no conditional write; use storage that has"):
         open_store("http://127.0.0.1/run")
 

@@ -119,8 +119,10 @@ def _claimed(url: str, options: Mapping[str, Any], seen: int) -> int:
     try:
         return claim(open_store(url, options), seen)
     except OSError as error:
-        cure = "make it writable, or set checkpoint.folder to another place"
-        raise UserError(f"checkpoints cannot be written there ({error})", cure=cure, field=url) from error
+        mend = "see to bucket, credentials (in the environment) and network" if "://" in url else "make it writable"
+        cure = f"{mend}, or set checkpoint.folder to another place"
+        problem = f"checkpoints cannot be written there ({error})"
+        raise UserError(problem, cure=cure, field="checkpoint.folder", value=url) from error
 
 
 def _host() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from phalanx.core.errors import UserError
 from phalanx.core.points import NO_POINTS, Points
 
 _FIELD = "checkpoint.folder"
+_HALF_URL = re.compile(r"(s3a?|gs|gcs|abfss?|az|https?|file|memory):")  # a folder of that name is never meant
 
 
 def open_store(url: str | Path, options: Mapping[str, Any] | None = None, points: Points = NO_POINTS) -> Store:
@@ -28,9 +30,12 @@ def open_store(url: str | Path, options: Mapping[str, Any] | None = None, points
         points: where tests inject faults, see `phalanx.checkpoint.storage.folder`.
 
     Raises:
-        UserError: the URL is of no kind that is known, or the package for it is missing.
+        UserError: the URL lacks its slashes, is of no kind that is known, or the package for it is missing.
     """
     protocol, separator, _ = str(url).partition("://")
+    if isinstance(url, str) and not separator and _HALF_URL.match(url):
+        cure = "give a URL such as s3://bucket/run, or a folder (one of such a name as ./…)"
+        raise UserError("is a URL whose slashes are missing", cure=cure, field=_FIELD, value=url)
     if isinstance(url, Path) or not separator:
         return LocalStore(Path(url), points)
     if protocol in ("file", "local"):
