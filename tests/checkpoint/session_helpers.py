@@ -25,6 +25,8 @@ from phalanx.checkpoint.session.session import Session
 from phalanx.core.peers import ALONE, Peers
 from phalanx.core.points import NO_POINTS
 
+NOWHERE = Destination("/dev/null/nowhere", nonce="n1")
+
 
 class AskingPeers(ThreadPeers):
     """Threads as ranks, which may also ask for the highest number."""
@@ -195,7 +197,7 @@ class Loop:
         self.clock_s = 0.0
         self.tensors = {"model.w": torch.zeros(5), "rng": torch.zeros(3, dtype=torch.uint8)}
         job = Job(
-            self.config, Destination("/nowhere"), 4, "secret", self.hosts, ("",) * peers.size, peers, None, "1", {},
+            self.config, NOWHERE, 4, "secret", self.hosts, ("",) * peers.size, peers, None, "1", {},
             self.lines.append, NO_POINTS,
         )  # fmt: skip
         auto = AutoInterval(self.config)

@@ -34,7 +34,7 @@ def test_it_says_why_it_is_not_durable_on_all_ranks() -> None:
 
     for told in asking_ranks(2, body):
         assert told.startswith(
-            "/nowhere: the last checkpoint (step 3) is not durable, the newest that is durable is step-"
+            "/dev/null/nowhere: the last checkpoint (step 3) is not durable, the newest that is durable is step-"
         )
         assert "rank 1: /disk is full; " in told
 

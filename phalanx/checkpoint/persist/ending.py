@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 
-from phalanx.checkpoint.persist.parts import Writing
+from phalanx.checkpoint.persist.parts import Writing, part_name
 from phalanx.checkpoint.storage.base import Store
 from phalanx.checkpoint.storage.latest import Latest, read_latest, require_charge
 from phalanx.checkpoint.storage.names import full_name
@@ -29,10 +29,8 @@ class NotPublishedError(RuntimeError):
 def tell_failure(store: Store, writing: Writing, problem: str) -> None:
     """Tell the publisher and the other writers that nothing will come of it, as far as storage still can; who tells it
     first is heard."""
-    for _ in range(_TRIES):
-        with suppress(OSError):
-            store.create(_key(writing), json.dumps({"problem": problem}, ensure_ascii=False).encode())
-            return
+    with suppress(OSError):
+        _tell(store, writing, problem)
 
 
 def require_no_failure(store: Store, writing: Writing) -> None:
@@ -46,10 +44,35 @@ def require_no_failure(store: Store, writing: Writing) -> None:
         raise NotPublishedError(json.loads(store.get(_key(writing)))["problem"])
 
 
-def forget_failures(store: Store) -> None:
-    """Remove what was told of earlier checkpoints."""
+def withdraw(store: Store, writing: Writing, rank: int, problem: str) -> None:
+    """Tell that the part of `rank` will not come, whose keeper is gone; unless it is there, or all is published.
+
+    Args:
+        store: where.
+        writing: which checkpoint.
+        rank: whose part; with the keeper of rank 0's host the publisher is gone too.
+        problem: why.
+
+    Raises:
+        SupersededError: a higher attempt is in charge. OSError: storage refuses.
+    """
+    latest = read_latest(store)
+    require_charge(latest, writing.attempt)
+    is_published = latest is not None and _points_to(latest, writing)
+    if not is_published and (rank == 0 or not _has_part(store, writing, rank)):
+        _tell(store, writing, problem)
+
+
+def forget_failures(store: Store, but: Writing) -> None:
+    """Remove what was told of checkpoints other than `but`, of which a writer may have told before it was begun."""
     for key in store.keys(_PREFIX):
-        store.remove(key)
+        if key != _key(but):
+            store.remove(key)
+
+
+def forget_failure(store: Store, writing: Writing) -> None:
+    """Remove what was told of a checkpoint: it is tried again, and nobody writes it any more."""
+    store.remove(_key(writing))
 
 
 def join(store: Store, writing: Writing, timeout_s: float) -> str:
@@ -113,6 +136,22 @@ def pauses(timeout_s: float, longest_s: float) -> Iterator[float]:
 
 def _points_to(latest: Latest, writing: Writing) -> bool:
     return (latest.attempt, latest.step) == (writing.attempt, writing.step)
+
+
+def _has_part(store: Store, writing: Writing, rank: int) -> bool:
+    try:
+        return part_name(rank) in store.files(store.join(writing.step, writing.attempt, writing.nonce, 0.0))
+    except TimeoutError:
+        return False  # nobody has begun it
+
+
+def _tell(store: Store, writing: Writing, problem: str) -> None:
+    content = json.dumps({"problem": problem}, ensure_ascii=False).encode()
+    for _ in range(_TRIES - 1):
+        with suppress(OSError):
+            store.create(_key(writing), content)
+            return
+    store.create(_key(writing), content)
 
 
 def _key(writing: Writing) -> str:

@@ -13,7 +13,7 @@ import psutil
 
 from phalanx.checkpoint.format.plan import JobPlan, ShardPlan
 from phalanx.checkpoint.persist.contract import Outcome, Task
-from phalanx.checkpoint.persist.ending import tell_failure
+from phalanx.checkpoint.persist.ending import withdraw
 from phalanx.checkpoint.persist.messages import TO_PERSISTER, Errand, Known, Submit, read_memory
 from phalanx.checkpoint.persist.work import Work
 from phalanx.checkpoint.storage.location import open_store
@@ -92,7 +92,7 @@ class Server:
 def _abandon(errand: Errand) -> None:
     with suppress(Exception):
         store = open_store(errand.destination.url, errand.destination.options)
-        tell_failure(store, errand.writing, errand.problem)
+        withdraw(store, errand.writing, errand.record.rank, errand.problem)
         store.clean(errand.record.attempt)
 
 

@@ -34,7 +34,7 @@ class Submit:
 
 @dataclass(frozen=True)
 class Abandon:
-    """The process that was to publish a checkpoint has died: tell the others, and clear up. Descriptor: `Errand`."""
+    """A process that was to write a shard or publish has died: tell the others, and clear up. Descriptor: `Errand`."""
 
 
 TO_PERSISTER = {"Submit": Submit, "Abandon": Abandon}

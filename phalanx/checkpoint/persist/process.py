@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.checkpoint.persist.contract import Outcome, Task
 from phalanx.checkpoint.persist.messages import TO_KEEPER, Abandon, Errand, Shelf, Submit, in_memory
+from phalanx.checkpoint.persist.parts import Writing
 from phalanx.core.packets import receive, send
 
 _DYING_S = 1.0  # from hanging up to its end
@@ -160,12 +161,13 @@ class PersisterProcess:
         return ours
 
     def _bury(self) -> None:
-        """It has died: its tasks have failed, and those who wait for what it was to publish are told so."""
+        """It has died: its tasks have failed, and those who wait for what it was to write or publish are told so."""
         how = self._end()
         flights, self._flights = list(self._flights.values()), {}
         for flight in flights:
             self._fail(flight, f"the persister process {how}")
-        for task in [flight.task for flight in flights if flight.task.job is not None]:
+        waited_for = [flight.task for flight in flights if flight.task.job is not None or not flight.written]
+        for task in {Writing.of(task): task for task in waited_for}.values():
             problem = f"the persister process of rank {task.plan.rank}'s host {how}"
             with suppress(OSError):  # then they wait until their time is over
                 self._abandon(Errand(task.destination, replace(task.record, sums=(), state="", state_sum=0), problem))

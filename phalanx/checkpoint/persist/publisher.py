@@ -64,11 +64,12 @@ class Publisher:
             OSError: storage refuses.
         """
         writing = Writing.of(self.task)
-        require_charge(read_latest(self.store), writing.attempt)
         area = ""
         try:
+            require_charge(read_latest(self.store), writing.attempt)
             self.store.clean(writing.attempt)
-            forget_failures(self.store)
+            forget_failures(self.store, writing)
+            require_no_failure(self.store, writing)
             area = self.store.begin(writing.step, writing.attempt, writing.nonce)
             self.points.reach("persist.begin")
             name = self._publish(area)
@@ -95,6 +96,7 @@ class Publisher:
         self.points.reach("persist.manifest-written")
         self._judge(area, parts)
         writing = Writing.of(self.task)
+        require_no_failure(self.store, writing)  # somebody may have been told that nothing will come of it
         require_charge(read_latest(self.store), writing.attempt)
         self.points.reach("persist.before-publish")
         try:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from phalanx.checkpoint.keeper.contract import Keeper, KeeperLostError, Progress
+from phalanx.checkpoint.persist.ending import forget_failure
+from phalanx.checkpoint.persist.parts import Writing
+from phalanx.checkpoint.session.giving_up import GivingUp
 from phalanx.checkpoint.session.job import Job
 from phalanx.checkpoint.session.link import Link
+from phalanx.checkpoint.storage.location import open_store
+from phalanx.checkpoint.together import at_first
 from phalanx.core.errors import UserError
 
 _LOOK_S = 0.01  # between two looks at a keeper that is busy
@@ -26,12 +33,14 @@ class LastCheckpoint:
         collect: is given whatever the keeper tells meanwhile.
         hopeless: says why waiting is in vain, such as no memory; empty: it is not; None: this rank has no part of the
             checkpoint, and waits for the others only.
+        giving_up: tells other hosts when the keeper of this one is lost.
     """
 
     job: Job
     link: Link
     collect: Callable[[list[Progress]], None]
     hopeless: Callable[[], str | None]
+    giving_up: GivingUp
     _deadline_s: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -51,6 +60,7 @@ class LastCheckpoint:
         for _ in range(_TRIES):
             problem = self._agreed(self._until_free())
             if not problem:
+                at_first(self.job.peers, partial(self._forget, step))
                 take()
                 problem = self._agreed(self._until_durable(step))
             if not problem.endswith(_LOST):
@@ -66,14 +76,25 @@ class LastCheckpoint:
         self._agreed(self._until_durable(step))
 
     def _agreed(self, mine: str) -> str:
-        """The first problem that any rank has, on all of them."""
+        """The first problem that any rank has, on all of them; a lost keeper comes before what follows from it."""
         if self.job.peers.size == 1:
             return mine
-        problems = self.job.peers.gather(mine)
-        return next((f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem), "")
+        told = self.job.peers.gather(mine)
+        problems = [f"rank {rank}: {problem}" for rank, problem in enumerate(told) if problem]
+        return min(problems, key=lambda problem: not problem.endswith(_LOST), default="")
+
+    def _forget(self, step: int) -> None:
+        """What was told of an earlier try at the checkpoint of `step` does not count for the next one."""
+        destination = self.job.destination
+        with suppress(OSError):  # the next try meets it too, and says so
+            forget_failure(
+                open_store(destination.url, destination.options),
+                Writing(step, self.job.attempt, self.giving_up.set_id, destination.nonce),
+            )
 
     def _until_free(self) -> str:
         """Wait until a snapshot can be taken and made durable; or why it cannot."""
+        self.giving_up.settle(self._left_s)  # or it would be taken for the next try's
         if self.hopeless() is None:
             return ""
         while self.link.ask(lambda keeper: keeper.busy or keeper.persisting, True):
@@ -91,16 +112,22 @@ class LastCheckpoint:
             return ""
         keeper = self.link.keeper
         if keeper is None:
+            self.collect([])
             return _LOST
         try:
-            heard = keeper.wait(step, "durable", max(self._deadline_s - time.monotonic(), 0.0))
+            heard = keeper.wait(step, "durable", self._left_s)
         except TimeoutError:
             return self._too_late("it is still being written")
         except KeeperLostError:
             self.link.ask(_is_alive, False)  # so that it is looked for
+            self.collect([])
             return _LOST
         self.collect(heard)
-        return next((one.problem for one in heard if one.step == step and one.problem), "")
+        return next((one.problem for one in heard if (one.step, one.stage) == (step, "durable") and one.problem), "")
+
+    @property
+    def _left_s(self) -> float:
+        return max(self._deadline_s - time.monotonic(), 0.0)
 
     def _too_late(self, why: str) -> str:
         return f"{why} after checkpoint.final_timeout_s = {self.job.config.final_timeout_s:g} s"

@@ -97,12 +97,19 @@ class Ledger:
         event.durable_s = now_s - found.taken_s
         return event
 
-    def lose(self, problem: str) -> None:
-        """Nothing more will be heard of what is under way."""
+    def awaits_durable(self, step: int) -> bool:
+        """Whether the snapshot of `step` is to become durable, and is not yet."""
+        found = self._under_way.get(step)
+        return found is not None and "durable" in found.awaits
+
+    def lose(self, problem: str) -> list[int]:
+        """Nothing more will be heard of what is under way; the steps that were to become durable."""
+        lost = [step for step in self._under_way if self.awaits_durable(step)]
         for step in list(self._under_way):
             event = self._under_way[step].event
             event.problem = event.problem or problem
             self._end(step)
+        return lost
 
     def take_ended(self) -> list[Event]:
         """Those that have ended since the last call."""

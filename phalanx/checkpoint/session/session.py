@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,17 +13,20 @@ from torch import Tensor
 from phalanx.checkpoint.format import manifest as manifests
 from phalanx.checkpoint.format.plan import JobPlan, ShardPlan
 from phalanx.checkpoint.format.record import SnapshotId
-from phalanx.checkpoint.keeper.contract import Keeper, Progress, Stage, Taken
+from phalanx.checkpoint.keeper.contract import Keeper, Stage, Taken
 from phalanx.checkpoint.replicas.contract import Slot
 from phalanx.checkpoint.restoring.restore import Restored, restore
 from phalanx.checkpoint.session import agenda as agendas
 from phalanx.checkpoint.session.agenda import Agenda, Decision
+from phalanx.checkpoint.session.giving_up import GivingUp
 from phalanx.checkpoint.session.job import Job
 from phalanx.checkpoint.session.last import LastCheckpoint
 from phalanx.checkpoint.session.ledger import Event, Ledger
 from phalanx.checkpoint.session.link import Link
 from phalanx.checkpoint.session.neighbours import Neighbours
+from phalanx.checkpoint.session.news import News
 from phalanx.checkpoint.session.pace import StepPace
+from phalanx.checkpoint.session.stall import Stall
 from phalanx.checkpoint.snapshot.copying import Copier, Copying
 from phalanx.checkpoint.snapshot.plans import Roles, make_plans
 from phalanx.checkpoint.storage.location import open_store
@@ -37,6 +39,7 @@ keeper was told."""
 
 Tensors = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
 Stepped = Callable[[], bool] | bool
+_LAST_WORDS_S = 10.0  # of a rank that has something to tell when it ends
 
 
 class Session:
@@ -54,20 +57,19 @@ class Session:
 
     def __init__(self, job: Job, link: Link, agenda: Agenda) -> None:
         self.job = job
-        self._link, self._agenda, self._report = link, agenda, job.report
+        self._link, self._agenda = link, agenda
         self._neighbours = Neighbours(job, link)
         self._ledger = Ledger()
+        self._giving_up = GivingUp(job)
+        self._news = News(job, link, self._ledger, agenda, self._giving_up)
         self._pace = StepPace()
         self._tensors: Tensors = {}
         self._copier: Copier | None = None
         self._copying: Copying | None = None
-        self._event: Event | None = None
+        self._stall = Stall(lambda: self._copying is not None)
         self._answer: Callable[[], int] | None = None
         self._step: int | None = None
-        self._blocked_s = 0.0
-        self._losses = 0
-        self._last_durable = ""
-        self._no_memory = ""
+        self._taken: int | None = None
         self._from = SnapshotId(-1, 0, "")  # training goes on from nothing that is in memory
 
     @property
@@ -104,7 +106,7 @@ class Session:
             tensors,
             keeper=self._link.keeper,
             store=open_store(job.destination.url, job.destination.options),
-            report=self._report,
+            report=job.report,
             shards=shards,
             peers=job.peers,
             copies=job.copies,
@@ -154,6 +156,7 @@ class Session:
             self._copier.close()
         writes = bool(plan.pieces) or job.peers.rank == 0
         self._copier = Copier(plan, now, overlap) if writes else None
+        self._giving_up.set_id = set_id
         self._neighbours.exchange()
         self._link.arrange(partial(self._lease, plan, whole, set_id, count))
 
@@ -163,11 +166,11 @@ class Session:
         Raises:
             UserError: a later attempt of the run has begun.
         """
-        with self._timed():
+        with self._stall.timed():
             self._agenda.begin(step - 1)
             self._pace.began(step, self._agenda.auto, is_plain=not self.is_under_way)
             self._step = step
-            self._collect()
+            self._news.collect()
 
     def fence(self) -> None:
         """Parameters and optimizer state may be changed after this; called by all ranks alike.
@@ -178,7 +181,7 @@ class Session:
         Raises:
             UserError: as `ask`. RuntimeError: a snapshot could not be copied.
         """
-        with self._timed():
+        with self._stall.timed():
             self._end_copy()
             if self._step is not None and self._answer is None and self._agenda.asks(self._step):
                 self._answer = self.job.peers.ask_highest(self._agenda.says(self._step, self._state()))
@@ -223,7 +226,7 @@ class Session:
             self.ask(step)  # a loop that does not call it
         self.fence()
         taken = Taken(step, metrics=dict(metrics or {}))
-        with self._timed():
+        with self._stall.timed():
             decision = self._decide(step)
             self._step = None
             if ending:
@@ -235,7 +238,7 @@ class Session:
 
     def events(self) -> list[Event]:
         """Snapshots of this rank that have ended since the last call, durable or not."""
-        self._collect()
+        self._news.collect()
         return self._ledger.take_ended()
 
     def costs(self) -> dict[str, Any]:
@@ -266,13 +269,14 @@ class Session:
         if self._copier is not None:
             self._copier.close()
         self._link.close(clean=clean)
+        self._giving_up.settle(_LAST_WORDS_S)
 
     def _present(self) -> Mapping[str, Tensor]:
         return self._tensors() if callable(self._tensors) else self._tensors
 
     def _lease(self, plan: ShardPlan, whole: JobPlan | None, set_id: str, shards: int, keeper: Keeper) -> None:
         """What every keeper of this host is told first."""
-        self._no_memory = ""
+        self._news.no_memory = ""
         keeper.begin(self.job.attempt, set_id, shards)
         if plan.pieces or plan.rank == 0:
             keeper.lease(plan, whole, self.job.config.slots, self.job.destination)
@@ -307,21 +311,24 @@ class Session:
         skipped = self._agenda.skipped
         self._agenda.took(taken.step, persist=persist)
         text = self._text(state) if self.job.peers.rank == 0 else ""
+        is_again, self._taken = self._taken == taken.step, taken.step
         if self._copier is None:
             return
         given = self._link.ask(lambda keeper: (keeper, keeper.slot()), None)
         if given is None:  # lost just now, which was reported
+            if persist:
+                self._news.lost(taken.step)
             return
         told = {
             "state": text,
-            "stepped": stepped() if callable(stepped) else stepped,
+            "stepped": (stepped() if callable(stepped) else stepped) and not is_again,
             "persist": persist,
             "hurry": hurry,
             "unix_ns": time.time_ns(),
         }
-        event = Event(taken.step, persist, stall_s=self._blocked_s, snapshot_bytes=self._copier.plan.data_bytes)
+        event = Event(taken.step, persist, snapshot_bytes=self._copier.plan.data_bytes)
         event.skipped = self._agenda.skipped - skipped
-        self._event, self._blocked_s = event, 0.0
+        self._stall.begin(event)
         self._ledger.begin(event, self._stages(persist), time.monotonic())
         self.job.points.reach("snapshot.begin", step=taken.step)
         done = partial(self._copied, given, Taken(**{**vars(taken), **told}), event)
@@ -351,14 +358,14 @@ class Session:
 
     def _end(self, taken: Taken, state: Callable[[], Any], stepped: Stepped) -> None:
         """The checkpoint of the last step."""
-        self._last_checkpoint().make(taken.step, partial(self._take_now, taken, state, stepped), self._last_durable)
+        self._last_checkpoint().make(taken.step, partial(self._take_now, taken, state, stepped), self._news.newest)
 
     def _last_checkpoint(self) -> LastCheckpoint:
-        return LastCheckpoint(self.job, self._link, self._collect_these, self._hopeless)
+        return LastCheckpoint(self.job, self._link, self._news.take_in, self._hopeless, self._giving_up)
 
     def _hopeless(self) -> str | None:
         """Why no checkpoint can become durable here; None: this rank has no part in any."""
-        return None if self._copier is None else self._no_memory
+        return None if self._copier is None else self._news.no_memory
 
     def _take_now(self, taken: Taken, state: Callable[[], Any], stepped: Stepped) -> None:
         self._take(taken, state, stepped, persist=True, hurry=True)
@@ -372,44 +379,3 @@ class Session:
             self._copying.wait()
             self._copying = None
         self._last_checkpoint().wait(step)
-
-    def _collect(self) -> None:
-        self._collect_these(self._link.ask(lambda keeper: keeper.poll(), []))
-
-    def _collect_these(self, progress: list[Progress]) -> None:
-        """Take in what the keeper has told."""
-        now_s = time.monotonic()
-        for one in progress:
-            if one.step < 0:
-                self._no_memory = f"rank {self.job.peers.rank} has no memory for snapshots on its host: {one.problem}"
-                self._report(f"{self._no_memory}; no checkpoints can be taken")
-            elif one.problem and self._concerns_us(one):
-                self._report(f"snapshot of step {one.step}: not {one.stage}: {one.problem}")
-            event = self._ledger.note(one, now_s)
-            if event is not None:
-                self._last_durable = event.name
-                self._agenda.auto.note_stall(event.stall_s)
-                self._agenda.auto.note_durable(event.durable_s)
-        if self._link.losses > self._losses:
-            self._losses = self._link.losses
-            self._ledger.lose("the keeper of this host was lost")
-
-    def _concerns_us(self, progress: Progress) -> bool:
-        """What all ranks are told alike, rank 0 tells."""
-        return progress.stage != "durable" or self.job.peers.rank == 0
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        """Time in here is time in which training stands still, because of the snapshot under way or the next one."""
-        began_s = time.perf_counter()
-        before = self._event
-        try:
-            yield
-        finally:
-            seconds = time.perf_counter() - began_s
-            if self._event is not before and self._event is not None:
-                self._event.stall_s += seconds  # it was taken in here
-            elif self._copying is not None and self._event is not None:
-                self._event.stall_s += seconds
-            else:
-                self._blocked_s += seconds
