@@ -39,7 +39,7 @@ class CheckpointConfig(Config):
         description="for auto: mean time between failures of the whole job, hours; 0: from hosts and what was seen",
     )
     restart_s: float = Field(
-        300.0, ge=0, description="for auto: time from a failure until steps are done again, seconds, until one was seen"
+        300.0, ge=0, description="for auto: time from a failure until steps are done again, seconds"
     )
     memory_every_steps: int = Field(
         0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.checkpoint.fit import CHECKPOINT, Differences, listed, require_fit
 from phalanx.checkpoint.format import dcp, tables
 from phalanx.checkpoint.format.blocks import Block, held
 from phalanx.checkpoint.format.files import Files, files_of
 from phalanx.checkpoint.format.fill import fill
-from phalanx.checkpoint.format.manifest import DamagedCheckpointError, Manifest, TensorEntry, decode, encode
-from phalanx.checkpoint.format.tables import names_on_no_rank, names_to_bits, share_out
+from phalanx.checkpoint.format.manifest import DamagedCheckpointError, Manifest, decode, encode
+from phalanx.checkpoint.format.tables import share_out
 from phalanx.checkpoint.format.verify import check_file, examine
 from phalanx.checkpoint.storage.base import Store, Stored
 from phalanx.checkpoint.storage.folder import Candidate, candidates
@@ -28,16 +29,6 @@ from phalanx.core.peers import ALONE, Peers
 from phalanx.core.shard import Shard
 
 __all__ = ["Candidate", "Checkpoint", "Differences", "candidates", "newest", "open_checkpoint"]
-
-_SHOWN = 8
-
-
-@dataclass(frozen=True)
-class Differences:
-    """Names on one side only, after a load that was not strict."""
-
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -95,29 +86,12 @@ class Checkpoint:
         """
         saved = self.manifest.tensors
         blocks: dict[str, Block] = {}
-
-        def offer() -> list[Any]:
-            blocks.update(held(tensors, shards or {}))
-            problems = [p for n, b in blocks.items() if n in saved for p in _misfits(n, saved[n], b, cast)]
-            missing = [name for name in blocks if name not in saved]
-            return [problems[:_SHOWN], missing[:_SHOWN], len(missing), names_to_bits(saved, blocks)]
-
-        offers = everywhere(peers, offer)
-        unexpected = names_on_no_rank(saved, [bits for *_, bits in offers])
-        self._require_fit(offers, unexpected, strict)
+        everywhere(peers, lambda: blocks.update(held(tensors, shards or {})))
+        differences = require_fit(
+            self.files.url, saved, blocks, peers, strict=strict, cast=cast, misses_empty=True, words=CHECKPOINT
+        )
         self._fill({name: block for name, block in blocks.items() if name in saved}, peers)
-        return Differences(tuple(name for name in blocks if name not in saved), unexpected)
-
-    def _require_fit(self, offers: list[list[Any]], unexpected: tuple[str, ...], strict: bool) -> None:
-        problems: list[str] = []
-        for rank, (misfits, missing, missing_count, _) in enumerate(offers):
-            here = misfits + (_listed("missing in the checkpoint", missing, missing_count) if strict else [])
-            problems += [f"rank {rank}: {problem}" if len(offers) > 1 else problem for problem in here]
-        if strict:
-            problems += _listed("only in the checkpoint", unexpected, len(unexpected))
-        if problems:
-            cure = "use the config it was written with, or train.init_from to take over weights only"
-            raise UserError("does not fit: " + "; ".join(problems[:_SHOWN]), cure=cure, field=self.files.url)
+        return differences
 
     def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """The tensors called `names` (default: all) as new tensors in host memory.
@@ -130,7 +104,7 @@ class Checkpoint:
         wanted = list(saved) if names is None else list(names)
         absent = [name for name in wanted if name not in saved]
         if absent:
-            problem = "; ".join(_listed("missing in the checkpoint", absent, len(absent)))
+            problem = "; ".join(listed("missing in the checkpoint", absent, len(absent)))
             raise UserError(problem, cure="see `phalanx checkpoint show` for its tensors", field=self.files.url)
         fresh = {name: torch.empty(saved[name].shape, dtype=dcp.torch_dtype(saved[name].dtype)) for name in wanted}
         self._fill(held(fresh, {}), ALONE)
@@ -260,21 +234,6 @@ def _damage(found: Checkpoint, peers: Peers) -> str | None:
     except DamagedCheckpointError as damage:
         return damage.reason
     return None
-
-
-def _misfits(name: str, saved: TensorEntry, block: Block, cast: bool) -> list[str]:
-    if list(block.shard.shape) != saved.shape:
-        return [f"{name} has shape {block.shard.shape} here and {tuple(saved.shape)} in the checkpoint"]
-    if not cast and block.tensor.dtype != dcp.torch_dtype(saved.dtype):
-        return [f"{name} has dtype {dcp.dtype_name(block.tensor)} here and {saved.dtype} in the checkpoint"]
-    return []
-
-
-def _listed(what: str, names: Sequence[str], count: int) -> list[str]:
-    if not names:
-        return []
-    more = f" and {count - _SHOWN} more" if count > _SHOWN else ""
-    return [f"{count} {what}: {', '.join(names[:_SHOWN])}{more}"]
 
 
 def _first_line(error: BaseException) -> str:

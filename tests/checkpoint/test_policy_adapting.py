@@ -68,7 +68,6 @@ def test_it_outlives_a_restart_and_counts_failures_only() -> None:
     state = json.loads(json.dumps(interval.to_json()))
     assert AutoInterval(config, state=state).steps == steps
     again = AutoInterval(config, state=state, failed=True)
-    again.note_restart(100.0)
     assert again.to_json()["failures"] == 1
     assert "1 seen" in again.explanation
     assert again.steps < steps

@@ -9,8 +9,6 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from replica_helpers import GUARD_S, SET_ID, SIZE_BYTES, TOKEN, Host, cut_at, flip_bit_at, hosts, make_plan, proxy, put
 
 from phalanx.checkpoint.format.record import CHUNK_BYTES, SnapshotId
@@ -19,10 +17,8 @@ from phalanx.checkpoint.replicas.contract import Endpoint
 from phalanx.checkpoint.replicas.fetch import (
     DamagedError,
     PeerCopies,
-    Range,
     describe_held,
     fetch,
-    fetch_ranges,
     list_held,
 )
 from phalanx.checkpoint.replicas.link import LinkError, call
@@ -88,29 +84,6 @@ def test_an_empty_shard_comes() -> None:
         assert fetch(host.service.start_listening(), TOKEN, SNAPSHOT, 0, bytearray()).bytes == 0
 
 
-edges = st.sampled_from(
-    [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES, SIZE_BYTES - 1, SIZE_BYTES]
-)
-places = st.one_of(edges, st.integers(0, SIZE_BYTES))
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.tuples(places, places).map(sorted), max_size=3))
-def test_any_range_is_that_part_of_the_shard(peer: Endpoint, content: bytes, cuts: list[list[int]]) -> None:
-    record, _ = describe_held(peer, TOKEN, SNAPSHOT, 0)
-    parts = [bytearray(high - low) for low, high in cuts]
-    came = fetch_ranges(peer, TOKEN, record, [Range(low, part) for (low, _), part in zip(cuts, parts, strict=True)])
-    assert parts == [content[low:high] for low, high in cuts]
-    assert came <= sum(len(part) + 2 * CHUNK_BYTES for part in parts)
-
-
-def test_a_range_outside_of_the_shard_is_refused(peer: Endpoint) -> None:
-    record, _ = describe_held(peer, TOKEN, SNAPSHOT, 0)
-    for start in (-1, SIZE_BYTES):
-        with pytest.raises(ValueError, match=f"of {SIZE_BYTES}"):
-            fetch_ranges(peer, TOKEN, record, [Range(start, bytearray(1))])
-
-
 @pytest.mark.parametrize("numbers", [[], [0], [2], [0, 1, 2], [2, 0, 1], [1, 1], [0, 2]])
 def test_chunks_come_in_the_order_asked_for(peer: Endpoint, content: bytes, numbers: list[int]) -> None:
     with PeerCopies(TOKEN).open(peer, SNAPSHOT, 0) as copy:
@@ -157,7 +130,7 @@ def test_damage_and_an_end_on_the_way_are_seen(peer: Endpoint) -> None:
 
 
 def test_each_of_100_bits_that_turn_over_in_a_held_replica_is_found() -> None:
-    """At fetch, whole or by ranges, and by who copies chunks; and only there."""
+    """At fetch, and only there."""
     size = CHUNK_BYTES + 12345
     with hosts(Host("a"), Host("b")) as (a, b):
         plan, peer = make_plan(0, size), b.service.start_listening()
@@ -171,8 +144,6 @@ def test_each_of_100_bits_that_turn_over_in_a_held_replica_is_found() -> None:
             cell.block.memory[place] ^= 1 << bit
             with pytest.raises(DamagedError, match=f"chunk {place // CHUNK_BYTES} of step 1, rank 0 from b"):
                 fetch(peer, TOKEN, SNAPSHOT, 0, memory)
-            with pytest.raises(DamagedError):
-                fetch_ranges(peer, TOKEN, cell.record, [Range(place, bytearray(1))])
             cell.block.memory[place] ^= 1 << bit
         fetch(peer, TOKEN, SNAPSHOT, 0, memory)
         assert memory == content

@@ -60,7 +60,7 @@ def test_every_distinct_shard_is_read_once(tmp_path: Path, size: int, tensor: in
     entries = json.loads((path / "manifest.json").read_text())["tensors"]
     unsplit = ("model.norm", "optim.step", "optim.flags", "rng.cpu")
     again = sum(chunk["length"] for name in unsplit for chunk in entries[name]["chunks"]) * (tensor - 1)
-    assert store.read_bytes == restored.bytes_from_storage == data_bytes(path) + again
+    assert store.read_bytes == restored.bytes_by_kind["durable"] == data_bytes(path) + again
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -249,7 +249,7 @@ def test_over_real_groups(tmp_path: Path) -> None:
         assert all(torch.equal(targets[name], tensor) for name, tensor in expected.items())
         everyone.forget()
         replicas.forget()
-        return restored.bytes_from_storage
+        return restored.bytes_by_kind["durable"]
 
     read = in_threads(layout, body)
     assert len(set(read)) == 1 and data_bytes(path) <= read[0] < 1.05 * data_bytes(path)

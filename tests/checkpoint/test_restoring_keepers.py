@@ -98,7 +98,7 @@ def test_both_hosts_live() -> None:
     tensors = some_tensors(1024)
     with two_ranks(tensors, replicated=False) as (keepers, slots):
         restored, lines = take_back(keepers, tensors)
-        assert lines == [] and restored.bytes_from_memory > 0 and restored.bytes_from_peers > 0
+        assert lines == [] and restored.bytes_by_kind["memory"] > 0 and restored.bytes_by_kind["peer"] > 0
         assert "lo of host " in restored.interface
         slots.clear()
 

@@ -36,7 +36,7 @@ def test_any_layout_goes_into_any_other(before: Layout, after: Layout) -> None:
             assert outcome.restored is not None and outcome.lines == []
             assert (outcome.restored.step, outcome.restored.source) == (5, "memory")
             assert outcome.restored.state == {"step": 5}
-            assert outcome.restored.bytes_from_peers == outcome.restored.bytes_from_storage == 0
+            assert outcome.restored.bytes_by_kind.keys() == {"memory"}
 
 
 def test_a_copy_on_another_host_is_fetched_once_and_given_to_the_group() -> None:
@@ -47,7 +47,7 @@ def test_a_copy_on_another_host_is_fetched_once_and_given_to_the_group() -> None
     outcomes = restore_all(tensors, layout, [here, there], copies=copies)
     restored = outcomes[0].restored
     assert restored is not None and restored.source == "memory"  # each shared block is read where it lies
-    assert restored.bytes_from_peers == 0
+    assert restored.bytes_by_kind.keys() == {"memory"}
     assert copies[0]._group.given_bytes > 0
 
 
@@ -57,7 +57,7 @@ def test_a_lost_host_is_made_good_from_its_peer() -> None:
     take(tensors, layout, 2, [old, kept])
     replicate(old, kept)
     restored = restore_all(tensors, layout, [new, kept])[0].restored
-    assert restored is not None and restored.source == "peer" and restored.bytes_from_peers > 0
+    assert restored is not None and restored.source == "peer" and restored.bytes_by_kind["peer"] > 0
     [rate] = [rate for rate in restored.rates if rate.kind == "peer"]
     assert rate.place == "eth0 of host kept" and rate.possible_bytes_per_s == GIGABIT
     assert "eth0 of host kept: " in restored.interface and "% of what is possible" in restored.interface

@@ -48,7 +48,7 @@ class AutoInterval:
         self._seen = int(state.get("failures", 0)) + failed
         self._observed_s = float(state.get("observed_s", 0.0))
         self._times: dict[str, deque[float]] = {
-            name: deque(state.get(name, []), _WINDOW) for name in ("step_s", "stall_s", "persist_s", "restart_s")
+            name: deque(state.get(name, []), _WINDOW) for name in ("step_s", "stall_s", "persist_s")
         }
         self._chosen: Interval | None = None
         self._steps = 0
@@ -92,11 +92,6 @@ class AutoInterval:
         """A checkpoint has become durable so long after its snapshot."""
         self._times["persist_s"].append(persist_s)
         self._update()
-
-    def note_restart(self, seconds: float) -> None:
-        """After a failure it took so long until steps were done again."""
-        self._times["restart_s"].append(seconds)
-        self._observed_s += seconds
 
     def to_json(self) -> dict[str, Any]:
         """What the next attempt should know."""

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 from typing_extensions import Buffer
 
@@ -33,13 +32,6 @@ Run = tuple[int, int]
 
 class DamagedError(OSError):
     """What another host holds, or sent, does not match its sums; other sources may."""
-
-
-class Range(NamedTuple):
-    """Bytes of a shard from `start_bytes` on, as many as there is room in `into`."""
-
-    start_bytes: int
-    into: Buffer
 
 
 @dataclass(frozen=True)
@@ -127,34 +119,6 @@ def fetch(
     return Fetched(record, plan, record.data_bytes, seconds, endpoint.interface, share)
 
 
-def fetch_ranges(
-    endpoint: Endpoint,
-    token: str,
-    record: Record,
-    ranges: Sequence[Range],
-    *,
-    idle_s: float = IDLE_S,
-) -> int:
-    """Read parts of a shard whose record is known (from `list_held` or `describe_held`).
-
-    Whole chunks come, since only they have sums: those that lie inside a range straight into its memory, the others
-    through memory for one chunk.
-
-    Returns:
-        how many bytes came.
-
-    Raises:
-        as `fetch`; ValueError: a range lies outside of the shard.
-    """
-    parts = [_cut(record, each.start_bytes, _writable(each.into)) for each in ranges]
-    came = 0
-    with _called(endpoint, token, idle_s) as link:
-        for part in parts:
-            for run, skip, memory in part:
-                came += _fetch_part(link, record, run, skip, memory)
-    return came
-
-
 class RemoteCopy:
     """A committed copy that another host holds, on a connection of its own.
 
@@ -210,34 +174,6 @@ class PeerCopies:
 
 Part = tuple[Run, int, memoryview]
 """A run of chunks, how many of its first bytes are not wanted, and where the rest goes."""
-
-
-def _cut(record: Record, start: int, memory: memoryview) -> list[Part]:
-    """A range as runs of chunks: an incomplete one in front, whole ones, an incomplete one at the end."""
-    stop = start + len(memory)
-    if not 0 <= start <= stop <= record.data_bytes:
-        raise ValueError(f"bytes {start} to {stop} of {record.data_bytes} of step {record.step}, rank {record.rank}")
-    if start == stop:
-        return []
-    first_whole = -(-start // CHUNK_BYTES) * CHUNK_BYTES
-    last_whole = stop if stop == record.data_bytes else stop // CHUNK_BYTES * CHUNK_BYTES
-    edges = sorted({start, stop, *(edge for edge in (first_whole, last_whole) if start < edge < stop)})
-    parts = []
-    for low, high in pairwise(edges):
-        first, end = low // CHUNK_BYTES, -(-high // CHUNK_BYTES)
-        parts.append(((first, end - first), low - first * CHUNK_BYTES, memory[low - start : high - start]))
-    return parts
-
-
-def _fetch_part(link: Link, record: Record, run: Run, skip: int, memory: memoryview) -> int:
-    length = _length(record, run)
-    if length == len(memory):
-        _fetch_run(link, record, run, memory)
-    else:
-        chunk = memoryview(bytearray(length))
-        _fetch_run(link, record, run, chunk)
-        memory[:] = chunk[skip : skip + len(memory)]
-    return length
 
 
 def _fetch_apart(endpoint: Endpoint, token: str, idle_s: float, record: Record, run: Run, memory: memoryview) -> None:

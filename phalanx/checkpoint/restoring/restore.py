@@ -16,15 +16,15 @@ from typing import Any
 
 from torch import Tensor
 
+from phalanx.checkpoint.fit import SOURCE, Differences, require_fit
 from phalanx.checkpoint.format.blocks import Block, held
 from phalanx.checkpoint.keeper.contract import Keeper
 from phalanx.checkpoint.restoring.choices import Choice, newest_first, restorable
 from phalanx.checkpoint.restoring.contract import RemoteCopies
 from phalanx.checkpoint.restoring.durable import Checkpoints, refusal
-from phalanx.checkpoint.restoring.fit import require_fit
 from phalanx.checkpoint.restoring.memory import Hosts, MemorySource, describe, hole, look
 from phalanx.checkpoint.restoring.parts import Part, parts
-from phalanx.checkpoint.restoring.restored import Differences, Kind, Rate, Restored, together
+from phalanx.checkpoint.restoring.restored import Kind, Rate, Restored, together
 from phalanx.checkpoint.restoring.sharing import Sharing, agree, give, readers
 from phalanx.checkpoint.restoring.source import Fault, Reading, Source
 from phalanx.checkpoint.storage.base import Store
@@ -99,10 +99,11 @@ def restore(
         agree(copies, peers.rank, chosen, blocks, shards or {}) if copies is not None and copies.size > 1 else None
     )
     log = _Log(report, peers.rank)
-    fit = partial(require_fit, blocks=blocks, peers=peers, strict=strict, cast=cast, select=select)
+    # A tensor without elements has no bytes in a snapshot, so it is not missed.
+    fit = partial(require_fit, strict=strict, cast=cast, select=select, misses_empty=False, words=SOURCE)
     states = _States(keeper, remote, store, verify, peers, log)
     while (source := states.next()) is not None:
-        differences = fit(_title(source), source.tensors)
+        differences = fit(_title(source), source.tensors, blocks, peers)
         if accept is not None:
             everywhere(peers, partial(accept, source.state))
         filled = _fill(source, blocks, sharing, peers)

@@ -1,4 +1,4 @@
-"""What a restore has to tell: what it took from where, how fast, and what it refused. Torch-free."""
+"""What a restore has to tell: what it took from where, how fast, and what it refused."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from phalanx.checkpoint.fit import Differences
 from phalanx.core import units
 
 Kind = Literal["memory", "peer", "durable"]
-_SHOWN_PREFIXES = 12
-_SHOWN_NAMES = 3
-_PREFIX_PARTS = 2
 
 
 class Rate(NamedTuple):
@@ -45,26 +43,6 @@ class Rate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Differences:
-    """Names on one side only, after a restore that was not strict.
-
-    Attributes:
-        missing: asked for on this rank and not saved.
-        unexpected: saved and asked for on no rank.
-    """
-
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-
-    def lines(self) -> list[str]:
-        """For people: names grouped by how they begin, with counts and the first few of each group."""
-        return [
-            *_listed("not in the checkpoint, left as they were", self.missing),
-            *_listed("only in the checkpoint", self.unexpected),
-        ]
-
-
-@dataclass(frozen=True)
 class Restored:
     """A state that was taken back; the same on all ranks, but for `differences.missing`.
 
@@ -94,21 +72,6 @@ class Restored:
     differences: Differences = field(default_factory=Differences)
 
     @property
-    def bytes_from_memory(self) -> int:
-        """Bytes copied from keepers of the ranks' own hosts."""
-        return self.bytes_by_kind.get("memory", 0)
-
-    @property
-    def bytes_from_peers(self) -> int:
-        """Bytes fetched from keepers of other hosts."""
-        return self.bytes_by_kind.get("peer", 0)
-
-    @property
-    def bytes_from_storage(self) -> int:
-        """Bytes read from durable storage."""
-        return self.bytes_by_kind.get("durable", 0)
-
-    @property
     def interface(self) -> str:
         """Which network interfaces were used, how fast, and what share of the possible rate that was; or empty."""
         return "; ".join(str(rate) for rate in self.rates if rate.kind == "peer")
@@ -123,18 +86,3 @@ def together(rates: Iterable[Rate]) -> tuple[Rate, ...]:
             rate = rate._replace(bytes=rate.bytes + known.bytes, seconds=max(rate.seconds, known.seconds))
         found[rate.kind, rate.place] = rate
     return tuple(found[key] for key in sorted(found))
-
-
-def _listed(what: str, names: tuple[str, ...]) -> list[str]:
-    if not names:
-        return []
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(".".join(name.split(".")[:_PREFIX_PARTS]), []).append(name)
-    lines = [f"{len(names)} {what}:"]
-    for prefix, members in list(groups.items())[:_SHOWN_PREFIXES]:
-        more = f" and {len(members) - _SHOWN_NAMES} more" if len(members) > _SHOWN_NAMES else ""
-        lines.append(f"  {prefix} ({len(members)}): {', '.join(members[:_SHOWN_NAMES])}{more}")
-    if len(groups) > _SHOWN_PREFIXES:
-        lines.append(f"  and {len(groups) - _SHOWN_PREFIXES} groups more")
-    return lines

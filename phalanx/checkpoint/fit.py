@@ -1,0 +1,157 @@
+"""Whether what was saved fits what is asked for: agreed by all ranks before a byte is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from phalanx.checkpoint.format.blocks import Block
+from phalanx.checkpoint.format.dcp import dtype_name, torch_dtype
+from phalanx.checkpoint.format.tables import names_on_no_rank, names_to_bits
+from phalanx.checkpoint.together import everywhere
+from phalanx.core.errors import UserError
+from phalanx.core.peers import Peers
+
+_SHOWN = 8
+_SHOWN_PREFIXES = 12
+_SHOWN_NAMES = 3
+_PREFIX_PARTS = 2
+
+
+class SavedTensor(Protocol):
+    """What has to be known of a tensor that was saved: dtype as in torch without the prefix, and global shape."""
+
+    @property
+    def dtype(self) -> str:
+        """Such as ``float32``."""
+        ...
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Of the whole tensor."""
+        ...
+
+
+class Words(NamedTuple):
+    """How messages call what was saved.
+
+    Attributes:
+        within: "missing …".
+        there: "has shape (3,) here and (2,) …".
+    """
+
+    within: str
+    there: str
+
+
+CHECKPOINT = Words("in the checkpoint", "in the checkpoint")
+SOURCE = Words("in it", "there")
+"""Where the message names it before: a snapshot in memory, or a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Names on one side only, after a load that was not strict.
+
+    Attributes:
+        missing: asked for on this rank and not saved.
+        unexpected: saved and asked for on no rank.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """For people: names grouped by how they begin, with counts and the first few of each group."""
+        return [
+            *_grouped("not in the checkpoint, left as they were", self.missing),
+            *_grouped("only in the checkpoint", self.unexpected),
+        ]
+
+
+def require_fit(
+    what: str,
+    saved: Mapping[str, SavedTensor],
+    blocks: Mapping[str, Block],
+    peers: Peers,
+    *,
+    strict: bool,
+    cast: bool,
+    select: Callable[[str], bool] | None = None,
+    misses_empty: bool,
+    words: Words,
+) -> Differences:
+    """Called by all ranks together; the names on one side only (both none where `strict`).
+
+    Args:
+        what: for messages.
+        saved: what there is, by name.
+        blocks: what this rank asks for.
+        strict: every name must be on both sides. Names of which another rank has a part are on both sides.
+        cast: dtypes may differ.
+        select: of the saved tensors only those count whose name it accepts.
+        misses_empty: whether tensors without elements have to be among `saved` too.
+        words: for messages.
+
+    Raises:
+        UserError: listing what is missing, unexpected, or of another shape or dtype.
+    """
+    counted = [name for name in saved if select is None or select(name)]
+    missing = [
+        name for name, block in blocks.items() if name not in saved and (misses_empty or 0 not in block.shard.shape)
+    ]
+
+    def offer() -> list[Any]:
+        problems = [p for n, b in blocks.items() if n in saved for p in _misfits(n, saved[n], b, cast, words.there)]
+        return [problems[:_SHOWN], missing[:_SHOWN], len(missing), names_to_bits(counted, blocks)]
+
+    offers = everywhere(peers, offer)
+    unexpected = names_on_no_rank(counted, [bits for *_, bits in offers])
+    problems: list[str] = []
+    for rank, (misfits, names, count, _) in enumerate(offers):
+        here = misfits + (listed(f"missing {words.within}", names, count) if strict else [])
+        problems += [f"rank {rank}: {problem}" if len(offers) > 1 else problem for problem in here]
+    if strict:
+        problems += listed(f"only {words.within}", unexpected, len(unexpected))
+    if problems:
+        cure = "use the config it was written with, or train.init_from to take over weights only"
+        raise UserError("does not fit: " + "; ".join(problems[:_SHOWN]), cure=cure, field=what)
+    return Differences(tuple(missing), unexpected)
+
+
+def listed(what: str, names: Sequence[str], count: int) -> list[str]:
+    """``3 missing: a, b, c`` in a list, which is empty where there are no names.
+
+    Args:
+        names: the first of them.
+        count: of all.
+    """
+    if not names:
+        return []
+    more = f" and {count - _SHOWN} more" if count > _SHOWN else ""
+    return [f"{count} {what}: {', '.join(names[:_SHOWN])}{more}"]
+
+
+def _misfits(name: str, saved: SavedTensor, block: Block, cast: bool, there: str) -> list[str]:
+    shape = tuple(saved.shape)
+    if block.shard.shape != shape:
+        return [f"{name} has shape {block.shard.shape} here and {shape} {there}"]
+    if not cast and block.tensor.dtype != torch_dtype(saved.dtype):
+        return [f"{name} has dtype {dtype_name(block.tensor)} here and {saved.dtype} {there}"]
+    return []
+
+
+def _grouped(what: str, names: tuple[str, ...]) -> list[str]:
+    if not names:
+        return []
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(".".join(name.split(".")[:_PREFIX_PARTS]), []).append(name)
+    lines = [f"{len(names)} {what}:"]
+    for prefix, members in list(groups.items())[:_SHOWN_PREFIXES]:
+        more = f" and {len(members) - _SHOWN_NAMES} more" if len(members) > _SHOWN_NAMES else ""
+        lines.append(f"  {prefix} ({len(members)}): {', '.join(members[:_SHOWN_NAMES])}{more}")
+    if len(groups) > _SHOWN_PREFIXES:
+        lines.append(f"  and {len(groups) - _SHOWN_PREFIXES} groups more")
+    return lines
