@@ -31,6 +31,8 @@ import pytest
 import torch
 from persist_helpers import Job
 from storage_helpers import (  # noqa: F401
+    DENIED,
+    FULL,
     Place,
     place_fixture,
     s3_place_fixture,
@@ -49,9 +51,6 @@ from phalanx.checkpoint.storage.local import LocalStore
 from phalanx.cli.checkpoints.listing import rows_of
 from phalanx.cli.checkpoints.places import Place as Listed
 from phalanx.core.points import NO_POINTS, Points
-
-FLIPS = {"folder": 100, "memory": 100, "s3": 4}
-"""On the server few, because its requests take time."""
 
 PLACES = pytest.mark.parametrize("place", ["folder", "s3"], indirect=True)
 UNREAD = (".metadata", "part-0.json")
@@ -102,21 +101,26 @@ def restored(job: Job, store: Store) -> tuple[int, list[str]]:
     return found.step, lines
 
 
+def flipped(content: bytes, chance: random.Random) -> bytes:
+    """With one bit changed."""
+    where = chance.randrange(len(content))
+    return content[:where] + bytes([content[where] ^ 1 << chance.randrange(8)]) + content[where + 1 :]
+
+
+@pytest.mark.parametrize("place", ["folder", "memory"], indirect=True)
 def test_each_of_100_flipped_bits_is_seen_and_the_one_before_taken(place: Place) -> None:
     job, store, chance = a_job(place), place.open(), random.Random(0)
     claim(store)
     _, name = names_of(job, store, (1, 2))
     files = [("", store.keys("latest-")[-1])] + [(name, file) for file in store.files(name)]
     assert len(files) == 6
-    for number in range(FLIPS[place.kind]):
+    for number in range(100):
         where, file = files[number % len(files)]
         good: list[bytes] = []
 
         def flip(content: bytes, good: list[bytes] = good) -> bytes:
             good.append(content)
-            place_of_it = chance.randrange(len(content))
-            changed = content[place_of_it] ^ 1 << chance.randrange(8)
-            return content[:place_of_it] + bytes([changed]) + content[place_of_it + 1 :]
+            return flipped(content, chance)
 
         place.change(where, file, flip)
         step, lines = restored(job, store)
@@ -131,6 +135,38 @@ def test_each_of_100_flipped_bits_is_seen_and_the_one_before_taken(place: Place)
         place.change(where, file, lambda _, good=good: good[0])
     assert restored(job, store) == (2, [])
     examine(Stored(store, name))
+
+
+@pytest.mark.slow
+def test_each_of_100_flipped_bits_on_a_server_is_seen(s3_place: Place) -> None:
+    """Five at a time, since requests take time: one in a file of each of the newest three checkpoints, one in a file
+    that restoring the one before them does without, one in the pointer."""
+    job, store, chance = a_job(s3_place), s3_place.open(), random.Random(0)
+    claim(store)
+    names = names_of(job, store, (1, 2, 3, 4))
+    pointer, *_ = sorted(store.keys("latest-"), reverse=True)
+    good = {(name, file): store.read(name, file) for name in names for file in store.files(name)}
+    good["", pointer] = store.get(pointer)
+    read = [file for file in store.files(names[0]) if file not in UNREAD]
+    for turn in range(20):
+        harmed = [(names[number], read[(turn + number) % 3]) for number in (3, 2, 1)]
+        unread = (names[0], UNREAD[turn % 2])
+        for where in (*harmed, unread):
+            s3_place.change(*where, lambda _, where=where: flipped(good[where], chance))
+        step, lines = restored(job, store)
+        assert step == 1, lines
+        for (name, file), line in zip(harmed, lines, strict=True):
+            assert name in line and file in line and "is damaged" in line, (file, line)
+        with pytest.raises(DamagedCheckpointError, match=unread[1].replace(".", r"\.")):
+            examine(Stored(store, names[0]))
+        s3_place.change("", pointer, lambda content: flipped(content, chance))
+        told: list[str] = []
+        latest = read_latest(store, told.append)
+        assert latest is not None and latest.step == 3
+        assert len(told) == 1 and pointer in told[0] and "cannot be read" in told[0]
+        for where in (*harmed, unread, ("", pointer)):
+            s3_place.change(*where, lambda _, where=where: good[where])
+    assert restored(job, store) == (4, [])
 
 
 @PLACES
@@ -212,6 +248,42 @@ def test_a_server_of_which_every_third_answer_is_a_failure(s3_place: Place) -> N
     names_of(job, store, (3,))
     assert restored(job, store) == (3, [])
     assert [int(name[5:13]) for name in store.names()] == [3, *reversed(good)]
+
+
+@pytest.mark.parametrize(
+    ("file", "refusal"),
+    [(file, FULL) for file in ("__0_0.distcp", "part-0.json", ".metadata", "manifest.json", "SHA256SUMS", "latest-")]
+    + [(file, DENIED) for file in ("__0_0.distcp", "latest-")],
+)
+def test_a_server_that_takes_nothing_more_from_some_file_on(
+    s3_place: Place, file: str, refusal: tuple[str, str, str]
+) -> None:
+    job, store, gate = a_job(s3_place), s3_place.open(), s3_place.gate
+    assert gate is not None
+    [name] = names_of(job, store, (1,))
+
+    def refuse(method: str, path: str) -> None:
+        if method == "PUT" and file in path:
+            gate.refusal = refusal
+
+    gate.watch = refuse
+    told = persist(job, store, 2)[-1]
+    assert not told.name
+    assert refusal[2] in told.problem
+    assert file in told.problem
+    gate.reset()
+    step, lines = restored(job, store)
+    assert step == 1
+    if file == "latest-":
+        assert len(lines) == 1 and "step-00000002" in lines[0] and "was not published" in lines[0]
+    else:
+        assert (lines, store.names()) == ([], [name])
+    names_of(job, store, (3,))
+    assert restored(job, store) == (3, [])
+    area = f"step-00000002.a{job.attempt}-{job.nonce}"
+    claim(store)
+    store.clean(job.attempt + 1)  # as the next attempt does
+    assert bool(store.files(area)) == (file == "latest-")
 
 
 class Slow(LocalStore):
