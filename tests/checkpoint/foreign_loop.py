@@ -1,18 +1,10 @@
-"""A training loop of the kind people write for torchrun; run by `test_foreign_ranks`. Not a test itself.
-
-Reads jobs from standard input, a line of JSON each: the number of ranks and their arguments ``FOLDER MODE STEPS KILL_AT
-SETTING=VALUE …`` (MODE: ddp or fsdp; KILL_AT 0: not at all). Forks the ranks, which saves importing torch for each, and
-answers with a line: exit status and what each rank printed.
-"""
+"""A training loop of the kind people write for torchrun; run by `test_foreign_ranks`. Not a test itself."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
-import sys
-import traceback
 from typing import Any
 
 import torch
@@ -25,8 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.checkpoint import Checkpointer
 from phalanx.core.config import parse_override
-
-HANG_S = 120
 
 
 class Sampler:
@@ -68,6 +58,7 @@ def whole(model: nn.Module) -> dict[str, Any]:
 
 
 def train(folder: str, mode: str, steps: int, kill_at: int, *overrides: str) -> dict[str, Any]:
+    """One rank; MODE is ddp or fsdp, and with `kill_at` it kills itself at this step."""
     settings = dict(parse_override(text) for text in overrides)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -97,40 +88,3 @@ def train(folder: str, mode: str, steps: int, kill_at: int, *overrides: str) -> 
         end = {"start": start, "losses": losses, "drawn": len(sampler.drawn), "weights": whole(model)}
     dist.destroy_process_group()
     return end
-
-
-def rank_main(rank: int, job: dict[str, Any], end: int) -> None:
-    status = 1
-    try:
-        signal.alarm(HANG_S)
-        about = {"RANK": rank, "WORLD_SIZE": job["ranks"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": job["port"]}
-        os.environ.update({name: str(value) for name, value in about.items()} | job["environment"])
-        torch.set_num_threads(1)
-        os.write(end, json.dumps(train(*job["arguments"])).encode())
-        status = 0
-    except BaseException:
-        os.write(end, json.dumps(traceback.format_exc()).encode())
-    finally:
-        os._exit(status)
-
-
-def run(job: dict[str, Any]) -> list[tuple[int, Any]]:
-    started = []
-    for rank in range(job["ranks"]):
-        ours, theirs = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            rank_main(rank, job, theirs)
-        os.close(theirs)
-        started.append((pid, ours))
-    ended = []
-    for pid, ours in started:
-        with os.fdopen(ours) as told:
-            text = told.read()
-        ended.append((os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), json.loads(text or "null")))
-    return ended
-
-
-if __name__ == "__main__":
-    for line in sys.stdin:
-        print(json.dumps(run(json.loads(line))), flush=True)

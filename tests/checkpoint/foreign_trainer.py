@@ -1,14 +1,9 @@
-"""Runs a `transformers.Trainer` three times, each in a process of its own: through, killed, and resumed. Not a test.
-
-usage: foreign_trainer.py FOLDER KILL_AT [SETTING=VALUE …]; prints the losses by step of each as JSON.
-"""
+"""A `transformers.Trainer` with our callback; run by `test_foreign_huggingface`. Not a test itself."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +25,9 @@ class Kill(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(folder: Path, kill_at: int, settings: dict[str, Any]) -> dict[str, Any]:
+def train(root: str, kill_at: int, *overrides: str) -> dict[str, Any]:
+    """Losses and norms by step, weights, and the step it began after; with `kill_at`, it kills itself in this step."""
+    folder, settings = Path(root), dict(parse_override(text) for text in overrides)
     torch.set_num_threads(1)
     config = GPT2Config(vocab_size=31, n_positions=8, n_embd=16, n_layer=2, n_head=2)  # with dropout
     texts = torch.randint(0, 31, (22, 8), generator=torch.Generator().manual_seed(5))
@@ -55,23 +52,3 @@ def train(folder: Path, kill_at: int, settings: dict[str, Any]) -> dict[str, Any
     history = {str(row["step"]): [row["loss"], row["grad_norm"]] for row in trainer.state.log_history if "loss" in row}
     weights = [parameter.double().sum().item() for parameter in trainer.model.parameters()]
     return {"history": history, "weights": weights, "start": callback._resumed_step}
-
-
-def in_child(*arguments: Any) -> Any:
-    ours, theirs = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.write(theirs, json.dumps(train(*arguments)).encode())
-        os._exit(0)
-    os.close(theirs)
-    with os.fdopen(ours) as told:
-        text = told.read()
-    return json.loads(text) if text else os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-if __name__ == "__main__":
-    root, kill_at = Path(sys.argv[1]), int(sys.argv[2])
-    settings = dict(parse_override(text) for text in sys.argv[3:])
-    through = in_child(root / "through", 0, settings)
-    killed = in_child(root / "killed", kill_at, settings)
-    print(json.dumps([through, killed, in_child(root / "killed", 0, settings)]))

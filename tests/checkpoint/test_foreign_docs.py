@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
+from foreign_forks import Forks, a_keeper_of_its_own
 
 DOCS = Path(__file__).parents[2] / "docs" / "checkpoint_foreign.md"
 STEPS = "50"
-HANG_S = 120
 
 
 @pytest.fixture
@@ -27,36 +24,41 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    keeper = tmp_path_factory.mktemp("k") / "s"
-    yield {**os.environ, "PHALANX_KEEPER": str(keeper), "OMP_NUM_THREADS": "1"}
-    for one in psutil.process_iter(["cmdline"]):
-        if str(keeper) in " ".join(one.info["cmdline"] or []):
-            one.kill()
+def environment(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    with a_keeper_of_its_own(tmp_path_factory.mktemp("k"), forks) as environment:
+        yield environment
 
 
-def run(script: Path, environment: dict[str, str], folder: str, stop: signal.Signals | None = None) -> list[str]:
+def run(
+    forks: Forks, script: Path, environment: dict[str, str], folder: str, stop: signal.Signals | None = None
+) -> list[str]:
     """The lines printed; with `stop`, the process gets this signal after step 31."""
-    command = [sys.executable, str(script), str(script.parent / folder), STEPS]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        lines = []
-        for line in process.stdout:
+    printed = script.with_name("printed")
+    printed.unlink(missing_ok=True)
+    os.mkfifo(printed)
+    arguments = [str(script), str(printed), str(script.parent / folder), STEPS]
+    [pid] = forks.start("foreign_forks:script", arguments, [environment])
+    lines = []
+    with printed.open() as stream:
+        for line in stream:
             lines.append(line.strip())
             if stop is not None and line.startswith("step 31 "):
-                process.send_signal(stop)
-        assert process.wait(timeout=HANG_S) == (-9 if stop == signal.SIGKILL else 0)
+                os.kill(pid, stop)
+    [(status, told)] = forks.ended()
+    assert status == (-9 if stop == signal.SIGKILL else 0), told
     return lines
 
 
 @pytest.mark.slow
-def test_the_example_goes_on_where_it_was_killed_or_stopped(script: Path, environment: dict[str, str]) -> None:
-    whole = run(script, environment, "whole")
+def test_the_example_goes_on_where_it_was_killed_or_stopped(
+    forks: Forks, script: Path, environment: dict[str, str]
+) -> None:
+    whole = run(forks, script, environment, "whole")
     assert whole[0] == "start 0"
     assert len(whole) == 51
     for stop in (signal.SIGKILL, signal.SIGUSR2):
-        first = run(script, environment, stop.name, stop)
-        again = run(script, environment, stop.name)
+        first = run(forks, script, environment, stop.name, stop)
+        again = run(forks, script, environment, stop.name)
         start = int(again[0].removeprefix("start "))
         done = len(first) - 1
         assert start == done if stop == signal.SIGUSR2 else 0 < start <= done

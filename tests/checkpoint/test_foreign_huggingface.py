@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from foreign_forks import Forks
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-TRAINER = Path(__file__).parent / "foreign_trainer.py"
+
+def trained(forks: Forks, folder: Path, kill_at: int = 0) -> Any:
+    arguments = [str(folder), kill_at, "mode=blocking", "every_steps=4"]
+    [(status, told)] = forks.run("foreign_trainer:train", arguments, [{}])
+    assert status == (-9 if kill_at else 0), told
+    return told
+
+
+@pytest.fixture(scope="module")
+def through(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What nobody disturbs."""
+    return trained(forks, tmp_path_factory.mktemp("through"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kill_at", "start"), [(9, 8), (15, 12)], ids=["mid-epoch", "epoch border"])
-def test_killed_and_resumed_losses_are_the_same(tmp_path: Path, kill_at: int, start: int) -> None:
+def test_killed_and_resumed_losses_are_the_same(
+    forks: Forks, tmp_path: Path, through: Any, kill_at: int, start: int
+) -> None:
     # An epoch is 22 samples, which are 6 steps of 4: step 8 is in the middle of one, step 12 at an end.
-    command = [sys.executable, str(TRAINER), str(tmp_path), str(kill_at), "mode=blocking", "every_steps=4"]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    through, killed, resumed = json.loads(done.stdout.splitlines()[-1])
-    assert killed == -9
+    trained(forks, tmp_path, kill_at)
+    resumed = trained(forks, tmp_path)
     assert (through["start"], resumed["start"]) == (0, start)
     assert len(through["history"]) == 16
     assert resumed["history"] == through["history"]

@@ -2,61 +2,42 @@
 
 from __future__ import annotations
 
-import json
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from foreign_forks import Forks, a_keeper_of_its_own
 
 from phalanx.checkpoint.restore import candidates
 
-LOOP = Path(__file__).parent / "foreign_loop.py"
 BLOCKING = ["mode=blocking", "keep_last=9"]
 
 
 class Loops:
-    """Runs `foreign_loop`."""
+    """Runs `foreign_loop`, as torchrun would start it."""
 
-    def __init__(self, process: subprocess.Popen[str], environment: dict[str, str]) -> None:
-        self._process, self._environment = process, environment
+    def __init__(self, forks: Forks, environment: dict[str, str]) -> None:
+        self._forks, self._environment = forks, environment
 
     def run(self, ranks: int, folder: Path, mode: str, steps: int, *settings: str, kill_at: int = 0) -> list[Any]:
         """What each rank has to tell at its end; None where it was killed."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        arguments = [str(folder), mode, steps, kill_at, *settings]
-        job = {"ranks": ranks, "port": port, "environment": self._environment, "arguments": arguments}
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        ended = json.loads(self._process.stdout.readline())
+            port = str(free.getsockname()[1])
+        about = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **self._environment}
+        environments = [{**about, "RANK": str(rank)} for rank in range(ranks)]
+        ended = self._forks.run("foreign_loop:train", [str(folder), mode, steps, kill_at, *settings], environments)
         expected = -9 if kill_at else 0
         assert [status for status, _ in ended] == [expected] * ranks, "\n".join(str(told) for _, told in ended)
         return [told for _, told in ended]
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen([sys.executable, str(LOOP)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    yield process
-    process.kill()
-    process.communicate()
-
-
 @pytest.fixture
-def loops(process: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loops]:
-    socket_path = tmp_path_factory.mktemp("k") / "s"
-    yield Loops(process, {"PHALANX_KEEPER": str(socket_path)})
-    for one in psutil.process_iter(["cmdline"]):
-        if str(socket_path) in " ".join(one.info["cmdline"] or []):
-            one.kill()
+def loops(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loops]:
+    with a_keeper_of_its_own(tmp_path_factory.mktemp("k"), forks) as environment:
+        yield Loops(forks, environment)
 
 
 def same_from(expected: list[Any], resumed: list[Any], start: int) -> None:
