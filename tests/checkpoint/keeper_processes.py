@@ -14,24 +14,29 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+from keeper_forks import fork_keeper
 from keeper_helpers import SET, some_bytes
 
 from phalanx.checkpoint.format.plan import JobPlan, ShardPlan
 from phalanx.checkpoint.keeper.client import KeeperClient, connect
 from phalanx.checkpoint.keeper.contract import Taken
-from phalanx.checkpoint.keeper.start import end_keeper, ensure_keeper
+from phalanx.checkpoint.keeper.start import end_keeper
 from phalanx.checkpoint.persist.contract import Destination
 
 GUARD_S = 60.0
 
 
 @contextmanager
-def a_host(**environ: str) -> Iterator[Path]:
-    """The address of a keeper that has been started; it ends with the context."""
+def a_host(start: Callable[..., None] = fork_keeper, **environ: str) -> Iterator[Path]:
+    """The address of a keeper; it ends with the context.
+
+    Args:
+        start: `ensure_keeper`, where it matters that it is started as ranks do it.
+    """
     folder = Path(tempfile.mkdtemp(prefix="keeper"))
     address = folder / "k"
     try:
-        ensure_keeper(address, ttl_s=GUARD_S, environ=os.environ | environ | {"PHALANX_KEEPER": str(address)})
+        start(address, ttl_s=GUARD_S, environ=os.environ | environ | {"PHALANX_KEEPER": str(address)})
         yield address
     finally:
         end_keeper(address)

@@ -14,6 +14,7 @@ from planned_files import slot as slot_bytes
 
 from phalanx.checkpoint.keeper.client import KeeperClient
 from phalanx.checkpoint.keeper.contract import Progress, Taken
+from phalanx.checkpoint.keeper.start import ensure_keeper
 from phalanx.checkpoint.restore import newest
 
 
@@ -47,7 +48,7 @@ def ends(ranks: list[KeeperClient], step: int) -> list[Progress]:
 
 def test_what_is_committed_becomes_durable(tmp_path: Path) -> None:
     job = Job(tmp_path / "checkpoints", size=2)
-    with a_host() as address, ranks_of(job, address) as ranks:
+    with a_host(ensure_keeper) as address, ranks_of(job, address) as ranks:
         for step in (1, 2):
             take(job, ranks, step)
             told = ends(ranks, step)

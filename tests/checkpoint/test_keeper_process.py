@@ -42,7 +42,7 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("until_when", ["committed", "half"])
 def test_what_is_committed_outlives_its_writer(until_when: str) -> None:
-    with a_host() as address:
+    with a_host(ensure_keeper) as address:
         with a_process(WRITER, [str(address), until_when]) as writer:
             writer.send_signal(signal.SIGKILL)
             writer.wait(GUARD_S)
@@ -134,7 +134,7 @@ def test_exactly_one_is_started_however_many_ask() -> None:
 
 
 def test_it_is_nobodys_child_and_ignores_the_signals_of_a_job() -> None:
-    with a_host() as address:
+    with a_host(ensure_keeper) as address:
         rank = a_rank(address, PLAN)
         keeper = psutil.Process(rank.pid)
         assert keeper.ppid() != os.getpid()
@@ -147,7 +147,7 @@ def test_it_is_nobodys_child_and_ignores_the_signals_of_a_job() -> None:
 
 
 def test_it_ends_when_every_rank_has_finished() -> None:
-    with a_host() as address:
+    with a_host(ensure_keeper) as address:
         ranks = [a_rank(address, a_plan(rank=number, world_size=2)) for number in range(2)]
         pid = ranks[0].pid
         ranks[0].finish()
@@ -186,7 +186,7 @@ def test_it_ends_some_time_after_the_last_one_hung_up() -> None:
 
 
 def test_only_its_user_gets_to_the_socket(tmp_path: Path) -> None:
-    with a_host() as address:
+    with a_host(ensure_keeper) as address:
         assert stat.S_IMODE(address.stat().st_mode) == 0o600
     with tempfile.TemporaryDirectory() as short:  # a socket's path may not be long
         runtime = {"XDG_RUNTIME_DIR": short}
