@@ -120,7 +120,9 @@ def lost_and_found(
         ranks: of each host.
         steps_per_kill: a host is lost at most half as many steps after the first replicated snapshot was seen.
     """
-    settings = {"train.steps": steps_per_kill * kills + _SLACK_STEPS, "parallel.shard": sum(ranks)}
+    size = sum(ranks)
+    settings = {"parallel.shard": size, "train.global_batch": 2 * size}
+    settings["train.steps"] = steps_per_kill * kills + _SLACK_STEPS
     straight = TinyRun(folder, "straight", settings | {"checkpoint.mode": "blocking"} | _NOT_KEPT)
     with a_cluster(straight, ranks) as cluster:
         cluster.start()
