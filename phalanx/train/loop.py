@@ -42,6 +42,7 @@ def train(run: Run, reporter: Reporter) -> Outcome:
         UserError: too many bad steps in a row, no memory or disk left.
     """
     config, progress = run.config, run.progress
+    _keep_the_last_step(run, reporter)
     _evaluate_if_due(run, reporter)  # a clean stop may have left it out
     record = StepRecord()
     profiler = StepProfiler(config.profile, run.folder.path / "profile", run.ranks.rank)
@@ -113,6 +114,13 @@ class _Deadline:
         expected_s = 2 * self._longest_step_s
         durable_s = self._saver.expected_durable_s
         return deadline_due(self._deadline, now_s, margin_s=self._margin_s, durable_s=durable_s, step_s=expected_s)
+
+
+def _keep_the_last_step(run: Run, reporter: Reporter) -> None:
+    """Where the run was ended after its last step and before that was durable: no step will do it."""
+    if run.only_in_memory and run.progress.step >= run.total_steps:
+        run.keep(lambda: None, ending=True)
+        reporter.kept(run.saver.events())
 
 
 def _write_down(reporter: Reporter, record: StepRecord) -> None:

@@ -57,6 +57,8 @@ class Run:
     total_steps: int
     saver: Saver
     progress: Progress = field(default_factory=Progress)
+    only_in_memory: bool = False
+    """The state that was taken up lies in the memory of hosts, and perhaps nowhere else."""
     _updates: int = 0
     _made: int = 0
 
@@ -167,6 +169,7 @@ class Run:
         self.trainer.weights_changed()
         self.progress = Progress.from_json(restored.state)
         self._made = -int(self.judge.skipped)
+        self.only_in_memory = restored.source != "durable"
         self.saver.recall(restored.state.get(_COSTS), failed=not restored.state.get(_ENDED, True))
         return restored
 

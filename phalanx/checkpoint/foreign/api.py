@@ -115,6 +115,7 @@ class Checkpointer:
             UserError: it does not fit: what is missing, of another shape, or was written by something else.
         """
         self._step = put_back(self._saving.restore, self._training, self.peers, self._say, strict=strict)
+        self._ended = not self._saving.only_in_memory  # if no step follows, `close` has to make it durable
         return self._step
 
     def before_update(self) -> None:

@@ -48,10 +48,14 @@ class Saving:
         self._is_fenced = False
         self._table: Table = {}
         self._filled: list[int] = []
+        self.only_in_memory = False
+        """What was restored lies in the memory of hosts, and perhaps nowhere else."""
 
     def restore(self, tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> Restored | None:
         """See `phalanx.checkpoint.foreign.resuming.Source`."""
-        return self._session.restore(tensors, shards, strict=False)
+        restored = self._session.restore(tensors, shards, strict=False)
+        self.only_in_memory = restored is not None and restored.source != "durable"
+        return restored
 
     def fence(self) -> None:
         """Parameters and optimizer state may be changed after this."""
