@@ -32,8 +32,10 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Lin
 
 STEPS = 300
 """Many, since memory for snapshots is made while training goes on: checkpoints that are due before are late."""
-GUARD_S = 120.0
+GUARD_S = 180.0
 KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
+EVERY_METHOD = ("GET", "HEAD", "PUT", "POST", "DELETE")
+UNKNOWN = ("403 Forbidden", "InvalidAccessKeyId", "The access key id you provided does not exist in our records")
 NO_KEYS = {
     "AWS_CONFIG_FILE": "/nonexistent",
     "AWS_SHARED_CREDENTIALS_FILE": "/nonexistent",
@@ -68,7 +70,7 @@ class StoredRunner(Runner):
             "checkpoint.folder": url,
             "checkpoint.storage_options.endpoint_url": self.server.options["endpoint_url"],
             "checkpoint.storage_options.config_kwargs.retries.max_attempts": 0,
-            "checkpoint.every_steps": 50,
+            "checkpoint.every_steps": 100,
             "checkpoint.wait": True,  # or the run would end before its first checkpoint is durable
         }
         return StoredRun(self._folder, name, settings | changes, environment=environment)
@@ -135,6 +137,30 @@ def test_killed_with_its_keeper_while_it_uploads_it_goes_on_from_what_is_durable
         assert not [key for key in everything(runner, url) if key.startswith(second)], "what the killed writer left"
 
 
+@pytest.mark.slow
+def test_credentials_that_are_withdrawn_cost_checkpoints_and_nothing_else(runner: StoredRunner, url: str) -> None:
+    """Until the end, when it is told; what lies in memory then is taken up by the next start."""
+    gate = runner.server.gate
+    with runner.kept(runner.stored("withdrawn", url)) as run:
+        store = runner.store(run)
+        process = runner.start(run)
+        until(lambda: (found := read_latest(store)) is not None and found.name, process, run)
+        gate.refusal, gate.refused_methods = UNKNOWN, EVERY_METHOD
+        process.join(GUARD_S)
+        log = run.log.read_text()
+        assert process.exitcode == 2, log[-4000:]
+        assert run.last_step() == STEPS, "training went on"
+        [line] = [line for line in log.splitlines() if line.startswith("error: ")]
+        assert f"the last checkpoint (step {STEPS}) is not durable" in line
+        assert url.removeprefix("s3://") in line and UNKNOWN[2] in line
+        gate.reset()
+        assert latest_of(store).step < STEPS
+        runner.end(runner.start(run), run)
+        log = run.log.read_text()
+        assert "going on from the memory of this host" in log and f"(step {STEPS} of {STEPS})" in log
+        assert (latest_of(store).step, latest_of(store).attempt) == (STEPS, 2)
+
+
 def assert_the_same(run: TinyRun, store: Store, straight: TinyRun) -> None:
     """Each step and each bit at the end, of a run that nobody disturbed and that lay in a folder."""
     assert run.steps() == straight.steps()
@@ -150,7 +176,6 @@ def everything(runner: StoredRunner, url: str) -> list[str]:
     return [key.removeprefix(f"{root}/") for key in fs.find(root)]
 
 
-UNKNOWN = ("403 Forbidden", "InvalidAccessKeyId", "The access key id you provided does not exist in our records")
 REFUSED = {
     "no such bucket": ("s3://absent/run", KEYS, (), "The specified bucket does not exist"),
     "no credentials": ("", {}, (), "Unable to locate credentials"),
@@ -164,7 +189,7 @@ def test_storage_that_cannot_be_written_is_told_before_training(runner: StoredRu
     other, environment, refusal, cause = REFUSED[what]
     runner.server.gate.refusal = refusal
     if what == "refused credentials":
-        runner.server.gate.refused_methods = ("GET", "HEAD", "PUT", "POST", "DELETE")
+        runner.server.gate.refused_methods = EVERY_METHOD
     where = other or url
     with runner.kept(runner.stored(what.replace(" ", "-"), where, environment)) as run:
         process = runner.start(run)
