@@ -22,6 +22,8 @@ from phalanx.train.reports.preparing import PrepareDisplay
 # By name, because they import torch, which the launcher of ranks does without.
 _SESSION = "phalanx.train.session:train_session"
 _RANK = "phalanx.train.session:train_rank"
+# What ranks import, once for all of them: with the compiler, which torch's optimizers and deterministic mode ask for.
+_PRELOAD = (_RANK.partition(":")[0], "torch._dynamo", "torch._inductor.config")
 
 
 def start(config: RunConfig, config_path: Path, console: Console) -> int:
@@ -62,6 +64,4 @@ def start_ranks(config: RunConfig, config_path: Path, console: Console) -> int:
     with PrepareDisplay(console) as progress:
         prepared = prepare(config.data, progress=progress.show)
     chosen = resolve_layout(config, prepared.vocab_size, machines_here(config, count), count, lambda _: None)
-    return launch_local(
-        count, _RANK, (config, config_path), preload=[_RANK.partition(":")[0]], layout=chosen.parallel.layout
-    )
+    return launch_local(count, _RANK, (config, config_path), preload=_PRELOAD, layout=chosen.parallel.layout)

@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
-from train_helpers import Commands, entries, write_corpus
+from support.tiny import write_corpus
+from train_helpers import Commands, entries
 
 from phalanx.data.tokenizers.tokenizer import ByteTokenizer
 from phalanx.train.weights.sampling import stream_text

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny import WORDS, write_corpus
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from train_helpers import WORDS, begin, configured, entries, finish, run_all, write_corpus
+from train_helpers import begin, configured, entries, finish, run_all
 
 from phalanx.checkpoint.restore import newest
 from phalanx.core.config import load

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny import write_corpus
 from torch import Tensor
 from torch.nn import functional as F
-from train_helpers import begin, configured, write_corpus
+from train_helpers import begin, configured
 
 from phalanx.core.errors import UserError
 from phalanx.model.config import ModelConfig

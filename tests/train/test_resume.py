@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny import write_corpus
 from train_helpers import (
     Commands,
     begin,
@@ -24,7 +25,6 @@ from train_helpers import (
     overrides,
     run_all,
     wait_for_step,
-    write_corpus,
 )
 
 from phalanx.checkpoint.restore import open_checkpoint

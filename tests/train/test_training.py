@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.tiny import write_corpus
 from torch.utils._python_dispatch import TorchDispatchMode
-from train_helpers import begin, configured, entries, figures, finish, overrides, run_all, write_corpus
+from train_helpers import begin, configured, entries, figures, finish, overrides, run_all
 
 from phalanx.core.config import load
 from phalanx.core.errors import UserError

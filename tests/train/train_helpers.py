@@ -6,7 +6,6 @@ import io
 import json
 import multiprocessing
 import os
-import random
 import resource
 import signal
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from support import tiny
 
 from phalanx.core.config import load
 from phalanx.core.points import NO_POINTS, Points
@@ -28,53 +28,27 @@ from phalanx.train.reports.reporting import Reporter
 from phalanx.train.run import Run
 from phalanx.train.run_folder import open_for_training
 
-TEXT = "the quick brown fox jumps over a lazy dog while seven wizards mix å glass of grün ink"
-WORDS = TEXT.split()
-
-TINY: dict[str, Any] = {
-    "data.sources.0.kind": "jsonl",
-    "data.tokenizer.kind": "bytes",
-    "data.sequence_length": 16,
-    "data.validation_fraction": 0.1,
-    "model.layers": 2,
-    "model.hidden": 32,
-    "model.heads": 2,
-    "model.vocab_multiple": 1,
-    "optim.lr": 3e-3,
+TINY: dict[str, Any] = tiny.SETTINGS | {
     "train.steps": 20,
-    "train.global_batch": 4,
-    "train.micro_batch": 2,
-    "train.threads": 1,
-    "train.device": "cpu",
-    "train.precision": "fp32",
-    "logging.every_steps": 1,
     "checkpoint.every_steps": 5,
     "checkpoint.keep_last": 100,
     "checkpoint.mode": "blocking",  # the background is tested where it is the point
 }
 
-
-def write_corpus(folder: Path, documents: int = 120, seed: int = 0) -> Path:
-    """Short documents of a few words, as JSON lines."""
-    chosen = random.Random(seed)
-    path = folder / "corpus.jsonl"
-    texts = (" ".join(chosen.choices(WORDS, k=chosen.randint(4, 30))) for _ in range(documents))
-    path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), encoding="utf-8")
-    return path
+PRELOAD = [
+    "phalanx.train.session",
+    "phalanx.cli.train",
+    "phalanx.cli.generate",
+    "torch.utils.checkpoint",
+    "torch._dynamo",  # by torch's optimizers
+    "torch._inductor.config",  # by torch.use_deterministic_algorithms
+]
+"""What processes of the fork server need; there is one such server for all tests of a process."""
 
 
 def overrides(folder: Path, changes: Mapping[str, Any] | None = None, run: str = "run") -> list[str]:
     """``key=value`` pairs of a tiny run in `folder`; a change to None takes a key out."""
-    corpus = folder / "corpus.jsonl"
-    if not corpus.exists():
-        write_corpus(folder)
-    places = {
-        "data.sources.0.path": str(corpus),
-        "data.folder": str(folder / "prepared"),
-        "run.folder": str(folder / run),
-    }
-    settings = TINY | places | dict(changes or {})
-    return [f"{key}={_toml(value)}" for key, value in settings.items() if value is not None]
+    return tiny.overrides(folder, folder / run, TINY | dict(changes or {}))
 
 
 def configured(folder: Path, changes: Mapping[str, Any] | None = None, run: str = "run") -> RunConfig:
@@ -126,10 +100,6 @@ def figures(folder: Path) -> list[tuple[Any, ...]]:
     return steps + [tuple(entry[name] for name in HELD_OUT) for entry in entries(folder, "evaluation")]
 
 
-def _toml(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
 @dataclass(frozen=True)
 class Ended:
     """How a command ended: exit status (negative: killed by that signal), stdout and stderr."""
@@ -147,9 +117,7 @@ class Commands:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(
-            ["phalanx.train.session", "phalanx.cli.generate", "torch.utils.checkpoint"]
-        )
+        self._context.set_forkserver_preload(PRELOAD)
 
     def start(self, folder: Path, arguments: Sequence[str], limits: Mapping[str, int] | None = None) -> Any:
         """A started process whose output goes to ``out`` and ``err`` in `folder`."""

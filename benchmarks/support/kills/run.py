@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import select
 import signal
 import time
@@ -16,22 +15,9 @@ from typing import Any
 
 import psutil
 
-SETTINGS: dict[str, Any] = {
-    "data.sources.0.kind": "jsonl",
-    "data.tokenizer.kind": "bytes",
-    "data.sequence_length": 16,
-    "data.validation_fraction": 0.1,
-    "model.layers": 2,
-    "model.hidden": 32,
-    "model.heads": 2,
-    "model.vocab_multiple": 1,
-    "optim.lr": 3e-3,
-    "train.global_batch": 4,
-    "train.micro_batch": 2,
-    "train.threads": 1,
-    "train.device": "cpu",
-    "train.precision": "fp32",
-    "logging.every_steps": 1,
+from support import tiny
+
+SETTINGS: dict[str, Any] = tiny.SETTINGS | {
     "checkpoint.memory_every_steps": 1,
     "checkpoint.every_steps": 7,
     "checkpoint.keep_last": 3,
@@ -64,12 +50,7 @@ class TinyRun:
 
     def arguments(self) -> list[str]:
         """Of the command."""
-        corpus = self.folder / "corpus.jsonl"
-        if not corpus.exists():
-            _write_corpus(corpus)
-        places = {"data.sources.0.path": corpus, "data.folder": self.folder / "prepared", "run.folder": self.path}
-        settings = SETTINGS | {key: str(place) for key, place in places.items()} | dict(self.changes)
-        return ["train", "none.toml", *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
+        return ["train", "none.toml", *tiny.overrides(self.folder, self.path, SETTINGS | dict(self.changes))]
 
     def start(self, faults: str = "") -> int:
         """Fork a process that trains; its pid. This process must have imported torch and have one thread."""
@@ -153,10 +134,3 @@ def wait(pid: int, limit_s: float) -> int | None:
         return None
     finally:
         os.close(descriptor)
-
-
-def _write_corpus(path: Path) -> None:
-    chosen = random.Random(0)
-    words = ("seven", "wizards", "mix", "å", "glass", "of", "grün", "ink", "while", "a", "fox", "jumps")
-    texts = (" ".join(chosen.choices(words, k=chosen.randint(4, 30))) for _ in range(120))
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

@@ -7,7 +7,6 @@ saves it again at once, so that two checkpoints can be compared tensor by tensor
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from phalanx.train.reports.display import make_display
 from phalanx.train.reports.reporting import Reporter
 from phalanx.train.run import Run
 from phalanx.train.run_folder import RunFolder, open_for_training
+from support import tiny
 from support.parity.compare import BAR, relative_error
 
 SAVED_STEP, LAST_STEP = 10, 20
@@ -49,13 +49,8 @@ QUICK_LAYOUTS = ("single", "pp2 zbv")
 
 Start = Callable[[RunConfig], None]
 
-SETTINGS: dict[str, Any] = {
-    "data.sources.0.kind": "jsonl",
-    "data.tokenizer.kind": "bytes",
-    "data.sequence_length": 16,
-    "data.validation_fraction": 0.1,
+SETTINGS: dict[str, Any] = tiny.SETTINGS | {
     "model.layers": 4,
-    "model.hidden": 32,
     "model.heads": 4,
     "model.vocab_multiple": 64,
     "model.tie_embeddings": True,
@@ -64,13 +59,9 @@ SETTINGS: dict[str, Any] = {
     "train.steps": LAST_STEP,
     "train.global_batch": 8,
     "train.micro_batch": 1,
-    "train.threads": 1,
-    "train.device": "cpu",
-    "train.precision": "fp32",
     "checkpoint.every_steps": SAVED_STEP,
     "checkpoint.keep_last": 100,
     "checkpoint.mode": "blocking",
-    "logging.every_steps": 1,
 }
 
 
@@ -188,20 +179,8 @@ def _save_beside(run: Run) -> None:
 
 
 def _config(folder: Path, name: str, run: str) -> RunConfig:
-    corpus = folder / "corpus.jsonl"
-    if not corpus.exists():
-        _write_corpus(corpus)
-    places = {"data.sources.0.path": corpus, "data.folder": folder / "prepared", "run.folder": folder / run}
-    settings: Mapping[str, Any] = SETTINGS | {key: str(path) for key, path in places.items()}
-    keys = settings | {f"parallel.{axis}": size for axis, size in LAYOUTS[name].items()}
-    return load(RunConfig, None, [f"{key}={json.dumps(value)}" for key, value in keys.items()]).value
-
-
-def _write_corpus(path: Path) -> None:
-    chosen = random.Random(0)
-    words = ("seven", "wizards", "mix", "å", "glass", "of", "grün", "ink", "while", "a", "fox", "jumps")
-    texts = (" ".join(chosen.choices(words, k=chosen.randint(4, 30))) for _ in range(120))
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    settings = SETTINGS | {f"parallel.{axis}": size for axis, size in LAYOUTS[name].items()}
+    return load(RunConfig, None, tiny.overrides(folder, folder / run, settings)).value
 
 
 def _checkpoint(run: Path) -> Path:
