@@ -55,11 +55,19 @@ class Examiner:
     Args:
         points: ``keeper.examined`` before a slot is committed, ``keeper.committed`` after.
         threads: how many slots are examined at once.
+        give_way: called in each of them before its first one.
     """
 
-    def __init__(self, vault: MemoryVault, points: Points = NO_POINTS, threads: int = 1) -> None:
+    def __init__(
+        self,
+        vault: MemoryVault,
+        points: Points = NO_POINTS,
+        threads: int = 1,
+        give_way: Callable[[], None] = lambda: None,
+    ) -> None:
         self._vault = vault
         self._points = points
+        self._give_way = give_way
         self._pace = Pace(threads)
         self._lock = threading.Lock()
         self._waiting: list[Job] = []
@@ -98,7 +106,11 @@ class Examiner:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         from phalanx.checkpoint.keeper import finite  # noqa: F401 (numpy takes a while: here nobody waits for it)
 
+        is_first = True
         while (job := self._jobs.get()) is not None:
+            if is_first:
+                self._give_way()
+                is_first = False
             began_s = time.monotonic()
             try:
                 record, problem = self._commit(job, began_s), ""

@@ -67,11 +67,14 @@ def _serve(address: Path, listener: socket.socket, ready_fd: int, ttl_s: float) 
     cores = len(os.sched_getaffinity(0))
     examiners = max(1, min(cores // _CORES_PER_EXAMINER, _MAX_EXAMINERS))
     door = _Door(address, listener)
-    services = Services(lambda vault, notify: LateReplicas(lambda: _replicas(vault, notify, points)), _persister)
+    services = Services(
+        replicas=lambda vault, notify: LateReplicas(lambda: _replicas(vault, notify, points)),
+        persister=_persister,
+        give_way=lambda: give_way(_NICE),  # not before: ranks wait for a keeper that is asked for memory
+    )
     server = Server(listener, services, ttl_s, door.is_wanted, points, examiners)
     os.write(ready_fd, b"r")
     os.close(ready_fd)
-    give_way(_NICE)
     threading.Thread(target=importlib.import_module, args=(_PERSISTER,), daemon=True).start()
     try:
         server.run()

@@ -43,10 +43,12 @@ class Services:
 
     Attributes:
         replicas: is given the memory, and where to tell what became of what was sent (from any thread).
+        give_way: called in each thread that examines snapshots before its first one: training is under way.
     """
 
     replicas: Callable[[MemoryVault, Callable[[Replicated], None]], Replicas]
     persister: Callable[[], Persister]
+    give_way: Callable[[], None] = lambda: None
 
 
 class Server:
@@ -72,7 +74,7 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._mailbox = Mailbox(self._selector)
         self._vault = MemoryVault(self._mailbox.ring)
-        self._examiner = Examiner(self._vault, points, examiners)
+        self._examiner = Examiner(self._vault, points, examiners, services.give_way)
         self._replicas = services.replicas(self._vault, self._tell_replicated)
         self._persister = services.persister()
         self._persister_descriptor = -1
