@@ -11,7 +11,9 @@ What is proven elsewhere and not again here:
 - each file of a checkpoint refused with ENOSPC, EROFS, EIO: `test_persist_storage`; the blocking save on full and
   read-only disks: `test_checkpoint_faults`;
 - a lower attempt refused by keeper and peer: `test_keeper_process`, `test_replicas_transfer`; a process that was
-  stopped and goes on after the next attempt has begun: `tests/train/test_background_runs`.
+  stopped and goes on after the next attempt has begun: `tests/train/test_background_runs`;
+- storage of 1 MB/s behind keeper and persister: `test_storage_slow`; buckets that refuse, or come to refuse:
+  `tests/train/test_object_store_run`.
 """
 
 from __future__ import annotations
