@@ -56,6 +56,8 @@ class TinyRun:
         """Fork a process that trains; its pid. This process must have imported torch and have one thread."""
         pid = os.fork()
         if pid:
+            with contextlib.suppress(OSError):  # it has done so itself, or is gone
+                os.setpgid(pid, pid)
             return pid
         status = 70
         try:
