@@ -138,7 +138,8 @@ def _config_of(folder: Path, config: Path) -> RunConfig:
     small = ["train.steps=3", "train.global_batch=4", "train.micro_batch=2", "train.device=cpu", "train.precision=fp32"]
     places = [f"run.folder={folder / 'run'}", f"data.folder={folder / 'prepared'}"]
     text = ["data.sources.0.kind=jsonl", f"data.sources.0.path={write_corpus(folder)}", "data.sequence_length=16"]
-    return load(RunConfig, config, [*small, *places, *text, "train.threads=1", "data.document_mask=false"]).value
+    quick = ["train.threads=1", "checkpoint.mode=blocking", "data.document_mask=false"]
+    return load(RunConfig, config, [*small, *places, *text, *quick]).value
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
