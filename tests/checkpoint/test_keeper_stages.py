@@ -273,6 +273,8 @@ def test_a_life() -> None:
     short._alone_since_s = 0.0
     short.is_over(0, is_idle=True, is_persisting=False)
     assert short._alone_since_s > 0  # it counts from when the last one was seen
+    long = Life(1e9)
+    assert long.left_s(is_persisting=False, is_empty=True) < 1000 < long.left_s(is_persisting=False)
 
 
 def test_a_replica_outlives_the_keeper_it_came_from() -> None:

@@ -103,7 +103,7 @@ class Server:
     def run(self) -> None:
         """Serve until the job is over, or the time to live."""
         while not self._is_over():
-            left_s = self._life.left_s(is_persisting=self._stages.is_persisting)
+            left_s = self._life.left_s(**self._business())
             for key, _ in self._selector.select(max(left_s, _TICK_S) if not self._ranks() else None):
                 key.data()
             self._watch_persister()
@@ -133,9 +133,13 @@ class Server:
         return [session for session in self._sessions if session.rank >= 0]
 
     def _is_over(self) -> bool:
-        stages = self._stages
-        is_over = self._life.is_over(len(self._ranks()), is_idle=stages.is_idle, is_persisting=stages.is_persisting)
+        is_over = self._life.is_over(len(self._ranks()), is_idle=self._stages.is_idle, **self._business())
         return self._is_ending or (is_over and not self._still_wanted())
+
+    def _business(self) -> dict[str, bool]:
+        """What it may have to stay for."""
+        is_empty = self._stages.is_idle and not self._vault.held()
+        return {"is_persisting": self._stages.is_persisting, "is_empty": is_empty}
 
     def _watch_persister(self) -> None:
         """Its descriptor is another one for every process that it starts."""
