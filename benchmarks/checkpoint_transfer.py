@@ -10,6 +10,7 @@ a repeat (a copy between two pieces of memory; sendall and recv_into over loopba
 
 The bars: reading what this host's keeper holds, sums checked, at 0.8 of a plain copy; fetching what a peer's holds at
 0.8 of a plain transfer. The peer's keeper is a process of its own; in "sent" its replica is committed and acknowledged.
+Reading a durable checkpoint is reported beside them, without a bar.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import multiprocessing
 import os
 import socket
 import statistics
+import tempfile
 import threading
 import time
 import warnings
@@ -46,6 +48,9 @@ from phalanx.checkpoint.replicas.link import new_token
 from phalanx.checkpoint.replicas.service import ReplicaService
 from phalanx.checkpoint.restoring.copying import fill_from_memory
 from phalanx.checkpoint.restoring.parts import Part, SavedBlock
+from phalanx.checkpoint.restoring.restore import restore
+from phalanx.checkpoint.save import save
+from phalanx.checkpoint.storage.location import open_store
 
 Ways = dict[str, Callable[[], None]]
 SNAPSHOT = SnapshotId(1, 1, "set")
@@ -61,7 +66,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="32 MB, 3 repeats")
     arguments = parser.parse_args()
     size, repeats = (32, 3) if arguments.quick else (arguments.mb, arguments.repeats)
-    rows = [*from_keeper(size * 10**6, repeats), *from_peer(size * 10**6, repeats)]
+    rows = [*from_keeper(size * 10**6, repeats), *from_peer(size * 10**6, repeats), *from_disk(size * 10**6, repeats)]
     if arguments.json:
         arguments.json.write_text(json.dumps({"mb": size, "repeats": repeats, "rows": rows}, indent=1))
 
@@ -141,6 +146,41 @@ def from_peer(size: int, repeats: int) -> list[dict[str, Any]]:
         assert destination == source
     service.close()
     return rows
+
+
+def from_disk(size: int, repeats: int) -> list[dict[str, Any]]:
+    """A durable checkpoint, of whose files nothing is in the page cache when a read begins."""
+    with tempfile.TemporaryDirectory() as folder:
+        tensors = {
+            f"w{start}": torch.rand(min(TENSOR_BYTES, size - start) // 4) for start in range(0, size, TENSOR_BYTES)
+        }
+        checkpoint = save(Path(folder), 1, tensors)
+        file = max(checkpoint.iterdir(), key=lambda path: path.stat().st_size)
+        wanted = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        destination = touched(file.stat().st_size)
+
+        def plain() -> None:
+            forget_pages(checkpoint)
+            with file.open("rb", buffering=0) as stream:
+                read = 0
+                while read < len(destination):
+                    read += stream.readinto(destination[read : read + CHUNK_BYTES])
+
+        def restored() -> None:
+            forget_pages(checkpoint)
+            assert restore(wanted, keeper=None, store=open_store(folder), report=print) is not None
+
+        rows = measure("disk, page cache dropped", {"plain read": plain, "restored, checked": restored}, size, repeats)
+        assert all(torch.equal(wanted[name], tensor) for name, tensor in tensors.items())
+    return rows
+
+
+def forget_pages(folder: Path) -> None:
+    for path in folder.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
 
 
 def fetched(endpoint: Endpoint, token: str, destination: memoryview, streams: int) -> None:
