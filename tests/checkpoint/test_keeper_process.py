@@ -92,6 +92,7 @@ def test_a_dead_keeper_is_noticed_and_another_one_started() -> None:
         with pytest.raises(KeeperLostError):
             rank.held()
         rank.close()
+        until_gone(first)
         with pytest.raises(KeeperLostError, match="no keeper can be reached"):
             connect(address, 0, 1)
         ensure_keeper(address, ttl_s=GUARD_S)

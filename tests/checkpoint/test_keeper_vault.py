@@ -185,7 +185,7 @@ def test_nothing_at_all_can_be_kept() -> None:
 
 
 class Vaults(RuleBasedStateMachine):
-    """Ranks come and go, with two sizes; replicas arrive; readers hold on to copies."""
+    """Ranks come and go, with two sizes, one to an attempt; replicas arrive; readers hold on to copies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,6 +193,7 @@ class Vaults(RuleBasedStateMachine):
         self.attempt = 1
         self.step = 0
         self.plan = PLAN
+        self.plans: dict[int, ShardPlan] = {}
         self.leased = False
         self.taken: tuple[Cell, int, bytes] | None = None
         self.pins: list[tuple[Pin, bytes]] = []
@@ -203,8 +204,8 @@ class Vaults(RuleBasedStateMachine):
     def lease(self, plan: ShardPlan, slots: int, higher: bool) -> None:
         self.attempt += higher
         self.vault.begin(self.attempt)
-        self.vault.lease(plan, slots)
-        self.plan, self.leased = plan, True
+        self.plan, self.leased = self.plans.setdefault(self.attempt, plan), True
+        self.vault.lease(self.plan, slots)
 
     @precondition(lambda self: self.leased)
     @rule()
@@ -252,6 +253,7 @@ class Vaults(RuleBasedStateMachine):
                 self.vault.place(plan, a_snapshot(self.step, self.vault.attempt - 1))
             return
         attempt = max(self.attempt, self.vault.attempt)
+        plan = self.plans.setdefault(attempt, plan)
         if sum(pin.cell.is_replica for pin, _ in self.pins) > 0:
             return  # a slot may be held by a reader: that is an error of its own
         self.step += 1
