@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.kernels.precision import cpu_has_fast_bf16
 from phalanx.optim.base import SkippingOptimizer, clean_gradients, inverse_scale
 
 # Keller Jordan's coefficients, as in torch: steepest at zero.
@@ -33,9 +34,11 @@ class Muon(SkippingOptimizer):
         nesterov: look one momentum step ahead.
         ns_coefficients: of the quintic Newton-Schulz polynomial.
         eps: least norm a matrix is divided by.
-        ns_steps: Newton-Schulz iterations, in bfloat16.
+        ns_steps: Newton-Schulz iterations.
         adjust_lr_fn: ``"original"`` scales an update by ``sqrt(max(1, rows / columns))``, ``"match_rms_adamw"`` by
             ``0.2 sqrt(max(rows, columns))`` so that it is as large as AdamW's (arXiv 2502.16982).
+        dtype: in which the iterations are done; None: bfloat16, and float32 on a CPU that has no bfloat16 in hardware
+            and would take hundreds of times as long.
 
     Raises:
         ValueError: a parameter is no matrix, or a setting is out of range.
@@ -52,6 +55,7 @@ class Muon(SkippingOptimizer):
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str = "original",
+        dtype: torch.dtype | None = None,
     ) -> None:
         if adjust_lr_fn not in ("original", "match_rms_adamw"):
             raise ValueError(f"adjust_lr_fn = {adjust_lr_fn!r} is unknown: use 'original' or 'match_rms_adamw'")
@@ -69,6 +73,8 @@ class Muon(SkippingOptimizer):
             "adjust_lr_fn": adjust_lr_fn,
         }
         super().__init__(params, defaults)
+        self._dtype = dtype
+        self._cpu_dtype = torch.bfloat16 if cpu_has_fast_bf16() else torch.float32
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.dim() != 2:
@@ -97,15 +103,22 @@ class Muon(SkippingOptimizer):
             torch._foreach_mul_(ps, 1 - kept * (lr * decay))
         directions = list(torch._foreach_lerp(gs, buffers, momentum)) if group["nesterov"] else buffers
         stacked = directions[0] if len(ps) == 1 else torch.stack(directions)
-        updates = orthogonalise(stacked, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        dtype = self._dtype or (self._cpu_dtype if stacked.is_cpu else torch.bfloat16)
+        updates = orthogonalise(stacked, group["ns_coefficients"], group["ns_steps"], group["eps"], dtype)
         if keep is not None:
             updates = torch.where(keep, updates, 0.0)
         size = -lr * _adjustment(group["adjust_lr_fn"], ps[0].shape)
         torch._foreach_add_(ps, [updates] if len(ps) == 1 else list(updates.unbind()), alpha=size)
 
 
-def orthogonalise(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """The nearest (about) semi-orthogonal matrix, in bfloat16: ``U V^T`` of ``x = U S V^T``.
+def orthogonalise(
+    x: Tensor,
+    coefficients: tuple[float, float, float],
+    steps: int,
+    eps: float,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """The nearest (about) semi-orthogonal matrix, in `dtype`: ``U V^T`` of ``x = U S V^T``.
 
     Args:
         x: a matrix, or a stack of them along the first dimension.
@@ -116,7 +129,7 @@ def orthogonalise(x: Tensor, coefficients: tuple[float, float, float], steps: in
     a, b, c = coefficients
     multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
     tall = x.size(-2) > x.size(-1)
-    x = x.bfloat16()
+    x = x.to(dtype)
     x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
     for _ in range(steps):

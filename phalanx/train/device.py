@@ -12,9 +12,11 @@ from pathlib import Path
 
 import torch
 
+from phalanx.core.cpu import cpu_line
 from phalanx.core.errors import UserError
 from phalanx.core.hardware import Peak, table_peak
 from phalanx.kernels.host_memory import keep_freed_memory, use_huge_pages
+from phalanx.kernels.precision import cpu_has_fast_bf16
 from phalanx.launch.devices import device_index
 from phalanx.launch.environment import Worker
 from phalanx.train.config import TrainConfig
@@ -152,14 +154,6 @@ class GarbageCollection:
             gc.collect(1)
 
 
-def cpu_has_fast_bf16() -> bool:
-    """Whether this CPU multiplies bf16 matrices in hardware."""
-    capabilities = torch.backends.cpu.get_cpu_capability()
-    if not capabilities.startswith("AVX512"):
-        return False
-    return any(flag in _cpu_flags() for flag in ("avx512_bf16", "amx_bf16"))
-
-
 def _compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_has_fast_bf16()
     if config.precision == "auto":
@@ -174,19 +168,4 @@ def _compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
 def _name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return _cpu_line("model name") or platform.processor() or platform.machine()
-
-
-def _cpu_flags() -> set[str]:
-    return set(_cpu_line("flags").split())
-
-
-def _cpu_line(name: str) -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == name:
-                return value.strip()
-    except OSError:
-        pass
-    return ""
+    return cpu_line("model name") or platform.processor() or platform.machine()

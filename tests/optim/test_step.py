@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx.optim import muon
 from phalanx.optim.build import OptimizerSet, build_optimizer
 from phalanx.optim.came import CAME
 from phalanx.optim.config import OptimConfig
@@ -98,7 +99,7 @@ def test_muon_is_torchs(adjust: str, nesterov: bool) -> None:
     start = [torch.randn(s, generator=generator) for s in shapes]
     mine, theirs = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
     settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "nesterov": nesterov, "adjust_lr_fn": adjust}
-    ours, torchs = Muon(mine, **settings), torch.optim.Muon(theirs, **settings)
+    ours, torchs = Muon(mine, **settings, dtype=torch.bfloat16), torch.optim.Muon(theirs, **settings)
     for _ in range(5):
         for a, b in zip(mine, theirs, strict=True):
             a.grad = torch.randn(a.shape, generator=generator)
@@ -110,11 +111,22 @@ def test_muon_is_torchs(adjust: str, nesterov: bool) -> None:
             torch.testing.assert_close(ours.state[a]["momentum_buffer"], torchs.state[b]["momentum_buffer"])
 
 
-def test_muon_updates_are_nearly_orthogonal_also_in_batches() -> None:
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_muon_takes_the_precision_that_the_cpu_is_fast_in(monkeypatch: pytest.MonkeyPatch, is_fast: bool) -> None:
+    monkeypatch.setattr(muon, "cpu_has_fast_bf16", lambda: is_fast)
+    weight = torch.nn.Parameter(torch.zeros(24, 64))
+    weight.grad = torch.randn(24, 64, generator=torch.Generator().manual_seed(0))
+    Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+    values = -weight.detach()
+    assert torch.equal(values, values.bfloat16().float()) == is_fast
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_muon_updates_are_nearly_orthogonal_also_in_batches(dtype: torch.dtype) -> None:
     stack = torch.randn(3, 24, 64, generator=torch.Generator().manual_seed(0))
-    batched = orthogonalise(stack, COEFFICIENTS, 5, 1e-7)
+    batched = orthogonalise(stack, COEFFICIENTS, 5, 1e-7, dtype)
     for one, of_batch in zip(stack, batched, strict=True):
-        torch.testing.assert_close(orthogonalise(one, COEFFICIENTS, 5, 1e-7), of_batch, rtol=0.0, atol=2e-2)
+        torch.testing.assert_close(orthogonalise(one, COEFFICIENTS, 5, 1e-7, dtype), of_batch, rtol=0.0, atol=2e-2)
         values = torch.linalg.svdvals(of_batch.float())
         assert values.min() > 0.5 and values.max() < 1.3
 
