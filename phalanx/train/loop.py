@@ -124,8 +124,8 @@ def _keep_the_last_step(run: Run, reporter: Reporter) -> None:
 
 
 def _write_down(reporter: Reporter, record: StepRecord) -> None:
-    """Before a checkpoint knows of them, steps are in the metrics."""
-    reporter.report(record.flush())
+    """Before a checkpoint knows of them, steps are in the metrics; on the screen they are at their own time."""
+    reporter.report(record.flush(), shown=False)
     reporter.flush()
 
 

@@ -66,6 +66,14 @@ def test_figures_do_not_depend_on_how_often_they_are_read(tmp_path: Path, loggin
     assert figures(tmp_path / "run") == figures(tmp_path / "other")
 
 
+def test_checkpoints_do_not_fill_the_screen_with_steps(tmp_path: Path) -> None:
+    """Each writes down the steps before it; what is shown, and when, is for ``logging.every_steps`` to say."""
+    printed = run_all(tmp_path, {"logging.every_steps": 5, "checkpoint.every_steps": 2})
+    shown = [line.split()[1] for line in printed.splitlines() if "grad norm" in line]
+    assert shown == ["5/20", "10/20", "15/20", "20/20"]
+    assert [entry["step"] for entry in entries(tmp_path / "run")] == list(range(1, 21))
+
+
 def _uneven(batch: Batch) -> Batch:
     """Weights that differ from row to row, with an empty row, as loss masks make them."""
     weights = batch.weights_BS.clone()

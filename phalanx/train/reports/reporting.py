@@ -27,8 +27,8 @@ class Reporter:
         self._flops_per_token = flops_per_token
         self._last_evaluation: Evaluation | None = None
 
-    def report(self, reports: list[StepReport]) -> None:
-        """Log every step and show the newest."""
+    def report(self, reports: list[StepReport], *, shown: bool = True) -> None:
+        """Log every step and show the newest, unless it is not `shown`."""
         if not reports:
             return
         memory_bytes = self._run.device.memory_in_use_bytes()
@@ -38,7 +38,8 @@ class Reporter:
         newest = reports[-1]
         self._run.progress.train_s += sum(report.step_s for report in reports)
         left_s = (self._run.total_steps - newest.step) * newest.step_s
-        self._display.show(Status(newest, self._run.total_steps, mfu, memory_bytes, left_s))
+        if shown:
+            self._display.show(Status(newest, self._run.total_steps, mfu, memory_bytes, left_s))
 
     def evaluated(self, step: int, evaluation: Evaluation) -> dict[str, float]:
         """Log and show held-out figures; they are returned by their names."""
