@@ -34,11 +34,9 @@ class Muon(SkippingOptimizer):
         nesterov: look one momentum step ahead.
         ns_coefficients: of the quintic Newton-Schulz polynomial.
         eps: least norm a matrix is divided by.
-        ns_steps: Newton-Schulz iterations.
+        ns_steps: Newton-Schulz iterations, in bfloat16; in float32 on a CPU without bfloat16 in hardware.
         adjust_lr_fn: ``"original"`` scales an update by ``sqrt(max(1, rows / columns))``, ``"match_rms_adamw"`` by
             ``0.2 sqrt(max(rows, columns))`` so that it is as large as AdamW's (arXiv 2502.16982).
-        dtype: in which the iterations are done; None: bfloat16, and float32 on a CPU that has no bfloat16 in hardware
-            and would take hundreds of times as long.
 
     Raises:
         ValueError: a parameter is no matrix, or a setting is out of range.
@@ -55,7 +53,6 @@ class Muon(SkippingOptimizer):
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str = "original",
-        dtype: torch.dtype | None = None,
     ) -> None:
         if adjust_lr_fn not in ("original", "match_rms_adamw"):
             raise ValueError(f"adjust_lr_fn = {adjust_lr_fn!r} is unknown: use 'original' or 'match_rms_adamw'")
@@ -73,7 +70,6 @@ class Muon(SkippingOptimizer):
             "adjust_lr_fn": adjust_lr_fn,
         }
         super().__init__(params, defaults)
-        self._dtype = dtype
         self._cpu_dtype = torch.bfloat16 if cpu_has_fast_bf16() else torch.float32
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -103,7 +99,7 @@ class Muon(SkippingOptimizer):
             torch._foreach_mul_(ps, 1 - kept * (lr * decay))
         directions = list(torch._foreach_lerp(gs, buffers, momentum)) if group["nesterov"] else buffers
         stacked = directions[0] if len(ps) == 1 else torch.stack(directions)
-        dtype = self._dtype or (self._cpu_dtype if stacked.is_cpu else torch.bfloat16)
+        dtype = self._cpu_dtype if stacked.is_cpu else torch.bfloat16
         updates = orthogonalise(stacked, group["ns_coefficients"], group["ns_steps"], group["eps"], dtype)
         if keep is not None:
             updates = torch.where(keep, updates, 0.0)
