@@ -125,19 +125,31 @@ def run(folder: Path, hosts: list[Path], body: Callable[[Rank], int], **settings
     return lines
 
 
-def test_a_part_that_will_not_come_is_not_waited_for(tmp_path: Path, hosts: list[Path]) -> None:
+def losing(whose: int, kill: Callable[[Rank], object], *, begun: bool = True) -> Callable[[Rank], int]:
+    """A rank whose part of the checkpoint of step 2 is missing loses what would write it; both train on.
+
+    Args:
+        begun: only when the publisher has begun that checkpoint.
+    """
+
     def body(rank: Rank) -> int:
-        if rank.peers.rank == 1:
+        is_hit = rank.peers.rank == whose
+        if is_hit:
             rank.persister.suspend()
         rank.step(1)
         rank.step(2)
-        if rank.peers.rank == 1:
+        if is_hit and begun:
             until(lambda: area_there(rank.folder))
-            rank.kill()
+        if is_hit:
+            kill(rank)
         rank.peers.barrier()
         return rank.go_on(3)
 
-    lines = run(tmp_path, hosts, body)
+    return body
+
+
+def test_a_part_that_will_not_come_is_not_waited_for(tmp_path: Path, hosts: list[Path]) -> None:
+    lines = run(tmp_path, hosts, losing(1, Rank.kill))
     why = "the keeper of rank 1's host was lost before the checkpoint was published"
     assert [line for line in lines if "durable" in line] == [f"snapshot of step 2: not durable: step 2, rank 0: {why}"]
 
@@ -162,33 +174,12 @@ def test_what_was_told_before_the_publisher_began_counts(tmp_path: Path, hosts: 
 
 
 def test_a_publisher_that_is_gone_is_not_waited_for(tmp_path: Path, hosts: list[Path]) -> None:
-    def body(rank: Rank) -> int:
-        if rank.peers.rank == 0:
-            rank.persister.suspend()
-        rank.step(1)
-        rank.step(2)
-        if rank.peers.rank == 0:
-            rank.kill()
-        rank.peers.barrier()
-        return rank.go_on(3)
-
-    lines = run(tmp_path, hosts, body)
+    lines = run(tmp_path, hosts, losing(0, Rank.kill, begun=False))
     assert len([line for line in lines if "is lost" in line]) == 1
 
 
 def test_a_persister_that_is_gone_is_not_waited_for(tmp_path: Path, hosts: list[Path]) -> None:
-    def body(rank: Rank) -> int:
-        if rank.peers.rank == 1:
-            rank.persister.suspend()
-        rank.step(1)
-        rank.step(2)
-        if rank.peers.rank == 1:
-            until(lambda: area_there(rank.folder))
-            rank.persister.kill()
-        rank.peers.barrier()
-        return rank.go_on(3)
-
-    lines = run(tmp_path, hosts, body)
+    lines = run(tmp_path, hosts, losing(1, lambda rank: rank.persister.kill()))
     [told] = [line for line in lines if "durable" in line]
     assert told.endswith("the persister process of rank 1's host was killed by SIGKILL")
 

@@ -4,7 +4,6 @@ yet what lies in memory is made durable before the memory is given back."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,6 @@ from phalanx.checkpoint.storage.local import LocalStore
 GUARD_S = 120.0
 STEP_S = 0.003
 """A step leaves a core to the processes that are being started."""
-
-
-@pytest.fixture(name="folder")
-def folder_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("PHALANX_KEEPER", str(tmp_path / "keeper"))
-    yield tmp_path / "checkpoints"
-    end_keeper(tmp_path / "keeper")
 
 
 class Training:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from keeper_processes import until
 from torch import Tensor, nn
 
 from phalanx.checkpoint import Checkpointer
-from phalanx.checkpoint.keeper.start import end_keeper
 from phalanx.checkpoint.session.session import Session
 from phalanx.checkpoint.storage.latest import read_latest
 from phalanx.checkpoint.storage.location import open_store
@@ -33,13 +32,6 @@ class Masked(nn.Module):
     def forward(self, given: Tensor) -> Tensor:
         scores: Tensor = self.mask[:1] + self.first(given)
         return self.second(scores.softmax(-1))
-
-
-@pytest.fixture(name="folder")
-def folder_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("PHALANX_KEEPER", str(tmp_path / "keeper"))
-    yield tmp_path / "checkpoints"
-    end_keeper(tmp_path / "keeper")
 
 
 class Loop:
