@@ -169,7 +169,7 @@ class Run:
         self.trainer.weights_changed()
         self.progress = Progress.from_json(restored.state)
         self._made = -int(self.judge.skipped)
-        self.only_in_memory = restored.source != "durable"
+        self.only_in_memory = restored.only_in_memory
         self.saver.recall(restored.state.get(_COSTS), failed=not restored.state.get(_ENDED, True))
         return restored
 

@@ -54,7 +54,7 @@ class Saving:
     def restore(self, tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> Restored | None:
         """See `phalanx.checkpoint.foreign.resuming.Source`."""
         restored = self._session.restore(tensors, shards, strict=False)
-        self.only_in_memory = restored is not None and restored.source != "durable"
+        self.only_in_memory = restored is not None and restored.only_in_memory
         return restored
 
     def fence(self) -> None:

@@ -72,6 +72,11 @@ class Restored:
     differences: Differences = field(default_factory=Differences)
 
     @property
+    def only_in_memory(self) -> bool:
+        """Whether it lies in the memory of hosts, and perhaps nowhere else."""
+        return self.source != "durable"
+
+    @property
     def interface(self) -> str:
         """Which network interfaces were used, how fast, and what share of the possible rate that was; or empty."""
         return "; ".join(str(rate) for rate in self.rates if rate.kind == "peer")

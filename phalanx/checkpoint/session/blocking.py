@@ -24,6 +24,7 @@ from phalanx.checkpoint.storage.latest import advance, claim
 from phalanx.checkpoint.storage.location import open_store
 from phalanx.checkpoint.storage.prune import prune
 from phalanx.checkpoint.together import at_first
+from phalanx.core.layout import Layout
 from phalanx.core.peers import ALONE, Copies, Peers
 from phalanx.core.points import NO_POINTS, Points
 from phalanx.core.shard import Shard
@@ -44,20 +45,20 @@ class BlockingSession:
 
     def __init__(
         self,
-        folder: Path,
+        folder: str,
         config: CheckpointConfig,
         *,
         peers: Peers = ALONE,
         copies: Copies | None = None,
-        layout: str = "1",
+        layout: Layout | str = "1",
         run_config: Mapping[str, Any] | None = None,
         report: Callable[[str], None] = print,
         points: Points = NO_POINTS,
     ) -> None:
-        self._folder, self._config, self._peers, self._copies = folder, config, peers, copies
-        self._layout, self._run_config = layout, dict(run_config or {})
+        self._folder, self._config, self._peers, self._copies = Path(folder), config, peers, copies
+        self._layout, self._run_config = str(layout), dict(run_config or {})
         self._report, self._points = report, points
-        self._store = open_store(str(folder), {})
+        self._store = open_store(folder)
         self.attempt: int = at_first(peers, lambda: claim(self._store))
         self._agenda = Agenda(config, AutoInterval(config), decides=peers.rank == 0)
         self._answer: Callable[[], int] | None = None

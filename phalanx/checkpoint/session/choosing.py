@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.config import CheckpointConfig
@@ -33,18 +32,8 @@ def open_saver(
 
     Args and raises: as `phalanx.checkpoint.session.opening.open_session`.
     """
-    if config.mode == "blocking":
-        return BlockingSession(
-            Path(destination_url),
-            config,
-            peers=peers,
-            copies=copies,
-            layout=str(layout),
-            run_config=run_config,
-            report=report,
-            points=points,
-        )
-    return open_session(
+    begin: Callable[..., Saver] = BlockingSession if config.mode == "blocking" else open_session
+    return begin(
         destination_url,
         config,
         peers=peers,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -12,6 +11,7 @@ from typing import Any
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.keeper.client import connect as connect_to
 from phalanx.checkpoint.keeper.contract import Keeper, KeeperLostError
+from phalanx.checkpoint.keeper.main import host_name
 from phalanx.checkpoint.keeper.start import address_for, ensure_keeper
 from phalanx.checkpoint.persist.contract import Destination
 from phalanx.checkpoint.policy.adapting import AutoInterval
@@ -73,7 +73,7 @@ def open_session(
 
     def greet() -> list[Any]:
         links.append(_linked(connect or _connecting(destination_url, config, peers), report))
-        return [host or _host(), config.rack_of(os.environ), links[0].ask(lambda keeper: keeper.last_attempt, 0)]
+        return [host or host_name(), config.rack_of(os.environ), links[0].ask(lambda keeper: keeper.last_attempt, 0)]
 
     offers = everywhere(peers, greet)
 
@@ -123,11 +123,6 @@ def _claimed(url: str, options: Mapping[str, Any], seen: int) -> int:
         cure = f"{mend}, or set checkpoint.folder to another place"
         problem = f"checkpoints cannot be written there ({error})"
         raise UserError(problem, cure=cure, field="checkpoint.folder", value=url) from error
-
-
-def _host() -> str:
-    address = os.environ.get("PHALANX_KEEPER", "")
-    return f"{platform.node()}:{address}" if address else platform.node()
 
 
 def _destination(url: str, options: dict[str, Any], nonce: str, config: CheckpointConfig) -> Destination:
