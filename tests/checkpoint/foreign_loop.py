@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,6 +58,11 @@ def whole(model: nn.Module) -> dict[str, Any]:
     return {name: tensor.tolist() for name, tensor in full.items()}
 
 
+def gloo_threads() -> int:
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum(name.startswith("pt_gloo") for name in names)
+
+
 def train(folder: str, mode: str, steps: int, kill_at: int, *overrides: str) -> dict[str, Any]:
     """One rank; MODE is ddp or fsdp, and with `kill_at` it kills itself at this step."""
     settings = dict(parse_override(text) for text in overrides)
@@ -66,6 +72,7 @@ def train(folder: str, mode: str, steps: int, kill_at: int, *overrides: str) -> 
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     sampler = Sampler(rank)
     losses: dict[int, float] = {}
+    threads = gloo_threads()
     with Checkpointer(folder, model=model, optimizer=optimizer, extra={"sampler": sampler}, **settings) as checkpoints:
         start = checkpoints.restore()
         if start == 0:
@@ -86,5 +93,6 @@ def train(folder: str, mode: str, steps: int, kill_at: int, *overrides: str) -> 
                 os.kill(os.getpid(), signal.SIGKILL)
             checkpoints.step(step, metrics={"validation_loss": loss.item()})
         end = {"start": start, "losses": losses, "drawn": len(sampler.drawn), "weights": whole(model)}
+    end["threads_left"] = gloo_threads() - threads
     dist.destroy_process_group()
     return end

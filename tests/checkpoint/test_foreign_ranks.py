@@ -31,6 +31,7 @@ class Loops:
         ended = self._forks.run("foreign_loop:train", [str(folder), mode, steps, kill_at, *settings], environments)
         expected = -9 if kill_at else 0
         assert [status for status, _ in ended] == [expected] * ranks, "\n".join(str(told) for _, told in ended)
+        assert kill_at or [told["threads_left"] for _, told in ended] == [0] * ranks
         return [told for _, told in ended]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.foreign.peers import find_peers
+from phalanx.checkpoint.foreign.peers import find_peers, leave
 from phalanx.checkpoint.foreign.resuming import put_back
 from phalanx.checkpoint.foreign.saving import Saving
 from phalanx.checkpoint.foreign.state import TrainingState
@@ -164,6 +164,8 @@ class Checkpointer:
         self._updates.close()
         self._stopping.close()
         self._saving.close(clean=not failed)
+        if not failed:
+            leave(self.peers)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -238,7 +240,9 @@ def restore_checkpoint(
             verify=config.verify,
         )
 
-    return put_back(read, training, peers, report or say, strict=strict)
+    step = put_back(read, training, peers, report or say, strict=strict)
+    leave(peers)
+    return step
 
 
 def _settings(config: CheckpointConfig | None, settings: Mapping[str, Any], folder: str | Path) -> CheckpointConfig:

@@ -15,11 +15,23 @@ from phalanx.core.peers import ALONE, Peers
 def find_peers() -> Peers:
     """The ranks of the default group, in a group of their own; called by all of them together.
 
-    A group of its own, over gloo: values stay on the host, and nothing gets between the collectives of training.
+    A group of its own, over gloo: values stay on the host, and nothing gets between the collectives of training. It is
+    for `leave` to end it.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return ALONE
     return DistributedPeers(dist.new_group(backend="gloo"))
+
+
+def leave(peers: Peers) -> None:
+    """Nothing more will be said to `peers`, and all they have said has come; called by all of them.
+
+    A thread of gloo that lets go of its last operation while Python ends takes the process down with SIGABRT
+    (pytorch/pytorch#190489), so none of them may be left. Where a rank has failed, do not call it: it would wait for
+    what the others had begun.
+    """
+    if isinstance(peers, DistributedPeers):
+        peers.close()
 
 
 class DistributedPeers:
@@ -30,17 +42,19 @@ class DistributedPeers:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._groups = [group]  # the only reference: gloo ends when that is dropped
 
     @property
-    def rank(self) -> int:
-        """This rank's place in the group."""
-        return dist.get_rank(self._group)
+    def _group(self) -> dist.ProcessGroup:
+        return self._groups[0]
 
-    @property
-    def size(self) -> int:
-        """Members."""
-        return dist.get_world_size(self._group)
+    def close(self) -> None:
+        """End the group and its threads, unless they have ended already."""
+        groups, self._groups = self._groups, []
+        if dist.is_initialized():
+            for group in groups:
+                dist.destroy_process_group(group)
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all members, in order, on every member."""
