@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from phalanx.checkpoint.format.blocks import Block
-from phalanx.checkpoint.format.dcp import dtype_name, torch_dtype
+from phalanx.checkpoint.format.misfits import SavedTensor, misfits
 from phalanx.checkpoint.format.tables import names_on_no_rank, names_to_bits
 from phalanx.checkpoint.together import everywhere
 from phalanx.core.errors import UserError
@@ -17,20 +17,6 @@ _SHOWN = 8
 _SHOWN_PREFIXES = 12
 _SHOWN_NAMES = 3
 _PREFIX_PARTS = 2
-
-
-class SavedTensor(Protocol):
-    """What has to be known of a tensor that was saved: dtype as in torch without the prefix, and global shape."""
-
-    @property
-    def dtype(self) -> str:
-        """Such as ``float32``."""
-        ...
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Of the whole tensor."""
-        ...
 
 
 class Words(NamedTuple):
@@ -103,14 +89,15 @@ def require_fit(
     ]
 
     def offer() -> list[Any]:
-        problems = [p for n, b in blocks.items() if n in saved for p in _misfits(n, saved[n], b, cast, words.there)]
+        asked = [(n, saved[n], b) for n, b in blocks.items() if n in saved]
+        problems = [p for each in asked for p in misfits(*each, cast=cast, there=words.there)]
         return [problems[:_SHOWN], missing[:_SHOWN], len(missing), names_to_bits(counted, blocks)]
 
     offers = everywhere(peers, offer)
     unexpected = names_on_no_rank(counted, [bits for *_, bits in offers])
     problems: list[str] = []
-    for rank, (misfits, names, count, _) in enumerate(offers):
-        here = misfits + (listed(f"missing {words.within}", names, count) if strict else [])
+    for rank, (wrong, names, count, _) in enumerate(offers):
+        here = wrong + (listed(f"missing {words.within}", names, count) if strict else [])
         problems += [f"rank {rank}: {problem}" if len(offers) > 1 else problem for problem in here]
     if strict:
         problems += listed(f"only {words.within}", unexpected, len(unexpected))
@@ -131,15 +118,6 @@ def listed(what: str, names: Sequence[str], count: int) -> list[str]:
         return []
     more = f" and {count - _SHOWN} more" if count > _SHOWN else ""
     return [f"{count} {what}: {', '.join(names[:_SHOWN])}{more}"]
-
-
-def _misfits(name: str, saved: SavedTensor, block: Block, cast: bool, there: str) -> list[str]:
-    shape = tuple(saved.shape)
-    if block.shard.shape != shape:
-        return [f"{name} has shape {block.shard.shape} here and {shape} {there}"]
-    if not cast and block.tensor.dtype != torch_dtype(saved.dtype):
-        return [f"{name} has dtype {dtype_name(block.tensor)} here and {saved.dtype} {there}"]
-    return []
 
 
 def _grouped(what: str, names: tuple[str, ...]) -> list[str]:

@@ -230,8 +230,7 @@ def described_source(restored: Restored, url: str) -> str:
     """The checkpoint, or the memory of which hosts and how fast it came."""
     if restored.source == "durable":
         return f"{url}/{restored.name}"
-    whose = "this host" if restored.source == "memory" else "the hosts"
-    return f"the memory of {whose}, " + "; ".join(str(rate) for rate in restored.rates)
+    return "the memory of " + "; ".join(str(rate) for rate in restored.rates)
 
 
 def _keeps_micro_batch(run: Run) -> bool:

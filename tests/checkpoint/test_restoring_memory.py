@@ -60,7 +60,7 @@ def test_a_lost_host_is_made_good_from_its_peer() -> None:
     assert restored is not None and restored.source == "peer" and restored.bytes_by_kind["peer"] > 0
     [rate] = [rate for rate in restored.rates if rate.kind == "peer"]
     assert rate.place == "eth0 of host kept" and rate.possible_bytes_per_s == GIGABIT
-    assert "eth0 of host kept: " in restored.interface and "% of what is possible" in restored.interface
+    assert str(rate).startswith("eth0 of host kept: ") and "% of what is possible" in str(rate)
 
 
 def test_a_rank_without_a_keeper_reads_from_others() -> None:

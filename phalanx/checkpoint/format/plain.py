@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.format.blocks import Block, held
-from phalanx.checkpoint.format.dcp import dtype_name, torch_dtype
+from phalanx.checkpoint.format.blocks import held
+from phalanx.checkpoint.format.dcp import torch_dtype
 from phalanx.checkpoint.format.files import Files, files_of
 from phalanx.checkpoint.format.inspecting import Reader
 from phalanx.checkpoint.format.manifest import Chunk, DamagedCheckpointError, TensorEntry
+from phalanx.checkpoint.format.misfits import misfits
 from phalanx.checkpoint.format.plain_index import PLAIN_INDEX, PlainIndex, decode_index
 from phalanx.core.errors import UserError
 from phalanx.core.shard import Shard
@@ -94,7 +95,7 @@ class PlainCheckpoint:
         missing = tuple(name for name in blocks if name not in self.tensors)
         problems = [f"{name} is missing" for name in missing if strict]
         found = {name: block for name, block in blocks.items() if name in self.tensors}
-        problems += [p for name, block in found.items() for p in _misfits(name, self.tensors[name], block, cast)]
+        problems += [p for name, block in found.items() for p in misfits(name, self.tensors[name], block, cast=cast)]
         if problems:
             more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
             cure = "see `phalanx checkpoint show` for its tensors"
@@ -170,14 +171,6 @@ def _require_files(files: Files, index: PlainIndex) -> None:
 
 def _cause(error: OSError) -> str:
     return error.strerror or _first_line(error)
-
-
-def _misfits(name: str, saved: TensorEntry, block: Block, cast: bool) -> list[str]:
-    if list(block.shard.shape) != saved.shape:
-        return [f"{name} has shape {block.shard.shape} here and {tuple(saved.shape)} there"]
-    if not cast and block.tensor.dtype != torch_dtype(saved.dtype):
-        return [f"{name} has dtype {dtype_name(block.tensor)} here and {saved.dtype} there"]
-    return []
 
 
 def _first_place(entry: TensorEntry) -> tuple[str, int]:

@@ -139,7 +139,7 @@ class MemorySource:
             except BaseException as error:
                 traceback.clear_frames(error.__traceback__)  # they have views of the memory, which is let go of next
                 raise
-        reading.add(Rate("memory", "memory", sum(p.nbytes for p in wanted), time.monotonic() - began_s))
+        reading.add(Rate("memory", "this host", sum(p.nbytes for p in wanted), time.monotonic() - began_s))
 
     def _fetch(self, host: str, rank: int, wanted: list[Part], reading: Reading) -> None:
         if self._remote is None:

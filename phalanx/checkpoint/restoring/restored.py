@@ -16,7 +16,7 @@ class Rate(NamedTuple):
     """What came over one network interface of another host, or from one other place.
 
     Attributes:
-        place: ``memory``, ``durable``, or the host and its interface.
+        place: ``this host``, ``durable``, or a host and its interface.
         bytes: by all ranks together.
         seconds: of the rank that took longest.
         possible_bytes_per_s: of the interface; None where it is not known.
@@ -75,11 +75,6 @@ class Restored:
     def only_in_memory(self) -> bool:
         """Whether it lies in the memory of hosts, and perhaps nowhere else."""
         return self.source != "durable"
-
-    @property
-    def interface(self) -> str:
-        """Which network interfaces were used, how fast, and what share of the possible rate that was; or empty."""
-        return "; ".join(str(rate) for rate in self.rates if rate.kind == "peer")
 
 
 def together(rates: Iterable[Rate]) -> tuple[Rate, ...]:

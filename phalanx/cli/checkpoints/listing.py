@@ -10,9 +10,11 @@ import click
 from rich.markup import escape
 
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError, Manifest
-from phalanx.cli.checkpoints.places import Place, first_usable, places
+from phalanx.cli.checkpoints.memory import Kept, kept, records_here
+from phalanx.cli.checkpoints.places import Place, destinations, first_usable, places
 from phalanx.cli.tables import make_console, make_table
 from phalanx.core import units
+from phalanx.core.errors import UserError
 
 _COLOURS = {"latest": "green", "stale": "yellow", "sick": "yellow", "unused": "yellow", "damaged": "red"}
 
@@ -23,9 +25,9 @@ class Row:
 
     Attributes:
         status: ``latest``, ``whole``, ``stale``, ``sick``, ``unused`` (newer than the latest: what a leftover of an
-            earlier attempt wrote) or ``damaged``. Contents are not read: ``whole`` means that names and sizes of its
-            files are as its manifest says.
-        problem: what is wrong with a damaged one.
+            earlier attempt wrote), ``damaged``, or ``memory`` (a snapshot that this host keeps). Contents are not read:
+            ``whole`` means that names and sizes of its files are as its manifest says.
+        problem: what is wrong with a damaged one, or keeps training from going on from a snapshot.
     """
 
     name: str
@@ -49,10 +51,17 @@ class Row:
 def ls_command(run: str, as_json: bool) -> None:
     """Show the checkpoints of RUN, newest first.
 
-    The latest is the one that training goes on from. Those put aside as stale or sick come last. Sizes of files are
-    checked, contents are not (see verify).
+    The latest is the one that training goes on from, unless a snapshot in memory is newer: those this host keeps of a
+    run that has not ended come first. What was put aside as stale or sick comes last. Sizes of files are checked,
+    contents are not (see verify).
     """
-    rows = rows_of(places(run, quarantined=True), datetime.now(UTC))
+    now = datetime.now(UTC)
+    rows = [_in_memory(one, now) for one in kept(records_here(destinations(run)))]
+    try:
+        rows += rows_of(places(run, quarantined=True), now)
+    except UserError:
+        if not rows:
+            raise
     if as_json:
         click.echo(json.dumps([asdict(row) for row in rows], indent=1))
         return
@@ -94,6 +103,20 @@ def _row(place: Place, status: str, manifest: Manifest, now: datetime) -> Row:
     )
 
 
+def _in_memory(one: Kept, now: datetime) -> Row:
+    bad = "stale or sick" if one.shards == one.of else f"{one.shards} of {one.of} shards are here"
+    return Row(
+        "in memory",
+        "memory",
+        step=one.step,
+        written=one.taken.isoformat(timespec="milliseconds"),
+        age_s=(now - one.taken).total_seconds(),
+        size_bytes=one.size_bytes,
+        attempt=one.attempt,
+        problem="" if one.is_whole else bad,
+    )
+
+
 def _cells(row: Row) -> list[str]:
     colour = _COLOURS.get(row.status)
     told = f"{row.status}: {row.problem}" if row.problem else row.status
@@ -103,4 +126,5 @@ def _cells(row: Row) -> list[str]:
     more = f" and {len(row.metrics) - 1} more" if len(row.metrics) > 1 else ""
     metrics = "".join(f"{name}={value:.4g}" for name, value in list(row.metrics.items())[:1]) + more
     figures = [f"{row.step:,}", units.duration(max(0.0, row.age_s)), units.size(row.size_bytes)]
-    return [escape(row.name), *figures, str(row.files), str(row.attempt), escape(row.layout), escape(metrics), status]
+    files = "" if row.files is None else str(row.files)
+    return [escape(row.name), *figures, files, str(row.attempt), escape(row.layout), escape(metrics), status]

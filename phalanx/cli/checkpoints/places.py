@@ -58,7 +58,7 @@ def places(where: str, *, quarantined: bool = False) -> list[Place]:
     one = _alone(where)
     if one is not None:
         return [one]
-    for url in (_below(where, "checkpoints"), where):
+    for url in destinations(where):
         store = open_store(url)
         found = store.names() + (store.quarantined() if quarantined else [])
         if found:
@@ -66,6 +66,11 @@ def places(where: str, *, quarantined: bool = False) -> list[Place]:
     there = "://" in where or Path(where).exists()
     problem = "there is no checkpoint here" if there else "there is no such folder"
     raise UserError(problem, cure="give a run folder or the folder of one checkpoint", value=where)
+
+
+def destinations(where: str) -> tuple[str, str]:
+    """Where the checkpoints of a run may be that a person calls `where`: below it, or there."""
+    return (f"{where.rstrip('/')}/checkpoints" if "://" in where else str(Path(where) / "checkpoints")), where
 
 
 def one_place(where: str) -> Place:
@@ -113,7 +118,3 @@ def _split(where: str) -> tuple[str, str]:
         return parent, name
     path = Path(where).absolute()
     return str(Path(where).parent) if Path(where).name not in ("", "..") else str(path.parent), path.name
-
-
-def _below(where: str, name: str) -> str:
-    return f"{where.rstrip('/')}/{name}" if "://" in where else str(Path(where) / name)
