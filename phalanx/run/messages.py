@@ -1,0 +1,382 @@
+"""What the driver and its executors say to each other: one message per WebSocket frame, in MessagePack. Torch-free.
+
+Every message that is about an attempt carries its number. An executor refuses what belongs to a lower attempt than the
+highest that it has seen, and the driver ignores it, so that a leftover of an earlier attempt changes nothing.
+
+Times of one host (``_ns``) are of its monotonic clock and are never compared with those of another; ``unix_s`` is for
+people.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+VERSION = 1
+"""Both sides have to speak the same."""
+
+MAX_FRAME_BYTES = 1 << 20
+
+WorkerPhase = Literal["starting", "running", "stopping", "ended"]
+EndKind = Literal["returned", "user", "raised", "interrupted", "signal", "status"]
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Any of them."""
+
+
+# Parts
+
+
+class Accelerator(Message, frozen=True):
+    """One device of a host, as far as it can be asked."""
+
+    name: str
+    memory_bytes: int
+    memory_used_bytes: int = 0
+    utilisation: float = -1.0
+    temperature_c: float = -1.0
+    ecc_uncorrected: int = 0
+    throttled: bool = False
+
+
+class WorkerState(Message, frozen=True):
+    """One rank, as its executor sees it.
+
+    Attributes:
+        step: optimizer steps done in this process; -1: it has not said so yet.
+        step_age_s: since the last of them ended.
+        last_step_s: what the last one took.
+        phase: what the rank says it is in (``step``, ``evaluate``, ``checkpoint`` …); empty: it says nothing.
+        expects_s: for how long from the beginning of the phase the rank has said that no step need be expected.
+        busy_s: own time of the last step, without waiting in collectives; negative: not known.
+        cpu_s: CPU time of the process so far.
+    """
+
+    rank: int
+    pid: int
+    state: WorkerPhase
+    step: int = -1
+    step_age_s: float = 0.0
+    last_step_s: float = 0.0
+    phase: str = ""
+    phase_age_s: float = 0.0
+    expects_s: float = 0.0
+    busy_s: float = -1.0
+    cpu_s: float = 0.0
+    rss_bytes: int = 0
+    loss: float = 0.0
+
+
+class Interface(Message, frozen=True):
+    """A network interface that training uses: counters since it came up.
+
+    Attributes:
+        is_up: link state.
+        flaps: how often the link has gone down.
+    """
+
+    name: str
+    sent_bytes: int
+    received_bytes: int
+    errors: int = 0
+    is_up: bool = True
+    flaps: int = 0
+
+
+class HostState(Message, frozen=True):
+    """A host, as its executor sees it."""
+
+    cpu_load: float
+    memory_bytes: int
+    memory_free_bytes: int
+    disk_free_bytes: int
+    interfaces: list[Interface] = []
+    accelerators: list[Accelerator] = []
+
+
+class LogLine(Message, frozen=True):
+    """A line that a rank wrote."""
+
+    rank: int
+    text: str
+
+
+class Finding(Message, frozen=True):
+    """A rule has matched a line of a rank's output or of the kernel log (rank -1)."""
+
+    rank: int
+    rule: str
+    fault: str
+    line: str
+
+
+class CheckOutcome(Message, frozen=True):
+    """What one check of a host found; see `phalanx.checks`."""
+
+    name: str
+    outcome: Literal["pass", "fail", "skip"]
+    reason: str = ""
+    value: float | None = None
+    unit: str = ""
+    threshold: float | None = None
+    threshold_source: str = ""
+    action: str = ""
+
+
+class RankEvidence(Message, frozen=True):
+    """What could be learnt of a rank before it was killed.
+
+    Attributes:
+        stacks: of its Python threads; empty: it did not answer, which is evidence too.
+        is_silent: it did not answer.
+        state: of the process, as in /proc (``R``, ``S``, ``D``, ``T``, ``Z``).
+        flight_record: of NCCL, where there is one, as JSON text.
+    """
+
+    rank: int
+    stacks: str = ""
+    is_silent: bool = False
+    state: str = ""
+    phase: str = ""
+    step: int = -1
+    cpu_s: float = 0.0
+    flight_record: str = ""
+
+
+# From an executor
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """The first message, after the handshake.
+
+    Attributes:
+        address: where workers of other hosts reach this one.
+        rack: what it may fail together with; empty: not known.
+        attempt: the highest that it has seen; 0: none.
+        running: ranks of that attempt that still run here.
+    """
+
+    version: int
+    host: str
+    address: str
+    cores: int
+    memory_bytes: int
+    accelerators: list[Accelerator]
+    rack: str
+    boot_id: str
+    pid: int
+    attempt: int
+    running: list[int]
+
+
+class Heartbeat(Message, frozen=True, tag="heartbeat"):
+    """Once a second.
+
+    Attributes:
+        dropped_lines: how many log lines were left out since the last heartbeat.
+    """
+
+    sequence: int
+    unix_s: float
+    attempt: int
+    workers: list[WorkerState]
+    host: HostState
+    lines: list[LogLine] = []
+    dropped_lines: int = 0
+
+
+class Prepared(Message, frozen=True, tag="prepared"):
+    """The template process is ready to fork; or why not."""
+
+    seconds: float
+    problem: str = ""
+
+
+class StoreOpened(Message, frozen=True, tag="store-opened"):
+    """A rendezvous store listens for this attempt."""
+
+    attempt: int
+    port: int
+    problem: str = ""
+
+
+class Started(Message, frozen=True, tag="started"):
+    """The workers of an attempt have been started; or why not."""
+
+    attempt: int
+    pids: dict[int, int]
+    seconds: float = 0.0
+    problem: str = ""
+
+
+class WorkerEnded(Message, frozen=True, tag="worker-ended"):
+    """A process of a rank is gone.
+
+    Attributes:
+        code: as subprocess has it, negative for a signal.
+        kind, summary, text: as `phalanx.launch.failures.Failure` has them; ``returned`` with status 0 is a good end.
+        follows: it only says that a peer is gone.
+        by_us: the executor had killed it.
+    """
+
+    attempt: int
+    rank: int
+    code: int
+    kind: EndKind
+    summary: str = ""
+    text: str = ""
+    follows: bool = False
+    by_us: bool = False
+    step: int = -1
+
+
+class Stopped(Message, frozen=True, tag="stopped"):
+    """No process of the attempt, nor of an earlier one, is left here, but for those that the kernel does not let go.
+
+    Attributes:
+        stuck: their process ids.
+    """
+
+    attempt: int
+    seconds: float
+    stuck: list[int] = []
+
+
+class Evidence(Message, frozen=True, tag="evidence"):
+    """The answer to `Gather`."""
+
+    attempt: int
+    ranks: list[RankEvidence]
+    kernel_lines: list[str] = []
+    accelerators: list[Accelerator] = []
+    seconds: float = 0.0
+
+
+class Found(Message, frozen=True, tag="found"):
+    """Log rules have matched."""
+
+    attempt: int
+    findings: list[Finding]
+
+
+class Checked(Message, frozen=True, tag="checked"):
+    """The answer to `Check`."""
+
+    number: int
+    outcomes: list[CheckOutcome]
+    seconds: float = 0.0
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """What was commanded belongs to a lower attempt, or cannot be done."""
+
+    attempt: int
+    what: str
+    problem: str
+
+
+# From the driver
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    """The answer to `Hello`.
+
+    Attributes:
+        job: its name.
+        attempt: the present one; the executor ends what it has of lower ones.
+        heartbeat_s: how often it shall report.
+    """
+
+    version: int
+    job: str
+    attempt: int
+    heartbeat_s: float
+
+
+class Acknowledged(Message, frozen=True, tag="acknowledged"):
+    """A heartbeat was heard."""
+
+    sequence: int
+
+
+class Prepare(Message, frozen=True, tag="prepare"):
+    """Start a template process for this script, and have it import what the script will need."""
+
+    script: list[str]
+    is_module: bool
+    folder: str
+    environment: dict[str, str]
+    preload: list[str] = []
+
+
+class OpenStore(Message, frozen=True, tag="open-store"):
+    """Open a listening socket for the rendezvous store of this attempt; rank 0 will serve it."""
+
+    attempt: int
+
+
+class Start(Message, frozen=True, tag="start"):
+    """Start these ranks.
+
+    Attributes:
+        ranks: of this host, in order of their local rank.
+        group_rank: place of this host among the hosts of the attempt.
+        restarts: attempts before this one.
+        environment: added to that of `Prepare`.
+    """
+
+    attempt: int
+    ranks: list[int]
+    world_size: int
+    group_rank: int
+    hosts: int
+    store_host: str
+    store_port: int
+    restarts: int = 0
+    environment: dict[str, str] = {}
+
+
+class Stop(Message, frozen=True, tag="stop"):
+    """End all workers of this attempt and of lower ones.
+
+    Attributes:
+        grace_s: between SIGTERM and SIGKILL; 0: SIGKILL at once.
+    """
+
+    attempt: int
+    grace_s: float = 0.0
+
+
+class Gather(Message, frozen=True, tag="gather"):
+    """Gather evidence of these ranks (empty: all) before they are killed."""
+
+    attempt: int
+    ranks: list[int] = []
+    within_s: float = 2.0
+
+
+class Check(Message, frozen=True, tag="check"):
+    """Test this host.
+
+    Attributes:
+        peers: addresses of hosts to test the network with.
+    """
+
+    number: int
+    kind: Literal["passive", "quick", "full"]
+    peers: list[str] = []
+
+
+class End(Message, frozen=True, tag="end"):
+    """The job is over, or this host is no longer part of it: end all, and leave with this status."""
+
+    reason: str
+    status: int = 0
+
+
+FromExecutor = (
+    Hello | Heartbeat | Prepared | StoreOpened | Started | WorkerEnded | Stopped | Evidence | Found | Checked | Refused
+)
+FromDriver = Welcome | Acknowledged | Prepare | OpenStore | Start | Stop | Gather | Check | End
