@@ -1,0 +1,310 @@
+"""How far a rank is: a page of memory that the rank writes after every step and its executor reads. Torch-free.
+
+The page is a small file (`PAGE_BYTES`) that the writer has mapped. It holds a header and two slots, which are written
+in turn. The sequence number at a slot's start is odd while it is written, and a checksum covers the rest, so a reader
+knows a torn slot on any processor, and finds the other slot whole when the writer was killed or stopped in the middle.
+The reader never maps the file, so it gets no SIGBUS whatever becomes of that. All times are nanoseconds of the host's
+monotonic clock.
+
+Two may write to one page in one process: whoever counts steps for a script that knows nothing of this, and the script
+itself, which then claims the page so that the first stops (`ProgressWriter.is_claimed`).
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+PROGRESS_VARIABLE = "PHALANX_PROGRESS"
+"""The environment variable that names a rank's page."""
+
+PAGE_BYTES = 4096
+VERSION = 1
+PHASE_BYTES = 31
+MESSAGE_BYTES = 95
+
+UNKNOWN = -1
+"""What a number is that nobody knows."""
+
+_MAGIC = b"PHLXPAGE"
+_HEADER = struct.Struct("<8sIII")  # magic, version, bytes of a slot's body, whether the script has claimed the page
+_CLAIM_AT = 16
+_SLOTS_AT = 64
+_SLOT_BYTES = 512
+
+# pid, attempt, step, steps_here, step_ended, step_took, phase_began, expects, busy, busy_total, loss, has loss, texts
+_BODY = struct.Struct("<10qd?32p96p")
+_SEQUENCE = struct.Struct("<Q")
+_CHECK = struct.Struct("<I")
+
+_READS = 3
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a rank last said.
+
+    Attributes:
+        pid: of the process that wrote it.
+        attempt: that it belongs to.
+        step: optimizer steps as the run counts them; those of this process where the run does not say.
+        steps_here: optimizer steps of this process.
+        step_ended_ns: when the last of them ended; -1: none has.
+        step_took_ns: from the end of the one before to its end; -1: not known.
+        phase: what the rank says it is in; empty: it says nothing.
+        phase_began_ns: when that began.
+        expects_ns: for how long from then no step need be expected.
+        busy_ns: own time of the last step, without waiting in collectives; -1: not known.
+        busy_total_ns: of all steps of this process; -1: not known.
+        loss: of the last step; None: not known, NaN: that is what it was.
+        message: a short one for people.
+    """
+
+    pid: int
+    attempt: int = 0
+    step: int = 0
+    steps_here: int = 0
+    step_ended_ns: int = UNKNOWN
+    step_took_ns: int = UNKNOWN
+    phase: str = ""
+    phase_began_ns: int = 0
+    expects_ns: int = 0
+    busy_ns: int = UNKNOWN
+    busy_total_ns: int = UNKNOWN
+    loss: float | None = None
+    message: str = ""
+
+
+class ProgressWriter:
+    """A rank's side of its page, which is created where it is absent; a method call costs a few microseconds.
+
+    What an earlier process or attempt left on the page goes. What this process has written there already, through
+    another writer, stays.
+
+    Args:
+        path: of the page, on a file system of this host.
+        attempt: number of the attempt.
+        claims: whether this writer speaks for the script, so that those that only count for it are to stop.
+        clock_ns: the monotonic clock.
+
+    Raises:
+        OSError: the page cannot be created, such as on a full disk.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        attempt: int = 0,
+        *,
+        claims: bool = False,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._clock_ns = clock_ns
+        self._page = _open_page(path)
+        before = parse_page(bytes(self._page))
+        pid = os.getpid()
+        continues = before is not None and (before.pid, before.attempt) == (pid, attempt)
+        said = before if continues and before is not None else Progress(pid, attempt, phase_began_ns=clock_ns())
+        self._sequence = _last_sequence(bytes(self._page))
+        self._numbers = [
+            said.pid,
+            said.attempt,
+            said.step,
+            said.steps_here,
+            said.step_ended_ns,
+            said.step_took_ns,
+            said.phase_began_ns,
+            said.expects_ns,
+            said.busy_ns,
+            said.busy_total_ns,
+        ]
+        self._loss = said.loss
+        self._phase, self._message = said.phase.encode(), said.message.encode()
+        claimed = claims or (continues and self.is_claimed)
+        self._page[: _HEADER.size] = _HEADER.pack(_MAGIC, VERSION, _BODY.size, claimed)
+        self._write()
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether the script writes this page itself."""
+        return self._page[_CLAIM_AT] != 0
+
+    def step(self, step: int | None = None, *, busy_ns: int = UNKNOWN, loss: float | None = None) -> None:
+        """A step has ended.
+
+        Args:
+            step: its number as the run counts them, from 1; None: one more than the last.
+            busy_ns: the rank's own time in it, without waiting in collectives.
+            loss: its loss, where that is known.
+        """
+        numbers, now_ns = self._numbers, self._clock_ns()
+        numbers[2] = numbers[2] + 1 if step is None else step
+        numbers[3] += 1
+        numbers[5] = now_ns - numbers[4] if numbers[4] >= 0 else UNKNOWN
+        numbers[4] = now_ns
+        numbers[8] = busy_ns
+        if busy_ns >= 0:
+            numbers[9] = max(numbers[9], 0) + busy_ns
+        self._loss = loss
+        self._write()
+
+    def phase(self, name: str, expects_s: float = 0.0) -> None:
+        """Another phase begins; no step need be expected for `expects_s` seconds from now."""
+        self._phase = _cut(name, PHASE_BYTES)
+        self._numbers[6] = self._clock_ns()
+        self._numbers[7] = int(expects_s * 1e9)
+        self._write()
+
+    def message(self, text: str) -> None:
+        """Say something to people, in a few words."""
+        self._message = _cut(text, MESSAGE_BYTES)
+        self._write()
+
+    def close(self) -> None:
+        """Let go of the page, which stays."""
+        self._page.close()
+
+    def _write(self) -> None:
+        """Write the slot that is not the newest one."""
+        loss = self._loss
+        known = loss is not None
+        body = _BODY.pack(*self._numbers, loss if known else math.nan, known, self._phase, self._message)
+        begin = _SLOTS_AT + _SLOT_BYTES * ((self._sequence // 2 + 1) % 2)
+        middle = begin + _SEQUENCE.size
+        page = self._page
+        page[begin:middle] = _SEQUENCE.pack(self._sequence + 1)
+        page[middle : middle + _CHECK.size + _BODY.size] = _CHECK.pack(_checksum(self._sequence + 2, body)) + body
+        self._sequence += 2
+        page[begin:middle] = _SEQUENCE.pack(self._sequence)
+
+
+class ProgressReader:
+    """An executor's side of a page; never waits, and does not mind what the file holds.
+
+    Args:
+        path: of the page, which need not be there yet.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = path
+        self._descriptor = -1
+
+    def read(self) -> Progress | None:
+        """The newest that was written whole; None where there is no page of this version, or nothing on it."""
+        if self._descriptor < 0:
+            try:
+                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            except OSError:
+                return None
+        for _ in range(_READS):
+            try:
+                block = os.pread(self._descriptor, PAGE_BYTES, 0)
+            except OSError:
+                return None
+            if (found := parse_page(block)) is not None:
+                return found
+        return None
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def read_progress(path: str | os.PathLike[str]) -> Progress | None:
+    """What the page at `path` says, as `ProgressReader.read`."""
+    reader = ProgressReader(path)
+    try:
+        return reader.read()
+    finally:
+        reader.close()
+
+
+def create_page(path: str | os.PathLike[str]) -> None:
+    """Make an empty page, with its place on the disk taken, so that no write to it can fail later.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    Path(path).unlink(missing_ok=True)
+    _open_page(path).close()
+
+
+def own_progress(environ: Mapping[str, str], attempt: int = 0) -> ProgressWriter | None:
+    """The page of this rank, claimed for the script that calls; None where nobody reads one.
+
+    Raises:
+        OSError: there is to be one, but it cannot be written.
+    """
+    path = environ.get(PROGRESS_VARIABLE)
+    return ProgressWriter(path, attempt, claims=True) if path else None
+
+
+def parse_page(block: bytes) -> Progress | None:
+    """What the bytes of a page say: the newer of its whole slots."""
+    if len(block) != PAGE_BYTES or _HEADER.unpack_from(block)[:3] != (_MAGIC, VERSION, _BODY.size):
+        return None
+    slots = [slot for slot in (_parse_slot(block, _SLOTS_AT + n * _SLOT_BYTES) for n in (0, 1)) if slot is not None]
+    return max(slots, key=lambda slot: slot[0])[1] if slots else None
+
+
+def _parse_slot(block: bytes, begin: int) -> tuple[int, Progress] | None:
+    (sequence,) = _SEQUENCE.unpack_from(block, begin)
+    (check,) = _CHECK.unpack_from(block, begin + _SEQUENCE.size)
+    start = begin + _SEQUENCE.size + _CHECK.size
+    body = block[start : start + _BODY.size]
+    if sequence == 0 or sequence % 2 or check != _checksum(sequence, body):
+        return None
+    *numbers, loss, known, phase, message = _BODY.unpack(body)
+    pid, attempt, step, here, ended, took, began, expects, busy, total = numbers
+    return sequence, Progress(
+        pid,
+        attempt,
+        step,
+        here,
+        step_ended_ns=ended,
+        step_took_ns=took,
+        phase=phase.decode(errors="replace"),
+        phase_began_ns=began,
+        expects_ns=expects,
+        busy_ns=busy,
+        busy_total_ns=total,
+        loss=loss if known else None,
+        message=message.decode(errors="replace"),
+    )
+
+
+def _checksum(sequence: int, body: bytes) -> int:
+    """Of a slot that carries this number: an old body under a new number is torn too."""
+    return zlib.crc32(body, sequence & 0xFFFFFFFF)
+
+
+def _last_sequence(block: bytes) -> int:
+    """The highest even number that a slot began with, so that what is written next counts as newer."""
+    numbers = [_SEQUENCE.unpack_from(block, _SLOTS_AT + n * _SLOT_BYTES)[0] for n in (0, 1)]
+    return (max(numbers) + 1) // 2 * 2 if max(numbers) < 1 << 62 else 0
+
+
+def _open_page(path: str | os.PathLike[str]) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if os.fstat(descriptor).st_size != PAGE_BYTES:
+            os.ftruncate(descriptor, PAGE_BYTES)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, PAGE_BYTES)  # a mapped write that finds the disk full is a SIGBUS
+        return mmap.mmap(descriptor, PAGE_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def _cut(text: str, limit_bytes: int) -> bytes:
+    """As much of `text` as fits, in whole characters."""
+    return text.encode(errors="replace")[:limit_bytes].decode(errors="ignore").encode()
