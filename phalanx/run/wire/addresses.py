@@ -1,0 +1,69 @@
+"""Where the driver listens: how an address is written, what is loopback, and the file that tells executors."""
+
+from __future__ import annotations
+
+import ipaddress
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from phalanx.core import files
+from phalanx.core.errors import UserError
+
+
+class Address(NamedTuple):
+    """A host and a port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse(text: str) -> Address:
+    """``host:port`` or ``[v6]:port``.
+
+    Raises:
+        UserError: it is neither.
+    """
+    host, colon, port = text.strip().rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        host = ""
+    if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise UserError(
+            "not an address", cure="write host:port, or [host]:port for IPv6", field="driver address", value=text
+        )
+    return Address(host, int(port))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it; of names, only ``localhost`` is taken to be."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def require_tls(host: str, context: ssl.SSLContext | None, field: str) -> None:
+    """Raise UserError when messages would go over a network in the clear."""
+    if context is None and not is_loopback(host):
+        raise UserError(
+            "an address that other machines reach needs TLS",
+            cure="give a certificate and its key, or use 127.0.0.1",
+            field=field,
+            value=host,
+        )
+
+
+def publish(path: Path, address: Address) -> None:
+    """Write where the driver listens into a file, all at once."""
+    files.write_bytes(path, f"{address}\n".encode())
+
+
+def published(path: Path) -> Callable[[], list[str]]:
+    """What reads that file each time that it is called: one address a line. It raises OSError while there is none."""
+    return lambda: path.read_text(encoding="utf-8").split()

@@ -1,0 +1,253 @@
+"""A WebSocket over one connection of asyncio: whole binary frames in and out, nothing else.
+
+The protocol is websockets' own without its input and output; this file moves the bytes. Compared with websockets'
+asyncio connections there is no task and no queue per connection, which is most of what a server with 12,500 of them
+does (docs/benchmarks/run.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+from websockets.client import ClientProtocol
+from websockets.frames import Frame, Opcode
+from websockets.http11 import Request, Response
+from websockets.protocol import Event, State
+from websockets.server import ServerProtocol
+from websockets.uri import WebSocketURI
+
+from phalanx.run.wire.codec import BAD_FRAME, MAX_HANDSHAKE_FRAME_BYTES
+
+PATH = "/executors"
+_MAX_UNPROVEN_BYTES = 16 << 10
+_LINGER_S = 2.0
+_NO_CLOSE_FRAME = 1006
+_MAX_REASON_BYTES = 123
+MAX_UNSENT_BYTES = 8 << 20
+"""A peer that lets so much wait is dropped."""
+
+
+class Ending(NamedTuple):
+    """How a connection ended.
+
+    Attributes:
+        code: of the close frame; 1006 where there was none.
+        by_peer: the other side began it.
+    """
+
+    code: int
+    reason: str
+    by_peer: bool
+
+
+def server_protocol(logger: logging.Logger) -> ServerProtocol:
+    """The driver's side: no page of a browser (an Origin), no compression, small frames until the peer is trusted."""
+    return ServerProtocol(origins=[None], max_size=MAX_HANDSHAKE_FRAME_BYTES, logger=logger)
+
+
+def client_protocol(host: str, port: int, secure: bool, logger: logging.Logger) -> ClientProtocol:
+    """The executor's side."""
+    uri = WebSocketURI(secure, host, port, PATH, "", None, None)
+    return ClientProtocol(uri, max_size=MAX_HANDSHAKE_FRAME_BYTES, logger=logger)
+
+
+def quiet_logger() -> logging.Logger:
+    """For websockets, which otherwise writes a line for every connection that anybody makes."""
+    logger = logging.getLogger("phalanx.run.wire.websocket")
+    logger.setLevel(logging.WARNING)
+    return logger
+
+
+class Channel(asyncio.Protocol):
+    """One connection.
+
+    Until `trust` is called, the peer may send little: small frames, and few bytes in all.
+
+    Args:
+        opened: called once, when frames may be sent.
+        heard: called with the content of every frame.
+        ended: called once, at the end, whether or not it had opened.
+        connected: called first of all, before anything is read.
+    """
+
+    def __init__(
+        self,
+        protocol: ServerProtocol | ClientProtocol,
+        opened: Callable[[Channel], None],
+        heard: Callable[[bytes], None],
+        ended: Callable[[Ending], None],
+        connected: Callable[[Channel], None] | None = None,
+    ) -> None:
+        self._protocol = protocol
+        self._opened = opened
+        self._heard = heard
+        self._ended = ended
+        self._connected = connected
+        self._transport: asyncio.Transport | None = None
+        self._budget_bytes: int | None = _MAX_UNPROVEN_BYTES
+        self._why: Ending | None = None
+        self._linger: asyncio.TimerHandle | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether frames can be sent."""
+        return self._why is None and self._transport is not None and self._protocol.state is State.OPEN
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection under it, open for frames or not."""
+        return self._transport is not None
+
+    @property
+    def peer(self) -> str:
+        """The address of the other side, without its port."""
+        name = self._transport.get_extra_info("peername") if self._transport is not None else None
+        return str(name[0]) if name else ""
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What waits here because the other side does not read."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    def trust(self, max_frame_bytes: int) -> None:
+        """The peer has proved itself: it may send frames so large, and as many as it likes."""
+        self._budget_bytes = None
+        self._protocol.max_message_size = max_frame_bytes
+
+    def write(self, frame: bytes) -> None:
+        """Send the bytes of a frame as `codec.framed` makes them; on the driver's side only."""
+        assert self._transport is not None
+        self._transport.write(frame)
+        self._drop_slow()
+
+    def send(self, content: bytes) -> None:
+        """Send a frame with this content."""
+        self._protocol.send_binary(content)
+        self._flush()
+
+    def end(self, code: int, reason: str) -> None:
+        """Close, saying why (no more than 123 bytes of it); the peer has a moment to read it."""
+        if self._why is not None:
+            return
+        reason = reason.encode()[:_MAX_REASON_BYTES].decode(errors="ignore")
+        self._why = Ending(code, reason, by_peer=False)
+        if self._protocol.state is not State.OPEN:
+            self._drop()
+            return
+        self._protocol.fail(code, reason)
+        self._flush()
+        self._linger_on()
+
+    def abort(self, reason: str) -> None:
+        """Close at once, without a word and without what was not sent yet."""
+        if self._why is None:
+            self._why = Ending(_NO_CLOSE_FRAME, reason, by_peer=False)
+        self._drop()
+
+    # What asyncio calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        self._transport = cast(asyncio.Transport, transport)
+        if self._connected is not None:
+            self._connected(self)
+        if self._why is not None:
+            self._drop()
+        elif isinstance(self._protocol, ClientProtocol):
+            self._protocol.send_request(self._protocol.connect())
+            self._flush()
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        if self._budget_bytes is not None:
+            self._budget_bytes -= len(data)
+            if self._budget_bytes < 0:
+                self.abort("it sent too much before it had proved itself")
+                return
+        self._protocol.receive_data(data)
+        for event in self._protocol.events_received():
+            if self._why is None:
+                self._take(event)
+        if self._protocol.writes:
+            self._flush()
+        if self._why is None and self._protocol.close_expected():
+            self._close_as_told()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        if self._linger is not None:
+            self._linger.cancel()
+        if self._why is None:
+            self._why = Ending(_NO_CLOSE_FRAME, str(error) if error else "the connection was closed", by_peer=True)
+        self._transport = None
+        self._ended(self._why)
+
+    # The rest
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Frame):
+            if event.opcode is Opcode.BINARY and event.fin:
+                self._heard(cast(bytes, event.data))
+            elif event.opcode not in (Opcode.PING, Opcode.PONG, Opcode.CLOSE):
+                self.end(BAD_FRAME, "a message is one whole binary frame")
+        elif isinstance(event, Request):
+            self._accept(event)
+        else:
+            self._confirm(event)
+
+    def _accept(self, request: Request) -> None:
+        assert isinstance(self._protocol, ServerProtocol)
+        if request.path == PATH:
+            response = self._protocol.accept(request)
+        else:
+            response = self._protocol.reject(404, f"Executors connect to {PATH}.\n")
+        self._protocol.send_response(response)
+        self._flush()
+        if self._protocol.state is State.OPEN:
+            self._opened(self)
+
+    def _confirm(self, response: Response) -> None:
+        if self._protocol.state is State.OPEN:
+            self._opened(self)
+        else:
+            self.abort(f"it answers with HTTP status {response.status_code}: no driver listens there")
+
+    def _close_as_told(self) -> None:
+        """The protocol is closing: because the peer said so, or because what it sent breaks the rules."""
+        rcvd, sent = self._protocol.close_rcvd, self._protocol.close_sent
+        if rcvd is not None:
+            self._why = Ending(rcvd.code, rcvd.reason, by_peer=True)
+        elif sent is not None:
+            self._why = Ending(sent.code, sent.reason, by_peer=False)
+        else:
+            self._why = Ending(_NO_CLOSE_FRAME, "no WebSocket was opened", by_peer=False)
+        if rcvd is not None and self._transport is not None:
+            self._transport.close()
+        self._linger_on()
+
+    def _flush(self) -> None:
+        assert self._transport is not None
+        for data in self._protocol.data_to_send():
+            if data:
+                self._transport.write(data)
+            elif self._transport.can_write_eof():
+                self._transport.write_eof()
+            else:
+                self._transport.close()
+        self._drop_slow()
+
+    def _drop_slow(self) -> None:
+        if self.unsent_bytes > MAX_UNSENT_BYTES:
+            self.abort("it does not read what is sent to it")
+
+    def _linger_on(self) -> None:
+        # A peer that does not close its side, or does not read, must not hold this end.
+        if self._transport is not None and self._linger is None:
+            self._linger = asyncio.get_running_loop().call_later(_LINGER_S, self._drop)
+
+    def _drop(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()

@@ -1,0 +1,280 @@
+"""The driver's side: one persistent connection of every host. Runs on asyncio's loop and, faster, on uvloop's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+from phalanx.run import messages
+from phalanx.run.wire import addresses, codec, proof
+from phalanx.run.wire.addresses import Address
+from phalanx.run.wire.channel import Channel, Ending, quiet_logger
+from phalanx.run.wire.codec import Answer, LiveMessage
+from phalanx.run.wire.door import Clock, Door, Sparing
+from phalanx.run.wire.peer import Mark, Peer
+
+HANDSHAKE_S = 20.0
+SILENCE_S = 30.0
+MAX_UNPROVEN = 16_384
+_SWEEP_S = 1.0
+_BACKLOG = 4096
+_GOING_AWAY = 1001
+
+_log = logging.getLogger(__name__)
+
+
+class ExecutorServer:
+    """Listens for executors, and knows the one live connection of each host.
+
+    All methods and callbacks belong to the loop that `start` was awaited on. A connection counts from its `Hello`; one
+    that comes later, with a good proof, takes the place of an earlier one of the same host, and only `on_hello` is
+    called then.
+
+    What the driver sends is not kept: whoever calls `send` sends again after the next `on_hello` what is still wanted.
+    What executors keep (all but heartbeats) is handed to `on_message` once, as long as the driver lives; `marks`,
+    restored from a journal, make that hold over its restart.
+
+    Args:
+        host, port: where to listen; port 0: any. More than loopback needs `ssl`.
+        on_hello: called with the name of a host and what it says of itself. It should `send` a `Welcome`.
+        on_message: called with the name and a message. A message is acknowledged when this returns, and comes again,
+            over a new connection, when it raises.
+        on_gone: called with the name and why, when a connection has ended and no other has taken its place.
+        clock: seconds, monotonic.
+        marks: of hosts, from a journal (`mark`).
+        field: the setting that `host` comes from, for errors.
+        silence_s: a connection on which nothing was heard for so long is closed. This says nothing about the host.
+
+    Raises:
+        UserError: the token is too short, or the address is open to other machines and there is no `ssl`.
+    """
+
+    def __init__(
+        self,
+        token: bytes,
+        job: str,
+        host: str,
+        port: int,
+        *,
+        on_hello: Callable[[str, messages.Hello], None],
+        on_message: Callable[[str, LiveMessage], None],
+        on_gone: Callable[[str, str], None],
+        ssl: ssl.SSLContext | None = None,
+        clock: Clock = time.monotonic,
+        marks: Mapping[str, Mark] | None = None,
+        field: str = "host",
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        proof.check_token(token)
+        addresses.require_tls(host, ssl, field)
+        self.token, self.job, self.clock = token, job, clock
+        self.answers, self.frames = codec.Decoder(Answer), codec.Decoder(codec.FromExecutorFrame)
+        self.logger = quiet_logger()
+        self._listen_at = Address(host, port)
+        self._ssl = ssl
+        self._on_hello, self._on_message, self._on_gone = on_hello, on_message, on_gone
+        self._silence_s = silence_s
+        self._marks = dict(marks or {})
+        self._peers: dict[str, Peer] = {}
+        self._open: set[Peer] = set()
+        self._unproven: dict[Peer, None] = {}  # the oldest first
+        self._door, self._sparing = Door(clock), Sparing(clock)
+        self._server: asyncio.Server | None = None
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._closing: asyncio.Event | None = None
+
+    # Life
+
+    async def start(self) -> Address:
+        """Listen; what others connect to is returned."""
+        loop = asyncio.get_running_loop()
+        limit_s = HANDSHAKE_S if self._ssl is not None else None
+        host, port = self._listen_at
+        self._server = await loop.create_server(
+            self._connection, host, port, ssl=self._ssl, backlog=_BACKLOG, ssl_handshake_timeout=limit_s
+        )
+        self._sweep_again()
+        return Address(host, self._server.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        """Stop listening and end all connections; executors will try to come back. No callback is called any more."""
+        self._closing = asyncio.Event()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        if self._server is not None:
+            self._server.close()
+        self._peers.clear()
+        for peer in list(self._open):
+            peer.channel.end(_GOING_AWAY, "the driver stops")
+        if self._open:
+            await self._closing.wait()
+
+    async def __aenter__(self) -> ExecutorServer:
+        """Listen."""
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        await self.close()
+
+    # What the driver calls
+
+    @property
+    def address(self) -> Address:
+        """Where it listens."""
+        assert self._server is not None, "not started"
+        return Address(self._listen_at.host, self._server.sockets[0].getsockname()[1])
+
+    def hosts(self) -> list[str]:
+        """The names of the hosts that are connected."""
+        return [host for host, peer in self._peers.items() if peer.channel.is_open]
+
+    def send(self, host: str, message: messages.FromDriver) -> bool:
+        """Send to this host; False: it is not connected. True does not say that it will arrive.
+
+        Raises:
+            TooLargeError: the message does not fit into a frame.
+        """
+        frame = codec.framed(codec.encode(message))
+        return self._write(self._peers.get(host), frame)
+
+    def send_all(self, message: messages.FromDriver) -> int:
+        """Send to all hosts; to how many it went.
+
+        Raises:
+            TooLargeError: the message does not fit into a frame.
+        """
+        frame = codec.framed(codec.encode(message))
+        return sum(self._write(peer, frame) for peer in list(self._peers.values()))
+
+    def drop(self, host: str, why: str) -> None:
+        """End the connection of a host; `on_gone` is called for it later. Its executor may come back."""
+        peer = self._peers.get(host)
+        if peer is not None:
+            peer.channel.end(_GOING_AWAY, why)
+
+    def mark(self, host: str) -> Mark | None:
+        """How far the kept messages of this host were received, with the one that `on_message` is called with.
+
+        Journal it with what the message led to, and give it back as `marks` after a restart.
+        """
+        return self._marks.get(host)
+
+    def sweep(self) -> None:
+        """Close what has taken too long to prove itself, or was silent for too long. Called once a second."""
+        now_s = self.clock()
+        for peer in [peer for peer in self._unproven if now_s - peer.since_s > HANDSHAKE_S]:
+            peer.refuse(codec.TOO_SLOW, proof.Refusal("time", f"no proof within {HANDSHAKE_S:.0f} s"))
+        for peer in [peer for peer in self._open if now_s - peer.heard_s > self._silence_s]:
+            peer.channel.end(codec.TOO_SLOW, f"nothing was heard for {self._silence_s:.0f} s")
+
+    # What connections call
+
+    def admit(self, peer: Peer) -> bool:
+        """See `phalanx.run.wire.peer.House`."""
+        if self._closing is not None:
+            return False
+        if not self._door.admits(peer.address):
+            self._report(peer, proof.Refusal("failures", "too many connections from there have failed"))
+            return False
+        self._open.add(peer)
+        self._unproven[peer] = None
+        if len(self._unproven) > MAX_UNPROVEN:
+            # The oldest: whoever knows the token needs a moment only.
+            oldest = next(iter(self._unproven))
+            oldest.refuse(codec.TOO_SLOW, proof.Refusal("many", "too many wait to prove themselves"))
+        return True
+
+    def prove(self, peer: Peer) -> None:
+        """See `phalanx.run.wire.peer.House`."""
+        self._unproven.pop(peer, None)
+
+    def join(self, peer: Peer, hello: messages.Hello) -> None:
+        """See `phalanx.run.wire.peer.House`."""
+        before = self._peers.get(peer.host)
+        self._peers[peer.host] = peer
+        if before is not None:
+            before.channel.end(codec.REPLACED, f"another executor of {peer.host} has connected")
+        mark = self._marks.get(peer.host)
+        if mark is None or mark.instance != peer.instance:
+            self._marks[peer.host] = Mark(peer.instance, 0)
+        try:
+            self._on_hello(peer.host, hello)
+        except Exception:
+            self._failed(peer)
+
+    def take(self, peer: Peer, message: LiveMessage, sequence: int | None) -> bool:
+        """See `phalanx.run.wire.peer.House`."""
+        before = self._marks[peer.host]
+        if self._peers.get(peer.host) is not peer:
+            return False
+        if sequence is not None:
+            if sequence <= before.sequence:
+                return True
+            self._marks[peer.host] = Mark(peer.instance, sequence)
+        try:
+            self._on_message(peer.host, message)
+        except Exception:
+            self._marks[peer.host] = before
+            self._failed(peer)
+            return False
+        return True
+
+    def leave(self, peer: Peer, ending: Ending) -> None:
+        """See `phalanx.run.wire.peer.House`."""
+        if peer in self._unproven:
+            reason = f"it ended before it had proved itself: {ending.reason}"
+            self.refuse(peer, proof.Refusal("end", reason))
+        self._open.discard(peer)
+        if self._closing is not None and not self._open:
+            self._closing.set()
+        if self._peers.get(peer.host) is peer:
+            del self._peers[peer.host]
+            try:
+                self._on_gone(peer.host, ending.reason)
+            except Exception:
+                _log.exception("the driver could not handle that the connection of %s has ended", peer.host)
+
+    def refuse(self, peer: Peer, refusal: proof.Refusal) -> None:
+        """See `phalanx.run.wire.peer.House`."""
+        if peer in self._unproven:
+            del self._unproven[peer]
+            self._door.failed(peer.address)
+        self._report(peer, refusal)
+
+    # The rest
+
+    def _connection(self) -> Channel:
+        return Peer(self).channel
+
+    def _write(self, peer: Peer | None, frame: bytes) -> bool:
+        if peer is None or not peer.channel.is_open:
+            return False
+        peer.channel.write(frame)
+        return True
+
+    def _failed(self, peer: Peer) -> None:
+        _log.exception("the driver could not handle what %s said; it will be sent again", peer.host)
+        peer.channel.end(codec.FAILED, "the driver could not handle a message; its log says why")
+
+    def _report(self, peer: Peer, refusal: proof.Refusal) -> None:
+        others = self._sparing.due(refusal.kind)
+        if others is None:
+            return
+        more = f" (and {others} more for the same reason before)" if others else ""
+        _log.warning("refused a connection from %s%s: %s%s", peer.address, _named(peer), refusal.reason, more)
+
+    def _sweep_again(self) -> None:
+        self.sweep()
+        self._sweeper = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep_again)
+
+
+def _named(peer: Peer) -> str:
+    return f" ({peer.host})" if peer.host else ""
