@@ -1,0 +1,250 @@
+"""Writing a journal: one driver at a time, each entry once, and never after a later driver has begun.
+
+Two things keep two drivers of one job apart. A lock that only one holds, and that ends with its holder; and, where a
+lock does not hold (a network file system without locks, a session that a database has given up), the epoch: every
+driver that opens a journal takes the next number, and an append of an older one is refused within the transaction.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+
+from phalanx.core.errors import UserError
+from phalanx.run.journal import rows
+from phalanx.run.journal.entries import (
+    SCHEMA,
+    Draft,
+    DriverStart,
+    Entry,
+    JournalError,
+    JournalLostError,
+    JournalTakenError,
+    Kind,
+)
+from phalanx.run.journal.places import Place, place_for
+from phalanx.run.journal.reading import check_schema, told
+
+_RETRY_S = 0.05
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Seconds that count, seconds for people, and waiting; tests bring their own."""
+
+    monotonic_s: Callable[[], float] = time.monotonic
+    unix_s: Callable[[], float] = time.time
+    sleep: Callable[[float], None] = time.sleep
+
+
+class Journal:
+    """What the driver writes; for use as a context, or with `close`. Its methods may be called from any thread.
+
+    `append` waits for the disk, or for the database: some milliseconds, or up to `retry_s` if the connection breaks.
+
+    Attributes:
+        epoch: number of this driver among those of the job, from 1.
+    """
+
+    def __init__(
+        self, place: Place, connection: sa.Connection, job: str, epoch: int, *, clock: Clock, retry_s: float
+    ) -> None:
+        self._place, self._job, self._clock, self._retry_s = place, job, clock, retry_s
+        self._connection: sa.Connection | None = connection
+        self._is_closed = False
+        self._turn = threading.Lock()
+        self.epoch = epoch
+        with connection.begin():
+            self._last = rows.last_sequence(connection, job)
+
+    @property
+    def last_sequence(self) -> int:
+        """Of the newest entry; 0: there is none."""
+        return self._last
+
+    def append(self, kind: Kind, attempt: int, json_text: str, unix_s: float) -> int:
+        """Append one entry; it is there for good when this returns.
+
+        Returns:
+            Its sequence.
+
+        Raises:
+            ValueError, JournalError, JournalLostError: as `append_all`.
+        """
+        return self.append_all([Draft(kind, attempt, json_text, unix_s)])
+
+    def append_all(self, drafts: Sequence[Draft]) -> int:
+        """Append all or none, at the price of one; they are there for good when this returns.
+
+        Returns:
+            The sequence of the last.
+
+        Raises:
+            ValueError: one of them is no entry.
+            JournalError: it cannot be written, as on a full disk; nothing was appended, and it may be tried again.
+            JournalLostError: another driver has taken over.
+        """
+        for draft in drafts:
+            draft.check()
+        with self._turn:
+            if self._is_closed:
+                raise JournalError(f"{self._place} is closed")
+            first = self._last + 1
+            entries = [
+                Entry(draft.kind, draft.attempt, draft.json_text, draft.unix_s, first + index, self.epoch)
+                for index, draft in enumerate(drafts)
+            ]
+            if entries:
+                self._store(entries)
+                self._last = entries[-1].sequence
+            return self._last
+
+    def read(self, from_sequence: int = 1) -> Iterator[Entry]:
+        """Entries in order, of this driver and of those before it.
+
+        Raises:
+            JournalError: it cannot be read.
+        """
+        with told(self._place):
+            connection = self._place.connect()
+        try:
+            with told(self._place):
+                yield from rows.each(connection, self._job, from_sequence)
+        finally:
+            with suppress(sa.exc.DBAPIError):
+                connection.close()
+
+    def close(self) -> None:
+        """Let go of the journal and of its lock; a second time does nothing."""
+        with self._turn:
+            self._is_closed = True
+            self._drop()
+            self._place.release()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def _store(self, entries: Sequence[Entry]) -> None:
+        until_s = self._clock.monotonic_s() + self._retry_s
+        while True:
+            try:
+                with told(self._place):
+                    self._try_to_store(entries)
+                return
+            except JournalError:
+                if not self._place.reconnects:
+                    raise
+                self._drop()
+                if self._clock.monotonic_s() >= until_s:
+                    raise
+            self._clock.sleep(_RETRY_S)
+
+    def _try_to_store(self, entries: Sequence[Entry]) -> None:
+        connection = self._connected()
+        with connection.begin():
+            if rows.newest_epoch(connection, self._job) != self.epoch:
+                raise JournalLostError(f"another driver writes {self._place}: this one ({self.epoch}) has to end")
+            last = rows.last_sequence(connection, self._job)
+            if last == entries[-1].sequence:  # a connection broke after the commit and before its answer
+                return
+            rows.add_entries(connection, self._job, entries)
+
+    def _connected(self) -> sa.Connection:
+        """The connection that holds the lock; a new one, with the lock, if it has broken."""
+        if self._connection is None:
+            self._connection = self._place.acquire()
+        if self._connection is None:
+            raise JournalError("the lock is still held, by the broken connection or by another driver")
+        return self._connection
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            with suppress(sa.exc.DBAPIError):
+                self._connection.invalidate()
+                self._connection.close()
+            self._connection = None
+
+
+def open_journal(
+    url: str,
+    *,
+    job: str = "job",
+    wait_s: float = 0.0,
+    retry_s: float = 5.0,
+    environ: Mapping[str, str] | None = None,
+    clock: Clock | None = None,
+) -> Journal:
+    """Open a journal to write it, as the next driver of the job; it is made if there is none.
+
+    Args:
+        url: a path or ``sqlite:////FOLDER/journal.db``, or ``postgresql://USER@HOST/DATABASE``.
+        job: its name; several jobs may share a database.
+        wait_s: how long to wait for another driver to end.
+        retry_s: how long `append` tries to get a broken connection to a database back.
+        environ: for ``PGPASSWORD``; None: this process's.
+
+    Raises:
+        UserError: the URL is none, what is there is no journal, or it is of another version.
+        JournalTakenError: another driver writes it.
+        JournalError: it cannot be reached or written.
+    """
+    clock = clock or Clock()
+    place = place_for(url, job, os.environ if environ is None else environ)
+    connection = None
+    try:
+        with told(place):
+            connection = _acquire(place, job, wait_s, clock)
+            epoch = _begin(place, connection, job, clock)
+            return Journal(place, connection, job, epoch, clock=clock, retry_s=retry_s)
+    except BaseException:
+        if connection is not None:
+            with suppress(sa.exc.DBAPIError):
+                connection.close()
+        place.release()
+        raise
+
+
+def _acquire(place: Place, job: str, wait_s: float, clock: Clock) -> sa.Connection:
+    until_s = clock.monotonic_s() + wait_s
+    while (connection := place.acquire()) is None:
+        if clock.monotonic_s() >= until_s:
+            raise JournalTakenError(
+                f"another driver of the job {job!r} writes this journal{_holder(place, job)}",
+                cure="attach to it or stop it, or give this job another name or folder",
+                field="run.journal",
+                value=str(place),
+            )
+        clock.sleep(_RETRY_S)
+    return connection
+
+
+def _holder(place: Place, job: str) -> str:
+    try:
+        connection = place.connect()
+        with connection, connection.begin():
+            start = rows.starts(connection, job)[-1]
+    except (sa.exc.DBAPIError, UserError, IndexError):  # it has only just begun
+        return ""
+    return f" (process {start.pid} on {start.host})"
+
+
+def _begin(place: Place, connection: sa.Connection, job: str, clock: Clock) -> int:
+    """Take the next epoch."""
+    place.create(connection)
+    with connection.begin():
+        earlier = rows.starts(connection, job)
+        check_schema(place, earlier)
+        epoch = earlier[-1].epoch + 1 if earlier else 1
+        start = DriverStart(epoch, clock.unix_s(), socket.gethostname(), os.getpid(), SCHEMA)
+        rows.add_start(connection, job, start)
+    return epoch

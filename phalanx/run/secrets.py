@@ -1,0 +1,356 @@
+"""Tokens, certificates, and what must not be written down. Torch-free.
+
+A token stands in a file that only its owner can read. It is compared in constant time, it appears in no message of this
+room, and workers get neither it nor the name of its file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import ipaddress
+import os
+import re
+import secrets
+import ssl
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from phalanx.core.errors import UserError
+from phalanx.core.files import fsync_folder
+
+TOKEN_BYTES = 32
+
+OWN_VARIABLES = ("PHALANX_TOKEN", "PHALANX_TOKEN_FILE")
+"""What may tell a driver, an executor or a command where the token is; workers never get them."""
+
+HIDDEN = "(hidden)"
+
+SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "PWD", "KEY", "CREDENTIAL", "AUTH", "COOKIE")
+"""A variable whose name has one of these words, or ends with one, is not recorded."""
+
+_NOT_SECRET = ("PWD", "OLDPWD", "TOKENIZERS_PARALLELISM", "SSH_AUTH_SOCK")
+_PASSWORD_IN_URL = re.compile(r"(?P<before>[A-Za-z][A-Za-z0-9+.-]*://[^\s/:@]*:)[^\s/@]+(?=@)")
+_TOKEN_TEXT = re.compile(rf"[0-9a-f]{{{2 * TOKEN_BYTES}}}")
+
+
+class Token:
+    """A secret that does not show itself."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def reveal(self) -> str:
+        """The secret itself, to be sent and to nothing else."""
+        return self._text
+
+    def header(self) -> str:
+        """The value of an ``Authorization`` header."""
+        return f"Bearer {self._text}"
+
+    def admits(self, header: str | None) -> bool:
+        """Whether an ``Authorization`` header holds this token; takes the same time wherever they differ."""
+        scheme, _, given = (header or "").partition(" ")
+        is_bearer = scheme.lower() == "bearer"
+        is_equal = hmac.compare_digest(given.strip().encode(errors="replace"), self._text.encode())
+        return is_bearer and is_equal
+
+    def __repr__(self) -> str:
+        return f"Token({HIDDEN})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Token) and hmac.compare_digest(self._text.encode(), other._text.encode())
+
+    def __hash__(self) -> int:
+        return hash((Token, self._text))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a token is not pickled")
+
+
+def ensure_token(path: Path) -> Token:
+    """The token at `path`; a new one if there is none. Any number of processes may call this at once.
+
+    Raises:
+        UserError: it cannot be made, or others can read it.
+    """
+    _own_folder(path.parent)
+    if not path.exists():
+        _make(path)
+    return read_token(path)
+
+
+def read_token(path: Path) -> Token:
+    """The token at `path`.
+
+    Raises:
+        UserError: there is none, it belongs to somebody else, or others can read it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise _bad(path, "there is no such token file", "start the driver first, or check the path") from None
+    except OSError as error:
+        raise _bad(path, f"the token cannot be read ({error.strerror})", "give the path of a plain file") from None
+    try:
+        _private(path, os.fstat(descriptor))
+        text = os.read(descriptor, 4 * TOKEN_BYTES).decode(errors="replace").strip()
+    finally:
+        os.close(descriptor)
+    if not _TOKEN_TEXT.fullmatch(text):
+        raise _bad(path, f"holds no token ({2 * TOKEN_BYTES} hexadecimal digits)", "remove it: a new one is made")
+    return Token(text)
+
+
+def _make(path: Path) -> None:
+    """Under another name first, then linked: a token is there whole or not at all, and the first of two stays."""
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(TOKEN_BYTES) + "\n")
+            file.flush()
+            os.fsync(descriptor)
+        with contextlib.suppress(FileExistsError):
+            os.link(aside, path)
+        fsync_folder(path.parent)
+    except OSError as error:
+        raise _bad(path, f"no token can be made there ({error.strerror})", "give a folder you can write to") from None
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _own_folder(folder: Path) -> None:
+    """Make `folder`, or see that nobody else can put another file into it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise _bad(folder, f"the token's folder cannot be made ({error.strerror})", "give another path") from None
+    if found.st_uid != os.geteuid():
+        raise _bad(folder, "the token's folder belongs to somebody else", "give a path in a folder of yours")
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        mode = stat.S_IMODE(found.st_mode)
+        raise _bad(folder, f"the token's folder has the mode {mode:o}, others can enter it", f"chmod 700 {folder}")
+
+
+def _private(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise _bad(path, "is no plain file", "give the path of a token file")
+    if found.st_uid != os.geteuid():
+        raise _bad(path, "belongs to somebody else", "give the path of a token file of yours")
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        mode = stat.S_IMODE(found.st_mode)
+        cure = "others may have read it: remove it, and a new one is made"
+        raise _bad(path, f"has the mode {mode:o}, others can read or write it", cure)
+
+
+def _bad(path: Path, problem: str, cure: str) -> UserError:
+    return UserError(problem, cure=cure, field="run.token_file", value=str(path))
+
+
+# TLS
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """PEM files. With `authority`, both sides show certificates and each checks the other's.
+
+    Attributes:
+        certificate: of this side, with those between it and the authority.
+        key: of the certificate; readable by its owner, at most by its group.
+        authority: certificates that the other side's has to be signed by; None: the system's for a client, and a server
+            asks for none.
+    """
+
+    certificate: Path | None = None
+    key: Path | None = None
+    authority: Path | None = None
+
+
+def server_context(files: TlsFiles) -> ssl.SSLContext:
+    """TLS 1.2 or later for a server.
+
+    Raises:
+        UserError: a file is missing, is no such thing, or its key can be read by others.
+    """
+    if files.certificate is None or files.key is None:
+        missing = "certificate" if files.certificate is None else "key"
+        raise UserError(f"a server needs run.tls.{missing}", cure="give a PEM file", field="run.tls")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    _load_own(context, files.certificate, files.key)
+    if files.authority is not None:
+        _load_authority(context, files.authority)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def client_context(files: TlsFiles) -> ssl.SSLContext:
+    """TLS 1.2 or later for a client, which checks certificate and name of the server.
+
+    Raises:
+        UserError: a file is missing, is no such thing, or its key can be read by others.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if files.authority is None:
+        context.load_default_certs()
+    else:
+        _load_authority(context, files.authority)
+    if (files.certificate is None) != (files.key is None):
+        raise UserError("certificate and key go together", cure="give both or none", field="run.tls")
+    if files.certificate is not None and files.key is not None:
+        _load_own(context, files.certificate, files.key)
+    return context
+
+
+def _load_own(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
+    _readable(certificate, "certificate")
+    mode = stat.S_IMODE(_readable(key, "key").st_mode)
+    if mode & 0o027:
+        problem = f"has the mode {mode:o}: others can read it, or its group can change it"
+        raise UserError(problem, cure=f"chmod 600 {key}", field="run.tls.key", value=str(key))
+    try:
+        context.load_cert_chain(certificate, key, password=_no_password)
+    except (ssl.SSLError, _EncryptedError) as error:
+        cure = "give PEM files that belong together, the key without a passphrase"
+        problem = f"{certificate} and {key} cannot be used ({_reason(error)})"
+        raise UserError(problem, cure=cure, field="run.tls") from None
+
+
+def _load_authority(context: ssl.SSLContext, authority: Path) -> None:
+    _readable(authority, "authority")
+    try:
+        context.load_verify_locations(cafile=authority)
+    except ssl.SSLError as error:
+        problem = f"holds no certificate ({_reason(error)})"
+        raise UserError(problem, cure="give a PEM file", field="run.tls.authority", value=str(authority)) from None
+
+
+class _EncryptedError(ValueError):
+    """The key has a passphrase."""
+
+
+def _no_password() -> str:
+    raise _EncryptedError("the key has a passphrase")  # or Python would ask at the terminal
+
+
+def _reason(error: Exception) -> str:
+    reason = getattr(error, "reason", None) or str(error) or "no PEM"
+    return str(reason).replace("_", " ").lower()
+
+
+def _readable(path: Path, name: str) -> os.stat_result:
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno())
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+        raise UserError(problem, cure="check the path", field=f"run.tls.{name}", value=str(path)) from None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether ``HOST``, ``HOST:PORT``, ``[IPV6]:PORT`` or an IPv6 address is reached from this host only.
+
+    A name other than localhost is not: what it stands for may change.
+    """
+    host = host_of(address)
+    if host.lower().rstrip(".") == "localhost":
+        return True
+    try:
+        found = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return (mapped or found).is_loopback
+
+
+def host_of(address: str) -> str:
+    """The host of an address that may have a port."""
+    if address.startswith("["):
+        return address[1:].partition("]")[0]
+    return address.partition(":")[0] if address.count(":") == 1 else address
+
+
+def require_tls_unless_loopback(address: str, tls: object | None) -> None:
+    """Refuse to listen, or to send a token, where others could listen in.
+
+    Args:
+        tls: a context or files; None or False: none.
+
+    Raises:
+        UserError: the address is not a loopback address and there is no TLS.
+    """
+    if not tls and not is_loopback(address):
+        raise UserError(
+            "other hosts can reach this address, and there is no TLS",
+            cure="set run.tls.certificate and run.tls.key, or listen at 127.0.0.1",
+            field="run.listen",
+            value=address,
+        )
+
+
+# What is written down
+
+
+def is_secret_name(name: str, words: Sequence[str] = SECRET_WORDS) -> bool:
+    """Whether a variable of this name likely holds a secret: ``HF_TOKEN``, ``AWS_SECRET_ACCESS_KEY``, ``apikey``."""
+    upper = name.upper()
+    if upper in _NOT_SECRET:
+        return False
+    parts = [part.removesuffix("S") for part in re.split(r"[^A-Z0-9]+", upper)]
+    return any(part.endswith(word.upper().removesuffix("S")) for part in parts if part for word in words)
+
+
+def scrub_text(text: str, known: Iterable[Token | str] = ()) -> str:
+    """`text` without passwords in URLs and without the secrets that are known."""
+    for secret in known:
+        value = secret.reveal() if isinstance(secret, Token) else secret
+        if len(value) >= 4:  # of anything shorter too much would go
+            text = text.replace(value, HIDDEN)
+    return _PASSWORD_IN_URL.sub(rf"\g<before>{HIDDEN}", text)
+
+
+def scrub(
+    environ: Mapping[str, str], *, words: Sequence[str] = SECRET_WORDS, known: Iterable[Token | str] = ()
+) -> dict[str, str]:
+    """An environment as it may be written into journals and reports: every name, but no secret value.
+
+    Args:
+        words: that make a name secret.
+        known: secrets whose values go wherever they stand.
+    """
+    secrets_known = tuple(known)
+    return {
+        name: HIDDEN if is_secret_name(name, words) and value else scrub_text(value, secrets_known)
+        for name, value in environ.items()
+    }
+
+
+def scrub_arguments(
+    arguments: Sequence[str], *, words: Sequence[str] = SECRET_WORDS, known: Iterable[Token | str] = ()
+) -> list[str]:
+    """A command line as it may be written down: ``--hf-token=…`` and what follows ``--hf-token`` are hidden."""
+    secrets_known, shown, hide_next = tuple(known), [], False
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        is_secret = is_secret_name(name.lstrip("-"), words) and (bool(equals) or argument.startswith("-"))
+        if hide_next and not argument.startswith("-"):
+            shown.append(HIDDEN)
+        elif is_secret and equals and value:
+            shown.append(f"{name}={HIDDEN}")
+        else:
+            shown.append(scrub_text(argument, secrets_known))
+        hide_next = is_secret and not equals
+    return shown
+
+
+def without_tokens(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment as workers may see it: without our own token. Their other secrets are theirs."""
+    return {name: value for name, value in environ.items() if name not in OWN_VARIABLES}
