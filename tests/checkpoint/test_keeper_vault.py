@@ -75,7 +75,7 @@ def test_copies_of_another_size_go_with_the_second_snapshot_of_the_new_set() -> 
     assert steps(vault) == [(1, 1), (1, 1), (1, 2), (2, 3)]
     with vault.pin(a_snapshot(2), 0) as (record, plan, descriptor):
         take(vault, LARGER, 4, 2, "new")
-        assert steps(vault) == [(1, 2), (2, 3), (2, 4)]
+        assert steps(vault) == [(2, 3), (2, 4)]  # the other is only read to its end
         assert first_fault(os.pread(descriptor, plan.data_bytes, 0), record, plan) is None
     assert steps(vault) == [(2, 3), (2, 4)]
     assert len(vault._cells) == 2
@@ -173,6 +173,35 @@ def test_more_and_fewer_slots() -> None:
     assert len(vault.lease(PLAN, 1)) == 1
     assert steps(vault) == [(1, 2)]
     assert vault.free(0) is None
+
+
+def test_fewer_slots_while_a_snapshot_is_examined() -> None:
+    vault = MemoryVault()
+    vault.lease(PLAN, 3)
+    number = vault.free(0)
+    assert number == 0
+    vault.writing(0, number)
+    vault.taken(PLAN, number, a_snapshot(1))
+    vault.end_lease(0)
+    assert len(vault.lease(PLAN, 2)) == 2
+    vault.commit_own(number, a_record(PLAN, bytes(PLAN.data_bytes), 1))
+    assert steps(vault) == [(1, 1)]
+    take(vault, PLAN, 2)
+    take(vault, PLAN, 3)
+    assert max(steps(vault)) == (1, 3)
+
+
+def test_what_is_only_read_to_its_end_is_not_offered() -> None:
+    vault = MemoryVault()
+    arrive(vault, PLAN, 1)
+    pin = vault.acquire(a_snapshot(1), 0)
+    vault.begin(2)
+    vault.lease(PLAN, 2)
+    take(vault, PLAN, 2, 2)
+    take(vault, PLAN, 3, 2)
+    assert steps(vault) == [(2, 2), (2, 3)]
+    assert os.pread(pin.descriptor, 4, 0)
+    vault.unpin(pin)
 
 
 def test_nothing_at_all_can_be_kept() -> None:

@@ -225,9 +225,10 @@ class MemoryVault:
         self.abandon_own(slot.number)
 
     def held(self) -> list[Held]:
-        """Committed copies."""
+        """Committed copies, less those that go when their last reader does."""
         with self._lock:
-            return [Held(cell.record, cell.is_replica) for cell in self._cells.values() if cell.record is not None]
+            cells = [cell for cell in self._cells.values() if not cell.is_doomed]
+            return [Held(cell.record, cell.is_replica) for cell in cells if cell.record is not None]
 
     def acquire(self, snapshot: SnapshotId, rank: int) -> Pin:
         """Pin a committed copy until `unpin`; the rank's own rather than a replica.
@@ -348,7 +349,7 @@ class MemoryVault:
             usable = sorted((c for c in cells if c.is_current and not c.is_doomed), key=lambda c: c.age, reverse=True)
             for cell in usable[slots:]:
                 cell.is_current = False
-                cell.is_doomed = True
+                cell.is_doomed = cell.state != "taken"  # that may become the newest copy
             self._sweep()
         usable = usable[:slots]
         kind = "replica of rank" if is_replica else "rank"
