@@ -1,0 +1,120 @@
+"""From the pipes of ranks to their log files, without ever blocking the event loop. Torch-free.
+
+A block that was read is written by a thread, and only then is the next one read from the same pipe. So a rank that
+writes faster than the disk takes it is slowed by its full pipe, the others are not, and nothing is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from phalanx.run.logs.files import RankLog
+from phalanx.run.logs.lines import LineSplitter
+from phalanx.run.logs.tails import Tails
+
+_BLOCK_BYTES = 1 << 16
+_PIPE_BYTES = 1 << 20
+"""The most that a pipe holds, unless root made it larger."""
+
+OnLines = Callable[[int, Sequence[str]], None]
+
+
+class Pump:
+    """The output of the ranks of one attempt. To be made and used within a running event loop.
+
+    Args:
+        tails: gets every line.
+        on_lines: called with rank and lines as soon as they are read, before they are written; must be quick. What it
+            raises goes to the loop's exception handler.
+        unix_s: the time, for the files.
+    """
+
+    def __init__(self, tails: Tails, on_lines: OnLines, unix_s: Callable[[], float]) -> None:
+        self._tails, self._on_lines, self._unix_s = tails, on_lines, unix_s
+        self._loop = asyncio.get_running_loop()
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="phalanx-logs")
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._splitters: dict[int, LineSplitter] = {}
+        self._logs: dict[int, RankLog] = {}
+        self._wakes: dict[int, asyncio.Event] = {}
+        self._is_closing = False
+
+    def add(self, rank: int, descriptor: int, log: RankLog) -> None:
+        """Take over the reading end of a rank's pipe, and its log."""
+        os.set_blocking(descriptor, False)
+        self._splitters[rank], self._logs[rank] = LineSplitter(), log
+        self._tasks[rank] = self._loop.create_task(self._serve(rank, descriptor), name=f"output of rank {rank}")
+
+    def last_lines(self, rank: int) -> list[str]:
+        """The newest lines of a rank, and the one that it has begun."""
+        splitter = self._splitters.get(rank)
+        pending = splitter.pending if splitter else ""
+        return [*self._tails.last(rank), *([pending] if pending else [])]
+
+    def problems(self) -> dict[int, str]:
+        """Rank -> why its log cannot be written just now."""
+        return {rank: log.problem for rank, log in self._logs.items() if log.problem}
+
+    async def until_ended(self) -> None:
+        """Wait until every process that could write has closed its end of the pipes."""
+        if self._tasks:
+            await asyncio.gather(*self._tasks.values())
+
+    async def close(self) -> None:
+        """Take what still is in the pipes, write it, and let go of all; it does not matter who still holds an end."""
+        self._is_closing = True
+        for wake in self._wakes.values():
+            wake.set()
+        try:
+            await self.until_ended()
+        finally:
+            self._threads.shutdown(wait=False)
+
+    async def _serve(self, rank: int, descriptor: int) -> None:
+        splitter, rest = self._splitters[rank], _PIPE_BYTES
+        try:
+            while rest > 0 and (block := await self._block(descriptor)):
+                await self._keep(rank, splitter.feed(block))
+                if self._is_closing:  # somebody who escaped may write for ever
+                    rest -= len(block)
+            await self._keep(rank, splitter.finish())
+        finally:
+            self._wakes.pop(descriptor, None)
+            os.close(descriptor)
+            self._logs[rank].close()
+
+    async def _block(self, descriptor: int) -> bytes:
+        """What has come; empty when there will be no more, or when there is no more and the pump closes."""
+        while True:
+            try:
+                return os.read(descriptor, _BLOCK_BYTES)
+            except BlockingIOError:
+                if self._is_closing:
+                    return b""
+            except OSError:  # of a terminal: nobody holds the other end
+                return b""
+            await self._readable(descriptor)
+
+    async def _readable(self, descriptor: int) -> None:
+        """Wait until there is something to read, or the pump closes."""
+        wake = self._wakes.setdefault(descriptor, asyncio.Event())
+        wake.clear()
+        self._loop.add_reader(descriptor, wake.set)
+        try:
+            await wake.wait()
+        finally:
+            self._loop.remove_reader(descriptor)
+
+    async def _keep(self, rank: int, lines: Sequence[str]) -> None:
+        if not lines:
+            await asyncio.sleep(0)  # a flood without line ends must not starve the loop
+            return
+        self._tails.add(rank, lines)
+        try:
+            self._on_lines(rank, lines)
+        except Exception as error:
+            self._loop.call_exception_handler({"message": f"on the lines of rank {rank}", "exception": error})
+        await self._loop.run_in_executor(self._threads, self._logs[rank].write, lines, self._unix_s())
