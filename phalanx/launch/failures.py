@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import runpy
 import signal
 import textwrap
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Literal
 
 from phalanx.core.errors import UserError
@@ -31,6 +34,8 @@ _OF_A_PEER_BY_TYPE = {
     "DistNetworkError",
     "DistStoreError",
 }
+
+_RUNNERS = {runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>"}
 
 
 @dataclass(frozen=True)
@@ -62,11 +67,24 @@ def failure_of_exception(rank: int, time_ns: int, error: BaseException) -> Failu
         return Failure(rank, time_ns, "user", 2, str(error), follows=speaks_of_a_peer(error))
     if isinstance(error, KeyboardInterrupt):
         return Failure(rank, time_ns, "interrupted", 128 + signal.SIGINT, "interrupted")
-    # The first frame is the launcher's own.
-    frames = error.__traceback__ and (error.__traceback__.tb_next or error.__traceback__)
-    lines = traceback.format_exception(type(error), error, frames)
+    lines = traceback.format_exception(type(error), error, frames_of_user(error))
     summary = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}".removesuffix(": ")
     return Failure(rank, time_ns, "raised", 1, summary, "".join(lines), follows=speaks_of_a_peer(error))
+
+
+def frames_of_user(error: BaseException) -> TracebackType | None:
+    """The traceback of an exception from where the launcher, or what it runs modules with, has called other code.
+
+    None where there was none, as with an error of syntax; all of it where it never left the launcher.
+    """
+    frames = error.__traceback__
+    while frames is not None and _is_ours(frames.tb_frame.f_code.co_filename):
+        frames = frames.tb_next
+    return frames if frames is not None or isinstance(error, SyntaxError) else error.__traceback__
+
+
+def _is_ours(file: str) -> bool:
+    return file in _RUNNERS or os.path.dirname(file) == os.path.dirname(__file__)  # noqa: PTH120 - text is compared
 
 
 def failure_of_exit(rank: int, time_ns: int, code: int, last_lines: Sequence[str] = ()) -> Failure:

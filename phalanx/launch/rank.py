@@ -41,8 +41,10 @@ def become_rank(spec: RankSpec, words: Connection, parent: int, phase: str, phas
         _set_up(spec)
         function = load_target(spec.target)
         worker = worker.with_phase("setup", (time.monotonic_ns() - begin_ns) * 1e-9)
-        os.environ.update(worker.to_environment())
-        status = _status(function(worker, *spec.arguments))
+        if worker.launcher == "phalanx":
+            os.environ.update(worker.to_environment())
+        own = (words.send,) if spec.speaks else ()
+        status = _status(function(worker, *own, *spec.arguments))
         words.send(Returned(worker.rank, status))
     except SystemExit as stop:
         status = _status(stop.code)
