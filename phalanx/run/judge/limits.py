@@ -1,0 +1,225 @@
+"""Whether a job still makes steps: a limit learnt from its own step times, and what a rank says of its phase.
+
+`StepJudge` belongs to one attempt: a new attempt gets a new one, so that nothing of an earlier attempt (a checkpoint
+that began and never ended) counts. Its answer goes in three stages, so that a hang is known soon and a slow step is
+not taken for one:
+
+- *watch*: a step takes longer than usual; look at the ranks (stacks, CPU time) for the first time.
+- *due*: the limit is passed; look again and `compare` (see `phalanx.run.judge.still`). If all stand still it is a hang,
+  otherwise `StepJudge.dismiss`, after which the limit is twice as long until the next step.
+- *hang*: patience is over, whether something moves or not.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from phalanx.core.config import Config
+from phalanx.run.messages import WorkerState
+
+RECENT = 64
+"""Times of steps whose median is the usual one."""
+REMEMBERED = 256
+"""Gaps between steps of which the second longest is remembered, so that pauses that recur are known."""
+ENOUGH = 3
+"""With more steps than these in an attempt, their median says something."""
+
+ORDINARY_PHASES = frozenset({"", "step", "train"})
+
+
+class LimitConfig(Config):
+    """How long a job may make no step. All are seconds but `factor`."""
+
+    factor: float = Field(3.0, gt=1, le=100, description="usual step times until the limit")
+    margin_s: float = Field(2.5, ge=0, description="seconds added to that")
+    first_step_s: float = Field(
+        300.0, gt=0, description="limit for the first step, in which libraries load and compile"
+    )
+    early_s: float = Field(60.0, gt=0, description="limit until enough steps are done to know their usual time")
+    phase_s: float = Field(
+        1800.0, gt=0, description="limit in evaluation, checkpoints and the like, where the rank names none"
+    )
+    patience_s: float = Field(600.0, gt=0, description="after so long without a step it is a hang even if ranks move")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a job stands.
+
+    Attributes:
+        kind: making steps, longer than usual, beyond the limit, or beyond patience.
+        quiet_s: since the last sign of progress of any rank.
+        limit_s: the present limit.
+        usual_s: the usual step time; None: not known yet.
+        why: one line.
+    """
+
+    kind: Literal["moving", "watch", "due", "hang"]
+    quiet_s: float
+    limit_s: float
+    usual_s: float | None
+    why: str
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The newest report of a rank.
+
+    Attributes:
+        at_s: when it came.
+        step_s: when its last step ended, or its attempt began.
+        progress_s: the same, or when its phase began, if that is later.
+    """
+
+    worker: WorkerState
+    at_s: float
+    step_s: float
+    progress_s: float
+
+    def allowed_s(self, now_s: float, phase_s: float) -> float:
+        """For how long from now on the rank's phase excuses it; not positive: it does not."""
+        worker = self.worker
+        wanted = worker.expects_s or (phase_s if worker.phase not in ORDINARY_PHASES else 0.0)
+        return wanted - worker.phase_age_s - (now_s - self.at_s) if wanted > 0 else 0.0
+
+
+class StepJudge:
+    """Progress of one attempt, from what its ranks report.
+
+    Args:
+        attempt: its number; reports of others are ignored.
+        now_s: when its workers were started, on the clock of all other times.
+    """
+
+    def __init__(self, attempt: int, now_s: float, config: LimitConfig | None = None) -> None:
+        self.attempt = attempt
+        self._config = config or LimitConfig()
+        self._began_s = now_s
+        self._seen: dict[int, _Seen] = {}
+        self._front = -1
+        self._front_s = now_s
+        self._steps = 0
+        self._times: deque[float] = deque(maxlen=RECENT)
+        self._gaps: deque[float] = deque(maxlen=REMEMBERED)
+        self._usual_s: float | None = None
+        self._recurring_s = 0.0
+        self._was_excused = False
+        self._dismissed_s = 0.0
+
+    @property
+    def usual_s(self) -> float | None:
+        """The usual time of a step; None until enough are done."""
+        return self._usual_s
+
+    @property
+    def front(self) -> int:
+        """The newest step that any rank has done; -1: none has said so."""
+        return self._front
+
+    def observe(self, attempt: int, workers: Iterable[WorkerState], now_s: float) -> None:
+        """Take in what some ranks report, such as those of one heartbeat."""
+        if attempt != self.attempt:
+            return
+        for worker in workers:
+            before = self._seen.pop(worker.rank, None)
+            if worker.state == "ended":
+                continue
+            seen = self._look(before, worker, now_s)
+            self._seen[worker.rank] = seen
+            self._was_excused |= seen.allowed_s(now_s, self._config.phase_s) > 0
+            if worker.step > self._front:
+                self._advance(seen)
+
+    def _look(self, before: _Seen | None, worker: WorkerState, now_s: float) -> _Seen:
+        step_s, progress_s = (before.step_s, before.progress_s) if before else (self._began_s, self._began_s)
+        if worker.last_step_s > 0 if before is None else worker.step > before.worker.step:
+            step_s = max(step_s, now_s - worker.step_age_s)
+        if worker.phase:
+            progress_s = max(progress_s, now_s - worker.phase_age_s)
+        return _Seen(worker, now_s, step_s, max(progress_s, step_s))
+
+    def _advance(self, seen: _Seen) -> None:
+        """Steps that no rank had done before; the first one of the attempt is longer than others."""
+        worker = seen.worker
+        new = worker.step - max(self._front, 0)
+        if worker.last_step_s > 0:
+            is_first = self._steps == 0 and new <= 1
+            if not is_first and not self._was_excused:
+                self._learn(worker.last_step_s, seen.step_s - self._front_s, new)
+            self._steps += max(new, 1)
+        self._front, self._front_s = worker.step, seen.step_s
+        self._was_excused = False
+        self._dismissed_s = 0.0
+
+    def _learn(self, last_s: float, elapsed_s: float, new: int) -> None:
+        """Of several new steps only the last one's time is known; pauses of the others show in how long all took."""
+        self._times.append(last_s)
+        if self._steps + new > ENOUGH:
+            self._usual_s = statistics.median_low(self._times)
+        if self._steps > 0:
+            self._gaps.append(max(last_s, elapsed_s - (new - 1) * statistics.median_low(self._times)))
+            self._recurring_s = sorted(self._gaps)[-2] if len(self._gaps) > 1 else 0.0
+
+    def dismiss(self, now_s: float) -> None:
+        """What was due has been looked at, and ranks move: wait twice as long as until now."""
+        self._dismissed_s = 2 * self._quiet_s(now_s)
+
+    def standing(self, now_s: float) -> Standing:
+        """Where the job stands now."""
+        quiet_s, limit_s, usual_s = self._quiet_s(now_s), self._limit_s(), self.usual_s
+        if (pause := self._pause(now_s)) is not None:
+            phase, left_s = pause
+            return Standing("moving", quiet_s, quiet_s + left_s, usual_s, f"in {phase}, for {left_s:.0f} s more")
+        if (patience_s := self._exceeded_patience_s(now_s)) is not None:
+            return Standing(
+                "hang", quiet_s, patience_s, usual_s, f"no step for {patience_s:.0f} s, whatever else moves"
+            )
+        why = f"no step for {quiet_s:.1f} s, limit {limit_s:.1f} s"
+        why += f", usual step {usual_s:.2f} s" if usual_s is not None else ", too few steps yet to know the usual time"
+        if quiet_s > limit_s:
+            return Standing("due", quiet_s, limit_s, usual_s, why)
+        if quiet_s > self._watch_s():
+            return Standing("watch", quiet_s, limit_s, usual_s, why)
+        return Standing("moving", quiet_s, limit_s, usual_s, "making steps" if self._steps else "before its first step")
+
+    def next_look_s(self, now_s: float) -> float:
+        """Seconds until the standing changes if nothing is reported; at least 0."""
+        quiet_s = self._quiet_s(now_s)
+        if (pause := self._pause(now_s)) is not None:
+            return pause[1]
+        ahead = [at_s - quiet_s for at_s in (self._watch_s(), self._limit_s()) if at_s >= quiet_s]
+        return max(min(ahead, default=0.0), 0.0)
+
+    def _pause(self, now_s: float) -> tuple[str, float] | None:
+        """The phase that excuses the job for longest, and for how many seconds more."""
+        allowed = [(seen.allowed_s(now_s, self._config.phase_s), seen.worker.phase) for seen in self._seen.values()]
+        left_s, phase = max(allowed, default=(0.0, ""))
+        return (phase or "a pause", left_s) if left_s > 0 else None
+
+    def _limit_s(self) -> float:
+        config, usual_s = self._config, self.usual_s
+        if usual_s is None:
+            limit_s = config.early_s if self._steps else config.first_step_s
+        else:
+            limit_s = max(config.factor * usual_s + config.margin_s, 1.5 * self._recurring_s)
+        return max(limit_s, self._dismissed_s)
+
+    def _watch_s(self) -> float:
+        usual_s = self.usual_s
+        return min(self._limit_s() / 2 if usual_s is None else 1.2 * usual_s + 1.0, self._limit_s())
+
+    def _exceeded_patience_s(self, now_s: float) -> float | None:
+        """The patience, if it is exceeded; where no rank has reported a step, it has no end."""
+        patience_s = max(self._config.patience_s, 5 * self._recurring_s)
+        quiet_s = min((now_s - seen.step_s for seen in self._seen.values()), default=0.0)
+        return patience_s if self._steps and quiet_s > patience_s else None
+
+    def _quiet_s(self, now_s: float) -> float:
+        """Since any rank made a step, changed its phase, or was started."""
+        return min([now_s - self._began_s, *(now_s - seen.progress_s for seen in self._seen.values())])

@@ -1,0 +1,66 @@
+"""Stacks as faulthandler and py-spy write them, taken apart; and what of them is compared."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_FAULTHANDLER_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-fA-F]+.{0,80}most recent call first")
+_FAULTHANDLER_FRAME = re.compile(
+    r'\s{1,8}File "(?P<file>[^"]{1,1000})", line (?P<line>\d+|\?\?\?) in (?P<name>.{1,300})'
+)
+_PY_SPY_THREAD = re.compile(
+    r'Thread (?:0x[0-9a-fA-F]+|\d+)\s{0,4}\((?:active|idle)[^)]{0,20}\)(?:: "(?P<name>[^"]{0,200})")?'
+)
+_PY_SPY_FRAME = re.compile(r"\s{1,8}(?P<name>[^\s(].{0,300}?) \((?P<file>[^()]{1,1000}?)(?::(?P<line>\d+))?\)$")
+_NOISE = re.compile(r"0x[0-9a-fA-F]+|\d+")
+_LONGEST = 200_000
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One function on a stack; `file` is the end of its path: the folder and the name."""
+
+    name: str
+    file: str
+    line: str = ""
+
+    def __str__(self) -> str:
+        """Such as ``backward (torch/_tensor.py:525)``."""
+        return f"{self.name} ({self.file}:{self.line})" if self.line else f"{self.name} ({self.file})"
+
+
+def main_stack(text: str) -> tuple[Frame, ...]:
+    """The frames of the main thread, innermost first; empty if there is none to be seen.
+
+    Of faulthandler's threads the main one is the last, of py-spy's the one named MainThread, else the first. A text of
+    another form is taken line by line, without numbers.
+    """
+    threads = _threads(text[:_LONGEST])
+    if not threads:
+        return tuple(Frame(_NOISE.sub("#", line.strip()), "") for line in text[:_LONGEST].splitlines() if line.strip())
+    named = [frames for name, frames in threads if name == "MainThread"]
+    is_py_spy = any(name is not None for name, _ in threads)
+    return tuple((named or [threads[0 if is_py_spy else -1][1]])[0])
+
+
+def without_lines(frames: tuple[Frame, ...]) -> tuple[str, ...]:
+    """Functions and files alone: what stacks are clustered by."""
+    return tuple(f"{frame.name} ({frame.file})" for frame in frames)
+
+
+def _threads(text: str) -> list[tuple[str | None, list[Frame]]]:
+    """Threads in order; the name is None for faulthandler's, and for py-spy's what it says, or empty."""
+    threads: list[tuple[str | None, list[Frame]]] = []
+    for line in text.splitlines():
+        if _FAULTHANDLER_THREAD.match(line):
+            threads.append((None, []))
+        elif (header := _PY_SPY_THREAD.match(line)) is not None:
+            threads.append((header["name"] or "", []))
+        elif threads and (frame := _FAULTHANDLER_FRAME.match(line) or _PY_SPY_FRAME.match(line)) is not None:
+            threads[-1][1].append(Frame(frame["name"].strip(), _tail(frame["file"]), frame["line"] or ""))
+    return threads
+
+
+def _tail(path: str) -> str:
+    return "/".join(path.replace("\\", "/").split("/")[-2:])
