@@ -1,0 +1,59 @@
+"""What the driver needs of whoever gives it hosts: this machine, Slurm, Kubernetes. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+ExecutorCommand = Callable[[str], Sequence[str]]
+"""The command that runs the executor of the host of this name."""
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Where a back end tells what it learns by itself; called in the driver's event loop.
+
+    Attributes:
+        gone: name of a host that is certainly gone, or whose executor is, and how that is known.
+        time_is_short: in so many seconds the back end ends the job.
+    """
+
+    gone: Callable[[str, str], None]
+    time_is_short: Callable[[float], None]
+
+
+class Backend(Protocol):
+    """Gives hosts and takes them back. What is asked twice changes nothing more.
+
+    A host is known by its name, which is never used again for another one. Its executor connects to the driver by
+    itself; a back end only starts it, and says when it is gone.
+    """
+
+    async def begin(self, listener: Listener) -> None:
+        """Take over what an earlier driver of this job has started here; nothing, at the first start.
+
+        Raises:
+            UserError: the back end cannot be used.
+        """
+        ...
+
+    async def ask(self, count: int) -> None:
+        """So many hosts should still come, all together; 0: none any more, except those that have been started."""
+        ...
+
+    async def evict(self, host: str, why: str) -> None:
+        """End what the job has on `host`, and do not use it again for this job."""
+        ...
+
+    async def release(self, host: str, why: str) -> None:
+        """End what the job has on `host`; it may come again."""
+        ...
+
+    async def leave(self) -> None:
+        """The driver ends, the job does not: let go of everything and leave it running."""
+        ...
+
+    async def end(self) -> None:
+        """The job is over: end every executor, and return when all are gone."""
+        ...

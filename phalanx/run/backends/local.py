@@ -1,0 +1,185 @@
+"""Hosts that are processes of this machine: executors in sessions of their own, which outlive the driver. Torch-free.
+
+What has been started is written down in a folder of the job, one file per host, so that a driver that is started again
+finds its executors. A file is written before the executor can connect, and removed when it is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.errors import UserError
+from phalanx.core.files import write_json
+from phalanx.run.backends.base import ExecutorCommand, Listener
+from phalanx.run.backends.watched import Identity, Watched, identity_of
+
+GRACE_S = 10.0
+"""What an executor has after SIGTERM to end its workers and itself."""
+
+
+@dataclass
+class LocalBackend:
+    """Implements `phalanx.run.backends.base.Backend`.
+
+    Args:
+        folder: where it keeps who was started, and what executors write to stderr.
+        command: of an executor.
+        most: hosts that may be there at one time.
+        environment: of executors.
+        grace_s: between SIGTERM and SIGKILL of an executor.
+    """
+
+    folder: Path
+    command: ExecutorCommand
+    most: int
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    grace_s: float = GRACE_S
+
+    def __post_init__(self) -> None:
+        if self.most < 1:
+            raise UserError("needs at least one host", cure="give run.hosts", field="run.hosts", value=self.most)
+        self._hosts: dict[str, Watched] = {}
+        self._ending: dict[str, asyncio.Task[None]] = {}
+        self._listener: Listener | None = None
+        self._last = 0
+
+    @property
+    def hosts(self) -> list[str]:
+        """Those that are there, in the order in which they were started."""
+        return list(self._hosts)
+
+    async def begin(self, listener: Listener) -> None:
+        """Take over the executors that an earlier driver has started.
+
+        Raises:
+            UserError: the folder cannot be used.
+        """
+        self._listener = listener
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            cure = "give run.folder a place where files can be made"
+            raise UserError(f"cannot be used ({error.strerror})", cure=cure, value=str(self.folder)) from error
+        self._last = max(map(_number, self.folder.glob("host-*")), default=0)
+        for path in sorted(self.folder.glob("host-*.json"), key=_number):
+            self._take_over(path.stem)
+
+    async def ask(self, count: int) -> None:
+        """Start so many executors, as far as there is room for them."""
+        for _ in range(min(count, self.most - len(self._hosts))):
+            self._start()
+
+    async def evict(self, host: str, why: str) -> None:
+        """End the executor; another one gets another name."""
+        self._end(host)
+
+    async def release(self, host: str, why: str) -> None:
+        """As `evict`: one machine has no other to give."""
+        self._end(host)
+
+    async def leave(self) -> None:
+        """Let go of all executors; they go on."""
+        for task in self._ending.values():
+            task.cancel()
+        for watched in self._hosts.values():
+            watched.close()
+        self._hosts.clear()
+
+    async def end(self) -> None:
+        """End all executors, and wait until they are gone."""
+        for host in list(self._hosts):
+            self._end(host)
+        await asyncio.gather(*self._ending.values())
+
+    def _start(self) -> None:
+        self._last += 1
+        name = f"host-{self._last}"
+        with (self.folder / f"{name}.err").open("ab") as errors:
+            process = subprocess.Popen(
+                list(self.command(name)),
+                stdin=subprocess.DEVNULL,
+                stdout=errors,
+                stderr=errors,
+                env=dict(self.environment),
+                start_new_session=True,
+            )
+        identity = identity_of(process.pid)
+        process.returncode = 0  # it is watched by its descriptor; subprocess is not to wait for it
+        if identity is None:
+            self._tell_gone(name, f"its executor did not start: {self._last_words(name)}")
+            return
+        write_json(self._path(name), asdict(identity))
+        self._watch(name, identity)
+
+    def _take_over(self, name: str) -> None:
+        known = _read(self._path(name))
+        identity = None if known is None else identity_of(known.pid)
+        if identity is None or identity != known:
+            self._forget(name)
+            self._tell_gone(name, "its executor had ended before the driver was started again")
+            return
+        self._watch(name, identity)
+
+    def _watch(self, name: str, identity: Identity) -> None:
+        try:
+            self._hosts[name] = Watched(identity, lambda: self._gone(name))
+        except ProcessLookupError:
+            self._forget(name)
+            self._tell_gone(name, f"its executor has ended: {self._last_words(name)}")
+
+    def _end(self, name: str) -> None:
+        watched = self._hosts.get(name)
+        if watched is not None and name not in self._ending:
+            self._ending[name] = asyncio.get_running_loop().create_task(self._terminate(name, watched))
+
+    async def _terminate(self, name: str, watched: Watched) -> None:
+        watched.send(signal.SIGTERM)
+        watched.send(signal.SIGCONT)  # a stopped process takes no other signal
+        if not await watched.wait(self.grace_s):
+            watched.send(signal.SIGKILL)
+            await watched.wait()
+
+    def _gone(self, name: str) -> None:
+        self._hosts.pop(name, None)
+        self._forget(name)
+        was_wanted = self._ending.pop(name, None) is not None
+        self._tell_gone(name, "it was ended" if was_wanted else f"its executor has ended: {self._last_words(name)}")
+
+    def _tell_gone(self, name: str, why: str) -> None:
+        if self._listener is not None:
+            self._listener.gone(name, why)
+
+    def _forget(self, name: str) -> None:
+        self._path(name).unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+    def _last_words(self, name: str) -> str:
+        with contextlib.suppress(OSError):
+            lines = (self.folder / f"{name}.err").read_text(errors="replace").split("\n")
+            return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+        return "it said nothing"
+
+
+def _number(path: Path) -> int:
+    digits = path.stem.rpartition("-")[2]
+    return int(digits) if digits.isdecimal() else 0
+
+
+def _read(path: Path) -> Identity | None:
+    """Who was started; None where the file says nothing, as after a power cut."""
+    try:
+        fields: dict[str, Any] = json.loads(path.read_text())
+        return Identity(int(fields["pid"]), int(fields["started_ticks"]), str(fields["boot_id"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
