@@ -1,0 +1,172 @@
+"""What the driver's shell has to do. Every action may be performed twice, and then changes nothing more. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from phalanx.run.decide.policy import CheckKind
+
+
+class ActionBase(msgspec.Struct, frozen=True, tag_field="action", forbid_unknown_fields=True):
+    """Any of them."""
+
+
+class OpenStore(ActionBase, frozen=True, tag="open-store"):
+    """Let this host open a rendezvous store for the attempt; asked again it answers with the same port."""
+
+    attempt: int
+    host: str
+
+
+class Start(ActionBase, frozen=True, tag="start"):
+    """Start ranks on these hosts; a host that has started them answers so again.
+
+    Attributes:
+        hosts: to whom it is said now.
+        placement: all hosts of the attempt; the ranks of the i-th are `ranks_of(i, workers_per_host)`.
+        store_port: of the store at the first of `placement`.
+        restarts: attempts before this one.
+        version: of the code; empty: the present one.
+    """
+
+    attempt: int
+    hosts: tuple[str, ...]
+    placement: tuple[str, ...]
+    workers_per_host: int
+    store_port: int
+    restarts: int
+    version: str = ""
+
+
+class Gather(ActionBase, frozen=True, tag="gather"):
+    """Have these hosts gather evidence of their ranks, judge it, and answer with suspects."""
+
+    attempt: int
+    hosts: tuple[str, ...]
+
+
+class Stop(ActionBase, frozen=True, tag="stop"):
+    """Have these hosts end what they have of this attempt and of lower ones, and say so.
+
+    Attributes:
+        grace_s: between SIGTERM and SIGKILL; 0: SIGKILL at once.
+    """
+
+    attempt: int
+    hosts: tuple[str, ...]
+    grace_s: float = 0.0
+
+
+class Check(ActionBase, frozen=True, tag="check"):
+    """Test a host; one that has been asked this number before answers again.
+
+    Attributes:
+        peers: hosts that are believed good, to test the network with.
+    """
+
+    host: str
+    number: int
+    kind: CheckKind
+    peers: tuple[str, ...] = ()
+
+
+class Evict(ActionBase, frozen=True, tag="evict"):
+    """The back end ends what the job has on this host, and does not use it again for this job."""
+
+    host: str
+    why: str
+
+
+class Release(ActionBase, frozen=True, tag="release"):
+    """The back end ends what the job has on this host. It may join again, and is then as new."""
+
+    host: str
+    why: str
+
+
+class AskForHosts(ActionBase, frozen=True, tag="ask-for-hosts"):
+    """So many hosts should still come, all together; 0: none any more."""
+
+    count: int
+
+
+class Alert(ActionBase, frozen=True, tag="alert"):
+    """Tell people."""
+
+    level: Literal["info", "warning", "error"]
+    text: str
+    host: str = ""
+
+
+class OpenIncident(ActionBase, frozen=True, tag="open-incident"):
+    """A report begins.
+
+    Attributes:
+        number: from 1.
+        attempt: which was hit.
+        seen_by: who saw it, such as ``executor of node7``.
+        text: what was seen.
+    """
+
+    number: int
+    attempt: int
+    seen_by: str
+    text: str
+
+
+class AddToIncident(ActionBase, frozen=True, tag="add-to-incident"):
+    """More of it: what else was seen (`by` an executor, the back end, a person), or what the driver decided and why."""
+
+    number: int
+    by: str
+    text: str
+
+
+class CloseIncident(ActionBase, frozen=True, tag="close-incident"):
+    """The job runs again, or has ended.
+
+    Attributes:
+        seconds: by phase.
+        lost_steps: that have to be made again; -1: not known.
+    """
+
+    number: int
+    text: str
+    seconds: dict[str, float]
+    lost_steps: int = -1
+
+
+class Finish(ActionBase, frozen=True, tag="finish"):
+    """The job is over: let every host end, and leave with this status.
+
+    Attributes:
+        requeue: whether it makes sense to begin it again as it is.
+    """
+
+    status: int
+    reason: str
+    requeue: bool = False
+
+
+Action = (
+    OpenStore
+    | Start
+    | Gather
+    | Stop
+    | Check
+    | Evict
+    | Release
+    | AskForHosts
+    | Alert
+    | OpenIncident
+    | AddToIncident
+    | CloseIncident
+    | Finish
+)
+
+
+def ranks_of(place: int, workers_per_host: int) -> range:
+    """Ranks of the host at this place of a placement."""
+    return range(place * workers_per_host, (place + 1) * workers_per_host)

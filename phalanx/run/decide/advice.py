@@ -1,0 +1,52 @@
+"""Sentences for people about a recovery: what was seen, and what would be done. Pure; torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from phalanx.run.decide import brakes, ladder, user_code
+from phalanx.run.decide.state import Failure, State
+
+_NAMES_SHOWN = 5
+
+
+def names(hosts: Iterable[str]) -> str:
+    """Such as ``a, b, c and 497 more``."""
+    every = list(hosts)
+    more = len(every) - _NAMES_SHOWN
+    return ", ".join(every[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def of_failure(host: str, failure: Failure) -> str:
+    """Such as ``rank 3 on node7: killed by SIGKILL (step 12)``."""
+    who = f"rank {failure.rank} on {host}" if failure.rank >= 0 else host
+    return f"{who}: {failure.summary}" + (f" (step {failure.step})" if failure.step >= 0 else "")
+
+
+def seen(state: State) -> str:
+    """All that was seen in this recovery, in a few clauses."""
+    recovery = state.recovery
+    if recovery is None:
+        return "nothing"
+    own = [(host, f) for host, failures in recovery.failures.items() for f in failures if not f.follows]
+    follow = sum(f.follows for failures in recovery.failures.values() for f in failures)
+    parts = [f"{len(own)} ranks failed by themselves, first {of_failure(*own[0])}"] if len(own) > 1 else []
+    parts += [of_failure(*own[0])] if len(own) == 1 else []
+    parts += [f"{follow} ranks failed because a peer was gone"] if follow else []
+    parts += [f"named by the evidence: {names(recovery.suspects)}"] if recovery.suspects else []
+    parts += [f"shared by {recovery.group}"] if recovery.group else []
+    parts += [f"lost: {names(recovery.lost)}"] if recovery.lost else []
+    parts += [f"processes that do not end on {names(recovery.stuck)}"] if recovery.stuck else []
+    return f"seen in attempt {state.attempt}: " + ("; ".join(parts) or recovery.why)
+
+
+def would_do(state: State) -> str:
+    """What would be done now if the policy did more than advise."""
+    recovery = state.recovery
+    if recovery is None:
+        return "nothing would be done"
+    ending = user_code.verdict(state) or brakes.verdict(state.policy, brakes.pressed(state))
+    if ending is not None:
+        return f"all workers would be stopped and the job ended with status {ending.status}: {ending.reason}"
+    first = "evidence would be gathered, then " if recovery.cause == "hang" else ""
+    return f"{first}all workers would be stopped, and then: {ladder.plan(state, recovery).why}"

@@ -1,0 +1,218 @@
+"""The way of an attempt from waiting for hosts to its first step, and what it does while it runs. Torch-free."""
+
+from __future__ import annotations
+
+from phalanx.run.decide import advice, brakes, endings, faults, recovery
+from phalanx.run.decide.actions import AskForHosts, OpenStore, Start
+from phalanx.run.decide.events import Advanced, Running, Started, Stopped, StoreOpened, WorkersReturned
+from phalanx.run.decide.placement import missing_hosts, place, ready_hosts, size_to_start
+from phalanx.run.decide.state import Ending, Failure, Recovery, State
+from phalanx.run.decide.turn import Turn
+
+# Waiting
+
+
+def begin_if_possible(turn: Turn) -> bool:
+    """Begin the next attempt, if there are hosts for it and no pause is due; else say until when to wait."""
+    state = turn.state
+    ready = ready_hosts(state)
+    # A host that is to leave still serves as long as nothing can replace it.
+    stopgap = [host for host in state.leaving if state.hosts[host].state in ("draining", "spare", "active")]
+    lacks = len(ready) + len(stopgap) < state.job.hosts
+    if lacks != (state.lacking_since_s is not None):
+        turn.set(lacking_since_s=turn.now_s if lacks else None)
+    size = size_to_start(turn.state, len(ready)) or size_to_start(turn.state, len(ready) + len(stopgap))
+    if not size and _has_given_up(turn.state):
+        endings.finish(turn, _no_hosts(turn.state, len(ready)))
+        return True
+    if not size or turn.now_s < state.brakes.not_before_s:
+        turn.set(deadline_s=_wait_until(turn.state))
+        return False
+    chosen = ready if len(ready) >= size else sorted([*ready, *stopgap], key=lambda h: (state.hosts[h].rack, h))
+    _open(turn, place(state.placement, chosen, size, state.hosts))
+    return True
+
+
+def _has_given_up(state: State) -> bool:
+    limit_s, since_s = state.policy.give_up_s, state.lacking_since_s
+    return limit_s > 0 and since_s is not None and state.now_s >= since_s + limit_s
+
+
+def _no_hosts(state: State, ready: int) -> Ending:
+    waited_s = state.policy.give_up_s
+    reason = f"only {ready} of {state.job.hosts} hosts were there after {waited_s:.0f} s (give_up_s)"
+    return Ending(endings.NO_HOSTS, reason, requeue=True)
+
+
+def _wait_until(state: State) -> float | None:
+    """When something else can be decided without any other event."""
+    times = [state.brakes.not_before_s]
+    if state.lacking_since_s is not None:
+        times.append(state.lacking_since_s + state.policy.replace_wait_s)
+        times += [state.lacking_since_s + state.policy.give_up_s] if state.policy.give_up_s > 0 else []
+    return min((time_s for time_s in times if time_s > state.now_s), default=None)
+
+
+def _open(turn: Turn, placement: tuple[str, ...]) -> None:
+    """Begin an attempt on these hosts: its store first."""
+    state = turn.state
+    chosen = set(placement)
+    for name, host in state.hosts.items():
+        if name in chosen:
+            turn.set_host(name, state="draining" if host.leaves else "active", why="")
+        elif host.state == "active":
+            turn.set_host(name, state="spare", why="ready")
+    attempt = max(state.attempt, state.highest_seen) + 1
+    if state.placement and placement != state.placement:
+        turn.note("driver", _moves(state.placement, placement))
+    turn.set(attempt=attempt, placement=placement, store_port=0, lacking_since_s=None)
+    turn.set(progress=brakes.begun(state.progress), highest_seen=attempt)
+    turn.enter("opening", state.policy.store_s)
+    turn.note("driver", f"attempt {attempt} begins on {advice.names(placement)}")
+    turn.act(OpenStore(attempt, placement[0]))
+    for leaver in turn.state.leaving:
+        if leaver not in chosen:
+            turn.release(leaver, turn.state.hosts[leaver].leaves)
+
+
+def _moves(before: tuple[str, ...], after: tuple[str, ...]) -> str:
+    """Who takes whose place."""
+    if len(before) != len(after):
+        return f"{len(after)} hosts instead of {len(before)}"
+    moves = [f"{new} takes the ranks of {old}" for old, new in zip(before, after, strict=True) if old != new]
+    return advice.names(moves)
+
+
+def ask_for_missing(turn: Turn) -> None:
+    """Have the back end bring what is missing, and say so only when it has changed."""
+    if turn.state.policy.advise_only and turn.state.has_workers:
+        return  # it would be for a host that was lost
+    missing = missing_hosts(turn.state)
+    if missing != turn.state.asked:
+        turn.set(asked=missing)
+        turn.act(AskForHosts(missing))
+
+
+# Opening and starting
+
+
+def on_store_opened(turn: Turn, event: StoreOpened) -> None:
+    """The ranks can be started."""
+    state = turn.state
+    if state.phase != "opening":
+        return
+    turn.set(store_port=event.port)
+    turn.enter("starting", state.policy.start_s, awaited=state.placement)
+    turn.act(start(turn.state, state.placement))
+
+
+def start(state: State, hosts: tuple[str, ...]) -> Start:
+    """Start the ranks of these hosts."""
+    per_host = state.job.workers_per_host
+    return Start(state.attempt, hosts, state.placement, per_host, state.store_port, state.attempt - 1, state.version)
+
+
+def on_started(turn: Turn, event: Started) -> None:
+    """One host more has started its ranks; the first step is what the others are waited for now."""
+    if turn.state.phase != "starting":
+        return
+    turn.no_longer_awaited(event.host)
+    if not turn.state.awaited:
+        turn.set(deadline_s=None)
+
+
+def on_running(turn: Turn, event: Running) -> None:
+    """The attempt has made its first step."""
+    state = turn.state
+    if state.phase != "starting":
+        return
+    for name in state.placement:
+        if not state.hosts[name].is_proven:
+            turn.set_host(name, is_proven=True)
+    turn.set(progress=brakes.advanced(state.progress, max(event.step, 0), event.is_absolute))
+    first_step = event.step if event.is_absolute else -1
+    turn.close_incident(f"attempt {state.attempt} makes steps", first_step)
+    turn.enter("running")
+
+
+def on_advanced(turn: Turn, event: Advanced) -> None:
+    """Steps advance."""
+    state = turn.state
+    if state.phase not in ("running", "diagnosing"):
+        return
+    progress = brakes.advanced(state.progress, event.step, event.is_absolute)
+    is_new = progress.done > state.progress.done
+    turn.set(progress=progress)
+    found = state.recovery
+    if state.phase == "diagnosing" and is_new and _is_only_hang(found):
+        turn.set(recovery=None)
+        turn.close_incident("steps advance again: nothing was done")
+        turn.enter("running")
+
+
+def _is_only_hang(found: Recovery | None) -> bool:
+    return found is not None and found.cause == "hang" and not found.failures and not found.lost
+
+
+def on_workers_returned(turn: Turn, event: WorkersReturned) -> None:
+    """All ranks have ended well."""
+    state = turn.state
+    if state.phase in ("starting", "running", "diagnosing") and not (state.recovery and state.recovery.failures):
+        endings.finish(turn, Ending(endings.DONE, "every rank has returned"))
+
+
+def on_stopped(turn: Turn, event: Stopped) -> None:
+    """A host has nothing left of the attempt."""
+    state = turn.state
+    if state.phase != "stopping" or event.host not in state.awaited:
+        return
+    turn.no_longer_awaited(event.host)
+    if not event.stuck:
+        return
+    why = f"processes {', '.join(map(str, event.stuck[:8]))} do not end"
+    turn.note(f"executor of {event.host}", why)
+    turn.alert("error", f"{why}: the host has to be restarted", event.host)
+    if state.recovery is not None:
+        recovery.learn(turn, stuck={**state.recovery.stuck, event.host: why})
+
+
+# Running
+
+
+def restart_if_wished(turn: Turn) -> bool:
+    """Restart on purpose: a host that is to leave can be replaced, or a job that has shrunk can grow."""
+    state = turn.state
+    replaceable = [host for host in state.leaving if host in state.placement]
+    may_grow = state.policy.grow and len(state.placement) < state.job.hosts and not state.policy.advise_only
+    if not replaceable and not may_grow:
+        return False
+    spares = [host for host in ready_hosts(state) if host not in state.placement]
+    if replaceable and spares:
+        host = replaceable[0]
+        return recovery.see(
+            turn, "planned", "driver", f"{spares[0]} can take the place of {host}: {state.hosts[host].leaves}"
+        )
+    if not may_grow or not brakes.has_progressed(state.progress):
+        return False
+    working = [host for host in state.placement if state.hosts[host].state == "active"]
+    size = next((size for size in state.job.sizes() if size <= len(working) + len(spares)), 0)
+    if size <= len(state.placement) or len(working) < len(state.placement):
+        return False
+    return recovery.see(
+        turn, "planned", "driver", f"there are hosts to go on with {size} instead of {len(state.placement)}"
+    )
+
+
+def not_started(turn: Turn) -> None:
+    """The limit of a start has passed."""
+    state = turn.state
+    limit_s = state.policy.start_s
+    for host in state.awaited:
+        failure = Failure(-1, "silent", "process", f"did not say in {limit_s:.0f} s that its ranks are started")
+        faults.of_host(turn, host, failure, "driver")
+
+
+def not_opened(turn: Turn) -> None:
+    """The limit for the store has passed."""
+    host, limit_s = turn.state.placement[0], turn.state.policy.store_s
+    faults.of_host(turn, host, Failure(-1, "silent", "process", f"opened no store in {limit_s:.0f} s"), "driver")

@@ -1,0 +1,226 @@
+"""The driver's decisions: `decide(state, event) → (state, actions)`, a pure function. Torch-free.
+
+An event changes what is known; then limits that have passed are acted upon; then the job goes from phase to phase as
+far as it can without hearing anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from phalanx.run.decide import attempts, endings, faults, hosts, orders, recovery, restarted, user_code
+from phalanx.run.decide.actions import Action
+from phalanx.run.decide.advice import would_do
+from phalanx.run.decide.events import (
+    Advanced,
+    CheckFailed,
+    CheckPassed,
+    DrainAsked,
+    DriverRestarted,
+    Event,
+    EvictAsked,
+    HostGone,
+    HostJoined,
+    HostUnknown,
+    JobBegun,
+    LossBroken,
+    NoProgress,
+    ReturnAsked,
+    Running,
+    SlowHost,
+    Started,
+    StartFailed,
+    StopAsked,
+    Stopped,
+    StoreFailed,
+    StoreOpened,
+    SuspectsNamed,
+    Tick,
+    TimeShort,
+    TrafficSilent,
+    WorkerFailed,
+    WorkersReturned,
+)
+from phalanx.run.decide.state import Ending, State
+from phalanx.run.decide.turn import Turn
+
+
+def decide(state: State, event: Event) -> tuple[State, list[Action]]:
+    """What an event changes, and what has to be done about it. Never raises for any event in any state.
+
+    Args:
+        state: from `initial`, or the one that the event before gave.
+        event: what has happened.
+
+    Returns:
+        The next state, and the actions in the order in which they are to be performed.
+    """
+    turn = Turn(state, event.at_s)
+    _handle(turn, event)
+    while turn.state.phase != "ended" and (_expire(turn) or _proceed(turn)):
+        pass
+    if turn.state.phase != "ended" and (
+        turn.hosts_changed or isinstance(event, JobBegun) or state.phase != turn.state.phase
+    ):
+        attempts.ask_for_missing(turn)
+    return turn.state, turn.actions
+
+
+def _handle(turn: Turn, event: Event) -> None:
+    if turn.state.phase == "ended":
+        if isinstance(event, HostJoined):
+            hosts.on_joined_after_end(turn, event)
+        elif isinstance(event, DriverRestarted):
+            restarted.on_restarted(turn)
+    elif getattr(event, "attempt", turn.state.attempt) == turn.state.attempt or isinstance(event, HostJoined):
+        _ANSWERS[type(event)](turn, event)
+
+
+def _nothing(turn: Turn, event: Event) -> None:
+    """Time alone, or a beginning, changes nothing by itself."""
+
+
+def _on_restarted(turn: Turn, event: DriverRestarted) -> None:
+    restarted.on_restarted(turn)
+
+
+_ANSWERS: dict[type, Callable[[Turn, Any], None]] = {
+    JobBegun: _nothing,
+    Tick: _nothing,
+    DriverRestarted: _on_restarted,
+    HostJoined: hosts.on_joined,
+    HostUnknown: hosts.on_unknown,
+    HostGone: hosts.on_gone,
+    CheckPassed: hosts.on_check_passed,
+    CheckFailed: hosts.on_check_failed,
+    SlowHost: hosts.on_slow,
+    StoreOpened: attempts.on_store_opened,
+    StoreFailed: faults.on_store_failed,
+    Started: attempts.on_started,
+    StartFailed: faults.on_start_failed,
+    Running: attempts.on_running,
+    Advanced: attempts.on_advanced,
+    WorkerFailed: faults.on_worker_failed,
+    WorkersReturned: attempts.on_workers_returned,
+    NoProgress: faults.on_no_progress,
+    TrafficSilent: faults.on_traffic_silent,
+    LossBroken: faults.on_loss_broken,
+    SuspectsNamed: faults.on_suspects_named,
+    Stopped: attempts.on_stopped,
+    StopAsked: orders.on_stop_asked,
+    TimeShort: orders.on_time_short,
+    DrainAsked: orders.on_drain_asked,
+    EvictAsked: orders.on_evict_asked,
+    ReturnAsked: orders.on_return_asked,
+}
+
+
+# Limits
+
+
+def _expire(turn: Turn) -> bool:
+    """Act upon limits that have passed; whether there were any."""
+    state = turn.state
+    late = [name for name, check in state.checks.items() if turn.now_s >= check.deadline_s]
+    for name in late:
+        hosts.not_checked(turn, name)
+    if state.deadline_s is None or turn.now_s < state.deadline_s:
+        return bool(late)
+    turn.set(deadline_s=None)
+    _PASSED[turn.state.phase](turn)
+    return True
+
+
+_PASSED: dict[str, Callable[[Turn], None]] = {
+    "waiting": lambda turn: None,  # what can be done now is seen next
+    "opening": attempts.not_opened,
+    "starting": attempts.not_started,
+    "running": lambda turn: None,
+    "diagnosing": recovery.stop,
+    "stopping": recovery.give_up_on_silent,
+    "checking": lambda turn: None,
+}
+
+
+# Phases
+
+
+def _proceed(turn: Turn) -> bool:
+    """Go on to the next phase if nothing else need be heard for it; whether it did."""
+    return _STEPS[turn.state.phase](turn)
+
+
+def _waiting(turn: Turn) -> bool:
+    return attempts.begin_if_possible(turn)
+
+
+def _opening(turn: Turn) -> bool:
+    if turn.state.recovery is None:
+        return False
+    why = turn.state.recovery.why  # only where the policy advises: nothing runs that could be let go on
+    endings.finish(
+        turn, Ending(endings.NO_PROGRESS, f"the attempt could not begin, and the policy only advises: {why}")
+    )
+    return True
+
+
+def _running(turn: Turn) -> bool:
+    _advise_if_due(turn)
+    if turn.state.recovery is not None and recovery.failed_ranks(turn.state) >= turn.state.world_size:
+        _end_of_all(turn)
+        return True
+    return turn.state.phase == "running" and attempts.restart_if_wished(turn)
+
+
+def _diagnosing(turn: Turn) -> bool:
+    if not recovery.is_settled(turn.state):
+        return False
+    recovery.stop(turn)
+    return True
+
+
+def _stopping(turn: Turn) -> bool:
+    if not turn.state.awaited:
+        recovery.conclude(turn)
+        return True
+    recovery.hurry(turn)
+    return turn.state.deadline_s is not None and turn.now_s >= turn.state.deadline_s
+
+
+def _checking(turn: Turn) -> bool:
+    if turn.state.awaited:
+        return False
+    recovery.let_leave(turn)
+    recovery.wait(turn)
+    return True
+
+
+_STEPS: dict[str, Callable[[Turn], bool]] = {
+    "waiting": _waiting,
+    "opening": _opening,
+    "starting": _running,
+    "running": _running,
+    "diagnosing": _diagnosing,
+    "stopping": _stopping,
+    "checking": _checking,
+}
+
+
+# Advice
+
+
+def _advise_if_due(turn: Turn) -> None:
+    """With a policy that only advises: say what would be done, once the culprit has spoken."""
+    due_s, found = turn.state.advice_due_s, turn.state.recovery
+    if due_s is None or found is None:
+        return
+    if turn.now_s >= due_s or found.cause == "hang" or recovery.is_settled(turn.state):
+        turn.alert("error", f"{found.why}. It is not done, since the policy only advises: {would_do(turn.state)}")
+        recovery.learn(turn, is_decided=True)
+
+
+def _end_of_all(turn: Turn) -> None:
+    """Nothing runs any more and nothing is to be done."""
+    reason = "every rank has ended, and the policy only advises"
+    endings.finish(turn, user_code.verdict(turn.state) or Ending(endings.NO_PROGRESS, reason))

@@ -1,0 +1,117 @@
+"""Answers to events that say that something is wrong with the attempt. Torch-free."""
+
+from __future__ import annotations
+
+from phalanx.run.decide import advice, recovery
+from phalanx.run.decide.events import (
+    Fault,
+    LossBroken,
+    NoProgress,
+    StartFailed,
+    StoreFailed,
+    SuspectsNamed,
+    TrafficSilent,
+    WorkerFailed,
+)
+from phalanx.run.decide.state import Failure, State
+from phalanx.run.decide.turn import Turn
+
+
+def on_worker_failed(turn: Turn, event: WorkerFailed) -> None:
+    """A rank has ended as it should not."""
+    host = turn.state.host_of(event.rank)
+    if host is None:
+        return
+    step = event.step
+    failure = Failure(event.rank, event.kind, event.fault, event.summary, event.follows, step)
+    of_host(turn, host, failure, f"executor of {host}")
+
+
+def of_host(turn: Turn, host: str, failure: Failure, seen_by: str) -> None:
+    """A rank of a host has failed, or (rank -1) all of them."""
+    state = turn.state
+    going_on = state.recovery is not None and not state.recovery.is_decided
+    if going_on and state.has_workers and (failure.follows or host in state.recovery.failures):  # type: ignore[union-attr]
+        recovery.add_failure(turn, host, failure)  # without a line in the report for each of many ranks
+        return
+    if recovery.see(turn, "failure", seen_by, advice.of_failure(host, failure)):
+        recovery.add_failure(turn, host, failure)
+
+
+def on_store_failed(turn: Turn, event: StoreFailed) -> None:
+    """The first host of the placement could not open the store."""
+    if turn.state.phase != "opening":
+        return
+    host = turn.state.placement[0]
+    of_host(turn, host, Failure(-1, "silent", "process", f"no store: {event.problem}"), f"executor of {host}")
+
+
+def on_start_failed(turn: Turn, event: StartFailed) -> None:
+    """A host could not start its ranks."""
+    if turn.state.phase not in ("starting", "diagnosing", "stopping") or event.host not in turn.state.placement:
+        return
+    failure = Failure(-1, "start", "process", f"did not start: {event.problem}")
+    of_host(turn, event.host, failure, f"executor of {event.host}")
+
+
+def on_no_progress(turn: Turn, event: NoProgress) -> None:
+    """No step for too long."""
+    text = f"no step for {event.age_s:.1f} s, where {event.limit_s:.1f} s is the limit"
+    if turn.state.phase not in ("starting", "running"):
+        return
+    if all_unknown(turn.state):
+        turn.alert("warning", f"{text}; but no host is heard of, so it may be the driver that is cut off: it waits")
+        return
+    recovery.see(turn, "hang", "step limit", text)
+
+
+def all_unknown(state: State) -> bool:
+    """Whether nothing is heard of any host of the attempt."""
+    return all(state.hosts[host].state in ("unknown", "gone", "evicted") for host in state.placement)
+
+
+def on_traffic_silent(turn: Turn, event: TrafficSilent) -> None:
+    """Training interfaces carry less, or nothing."""
+    state = turn.state
+    if len(state.placement) < 2 or state.phase != "running":
+        return
+    what = "nothing" if event.is_total else "less than they did"
+    text = f"the training interfaces of {advice.names(event.hosts)} have carried {what} for {event.silent_s:.0f} s"
+    if not (event.is_total and event.without_progress) or all_unknown(state):
+        turn.alert("warning", text)
+        return
+    recovery.see(turn, "hang", "traffic of the training interfaces", f"{text}, and no step was made")
+
+
+def on_loss_broken(turn: Turn, event: LossBroken) -> None:
+    """The loss stays no number: go back once, and if it comes back at the same step it is the code or its data."""
+    if turn.state.phase != "running":
+        return
+    text = f"the loss is no finite number since step {event.step}"
+    ranks = event.ranks or (0,)
+    if not recovery.see(turn, "failure", "losses of the ranks", text):
+        return
+    for rank in ranks:
+        host = turn.state.host_of(rank)
+        if host is not None:
+            # Where all have the same loss none of them is to blame: it follows from something else.
+            fault: Fault = "host" if event.ranks else "process"
+            failure = Failure(rank, "loss", fault, "the loss is no finite number", step=event.step)
+            recovery.add_failure(turn, host, failure)
+
+
+def on_suspects_named(turn: Turn, event: SuspectsNamed) -> None:
+    """The evidence has been judged."""
+    state = turn.state
+    if state.phase not in ("diagnosing", "stopping") or state.recovery is None:
+        return
+    suspects = {host: event.why for rank in event.ranks if (host := state.host_of(rank)) is not None}
+    group = tuple(dict.fromkeys(host for rank in event.group_ranks if (host := state.host_of(rank)) is not None))
+    who = ", ".join(f"rank {rank} on {state.host_of(rank)}" for rank in event.ranks[:8])
+    turn.note("judge of the evidence", f"suspected: {who}: {event.why}" if who else f"nobody stands out: {event.why}")
+    known = state.recovery
+    recovery.learn(turn, suspects={**known.suspects, **suspects})
+    if event.group:
+        recovery.learn(turn, group=event.group, group_hosts=group)
+    if state.phase == "diagnosing" and known.cause == "hang":
+        recovery.stop(turn)

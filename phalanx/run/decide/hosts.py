@@ -1,0 +1,166 @@
+"""Hosts that come, are checked, are not heard of, and go. Torch-free."""
+
+from __future__ import annotations
+
+from phalanx.run.decide import attempts, faults, recovery
+from phalanx.run.decide.actions import Check, Evict, Gather, OpenStore, Release, Stop
+from phalanx.run.decide.events import CheckFailed, CheckPassed, HostGone, HostJoined, HostUnknown, SlowHost
+from phalanx.run.decide.state import Failure, Host
+from phalanx.run.decide.turn import Turn
+
+
+def on_joined(turn: Turn, event: HostJoined) -> None:
+    """An executor has connected, for the first time or again."""
+    state, name = turn.state, event.host
+    if event.attempt > state.highest_seen:
+        turn.set(highest_seen=event.attempt)
+    known = state.hosts.get(name)
+    if known is not None and known.state == "evicted":
+        turn.act(Evict(name, known.why))
+        return
+    if name in state.checks:
+        _ask_again(turn, name)
+    elif known is not None and known.state != "gone" and state.has_workers and name in state.placement:
+        _come_back(turn, event, known)
+    elif known is not None and known.state in ("spare", "active", "draining"):
+        _end_leftovers(turn, event)
+    else:
+        _admit(turn, event, known)
+
+
+def _admit(turn: Turn, event: HostJoined, known: Host | None) -> None:
+    """A host that is new, or was away: it has to pass a check first."""
+    was_away = known is not None and known.state == "unknown"
+    changes = {
+        "leaves": known.leaves if known is not None else "",
+        "is_proven": known is not None and was_away and known.is_proven,
+    }
+    turn.set_host(event.host, rack=event.rack, state="joining", why="being checked", **changes)
+    _end_leftovers(turn, event)
+    recovery.ask_check(turn, event.host, "passive" if was_away else turn.state.policy.joining_check)
+
+
+def _end_leftovers(turn: Turn, event: HostJoined) -> None:
+    """What runs there belongs to an attempt that this host has no part in."""
+    if event.running:
+        turn.act(Stop(turn.state.attempt, (event.host,)))
+
+
+def _ask_again(turn: Turn, name: str) -> None:
+    """It may never have heard of the check that it is asked for."""
+    state = turn.state
+    if state.hosts[name].state == "unknown":
+        turn.set_host(name, state="suspect" if name in state.awaited else "joining", why="being checked")
+    check = state.checks[name]
+    turn.act(Check(name, check.number, check.kind, check.peers))
+
+
+def _come_back(turn: Turn, event: HostJoined, known: Host) -> None:
+    """A host of the present attempt: tell it again what it may not have heard."""
+    state, name = turn.state, event.host
+    turn.set_host(name, state="draining" if known.leaves else "active", why="")
+    if state.phase == "opening" and name == state.placement[0]:
+        turn.act(OpenStore(state.attempt, name))
+    elif state.phase == "starting" and name in state.awaited:
+        turn.act(attempts.start(state, (name,)))
+    elif state.phase == "stopping":
+        turn.act(Stop(state.attempt, (name,)))
+    elif event.attempt < state.attempt and state.phase != "opening":
+        text = "its executor has come back without the workers of this attempt"
+        faults.of_host(turn, name, Failure(-1, "silent", "process", text), f"executor of {name}")
+    elif state.phase == "diagnosing" and state.recovery is not None and state.recovery.cause == "hang":
+        turn.act(Gather(state.attempt, (name,)))
+
+
+def on_unknown(turn: Turn, event: HostUnknown) -> None:
+    """Nothing is heard of a host: that alone is no reason to do anything, least of all while steps advance."""
+    host = turn.state.hosts.get(event.host)
+    if host is None or host.state in ("unknown", "evicted", "gone"):
+        return
+    turn.set_host(event.host, state="unknown", why="nothing has been heard of it for a while")
+    turn.note("driver", f"nothing is heard of {event.host}")
+    if event.host in turn.state.placement and turn.state.phase in ("starting", "running"):
+        turn.alert("warning", "nothing is heard of it; it stays in the job while steps advance", event.host)
+
+
+def on_gone(turn: Turn, event: HostGone) -> None:
+    """The back end says that a host is gone."""
+    state, name = turn.state, event.host
+    host = state.hosts.get(name)
+    if host is None or host.state in ("evicted", "gone"):
+        return
+    why = f"gone: {event.why}" if event.why else "gone"
+    takes_part = state.has_workers and name in state.placement
+    turn.remove_host(name, "gone", why)
+    if takes_part and state.ending is None and recovery.see(turn, "failure", "back end", f"{name} is {why}"):
+        recovery.add_lost(turn, name, why)
+    elif not takes_part:
+        turn.note("back end", f"{name} is {why}")
+
+
+def on_check_passed(turn: Turn, event: CheckPassed) -> None:
+    """A host may take part."""
+    state, name = turn.state, event.host
+    check = state.checks.get(name)
+    if check is None or check.number != event.number:
+        return
+    turn.drop_check(name)
+    host = state.hosts[name]
+    if name in state.awaited:
+        turn.note(f"{check.kind} check of {name}", "passed")
+        turn.no_longer_awaited(name)
+        turn.set_host(name, state="draining" if host.leaves else "active", why="")
+    else:
+        turn.set_host(name, state="spare", why="ready")
+
+
+def on_check_failed(turn: Turn, event: CheckFailed) -> None:
+    """A host must not take part."""
+    state, name = turn.state, event.host
+    check = state.checks.get(name)
+    if check is None or check.number != event.number:
+        return
+    why = f"it has not passed its {check.kind} check: {event.why}"
+    if name not in state.awaited and state.policy.advise_only:
+        turn.drop_check(name)
+        turn.set_host(name, state="spare", why=why)
+        turn.alert("warning", f"{why}; it would be evicted", name)
+        return
+    turn.note(f"{check.kind} check of {name}", f"not passed, so it is evicted: {event.why}")
+    turn.alert("error", f"{why}; it is evicted", name)
+    turn.evict(name, why)
+
+
+def not_checked(turn: Turn, name: str) -> None:
+    """The limit of a check has passed without an answer."""
+    state = turn.state
+    why = f"it did not answer its {state.checks[name].kind} check in time"
+    if state.policy.advise_only and name not in state.awaited:
+        turn.drop_check(name)
+        turn.alert("warning", f"{why}; it would be given back", name)
+        return
+    turn.note("driver", f"{name} is given back: {why}")
+    turn.alert("warning", f"{why}; it is given back", name)
+    turn.release(name, why)
+
+
+def on_slow(turn: Turn, event: SlowHost) -> None:
+    """A host is slower than the others: tell it, and replace it where the policy has it so."""
+    state = turn.state
+    host = state.hosts.get(event.host)
+    if host is None or state.phase != "running" or event.host not in state.placement or host.leaves:
+        return
+    text = f"a step on it takes {event.factor:.2f} times as long as on the others. {event.why}".strip()
+    policy = state.policy
+    if not policy.replace_slow or event.factor < policy.slow_factor:
+        turn.alert("warning", text, event.host)
+    elif policy.advise_only:
+        turn.alert("warning", f"{text}; it would be replaced", event.host)
+    else:
+        turn.alert("warning", f"{text}; it is replaced as soon as a spare is ready", event.host)
+        turn.set_host(event.host, leaves=f"slow: {text}", state="draining" if host.state == "active" else host.state)
+
+
+def on_joined_after_end(turn: Turn, event: HostJoined) -> None:
+    """There is nothing to do for it any more."""
+    turn.act(Release(event.host, "the job has ended"))

@@ -1,0 +1,169 @@
+"""What to do about a fault, by how often it has come: the ladder. Pure; torch-free.
+
+Restart in place → active checks of the suspect → evict it → evict the group that shares the fault → the previous
+version of the code → stop.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from phalanx.run.decide.brakes import has_progressed
+from phalanx.run.decide.placement import can_spare
+from phalanx.run.decide.policy import CheckKind
+from phalanx.run.decide.state import Failure, Recovery, State
+
+_OF_THE_HOST = ("host", "network", "storage")
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What is to be done once no process of the attempt is left.
+
+    Attributes:
+        why: in words for people.
+        checks: hosts to be checked, and how.
+        evict: hosts to be evicted, and why.
+        use_previous: go on with the previous version of the code.
+        stop: nothing is left to try.
+        marks: keys of the history to which this fault is added.
+    """
+
+    why: str
+    checks: dict[str, CheckKind] = {}
+    evict: dict[str, str] = {}
+    use_previous: bool = False
+    stop: bool = False
+    marks: tuple[str, ...] = ()
+
+
+def plan(state: State, recovery: Recovery) -> Plan:
+    """Choose the rungs of this recovery."""
+    leave = {**recovery.evict, **{host: f"{why}; the kernel does not let go" for host, why in recovery.stuck.items()}}
+    blamed = culprits(state, recovery)
+    if not blamed:
+        return _nobody(state, recovery, leave)
+    if len(blamed) > most_to_blame(state):
+        why = f"{len(blamed)} of {len(state.placement)} hosts at once: a common cause, no host is blamed"
+        return Plan(f"{why}; all of them are checked passively", dict.fromkeys(blamed, "passive"), leave)
+    levels = {host: base + seen_before(state, recovery, host) for host, base in blamed.items()}
+    marks = _marks(state, recovery, blamed)
+    top = max(levels.values())
+    if top >= 3:
+        return _shared(state, recovery, levels, leave, marks)
+    return _each(state, levels, leave, marks)
+
+
+def culprits(state: State, recovery: Recovery) -> dict[str, int]:
+    """Hosts that are to blame and still there, each with the rung that the first such fault deserves."""
+    going = {*recovery.lost, *recovery.stuck, *recovery.evict}
+    found = dict.fromkeys(recovery.suspects, 1)
+    for host, failures in recovery.failures.items():
+        own = [f for f in failures if not f.follows and not _is_everybodys(f)]
+        if own and host not in found:
+            found[host] = _base(state, host, own)
+    return {host: base for host, base in found.items() if host not in going}
+
+
+def _is_everybodys(failure: Failure) -> bool:
+    """A loss that is the same on all ranks tells of none of them."""
+    return failure.kind == "loss" and failure.fault == "process"
+
+
+def most_to_blame(state: State) -> int:
+    """So many hosts may be at fault at once; more have a common cause."""
+    return max(2, len(state.placement) // 8)
+
+
+def seen_before(state: State, recovery: Recovery, host: str) -> int:
+    """How often the host, its place or its group has been at fault within the window."""
+    return max(_count(state, mark) for mark in _marks(state, recovery, [host]))
+
+
+def _base(state: State, host: str, failures: list[Failure]) -> int:
+    """0: restart in place; 1: check it actively, since the fault is of the host, or it has never run anything well."""
+    return int(any(failure.fault in _OF_THE_HOST for failure in failures) or not state.hosts[host].is_proven)
+
+
+def _nobody(state: State, recovery: Recovery, leave: dict[str, str]) -> Plan:
+    """Nobody who is still there is to blame."""
+    if recovery.lost or leave:
+        return Plan("the hosts that are lost are replaced, the others restart in place", {}, leave)
+    count = _count(state, "everyone")
+    everyone = [host for host in state.placement if state.hosts[host].state in ("active", "draining", "suspect")]
+    if count == 0:
+        checks: dict[str, CheckKind] = dict.fromkeys(everyone, "passive")
+        return Plan("nobody stands out: passive checks of all, and a restart in place", checks, marks=("everyone",))
+    if count == 1:
+        active: dict[str, CheckKind] = dict.fromkeys(everyone, state.policy.active_check)
+        return Plan("again nobody stands out: active checks of all", active, marks=("everyone",))
+    return _last_rungs(state, Plan("nobody stands out, more than twice", marks=("everyone",)))
+
+
+def _each(state: State, levels: dict[str, int], leave: dict[str, str], marks: tuple[str, ...]) -> Plan:
+    """Restart in place, check, or evict, each suspect for itself."""
+    bad = {host for host, level in levels.items() if level == 2}
+    if bad and not can_spare(state, bad | set(leave)):
+        levels = {host: min(level, 1) for host, level in levels.items()}
+    words = {host: _words(state, host, level, host in bad) for host, level in levels.items()}
+    checks: dict[str, CheckKind] = {
+        host: "passive" if level == 0 else state.policy.active_check for host, level in levels.items() if level < 2
+    }
+    evict = {host: words[host] for host, level in levels.items() if level == 2}
+    return Plan("; ".join(words.values()), checks, {**leave, **evict}, marks=marks)
+
+
+def _words(state: State, host: str, level: int, is_bad: bool) -> str:
+    if level == 0:
+        return f"{host}: first fault, restart in place after a passive check"
+    if level == 2:
+        return f"{host}: at fault again although its checks passed, evicted"
+    if is_bad:
+        return f"{host}: at fault again although its checks passed, but nothing can replace it: checked once more"
+    return f"{host}: suspected, so a {state.policy.active_check} check comes first"
+
+
+def _shared(
+    state: State, recovery: Recovery, levels: dict[str, int], leave: dict[str, str], marks: tuple[str, ...]
+) -> Plan:
+    """The fault came back on another host: it is of the group, or of the code."""
+    group = [host for host in recovery.group_hosts if state.hosts[host].state not in ("gone", "evicted")]
+    is_first = _count(state, f"evicted group {recovery.group}") == 0
+    if group and is_first and 2 * len(group) <= len(state.placement) and can_spare(state, {*group, *leave}):
+        why = f"the fault stays with {recovery.group} whichever host it has: all of its hosts are evicted"
+        evict = {**leave, **dict.fromkeys(group, why)}
+        return Plan(why, evict=evict, marks=(*marks, f"evicted group {recovery.group}"))
+    checks: dict[str, CheckKind] = {host: state.policy.active_check for host in levels if host not in leave}
+    return _last_rungs(state, Plan("the fault stays whichever host it meets", checks, leave, marks=marks))
+
+
+def _last_rungs(state: State, so_far: Plan) -> Plan:
+    """The previous version of the code, if one is given; else stop, unless steps are made in spite of it all."""
+    if state.job.previous_version and not state.version:
+        why = f"{so_far.why}: back to the previous version of the code ({state.job.previous_version})"
+        return msgspec.structs.replace(so_far, why=why, use_previous=True)
+    if has_progressed(state.progress):
+        return msgspec.structs.replace(so_far, why=f"{so_far.why}, but new steps are made: restart in place")
+    return msgspec.structs.replace(so_far, why=f"{so_far.why}, and no new step is made", stop=True)
+
+
+def _marks(state: State, recovery: Recovery, hosts: dict[str, int] | list[str]) -> tuple[str, ...]:
+    """Keys of the history for these hosts."""
+    marks = [f"host {host}" for host in hosts]
+    marks += [f"place {state.place_of(host)}" for host in hosts if host in state.placement]
+    if recovery.group and any(host in recovery.group_hosts for host in hosts):
+        marks.append(f"group {recovery.group}")
+    return tuple(marks)
+
+
+def _count(state: State, mark: str) -> int:
+    oldest_s = state.now_s - state.policy.fault_window_s
+    return sum(time_s >= oldest_s for time_s in state.history.get(mark, ()))
+
+
+def with_marks(state: State, marks: tuple[str, ...]) -> dict[str, tuple[float, ...]]:
+    """The history with a fault more for each of these, and without what is too old to count."""
+    oldest_s = state.now_s - state.policy.fault_window_s
+    history = {mark: tuple(t for t in times if t >= oldest_s) for mark, times in state.history.items()}
+    for mark in marks:
+        history[mark] = (*history.get(mark, ()), state.now_s)
+    return {mark: times for mark, times in history.items() if times}

@@ -1,0 +1,125 @@
+"""What a person may choose of how a job is kept running, and what the job is. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from phalanx.core.errors import UserError
+
+CheckKind = Literal["passive", "quick", "full"]
+"""Passive: reads counters and logs, under 0.1 s. Quick: measures, under 5 s. Full: minutes."""
+
+
+class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How recoveries are decided. Every duration is in seconds.
+
+    Attributes:
+        advise_only: faults are answered with alerts that say what would be done, and nothing is done.
+        when_missing: without a replacement for a host, ``wait`` for one, or ``shrink`` to fewer hosts.
+        replace_wait_s: with ``shrink``, how long a replacement is waited for first.
+        give_up_s: how long the job waits for hosts before it ends with status 3; 0: for ever.
+        grow: a job that has shrunk restarts with more hosts when they are there and steps have been made.
+        replace_slow: a host that is found slow is replaced when a spare is ready; else it is only told.
+        slow_factor: from how many times the usual step time on it is replaced.
+        joining_check: what a host has to pass before it may take part.
+        active_check: what a suspect has to pass before it may take part again.
+        settle_s: how long the culprit's own word is waited for, when a failure may only follow from another's.
+        evidence_s: how long evidence and its judgement are waited for before workers that hang are killed.
+        store_s: limit for opening a rendezvous store.
+        start_s: limit for the start of an attempt's processes.
+        stop_s: limit for their end, with device memory given back.
+        unknown_stop_s: the same for a host that has not been heard of for a while.
+        grace_s: between SIGTERM and SIGKILL when a person stops the job, or its time is short.
+        passive_check_s, quick_check_s, full_check_s: limits for the answer of a check.
+        max_restarts_without_step: recoveries in a row without a new step before the job ends with status 4.
+        max_restarts: recoveries in all before it does; 0: no limit.
+        backoff_s: pause before the second restart without a new step; doubles with each; the first has none.
+        backoff_limit_s: to which the pause grows.
+        fault_window_s: how long a fault of a host, a place or a group counts against it.
+    """
+
+    advise_only: bool = False
+    when_missing: Literal["wait", "shrink"] = "wait"
+    replace_wait_s: float = 300.0
+    give_up_s: float = 1800.0
+    grow: bool = True
+    replace_slow: bool = False
+    slow_factor: float = 1.1
+    joining_check: CheckKind = "quick"
+    active_check: Literal["quick", "full"] = "quick"
+    settle_s: float = 0.4
+    evidence_s: float = 4.0
+    store_s: float = 10.0
+    start_s: float = 120.0
+    stop_s: float = 15.0
+    unknown_stop_s: float = 3.0
+    grace_s: float = 30.0
+    passive_check_s: float = 5.0
+    quick_check_s: float = 30.0
+    full_check_s: float = 600.0
+    max_restarts_without_step: int = 5
+    max_restarts: int = 0
+    backoff_s: float = 2.0
+    backoff_limit_s: float = 60.0
+    fault_window_s: float = 6 * 3600.0
+
+    def __post_init__(self) -> None:
+        for name in _LIMITS:
+            _at_least(name, getattr(self, name), 0.05, "a limit of zero would pass before any answer")
+        for name in _FROM_ZERO:
+            _at_least(name, getattr(self, name), 0, "it cannot be negative")
+        _at_least("max_restarts_without_step", self.max_restarts_without_step, 1, "a job must be able to restart once")
+        _at_least("slow_factor", self.slow_factor, 1.01, "a usual step would be slow")
+        _at_least("backoff_limit_s", self.backoff_limit_s, self.backoff_s, "it is below backoff_s")
+
+    def check_s(self, kind: CheckKind) -> float:
+        """How long the answer of a check of this kind is waited for."""
+        return {"passive": self.passive_check_s, "quick": self.quick_check_s, "full": self.full_check_s}[kind]
+
+
+_LIMITS = (
+    *("evidence_s", "store_s", "start_s", "stop_s", "unknown_stop_s", "fault_window_s"),
+    *("passive_check_s", "quick_check_s", "full_check_s"),
+)
+_FROM_ZERO = ("replace_wait_s", "give_up_s", "settle_s", "grace_s", "max_restarts", "backoff_s")
+
+
+class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is to run.
+
+    Attributes:
+        hosts: how many take part.
+        workers_per_host: ranks on each.
+        spares: hosts that are kept ready beside those.
+        allowed_hosts: smaller numbers of hosts that it may shrink to; empty: every divisor of `hosts`.
+        previous_version: an earlier version of the code to go back to, in words of whoever starts it; empty: none.
+    """
+
+    name: str
+    hosts: int
+    workers_per_host: int = 1
+    spares: int = 0
+    allowed_hosts: tuple[int, ...] = ()
+    previous_version: str = ""
+
+    def __post_init__(self) -> None:
+        _at_least("hosts", self.hosts, 1, "a job needs a host")
+        _at_least("workers_per_host", self.workers_per_host, 1, "a host needs a worker")
+        _at_least("spares", self.spares, 0, "it cannot be negative")
+        for count in self.allowed_hosts:
+            if not 1 <= count <= self.hosts:
+                cure = f"name numbers from 1 to {self.hosts} (hosts)"
+                raise UserError("no number of hosts to shrink to", cure=cure, field="allowed_hosts", value=count)
+
+    def sizes(self) -> tuple[int, ...]:
+        """Every number of hosts that it may run on, the largest first."""
+        smaller = self.allowed_hosts or [n for n in range(1, self.hosts) if self.hosts % n == 0]
+        return tuple(sorted({self.hosts, *smaller}, reverse=True))
+
+
+def _at_least(field: str, value: float, least: float, problem: str) -> None:
+    # Written so that NaN is refused too.
+    if not value >= least:
+        raise UserError(problem, cure=f"set it to at least {least:g}", field=field, value=value)

@@ -1,0 +1,230 @@
+"""From something that went wrong to the next attempt: collect, gather evidence, stop, conclude, check. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from phalanx.run.decide import advice, brakes, endings, ladder, user_code
+from phalanx.run.decide.actions import Check, Gather, Stop
+from phalanx.run.decide.placement import can_spare, ready_hosts
+from phalanx.run.decide.policy import CheckKind
+from phalanx.run.decide.state import Cause, Ending, Failure, PendingCheck, Recovery, State
+from phalanx.run.decide.turn import Turn
+
+_DECISIVE = ("signal", "interrupted", "start", "silent", "loss")
+_SUMMARY_CHARACTERS = 500
+
+# Collect
+
+
+def see(turn: Turn, cause: Cause, seen_by: str, text: str) -> bool:
+    """Something is wrong with the present attempt: begin a recovery, or add to the one that goes on.
+
+    Returns:
+        False: the attempt is over anyway, and this changes nothing.
+    """
+    state = turn.state
+    is_calm = state.phase in ("opening", "starting", "running")
+    if state.recovery is not None and not state.recovery.is_decided and not (is_calm and cause == "planned"):
+        turn.note(seen_by, text)
+        return state.has_workers
+    if not is_calm:
+        return False
+    so_far = state.recovery.failures if state.recovery is not None else {}
+    turn.set(recovery=Recovery(cause, turn.now_s, text, failures=so_far))
+    if state.policy.advise_only and cause != "planned":
+        return True
+    turn.open_incident(seen_by, text)
+    _first_phase(turn, cause)
+    return True
+
+
+def _first_phase(turn: Turn, cause: Cause) -> None:
+    state = turn.state
+    if cause == "hang":
+        turn.enter("diagnosing", state.policy.evidence_s)
+        turn.note(
+            "driver", "evidence is gathered of all ranks before they are killed, since none of them says anything"
+        )
+        turn.act(Gather(state.attempt, present(state)))
+    elif cause == "planned":
+        stop(turn)
+    else:
+        turn.enter("diagnosing", state.policy.settle_s)
+
+
+def learn(turn: Turn, **changes: Any) -> None:
+    """Change fields of the recovery."""
+    if turn.state.recovery is not None:
+        turn.set(recovery=replace(turn.state.recovery, **changes))
+
+
+def add_failure(turn: Turn, host: str, failure: Failure) -> None:
+    """A rank of this host, or all of it, has failed; what is known of that rank already stays."""
+    recovery = turn.state.recovery
+    if recovery is None:
+        return
+    known = recovery.failures.get(host, ())
+    if any(other.rank == failure.rank for other in known):
+        return
+    short = replace(failure, summary=failure.summary[:_SUMMARY_CHARACTERS])
+    learn(turn, failures={**recovery.failures, host: (*known, short)})
+
+
+def add_lost(turn: Turn, host: str, why: str) -> None:
+    """A host is gone."""
+    if turn.state.recovery is not None:
+        learn(turn, lost={**turn.state.recovery.lost, host: why})
+
+
+def is_settled(state: State) -> bool:
+    """Whether the culprit has spoken, so that nothing else need be waited for."""
+    recovery = state.recovery
+    if recovery is None or recovery.cause == "hang":
+        return False
+    if recovery.lost or failed_ranks(state) >= state.world_size:
+        return True
+    own = [f for failures in recovery.failures.values() for f in failures if not f.follows]
+    return any(failure.kind in _DECISIVE for failure in own) or user_code.verdict(state) is not None
+
+
+def failed_ranks(state: State) -> int:
+    """How many ranks of the attempt have failed."""
+    recovery, per_host = state.recovery, state.job.workers_per_host
+    if recovery is None:
+        return 0
+    counts = {host: len({f.rank for f in failures}) for host, failures in recovery.failures.items()}
+    whole = {host for host, failures in recovery.failures.items() if any(f.rank < 0 for f in failures)}
+    counts |= dict.fromkeys([*whole, *recovery.lost], per_host)
+    return sum(min(count, per_host) for host, count in counts.items() if host in state.placement)
+
+
+# Stop
+
+
+def present(state: State) -> tuple[str, ...]:
+    """Hosts of the attempt that may still have something of it."""
+    return tuple(host for host in state.placement if state.hosts[host].state not in ("gone", "evicted"))
+
+
+def stop(turn: Turn, grace_s: float = 0.0) -> None:
+    """End all processes of the attempt, and wait for that."""
+    hosts = present(turn.state)
+    turn.enter("stopping", grace_s + turn.state.policy.stop_s, awaited=hosts)
+    turn.act(Stop(turn.state.attempt, hosts, grace_s))
+
+
+def hurry(turn: Turn) -> None:
+    """Hosts that are not heard of are not waited for as long as others."""
+    state = turn.state
+    if state.deadline_s is None or any(state.hosts[host].state != "unknown" for host in state.awaited):
+        return
+    limit_s = state.phase_since_s + state.policy.unknown_stop_s
+    if limit_s < state.deadline_s:
+        turn.set(deadline_s=limit_s)
+
+
+def give_up_on_silent(turn: Turn) -> None:
+    """Hosts that do not say that their processes are gone: the back end makes sure of it."""
+    for host in turn.state.awaited:
+        why = "it did not say in time that its processes are gone"
+        turn.note("driver", f"{host}: {why}; it is given back, so that nothing of the attempt goes on there")
+        turn.release(host, why)
+        add_lost(turn, host, why)
+    turn.set(awaited=())
+
+
+# Conclude
+
+
+def conclude(turn: Turn) -> None:
+    """No process of the attempt is left: decide how to go on."""
+    state = turn.state
+    if state.ending is None and state.recovery is not None:
+        if state.recovery.cause != "planned":
+            _judge(turn, state.recovery)
+        elif brakes.has_progressed(state.progress):
+            turn.set(brakes=replace(state.brakes, idle=0))
+    if turn.state.ending is not None:
+        endings.finish(turn, turn.state.ending)
+        return
+    for host, why in (turn.state.recovery.evict if turn.state.recovery else {}).items():
+        if turn.state.hosts[host].state != "evicted":
+            turn.note("driver", f"{host} is evicted: {why}")
+            turn.evict(host, why)
+    let_leave(turn)
+    if turn.state.awaited:
+        turn.enter("checking", awaited=turn.state.awaited)
+    else:
+        wait(turn)
+
+
+def _judge(turn: Turn, recovery: Recovery) -> None:
+    state = turn.state
+    summary = advice.seen(state)
+    if not summary.endswith(recovery.why):  # there was more than what the report began with
+        turn.note("driver", summary)
+    pressed = brakes.pressed(state)
+    turn.set(last_word=user_code.last_word(state), brakes=pressed)
+    ending = user_code.verdict(state) or brakes.verdict(state.policy, pressed)
+    if ending is not None:
+        turn.set(ending=ending)
+        return
+    plan = ladder.plan(state, recovery)
+    if plan.stop:
+        turn.set(ending=Ending(endings.NO_PROGRESS, f"nothing is left to try: {plan.why}"))
+    else:
+        _climb(turn, plan)
+
+
+def _climb(turn: Turn, plan: ladder.Plan) -> None:
+    turn.note("driver", f"decided: {plan.why}")
+    turn.set(history=ladder.with_marks(turn.state, plan.marks))
+    learn(turn, evict=plan.evict, is_decided=True)
+    if plan.use_previous:
+        turn.set(version=turn.state.job.previous_version)
+    check_suspects(turn, plan.checks)
+
+
+def check_suspects(turn: Turn, kinds: dict[str, CheckKind]) -> None:
+    """Have hosts checked before the next attempt."""
+    good = [host for host in ready_hosts(turn.state) if host not in kinds]
+    for host, kind in kinds.items():
+        if turn.state.hosts[host].state in ("gone", "evicted"):
+            continue
+        turn.set_host(host, state="suspect", why=f"{kind} check after a fault")
+        ask_check(turn, host, kind, peers_of(turn.state, host, good) if kind != "passive" else ())
+    turn.set(awaited=tuple(host for host in kinds if host in turn.state.checks))
+
+
+def peers_of(state: State, host: str, good: list[str]) -> tuple[str, ...]:
+    """Up to two hosts believed good, of the same rack if possible."""
+    rack = state.hosts[host].rack
+    near = [other for other in good if state.hosts[other].rack == rack]
+    return tuple((near + [other for other in good if other not in near])[:2]) if near else tuple(good[:2])
+
+
+def ask_check(turn: Turn, host: str, kind: CheckKind, peers: tuple[str, ...] = ()) -> None:
+    """Have a host checked, and wait for its answer."""
+    state = turn.state
+    number = state.check_count + 1
+    pending = PendingCheck(number, kind, turn.now_s + state.policy.check_s(kind), peers)
+    turn.set(check_count=number, checks={**state.checks, host: pending})
+    turn.act(Check(host, number, kind, peers))
+
+
+def wait(turn: Turn) -> None:
+    """On to the next attempt, as soon as there are hosts for it."""
+    turn.set(recovery=None, lacking_since_s=None)
+    turn.enter("waiting")
+
+
+def let_leave(turn: Turn) -> None:
+    """Give back hosts that are to leave, as many as can be replaced; only while no attempt has processes."""
+    for host in turn.state.leaving:
+        if can_spare(turn.state, {host}):
+            why = turn.state.hosts[host].leaves
+            turn.note("driver", f"{host} is given back: {why}")
+            turn.release(host, why)

@@ -1,0 +1,58 @@
+"""The driver has been restarted: what has to be performed again, whatever of it was performed before. Torch-free."""
+
+from __future__ import annotations
+
+from phalanx.run.decide import attempts
+from phalanx.run.decide.actions import AskForHosts, Check, Evict, Finish, Gather, OpenStore, Stop
+from phalanx.run.decide.state import State
+from phalanx.run.decide.turn import Turn
+
+
+def on_restarted(turn: Turn) -> None:
+    """Say again what the present state waits for; an attempt that runs is not disturbed."""
+    state = turn.state
+    if state.ending is not None and state.phase == "ended":
+        turn.act(Finish(state.ending.status, state.ending.reason, state.ending.requeue))
+        return
+    turn.act(*(Evict(name, host.why) for name, host in state.hosts.items() if host.state == "evicted"))
+    turn.act(AskForHosts(state.asked))
+    _wait_anew(turn)
+    _phase_again(turn, state)
+    turn.act(*(Check(name, check.number, check.kind, check.peers) for name, check in state.checks.items()))
+    turn.note("driver", f"the driver was restarted in phase {state.phase}")
+
+
+def _wait_anew(turn: Turn) -> None:
+    """Limits begin again: nobody could answer a driver that was not there."""
+    state = turn.state
+    limits_s = {
+        "opening": state.policy.store_s,
+        "starting": state.policy.start_s,
+        "diagnosing": state.policy.evidence_s,
+        "stopping": state.policy.stop_s + (state.policy.grace_s if state.ending is not None else 0.0),
+    }
+    if state.deadline_s is not None and state.phase in limits_s:
+        turn.set(deadline_s=turn.now_s + limits_s[state.phase])
+    if state.lacking_since_s is not None:
+        turn.set(lacking_since_s=turn.now_s)
+    later = {
+        name: type(check)(check.number, check.kind, turn.now_s + state.policy.check_s(check.kind), check.peers)
+        for name, check in state.checks.items()
+    }
+    turn.set(checks=later)
+
+
+def _phase_again(turn: Turn, state: State) -> None:
+    if state.phase == "opening":
+        turn.act(OpenStore(state.attempt, state.placement[0]))
+    elif state.phase == "starting" and state.awaited:
+        turn.act(attempts.start(state, state.awaited))
+    elif state.phase == "diagnosing" and state.recovery is not None and state.recovery.cause == "hang":
+        turn.act(Gather(state.attempt, tuple(h for h in state.placement if state.hosts[h].state != "gone")))
+    elif state.phase == "stopping":
+        turn.act(Stop(state.attempt, state.awaited, state.policy.grace_s if _is_graceful(state) else 0.0))
+
+
+def _is_graceful(state: State) -> bool:
+    """Whether the workers were asked to end, rather than killed."""
+    return state.ending is not None and state.recovery is None

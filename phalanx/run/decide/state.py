@@ -1,0 +1,247 @@
+"""What the driver knows of its job: a value that the journal's events give when they are applied again. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from phalanx.run.decide.events import Fault
+from phalanx.run.decide.policy import CheckKind, Job, Policy
+
+Phase = Literal["waiting", "opening", "starting", "running", "diagnosing", "stopping", "checking", "ended"]
+HostState = Literal["joining", "spare", "active", "unknown", "suspect", "draining", "evicted", "gone"]
+Cause = Literal["failure", "hang", "planned"]
+
+PHASES: tuple[Phase, ...] = (
+    *("waiting", "opening", "starting", "running"),
+    *("diagnosing", "stopping", "checking", "ended"),
+)
+
+
+class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of the state."""
+
+
+class Host(Value, frozen=True):
+    """A host that has ever been heard of.
+
+    Attributes:
+        state: ``joining``: not checked yet; ``spare``: ready; ``active``: has ranks; ``unknown``: not heard of for a
+            while; ``suspect``: being checked after a fault; ``draining``: to leave when it can be replaced;
+            ``evicted``: not to come back; ``gone``: the back end says so, or it was released.
+        why: the state.
+        leaves: why it shall leave (a person drains it, it is slow); empty: it stays.
+        is_proven: it has taken part in an attempt that ran.
+    """
+
+    rack: str
+    state: HostState
+    why: str = ""
+    leaves: str = ""
+    is_proven: bool = False
+
+
+class PendingCheck(Value, frozen=True):
+    """A check whose answer is awaited."""
+
+    number: int
+    kind: CheckKind
+    deadline_s: float
+    peers: tuple[str, ...] = ()
+
+
+class Failure(Value, frozen=True):
+    """What ended a rank.
+
+    Attributes:
+        kind: as in `WorkerFailed`; ``start``: it could not be started; ``silent``: it did not answer; ``loss``: its
+            loss is no number.
+        rank: -1: the host as a whole.
+    """
+
+    rank: int
+    kind: str
+    fault: Fault
+    summary: str
+    follows: bool = False
+    step: int = -1
+
+
+class LastWord(Value, frozen=True):
+    """What the code said in the recovery before: the same again means that it is the code's fault."""
+
+    words: str
+    step: int
+    kind: str
+
+
+class Recovery(Value, frozen=True):
+    """What has been learnt since something went wrong with the present attempt.
+
+    Attributes:
+        why: what was seen first.
+        failures: by host.
+        suspects: named by evidence, with what was seen.
+        lost: hosts that are gone or do not answer.
+        stuck: hosts with processes that do not end.
+        evict: hosts that must go, and why.
+        is_decided: the ladder has spoken.
+    """
+
+    cause: Cause
+    began_s: float
+    why: str
+    failures: dict[str, tuple[Failure, ...]] = {}
+    suspects: dict[str, str] = {}
+    group: str = ""
+    group_hosts: tuple[str, ...] = ()
+    lost: dict[str, str] = {}
+    stuck: dict[str, str] = {}
+    evict: dict[str, str] = {}
+    is_decided: bool = False
+
+
+class Incident(Value, frozen=True):
+    """The report that is open.
+
+    Attributes:
+        phase_s: seconds so far, by phase.
+        step: the highest that was done before it; -1: not known.
+    """
+
+    number: int
+    began_s: float
+    phase_s: dict[str, float] = {}
+    step: int = -1
+
+
+class Ending(Value, frozen=True):
+    """How the job will end when its processes have."""
+
+    status: int
+    reason: str
+    requeue: bool = False
+    by_person: bool = False
+
+
+class Progress(Value, frozen=True):
+    """Steps.
+
+    Attributes:
+        best: highest absolute step of all attempts; -1: none is known.
+        done: steps of the present attempt, as they are counted; -1: none.
+        is_absolute: how `done` is counted.
+        last_done: `done` of the attempt before, at its end.
+        is_new: the present attempt has got further than those before.
+    """
+
+    best: int = -1
+    done: int = -1
+    is_absolute: bool = False
+    last_done: int = -1
+    is_new: bool = False
+
+
+class Brakes(Value, frozen=True):
+    """Against restarting for ever.
+
+    Attributes:
+        idle: recoveries in a row without a new step.
+        recoveries: in all.
+        not_before_s: when the next attempt may begin.
+    """
+
+    idle: int = 0
+    recoveries: int = 0
+    not_before_s: float = 0.0
+
+
+class State(Value, frozen=True):
+    """All of it.
+
+    Attributes:
+        now_s: time of the last event.
+        attempt: number of the present or last attempt; 0: none yet.
+        highest_seen: attempt number that some executor has seen; the next one is above it.
+        placement: hosts of the present or last attempt in order of their ranks.
+        store_port: of the present attempt.
+        version: of the code; empty: the present one.
+        phase_since_s: when the phase began.
+        deadline_s: when the phase will be waited for no longer.
+        awaited: hosts whose answer the phase waits for.
+        lacking_since_s: since when there are too few hosts to start.
+        checks: by host.
+        history: times of faults by ``host NAME``, ``place N`` and ``group NAME``.
+        leaving: hosts with `Host.leaves`, to find them quickly.
+        asked: for how many hosts the back end was asked last.
+    """
+
+    policy: Policy
+    job: Job
+    now_s: float = 0.0
+    phase: Phase = "waiting"
+    attempt: int = 0
+    highest_seen: int = 0
+    hosts: dict[str, Host] = {}
+    placement: tuple[str, ...] = ()
+    store_port: int = 0
+    version: str = ""
+    phase_since_s: float = 0.0
+    deadline_s: float | None = None
+    awaited: tuple[str, ...] = ()
+    lacking_since_s: float | None = None
+    checks: dict[str, PendingCheck] = {}
+    check_count: int = 0
+    progress: Progress = Progress()
+    brakes: Brakes = Brakes()
+    recovery: Recovery | None = None
+    incident: Incident | None = None
+    incident_count: int = 0
+    last_word: LastWord | None = None
+    history: dict[str, tuple[float, ...]] = {}
+    leaving: tuple[str, ...] = ()
+    asked: int = 0
+    ending: Ending | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the present attempt."""
+        return len(self.placement) * self.job.workers_per_host
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether processes of the present attempt may be there."""
+        return self.phase in ("opening", "starting", "running", "diagnosing", "stopping")
+
+    @property
+    def advice_due_s(self) -> float | None:
+        """When an advise-only policy will have heard enough to say what it would do."""
+        if not self.policy.advise_only or self.recovery is None or self.recovery.is_decided:
+            return None
+        return self.recovery.began_s + self.policy.settle_s if self.phase in ("starting", "running") else None
+
+    def host_of(self, rank: int) -> str | None:
+        """Whose rank it is in the present placement."""
+        return self.placement[rank // self.job.workers_per_host] if 0 <= rank < self.world_size else None
+
+    def place_of(self, host: str) -> int:
+        """Where a host is in the placement; -1: nowhere."""
+        return self.placement.index(host) if host in self.placement else -1
+
+
+def initial(policy: Policy, job: Job) -> State:
+    """The state of a job to which nothing has happened yet."""
+    return State(policy=policy, job=job)
+
+
+def next_deadline(state: State) -> float | None:
+    """When a `Tick` is wanted at the latest, of the events' clock; None: no time is waited for."""
+    if state.phase == "ended":
+        return None
+    times = [check.deadline_s for check in state.checks.values()]
+    if state.deadline_s is not None:
+        times.append(state.deadline_s)
+    if state.advice_due_s is not None:
+        times.append(state.advice_due_s)
+    return min(times, default=None)

@@ -1,0 +1,133 @@
+"""One call of `decide` on its way: the state as it becomes, and the actions so far. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec.structs import replace
+
+from phalanx.run.decide.actions import (
+    Action,
+    AddToIncident,
+    Alert,
+    CloseIncident,
+    Evict,
+    OpenIncident,
+    Release,
+)
+from phalanx.run.decide.state import Host, HostState, Incident, Phase, State
+
+
+class Turn:
+    """Begin with a state; what is set here becomes the next one."""
+
+    def __init__(self, state: State, at_s: float) -> None:
+        # A clock that goes back, or is no number, stands still.
+        now_s = at_s if at_s > state.now_s else state.now_s
+        self.state = replace(state, now_s=now_s) if now_s != state.now_s else state
+        self.actions: list[Action] = []
+        self.hosts_changed = False
+        self._hosts: dict[str, Host] | None = None
+
+    @property
+    def now_s(self) -> float:
+        """Time of the event."""
+        return self.state.now_s
+
+    def set(self, **changes: Any) -> None:
+        """Change fields of the state."""
+        self.state = replace(self.state, **changes)
+
+    def act(self, *actions: Action) -> None:
+        """Have these performed."""
+        self.actions.extend(actions)
+
+    # Hosts
+
+    def set_host(self, name: str, **changes: Any) -> None:
+        """Change fields of a host; a host that is not known needs all."""
+        if self._hosts is None:  # copied once for all changes of this call
+            self._hosts = dict(self.state.hosts)
+            self.set(hosts=self._hosts)
+        before = self._hosts.get(name)
+        self._hosts[name] = replace(before, **changes) if before else Host(**changes)
+        self.hosts_changed = True
+        if "leaves" in changes:
+            others = tuple(other for other in self.state.leaving if other != name)
+            self.set(leaving=(*others, name) if changes["leaves"] else others)
+
+    def drop_check(self, name: str) -> None:
+        """Wait for no answer of a check of this host any more."""
+        if name in self.state.checks:
+            self.set(checks={host: check for host, check in self.state.checks.items() if host != name})
+
+    def remove_host(self, name: str, state: HostState, why: str) -> None:
+        """Let it be ``gone`` or ``evicted``; nothing is awaited from it any more."""
+        self.set_host(name, state=state, why=why, leaves="")
+        self.drop_check(name)
+        self.no_longer_awaited(name)
+
+    def evict(self, name: str, why: str) -> None:
+        """Take it out for good."""
+        self.remove_host(name, "evicted", why)
+        self.act(Evict(name, why))
+
+    def release(self, name: str, why: str) -> None:
+        """Take it out; it may join again."""
+        self.remove_host(name, "gone", why)
+        self.act(Release(name, why))
+
+    def no_longer_awaited(self, name: str) -> None:
+        """The phase has its answer."""
+        if name in self.state.awaited:
+            self.set(awaited=tuple(host for host in self.state.awaited if host != name))
+
+    # Phases
+
+    def enter(self, phase: Phase, within_s: float | None = None, awaited: tuple[str, ...] = ()) -> None:
+        """Begin a phase, which is waited for so long."""
+        state = self.state
+        deadline_s = None if within_s is None else state.now_s + within_s
+        if state.incident is not None:
+            self.set(incident=_with_phase(state.incident, state))
+        self.set(phase=phase, phase_since_s=state.now_s, deadline_s=deadline_s, awaited=awaited)
+
+    # What people read
+
+    def alert(self, level: Literal["info", "warning", "error"], text: str, host: str = "") -> None:
+        """Tell people."""
+        self.act(Alert(level, text, host))
+
+    def open_incident(self, seen_by: str, text: str) -> None:
+        """Begin a report, or add to the one that is open."""
+        state = self.state
+        if state.incident is not None:
+            self.note(seen_by, text)
+            return
+        number = state.incident_count + 1
+        step = state.progress.done if state.progress.is_absolute else -1
+        self.set(incident=Incident(number, state.now_s, step=step), incident_count=number)
+        self.act(OpenIncident(number, state.attempt, seen_by, text))
+
+    def note(self, by: str, text: str) -> None:
+        """Add to the report, if one is open."""
+        if self.state.incident is not None:
+            self.act(AddToIncident(self.state.incident.number, by, text))
+
+    def close_incident(self, text: str, first_step: int = -1) -> None:
+        """End the report, if one is open; `first_step`: absolute, that was done first after it."""
+        if self.state.incident is None:
+            return
+        incident = _with_phase(self.state.incident, self.state)
+        lost = max(0, incident.step - first_step + 1) if incident.step >= 0 and first_step >= 0 else -1
+        self.set(incident=None)
+        self.act(CloseIncident(incident.number, text, incident.phase_s, lost))
+
+
+def _with_phase(incident: Incident, state: State) -> Incident:
+    """The report with the time of the phase that ends now."""
+    seconds = state.now_s - max(state.phase_since_s, incident.began_s)
+    if seconds <= 0:
+        return incident
+    spent = {**incident.phase_s, state.phase: round(incident.phase_s.get(state.phase, 0.0) + seconds, 6)}
+    return replace(incident, phase_s=spent)
