@@ -1,0 +1,273 @@
+"""No orphans: whatever a worker has started is gone when its attempt has ended. Linux, torch-free.
+
+    choice = choose_way(report, name=f"{job}-{host}")
+    status = run_guarded(choice, serve, environ=environ)       # serve(reaper) is the executor
+
+In `serve`: ``reaper.contain(template.pid)``; ``reaper.end_attempt(10)`` kills everything but the template and keepers
+of checkpoints; ``reaper.end_all(10)`` everything but these keepers. A template that is forking at this moment goes on
+with it: it is asked to stop first. Children that the executor starts for itself (to look at a rank, to test the host)
+are started by ``reaper.helper``, or they would be taken for something that a rank has left.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phalanx.checkpoint.keeper.contract import KeeperLostError
+from phalanx.checkpoint.keeper.start import ensure_keeper
+from phalanx.core.errors import UserError
+from phalanx.run.executor.reaping import guard
+from phalanx.run.executor.reaping.cgroups import Group, homes
+from phalanx.run.executor.reaping.keepers import keepers_among
+from phalanx.run.executor.reaping.kernel import mount_own_proc, unshare_pids
+from phalanx.run.executor.reaping.killing import strike, until_killed
+from phalanx.run.executor.reaping.tree import descendants, describe, processes
+from phalanx.run.executor.reaping.ways import ByGroup, ByNamespace, BySubreaper, Way
+
+WAYS = ("cgroup", "pid-namespace", "subreaper")
+"""In order of preference. A control group comes first, although a namespace is as tight: scripts do not notice it,
+while in a namespace process ids are others than the host's, and than those that devices report."""
+
+_GUARD_S = 30.0
+
+Release = Callable[[Set[int], float], Sequence[str]]
+"""Waits until devices have taken back what these processes held, at most so many seconds; says what they have not."""
+
+
+@dataclass(frozen=True)
+class Killed:
+    """What has been killed.
+
+    Attributes:
+        pids: who was.
+        stuck: who has not gone: the kernel does not let go of it.
+        words: about each of these, for people.
+        held: what devices have not taken back, for people.
+    """
+
+    pids: list[int]
+    stuck: list[int]
+    words: list[str]
+    held: list[str]
+    seconds: float
+
+
+@dataclass
+class Reaper:
+    """Ends processes. May be used from several threads.
+
+    Args:
+        way: how processes are held together.
+        environ: of the job: where its keepers listen.
+        release: see `Release`; None: there is no device to wait for.
+    """
+
+    way: Way
+    environ: Mapping[str, str]
+    release: Release | None = None
+    _roots: set[int] = field(default_factory=set)
+    _ever: set[int] = field(default_factory=set)  # roots: whoever has started them waits for them
+    _own: dict[int, subprocess.Popen] = field(default_factory=dict)
+    _turn: threading.RLock = field(default_factory=threading.RLock)
+
+    def contain(self, pid: int) -> None:
+        """Hold a child of this process, the root of an attempt's processes, before it starts anything.
+
+        Raises:
+            OSError: it cannot be held.
+        """
+        with self._turn:
+            self.way.contain(pid)
+            self._roots.add(pid)
+            self._ever.add(pid)
+
+    def helper(self, start: Callable[[], subprocess.Popen]) -> subprocess.Popen:
+        """Start a child that is the executor's own: it is never killed here, nor is what it starts."""
+        with self._turn:
+            process = start()
+            self._own = {pid: other for pid, other in self._own.items() if other.returncode is None}
+            self._own[process.pid] = process
+            return process
+
+    def end_attempt(self, within_s: float) -> Killed:
+        """Kill all but the roots (the template, which forks the next attempt) and keepers.
+
+        Returns when they have gone, and devices have taken back what they held; or when the time is over.
+        """
+        return self._end(within_s, frozenset(self._roots))
+
+    def end_all(self, within_s: float) -> Killed:
+        """Kill all but keepers; as `end_attempt`."""
+        return self._end(within_s, frozenset())
+
+    def left(self) -> set[int]:
+        """What is held and runs, without roots and keepers."""
+        with self._turn:
+            members = self.way.members(self._helpers())
+            return members - self._spared(members, self._roots)
+
+    def reap(self) -> None:
+        """Let ended orphans go that have become children of this process; to be called now and then."""
+        with self._turn:
+            mine = self._ever | self._own.keys()
+            for process in processes().values():
+                if process.parent == os.getpid() and process.state == "Z" and process.pid not in mine:
+                    with suppress(ChildProcessError):
+                        os.waitpid(process.pid, os.WNOHANG)
+
+    def _end(self, within_s: float, roots: Set[int]) -> Killed:
+        begin_s = time.monotonic()
+        killed, stuck = until_killed(lambda: self._strike(roots), within_s)
+        with self._turn:
+            self._roots -= killed
+        self.reap()
+        left_s = max(0.0, begin_s + within_s - time.monotonic())
+        held = list(self.release(killed, left_s)) if self.release is not None and killed else []
+        words = [describe(pid) for pid in sorted(stuck)]
+        return Killed(sorted(killed), sorted(stuck), words, held, time.monotonic() - begin_s)
+
+    def _strike(self, roots: Set[int]) -> set[int]:
+        with self._turn:
+            return strike(self.way, lambda pids: self._spared(pids, roots), self._helpers())
+
+    def _spared(self, members: Set[int], roots: Set[int]) -> set[int]:
+        """Those of `members` that live: roots; and keepers, which are let out for good."""
+        keepers = keepers_among(members, processes(), self.environ)
+        for pid in keepers:
+            with suppress(OSError):
+                self.way.release(pid)
+        return (set(roots) & members) | keepers
+
+    def _helpers(self) -> set[int]:
+        own = {pid for pid, process in self._own.items() if process.returncode is None}
+        return own | descendants(processes(), own)
+
+
+def choose_way(report: Callable[[str], None], *, name: str, ways: Sequence[str] = WAYS) -> Way:
+    """Choose how to hold processes together, by what the host allows, and say which and why.
+
+    Args:
+        report: gets the line for people.
+        name: of the job and the host. What an executor of this name has left behind, if it and its guard were killed,
+            is taken over where control groups are used.
+        ways: which may be chosen, in order.
+
+    Raises:
+        UserError: one is unknown, or none works here.
+    """
+    unknown = [way for way in ways if way not in WAYS]
+    if unknown or not ways:
+        raise UserError("not ways of holding processes", cure=f"choose from {', '.join(WAYS)}", value=list(ways))
+    problems: list[str] = []
+    for wanted in ways:
+        try:
+            way = _open(wanted, name)
+        except OSError as error:
+            problems.append(f"{wanted}: {error}")
+            continue
+        way.reason = f"processes are held by {wanted}" + (f" ({'; '.join(problems)})" if problems else "")
+        report(way.reason)
+        return way
+    raise UserError(
+        f"none of the ways to hold processes works here ({'; '.join(problems)})",
+        cure="allow 'subreaper', which needs no rights",
+        value=list(ways),
+    )
+
+
+def run_guarded(
+    way: Way,
+    serve: Callable[[Reaper], int],
+    *,
+    environ: Mapping[str, str],
+    release: Release | None = None,
+    keeper: Path | None = None,
+    report: Callable[[str], None] = lambda _: None,
+) -> int:
+    """Run an executor in a new process, and end what it leaves behind, however it ends; returns its exit status.
+
+    To be called while there is one thread, early: the new process is a fork of this one.
+
+    Args:
+        way: from `choose_way`.
+        serve: the executor.
+        environ: of the job; see `Reaper`.
+        release: see `Reaper`.
+        keeper: where the job's keeper listens. It is started here when the executor has a PID namespace, for inside of
+            that it would end with the executor.
+        report: gets a line about each process that could not be ended.
+    """
+    in_namespace = isinstance(way, ByNamespace)
+    if in_namespace and keeper is not None:
+        try:
+            ensure_keeper(keeper, environ=environ)
+        except (KeeperLostError, OSError) as error:
+            report(f"no keeper outlives this executor: {error}")
+
+    def after() -> None:
+        for rest in (BySubreaper(),) if in_namespace else (way, BySubreaper()):  # helpers of the executor are left too
+            for words in Reaper(rest, environ).end_all(_GUARD_S).words:
+                report(f"not ended: {words}")
+        way.close()
+
+    way_inside = Reaper(way, environ, release)
+    return guard.run_below(lambda: serve(way_inside), after, in_namespace=in_namespace)
+
+
+def _open(wanted: str, name: str) -> Way:
+    """Make a way ready.
+
+    Raises:
+        OSError: the host does not allow it.
+    """
+    if wanted == "subreaper":
+        return BySubreaper()
+    if wanted == "pid-namespace":
+        _try_namespace()
+        return ByNamespace()
+    problems = []
+    for home in homes():
+        try:
+            group = Group(home, f"{name}-{os.geteuid()}")
+        except OSError as error:
+            problems.append(f"version {home.version}: {error}")
+            continue
+        leftover = ByGroup(group)
+        Reaper(leftover, os.environ).end_all(_GUARD_S)
+        return leftover
+    raise OSError("; ".join(problems) or "no hierarchy of control groups is mounted")
+
+
+def _try_namespace() -> None:
+    """See in processes that end again whether a namespace can be made here.
+
+    Raises:
+        OSError: it cannot.
+    """
+    ready, told = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            unshare_pids()
+            inner = os.fork()
+            if inner == 0:
+                mount_own_proc()
+                os._exit(0)
+            status = os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1])
+        except OSError as error:
+            os.write(told, str(error).encode())
+        finally:
+            os._exit(status)
+    os.close(told)
+    with os.fdopen(ready, "rb") as words:
+        problem = words.read().decode()
+    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+        raise OSError(problem or "the process that tried it failed")

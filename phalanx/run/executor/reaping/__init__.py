@@ -1,0 +1,1 @@
+"""Ending processes for good: how they are held together, found, and killed. Torch-free, Linux."""

@@ -1,0 +1,84 @@
+"""Which processes are keepers of checkpoints, which outlive the ranks that have started them. Linux, torch-free.
+
+A keeper is known by what only it has: the listening socket at an address in a folder that only this user can enter, in
+a session that nobody else is in and whose leader has gone. Its name counts for nothing. A rank that is about to start a
+keeper has that socket too, for a moment, but is in the session of its template.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from phalanx.checkpoint.keeper.start import VARIABLE
+from phalanx.run.executor.reaping.tree import PROC, Process, descendants
+
+_LISTENS = 1 << 16  # __SO_ACCEPTCON, as /proc/net/unix shows it
+
+
+def keepers_among(pids: Iterable[int], table: Mapping[int, Process], environ: Mapping[str, str]) -> set[int]:
+    """The keepers, and what they have started, among `pids`.
+
+    Args:
+        table: all processes.
+        environ: of the job, which may say where its keepers listen.
+    """
+    among = set(pids)
+    detached = [pid for pid in among if _is_detached(pid, table)]
+    inodes = _listening(environ) if detached else set()
+    found = {pid for pid in detached if inodes and inodes & _sockets(pid)}
+    return (found | descendants(table, found)) & among
+
+
+def _is_detached(pid: int, table: Mapping[int, Process]) -> bool:
+    """Whether it is in a session whose leader has gone."""
+    process = table.get(pid)
+    if process is None or process.session == pid:
+        return False
+    leader = table.get(process.session)
+    return leader is None or not leader.is_alive
+
+
+def _listening(environ: Mapping[str, str]) -> set[str]:
+    """Inodes of the sockets that listen where keepers do."""
+    found = set()
+    for line in (PROC / "net" / "unix").read_text(errors="replace").splitlines()[1:]:
+        fields = line.split(maxsplit=7)
+        if len(fields) == 8 and int(fields[3], 16) & _LISTENS and _is_address(fields[7], environ):
+            found.add(fields[6])
+    return found
+
+
+def _is_address(path: str, environ: Mapping[str, str]) -> bool:
+    """Whether it is one that `phalanx.checkpoint.keeper.start.address_for` could give to this user."""
+    address = Path(path)
+    given = environ.get(VARIABLE)
+    if given and address == Path(given).absolute():
+        return _is_ours(address.parent, 0o022)
+    temporary = {environ.get("XDG_RUNTIME_DIR"), environ.get("TMPDIR"), tempfile.gettempdir()} - {None, ""}
+    folders = [Path(str(folder)) / f"phalanx-{os.geteuid()}" for folder in temporary]
+    return address.parent in folders and address.name.startswith("keeper-") and _is_ours(address.parent, 0o077)
+
+
+def _is_ours(folder: Path, forbidden: int) -> bool:
+    try:
+        found = folder.stat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & forbidden
+
+
+def _sockets(pid: int) -> set[str]:
+    """Inodes of the sockets that a process has open."""
+    found = set()
+    with suppress(OSError):
+        for link in (PROC / str(pid) / "fd").iterdir():
+            with suppress(OSError):
+                target = str(link.readlink())
+                if target.startswith("socket:["):
+                    found.add(target[8:-1])
+    return found

@@ -1,0 +1,144 @@
+"""The processes of a host, as /proc shows them, and signals that cannot hit a wrong one. Linux, torch-free."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+
+_GONE = "ZXx"
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process at one moment.
+
+    Attributes:
+        group, session: numbers of its process group and session.
+        state: as in /proc: ``R``, ``S``, ``D`` (in the kernel, not to be killed), ``T`` (stopped), ``Z`` …
+        threads: how many.
+        cpu_ticks: CPU time so far, in clock ticks.
+        started_ticks: when it began, after the boot; with its number it says which process it is.
+    """
+
+    pid: int
+    name: str
+    state: str
+    parent: int
+    group: int
+    session: int
+    threads: int
+    cpu_ticks: int
+    started_ticks: int
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can still run: the leader of one with threads may be a zombie long before the others end."""
+        return self.state not in _GONE or self.threads > 1
+
+
+def read_process(pid: int, proc: Path = PROC) -> Process | None:
+    """Look at one process; None where there is none."""
+    try:
+        content = (proc / str(pid) / "stat").read_bytes()
+    except OSError:
+        return None
+    return parse_stat(content)
+
+
+def parse_stat(content: bytes) -> Process | None:
+    """What /proc/PID/stat holds; the name in it may hold anything, parentheses too; None for no such content."""
+    head, _, rest = content.rpartition(b")")
+    pid, _, name = head.partition(b" (")
+    fields = rest.split()
+    if len(fields) < 20:
+        return None
+    return Process(
+        pid=int(pid),
+        name=name.decode(errors="replace"),
+        state=fields[0].decode(),
+        parent=int(fields[1]),
+        group=int(fields[2]),
+        session=int(fields[3]),
+        threads=int(fields[17]),
+        cpu_ticks=int(fields[11]) + int(fields[12]),
+        started_ticks=int(fields[19]),
+    )
+
+
+def processes(proc: Path = PROC) -> dict[int, Process]:
+    """All processes by their numbers, zombies included."""
+    with os.scandir(proc) as entries:
+        pids = [int(entry.name) for entry in entries if entry.name.isdigit()]
+    found = (read_process(pid, proc) for pid in pids)
+    return {process.pid: process for process in found if process is not None}
+
+
+def descendants(table: Mapping[int, Process], roots: Iterable[int]) -> set[int]:
+    """The processes below `roots`, without these."""
+    children: dict[int, list[int]] = {}
+    for process in table.values():
+        children.setdefault(process.parent, []).append(process.pid)
+    found: set[int] = set()
+    waiting = list(roots)
+    while waiting:
+        for child in children.get(waiting.pop(), ()):
+            if child not in found:
+                found.add(child)
+                waiting.append(child)
+    return found
+
+
+def send(process: Process, number: int) -> None:
+    """Send a signal to this very process, never to one that has been given its number since; nothing where it is gone.
+
+    Raises:
+        PermissionError: it belongs to somebody else.
+    """
+    with suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(process.pid)
+        try:
+            now = read_process(process.pid)
+            if now is not None and now.started_ticks == process.started_ticks:
+                signal.pidfd_send_signal(descriptor, number)
+        finally:
+            os.close(descriptor)
+
+
+def until_gone(pids: Collection[int], within_s: float) -> None:
+    """Wait until all of these have ended, reaped or not, or the time is over."""
+    until_s = time.monotonic() + within_s
+    waiter = select.poll()
+    descriptors = set()
+    try:
+        for pid in pids:
+            with suppress(OSError):
+                descriptor = os.pidfd_open(pid)
+                descriptors.add(descriptor)
+                waiter.register(descriptor, select.POLLIN)
+        while descriptors and (left_s := until_s - time.monotonic()) > 0:
+            for descriptor, _ in waiter.poll(left_s * 1000):
+                waiter.unregister(descriptor)
+                descriptors.discard(descriptor)
+                os.close(descriptor)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def describe(pid: int, proc: Path = PROC) -> str:
+    """A line for people: number, name, state, and in which function of the kernel it waits, where that may be read."""
+    process = read_process(pid, proc)
+    if process is None:
+        return f"{pid} (gone)"
+    where = ""
+    with suppress(OSError):
+        where = (proc / str(pid) / "wchan").read_text().strip()
+    return f"{pid} ({process.name}), state {process.state}" + (f", in {where}" if where not in ("", "0") else "")

@@ -1,0 +1,279 @@
+"""What a rank has started is gone when its attempt has ended, whatever it did; keepers live. With real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.checkpoint.keeper.start import end_keeper, is_listening
+from phalanx.core.errors import UserError
+from phalanx.run.executor import reaper
+from phalanx.run.executor.reaping.cgroups import Group, Home, homes
+from phalanx.run.executor.reaping.killing import until_killed
+from phalanx.run.executor.reaping.tree import descendants, describe, parse_stat, processes, read_process
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are held together on Linux only")
+
+HOST = Path(__file__).with_name("run_executor_host.py")
+GUARD_S = 120.0
+
+
+@pytest.fixture(params=reaper.WAYS)
+def way(request: pytest.FixtureRequest) -> str:
+    """Each that this machine allows."""
+    try:
+        reaper.choose_way(lambda _: None, name=f"try-{os.getpid()}", ways=[request.param]).close()
+    except UserError as error:
+        pytest.skip(str(error))
+    return str(request.param)
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """With a FIFO that ranks hold, and a short path, for a socket; its name is that of the job."""
+    folder = tmp_path_factory.mktemp("h")
+    os.mkfifo(folder / "fifo")
+    yield folder
+    end_keeper(folder / "k")
+
+
+def start(way: str, scenario: str, folder: Path) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, str(HOST), way, scenario, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PHALANX_KEEPER": str(folder / "k")},
+        start_new_session=True,
+    )
+
+
+def run(way: str, scenario: str, folder: Path) -> dict:
+    process = start(way, scenario, folder)
+    output, errors = process.communicate(timeout=GUARD_S)
+    assert process.returncode == 7, errors
+    assert f"processes are held by {way}" in errors
+    return dict(json.loads(output))
+
+
+def all_gone(descriptor: int) -> bool:
+    """Whether what the ranks have started has ended; waits for it."""
+    import select
+
+    while select.select([descriptor], [], [], 60)[0]:
+        if not os.read(descriptor, 100):
+            return True
+    return False
+
+
+def test_an_attempt_ends_with_all_that_its_ranks_have_started_and_the_template_forks_the_next(
+    way: str, folder: Path
+) -> None:
+    found = run(way, "attempts", folder)
+    assert found == {
+        "gone": [True, True],
+        "stuck": [],
+        "left": [],
+        "template lives": True,
+        "template killed": True,
+    }
+
+
+def test_a_keeper_that_a_rank_has_started_outlives_all_and_helpers_of_the_executor_are_left_alone(
+    way: str, folder: Path
+) -> None:
+    assert run(way, "keeper", folder) == {"gone": True, "helper lives": True, "template": -signal.SIGKILL}
+    assert is_listening(folder / "k")
+
+
+def test_what_an_executor_leaves_behind_is_ended_with_it(way: str, folder: Path) -> None:
+    descriptor = os.open(folder / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    run(way, "leave", folder)
+    assert all_gone(descriptor)
+    os.close(descriptor)
+
+
+def test_what_runs_when_the_executor_is_killed_is_ended_too(way: str, folder: Path) -> None:
+    descriptor = os.open(folder / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    guard = start(way, "wait", folder)
+    assert guard.stdout is not None
+    assert guard.stdout.readline()
+    (executor,) = [process.pid for process in processes().values() if process.parent == guard.pid]
+    os.kill(executor, signal.SIGKILL)
+    guard.communicate(timeout=GUARD_S)
+    assert guard.returncode == 128 + signal.SIGKILL
+    assert all_gone(descriptor)
+    os.close(descriptor)
+
+
+def test_signals_that_mean_stop_reach_the_executor_through_its_guard(way: str, folder: Path) -> None:
+    guard = start(way, "wait", folder)
+    assert guard.stdout is not None
+    assert guard.stdout.readline()
+    guard.send_signal(signal.SIGTERM)
+    output, _ = guard.communicate(timeout=GUARD_S)
+    assert guard.returncode == 11
+    assert "asked to stop" in output
+
+
+def test_what_is_left_when_guard_and_executor_are_killed_is_ended_by_the_next_executor(folder: Path) -> None:
+    if not _makes_groups():
+        pytest.skip("no control group can be made here")
+    descriptor = os.open(folder / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    guard = start("cgroup", "wait", folder)
+    assert guard.stdout is not None
+    assert guard.stdout.readline()
+    (executor,) = [process.pid for process in processes().values() if process.parent == guard.pid]
+    os.kill(guard.pid, signal.SIGKILL)  # the executor dies with it
+    guard.communicate(timeout=GUARD_S)
+    executor_is_gone(executor)
+    way = reaper.choose_way(lambda _: None, name=folder.name, ways=["cgroup"])
+    assert all_gone(descriptor)
+    way.close()
+    os.close(descriptor)
+
+
+def executor_is_gone(pid: int) -> None:
+    """Wait for it: what it holds is free then."""
+    import time
+
+    until_s = time.monotonic() + 60
+    while (process := read_process(pid)) is not None and process.is_alive:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def _makes_groups() -> bool:
+    try:
+        reaper.choose_way(lambda _: None, name=f"try-{os.getpid()}", ways=["cgroup"]).close()
+    except UserError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_each_version_of_control_groups_kills_what_detaches_itself(version: int, tmp_path: Path) -> None:
+    found = [home for home in homes() if home.version == version]
+    if not found:
+        pytest.skip(f"no hierarchy of version {version} is mounted")
+    try:
+        group = Group(found[0], f"{tmp_path.name}-{os.getpid()}")
+    except OSError as error:
+        pytest.skip(f"no group can be made: {error}")
+    program = "import os, time\nif os.fork() == 0: os.setsid(); print(os.getpid(), flush=True)\ntime.sleep(100)"
+    process = subprocess.Popen([sys.executable, "-S", "-c", f"input()\n{program}"], stdin=-1, stdout=-1, text=True)
+    way = reaper.ByGroup(group)
+    ends = reaper.Reaper(way, os.environ)
+    ends.contain(process.pid)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    grandchild = int(process.stdout.readline())
+    assert ends.left() == {grandchild}
+    killed = ends.end_all(60)
+    assert set(killed.pids) == {process.pid, grandchild} and killed.stuck == []
+    assert process.wait() == -signal.SIGKILL
+    way.close()
+    process.stdin.close()
+    process.stdout.close()
+    assert not group.folder.exists()
+
+
+def test_two_executors_of_one_name_do_not_share_a_group() -> None:
+    if not _makes_groups():
+        pytest.skip("no control group can be made here")
+    groups = [Group(homes()[0], f"same-{os.getpid()}") for _ in range(2)]
+    assert groups[0].folder != groups[1].folder
+    for group in groups:
+        group.remove()
+
+
+def test_a_way_that_does_not_work_is_said_and_the_next_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(wanted: str, name: str) -> object:
+        if wanted != "subreaper":
+            raise OSError(f"no {wanted} for you")
+        return reaper.BySubreaper()
+
+    monkeypatch.setattr(reaper, "_open", refuse)
+    lines: list[str] = []
+    assert reaper.choose_way(lines.append, name="x").name == "subreaper"
+    assert lines == [
+        "processes are held by subreaper (cgroup: no cgroup for you; pid-namespace: no pid-namespace for you)"
+    ]
+    with pytest.raises(UserError, match="none of the ways .* allow 'subreaper'"):
+        reaper.choose_way(lines.append, name="x", ways=["cgroup"])
+    with pytest.raises(UserError, match="choose from cgroup, pid-namespace, subreaper"):
+        reaper.choose_way(lines.append, name="x", ways=["prayer"])
+
+
+def test_a_group_that_cannot_be_written_to_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(OSError):
+        Group(Home(2, tmp_path), "x")  # no control groups here: there is no such file to freeze them with
+    assert [path.name for path in tmp_path.iterdir()] in ([], ["phalanx-x"])
+
+
+def test_processes_that_do_not_go_are_named_when_the_time_is_over() -> None:
+    killed, stuck = until_killed(lambda: {os.getpid()}, 0.2)  # "kills" us, in vain
+    assert killed == stuck == {os.getpid()}
+
+
+def test_devices_are_waited_for_and_what_they_hold_is_told() -> None:
+    class Held(reaper.BySubreaper):
+        def __init__(self) -> None:
+            self.victims = {process.pid}
+
+        def members(self, own: object) -> set[int]:
+            victims, self.victims = self.victims, set()
+            return victims
+
+        def _stop(self, own: object) -> dict:
+            return {}
+
+    process = subprocess.Popen(["sleep", "100"])
+    asked: list[set[int]] = []
+
+    def release(pids: object, within_s: float) -> list[str]:
+        asked.append(set(pids))  # type: ignore[call-overload]
+        assert 0 < within_s <= 60
+        return ["GPU 0 holds 1 GB"]
+
+    killed = reaper.Reaper(Held(), {}, release).end_all(60)
+    assert asked == [{process.pid}]
+    assert killed.held == ["GPU 0 holds 1 GB"]
+    assert process.wait() == -signal.SIGKILL
+
+
+def test_a_stat_line_is_read_whatever_the_name_of_the_process() -> None:
+    fields = "S 1 2 3 0 -1 4 0 0 0 0 70 30 0 0 20 0 5 0 900 0 0"
+    process = parse_stat(f"77 (a) b (c) {fields}".encode())
+    assert process is not None
+    assert (process.pid, process.name, process.state, process.parent) == (77, "a) b (c", "S", 1)
+    assert (process.group, process.session, process.threads) == (2, 3, 5)
+    assert (process.cpu_ticks, process.started_ticks) == (100, 900)
+    assert parse_stat(b"") is None
+
+
+def test_a_zombie_whose_threads_run_is_alive() -> None:
+    fields = "Z 1 2 3 0 -1 4 0 0 0 0 70 30 0 0 20 0 {} 0 900 0 0"
+    for threads, alive in ((2, True), (1, False), (0, False)):
+        process = parse_stat(f"77 (a) {fields.format(threads)}".encode())
+        assert process is not None and process.is_alive is alive
+
+
+def test_descendants_are_found_at_any_depth() -> None:
+    child = subprocess.Popen(["sh", "-c", "sleep 100 & echo $!; wait"], stdout=-1, text=True)
+    assert child.stdout is not None
+    grandchild = int(child.stdout.readline())
+    found = descendants(processes(), {os.getpid()})
+    assert {child.pid, grandchild} <= found and os.getpid() not in found
+    assert f"{grandchild} (sleep), state S" in describe(grandchild)
+    os.kill(grandchild, signal.SIGKILL)
+    child.communicate()
+    assert describe(2**22 + 1) == f"{2**22 + 1} (gone)"
