@@ -45,13 +45,15 @@ class WorkerState(Message, frozen=True):
     """One rank, as its executor sees it.
 
     Attributes:
-        step: optimizer steps done in this process; -1: it has not said so yet.
+        step: optimizer steps done, as the run counts them; -1: it has not said so yet.
         step_age_s: since the last of them ended.
         last_step_s: what the last one took.
         phase: what the rank says it is in (``step``, ``evaluate``, ``checkpoint`` …); empty: it says nothing.
         expects_s: for how long from the beginning of the phase the rank has said that no step need be expected.
         busy_s: own time of the last step, without waiting in collectives; negative: not known.
         cpu_s: CPU time of the process so far.
+        loss: of the last step; 0 where it is not known, and it may be no number.
+        steps_here: how many steps this process has done.
     """
 
     rank: int
@@ -67,6 +69,7 @@ class WorkerState(Message, frozen=True):
     cpu_s: float = 0.0
     rss_bytes: int = 0
     loss: float = 0.0
+    steps_here: int = 0
 
 
 class Interface(Message, frozen=True):

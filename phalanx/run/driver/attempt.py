@@ -1,0 +1,155 @@
+"""One attempt as its executors report it: soft state of the driver, out of which only transitions become events.
+
+Made anew for each attempt, so that nothing of an earlier one counts. Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from phalanx.run.decide.events import Advanced, Event, Fault, LossBroken, Running, WorkerFailed, WorkersReturned
+from phalanx.run.driver.now import Now
+from phalanx.run.judge.limits import LimitConfig, Standing, StepJudge
+from phalanx.run.messages import Heartbeat, WorkerEnded, WorkerState
+
+ADVANCED_S = 10.0
+"""Steps that advance become an event this often at most: the journal is no place for each of them."""
+
+BROKEN_STEPS = 5
+"""After so many steps in a row whose loss is no number it does not come back."""
+
+Classify = Callable[[WorkerEnded], Fault]
+"""The class of the fault that ended a rank."""
+
+
+@dataclass
+class _Rank:
+    """What is known of a rank.
+
+    Attributes:
+        has_stepped: in this attempt.
+        broken: the step from which on its loss has been no number; -1: it is one.
+    """
+
+    step: int = -1
+    has_stepped: bool = False
+    broken: int = -1
+
+
+@dataclass
+class AttemptWatch:
+    """Ranks of one attempt.
+
+    Args:
+        attempt: its number.
+        world_size: how many ranks it has.
+        began: when its processes were started.
+        classify: for ranks that fail.
+        limits: how long it may make no step.
+    """
+
+    attempt: int
+    world_size: int
+    began: Now
+    classify: Classify
+    limits: LimitConfig = field(default_factory=LimitConfig)
+
+    def __post_init__(self) -> None:
+        self._judge = StepJudge(self.attempt, self.began.monotonic_s, self.limits)
+        self._ranks = {rank: _Rank() for rank in range(self.world_size)}
+        self._ended: set[int] = set()
+        self._returned: set[int] = set()
+        self._is_running = False
+        self._is_broken = False
+        self._told_s = -math.inf
+        self._told_step = -1
+
+    @property
+    def step(self) -> int:
+        """The newest step that any rank has done; -1: none has said so."""
+        return self._judge.front
+
+    @property
+    def is_running(self) -> bool:
+        """Whether every rank has made a step in this attempt."""
+        return self._is_running
+
+    def on_heartbeat(self, beat: Heartbeat, now: Now) -> list[Event]:
+        """What the ranks of one host report."""
+        if beat.attempt != self.attempt:
+            return []
+        self._judge.observe(beat.attempt, beat.workers, now.monotonic_s)
+        for worker in beat.workers:
+            self._note(worker)
+        return [*self._begin_running(now), *self._advance(now), *self._break(now)]
+
+    def on_ended(self, ended: WorkerEnded, now: Now) -> list[Event]:
+        """A rank's process is gone. One that we have killed ourselves, or that has been told before, is no news."""
+        if ended.attempt != self.attempt or ended.rank in self._ended or ended.rank not in self._ranks:
+            return []
+        self._ended.add(ended.rank)
+        if ended.by_us:
+            return []
+        if ended.kind == "returned" and ended.code == 0:
+            self._returned.add(ended.rank)
+            return [WorkersReturned(now.unix_s, self.attempt)] if len(self._returned) == self.world_size else []
+        kind = "status" if ended.kind == "returned" else ended.kind
+        return [
+            WorkerFailed(
+                now.unix_s,
+                self.attempt,
+                ended.rank,
+                kind,
+                self.classify(ended),
+                ended.summary,
+                ended.follows,
+                ended.step if ended.step >= 0 else self._ranks[ended.rank].step,
+            )
+        ]
+
+    def standing(self, now: Now) -> Standing:
+        """Whether steps are made; see `phalanx.run.judge.limits.StepJudge`."""
+        return self._judge.standing(now.monotonic_s)
+
+    def dismiss(self, now: Now) -> None:
+        """What stood still has been looked at, and moves."""
+        self._judge.dismiss(now.monotonic_s)
+
+    def next_look_s(self, now: Now) -> float:
+        """Seconds until the standing changes if nothing is reported."""
+        return self._judge.next_look_s(now.monotonic_s)
+
+    def _note(self, worker: WorkerState) -> None:
+        rank = self._ranks.get(worker.rank)
+        if rank is None or worker.step < 0:
+            return
+        rank.has_stepped |= worker.steps_here > 0
+        if worker.step > rank.step and not math.isfinite(worker.loss):
+            rank.broken = worker.step if rank.broken < 0 else rank.broken
+        elif math.isfinite(worker.loss):
+            rank.broken = -1
+        rank.step = worker.step
+
+    def _begin_running(self, now: Now) -> Iterable[Event]:
+        if self._is_running or not all(rank.has_stepped for rank in self._ranks.values()):
+            return []
+        self._is_running = True
+        self._told_s, self._told_step = now.monotonic_s, self.step
+        return [Running(now.unix_s, self.attempt, self.step)]
+
+    def _advance(self, now: Now) -> Iterable[Event]:
+        if not self._is_running or self.step <= self._told_step or now.monotonic_s - self._told_s < ADVANCED_S:
+            return []
+        self._told_s, self._told_step = now.monotonic_s, self.step
+        return [Advanced(now.unix_s, self.attempt, self.step)]
+
+    def _break(self, now: Now) -> Iterable[Event]:
+        broken = {number: rank.broken for number, rank in self._ranks.items() if rank.broken >= 0}
+        if self._is_broken or not broken or self.step < min(broken.values()) + BROKEN_STEPS:
+            return []
+        self._is_broken = True
+        first = min(broken.values())
+        ranks = tuple(sorted(number for number, step in broken.items() if step == first))
+        return [LossBroken(now.unix_s, self.attempt, first, () if len(ranks) == self.world_size else ranks)]

@@ -1,0 +1,86 @@
+"""Which hosts are heard of: soft state of the driver, out of which only transitions become events. Torch-free.
+
+A heartbeat that does not come is not death: its host is unknown, until it is heard of again or the back end says that
+it is gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from phalanx.run.decide.events import Event, HostJoined, HostUnknown
+from phalanx.run.driver.now import Now
+from phalanx.run.messages import Heartbeat, Hello, HostState
+
+SILENT_HEARTBEATS = 3.5
+"""After the time of so many heartbeats without one, a host is unknown."""
+
+
+@dataclass
+class Heard:
+    """What is known of a host.
+
+    Attributes:
+        hello: how it introduced itself, last time.
+        last_s: when it was heard of.
+        state: its last report; None: none has come.
+        is_unknown: it has been said that nothing is heard of it.
+    """
+
+    hello: Hello
+    last_s: float
+    state: HostState | None = None
+    is_unknown: bool = False
+
+
+@dataclass
+class HostWatch:
+    """Hosts by name.
+
+    Args:
+        heartbeat_s: how often each reports.
+    """
+
+    heartbeat_s: float
+    hosts: dict[str, Heard] = field(default_factory=dict)
+
+    def on_hello(self, hello: Hello, now: Now) -> list[Event]:
+        """A host has connected, for the first time or again."""
+        before = self.hosts.get(hello.host)
+        state = before.state if before is not None else None
+        self.hosts[hello.host] = Heard(hello, now.monotonic_s, state)
+        return [HostJoined(now.unix_s, hello.host, hello.rack, hello.attempt, tuple(hello.running))]
+
+    def on_heartbeat(self, host: str, beat: Heartbeat, now: Now) -> list[Event]:
+        """It is there; if it was unknown, what it reports says what still runs on it."""
+        heard = self.hosts.get(host)
+        if heard is None:  # it has been forgotten meanwhile
+            return []
+        was_unknown, heard.is_unknown = heard.is_unknown, False
+        heard.last_s, heard.state = now.monotonic_s, beat.host
+        if not was_unknown:
+            return []
+        running = tuple(worker.rank for worker in beat.workers if worker.state != "ended")
+        return [HostJoined(now.unix_s, host, heard.hello.rack, beat.attempt, running)]
+
+    def on_gone(self, host: str) -> None:
+        """The back end says that it is gone: nothing is expected of it any more."""
+        self.hosts.pop(host, None)
+
+    def tick(self, now: Now) -> list[Event]:
+        """Those of which nothing has been heard for too long, once each."""
+        events: list[Event] = []
+        for name, heard in self.hosts.items():
+            if not heard.is_unknown and now.monotonic_s - heard.last_s > self._limit_s:
+                heard.is_unknown = True
+                events.append(HostUnknown(now.unix_s, name))
+        return events
+
+    def next_look_s(self, now: Now) -> float:
+        """Seconds until the next host may be unknown; infinite where none can be."""
+        lasts = [heard.last_s for heard in self.hosts.values() if not heard.is_unknown]
+        return max(min(lasts) + self._limit_s - now.monotonic_s, 0.0) if lasts else float("inf")
+
+    @property
+    def _limit_s(self) -> float:
+        return SILENT_HEARTBEATS * self.heartbeat_s

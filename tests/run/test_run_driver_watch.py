@@ -1,0 +1,176 @@
+"""What the driver makes of reports: hosts that fall silent, attempts that run, advance, break, fail and return."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from phalanx.run.decide.events import (
+    Advanced,
+    Event,
+    HostJoined,
+    HostUnknown,
+    LossBroken,
+    Running,
+    WorkerFailed,
+    WorkersReturned,
+)
+from phalanx.run.driver.attempt import ADVANCED_S, BROKEN_STEPS, AttemptWatch
+from phalanx.run.driver.hosts import HostWatch
+from phalanx.run.driver.now import Now, read_clocks
+from phalanx.run.messages import Heartbeat, Hello, HostState, WorkerEnded, WorkerState
+
+HOST = HostState(0.0, 0, 0, 0)
+
+
+def at(seconds: float) -> Now:
+    return Now(1000.0 + seconds, 5000.0 + seconds)
+
+
+def hello(host: str, attempt: int = 0, running: tuple[int, ...] = ()) -> Hello:
+    return Hello(1, host, "127.0.0.1", 2, 0, [], "left", "boot", 1, attempt, list(running))
+
+
+def beat(attempt: int, *workers: WorkerState) -> Heartbeat:
+    return Heartbeat(1, 0.0, attempt, list(workers), HOST)
+
+
+def worker(rank: int, step: int = -1, **given: Any) -> WorkerState:
+    return WorkerState(rank, 10 + rank, **{"state": "running", "step": step, "steps_here": max(step, 0)} | given)
+
+
+def watch(world_size: int = 2) -> AttemptWatch:
+    return AttemptWatch(3, world_size, at(0), lambda ended: "host" if "Xid" in ended.text else "process")
+
+
+def ended(rank: int, **given: Any) -> WorkerEnded:
+    return WorkerEnded(**{"attempt": 3, "rank": rank, "code": -9, "kind": "signal", "summary": "killed"} | given)
+
+
+class TestHosts:
+    def test_silence_is_told_once_and_so_is_its_end(self) -> None:
+        hosts = HostWatch(heartbeat_s=1.0)
+        assert hosts.on_hello(hello("a"), at(0)) == [HostJoined(5000.0, "a", "left")]
+        assert hosts.tick(at(3)) == []
+        assert hosts.next_look_s(at(3)) == pytest.approx(0.5)
+        assert hosts.tick(at(4)) == [HostUnknown(5004.0, "a")]
+        assert hosts.tick(at(9)) == [] and hosts.next_look_s(at(9)) == math.inf
+        report = beat(2, worker(4, 7), worker(5, 7, state="ended"))
+        assert hosts.on_heartbeat("a", report, at(10)) == [HostJoined(5010.0, "a", "left", 2, (4,))]
+        assert hosts.on_heartbeat("a", report, at(11)) == []
+        assert hosts.hosts["a"].state == HOST
+
+    def test_connecting_again_says_what_runs(self) -> None:
+        hosts = HostWatch(1.0)
+        hosts.on_hello(hello("a"), at(0))
+        assert hosts.on_hello(hello("a", 3, (0, 1)), at(60)) == [HostJoined(5060.0, "a", "left", 3, (0, 1))]
+        assert hosts.tick(at(61)) == []
+
+    def test_nothing_is_expected_of_a_host_that_is_gone(self) -> None:
+        hosts = HostWatch(1.0)
+        hosts.on_hello(hello("a"), at(0))
+        hosts.on_gone("a")
+        hosts.on_gone("never there")
+        assert hosts.tick(at(100)) == [] and hosts.on_heartbeat("a", beat(1), at(101)) == []
+
+
+class TestProgress:
+    def test_running_when_every_rank_has_made_a_step_here(self) -> None:
+        attempt = watch()
+        assert attempt.on_heartbeat(beat(3, worker(0, 0), worker(1)), at(1)) == []
+        assert attempt.on_heartbeat(beat(3, worker(0, 41, steps_here=1)), at(2)) == []
+        # a rank that goes on at step 40 has made none yet
+        assert attempt.on_heartbeat(beat(3, worker(1, 40, steps_here=0)), at(2)) == []
+        assert not attempt.is_running
+        assert attempt.on_heartbeat(beat(3, worker(1, 41, steps_here=1)), at(3)) == [Running(5003.0, 3, 41)]
+        assert attempt.is_running and attempt.step == 41
+
+    def test_steps_are_told_now_and_then(self) -> None:
+        attempt = watch(1)
+        told: list[Event] = []
+        for second in range(1, 36):
+            told += attempt.on_heartbeat(beat(3, worker(0, second, last_step_s=1.0)), at(second))
+        assert told[0] == Running(5001.0, 3, 1)
+        assert [event.step for event in told[1:] if isinstance(event, Advanced)] == [11, 21, 31]
+        assert attempt.on_heartbeat(beat(3, worker(0, 35)), at(36 + ADVANCED_S)) == [Advanced(5046.0, 3, 35)]
+        assert attempt.on_heartbeat(beat(3, worker(0, 35)), at(36 + 2 * ADVANCED_S)) == []  # no step since
+
+    def test_reports_of_other_attempts_and_ranks_are_nothing(self) -> None:
+        attempt = watch(1)
+        assert attempt.on_heartbeat(beat(2, worker(0, 5)), at(1)) == []
+        assert attempt.on_heartbeat(beat(3, worker(9, 5)), at(1)) == []
+        assert not attempt.is_running
+        assert attempt.on_ended(ended(0, attempt=2), at(2)) == []
+        assert attempt.on_ended(ended(9), at(2)) == []
+
+    def test_a_hang_is_seen_and_can_be_dismissed(self) -> None:
+        attempt = watch(1)
+        for second in range(1, 30):
+            attempt.on_heartbeat(beat(3, worker(0, second, last_step_s=1.0)), at(second))
+        assert attempt.standing(at(29.5)).kind == "moving"
+        wait_s = attempt.next_look_s(at(29.5))
+        assert attempt.standing(at(29.6 + wait_s)).kind == "watch"
+        late = at(29 + 3 * 1.0 + 5)
+        assert attempt.standing(late).kind == "due"
+        attempt.dismiss(late)
+        assert attempt.standing(at(29 + 3 * 1.0 + 6)).kind != "due"
+
+
+class TestLoss:
+    def test_a_loss_that_stays_broken_is_told_once_with_who_began(self) -> None:
+        attempt = watch(2)
+        told: list[Event] = []
+        for step in range(1, 20):
+            mine = math.nan if step >= 7 else 1.0
+            theirs = math.inf if step >= 8 else 1.0
+            told += attempt.on_heartbeat(beat(3, worker(0, step, loss=mine), worker(1, step, loss=theirs)), at(step))
+        [broken] = [event for event in told if isinstance(event, LossBroken)]
+        assert (broken.step, broken.ranks, broken.at_s) == (7, (0,), 5007.0 + BROKEN_STEPS)
+
+    def test_all_ranks_alike_name_nobody(self) -> None:
+        attempt = watch(2)
+        told: list[Event] = []
+        for step in range(1, 9):
+            both = [worker(rank, step, loss=math.nan) for rank in (0, 1)]
+            told += attempt.on_heartbeat(beat(3, *both), at(step))
+        assert [event.ranks for event in told if isinstance(event, LossBroken)] == [()]
+
+    def test_one_that_comes_back_is_nothing(self) -> None:
+        attempt = watch(1)
+        told: list[Event] = []
+        for step in range(1, 40):
+            told += attempt.on_heartbeat(beat(3, worker(0, step, loss=1.0 if step % 4 else math.nan)), at(step))
+        assert not [event for event in told if isinstance(event, LossBroken)]
+
+
+class TestEnds:
+    def test_a_failure_is_told_once_with_its_class_and_step(self) -> None:
+        attempt = watch()
+        attempt.on_heartbeat(beat(3, worker(1, 12)), at(1))
+        [failed] = attempt.on_ended(ended(1, text="NVRM: Xid 79"), at(2))
+        assert failed == WorkerFailed(5002.0, 3, 1, "signal", "host", "killed", False, 12)
+        assert attempt.on_ended(ended(1), at(3)) == []
+        [other] = attempt.on_ended(ended(0, kind="raised", code=1, step=13, follows=True), at(3))
+        assert isinstance(other, WorkerFailed)
+        assert (other.kind, other.fault, other.follows, other.step) == ("raised", "process", True, 13)
+
+    def test_what_we_killed_is_no_failure(self) -> None:
+        assert watch().on_ended(ended(0, by_us=True), at(1)) == []
+
+    def test_returned_when_all_have(self) -> None:
+        attempt = watch()
+        good = {"kind": "returned", "code": 0, "summary": ""}
+        assert attempt.on_ended(ended(0, **good), at(1)) == []
+        assert attempt.on_ended(ended(0, **good), at(1)) == []
+        assert attempt.on_ended(ended(1, **good), at(2)) == [WorkersReturned(5002.0, 3)]
+
+    def test_another_exit_status_is_a_failure(self) -> None:
+        [failed] = watch().on_ended(ended(0, kind="returned", code=7), at(1))
+        assert isinstance(failed, WorkerFailed) and failed.kind == "status"
+
+
+def test_the_clocks_go_on() -> None:
+    first, second = read_clocks(), read_clocks()
+    assert second.monotonic_s >= first.monotonic_s and first.unix_s > 1.6e9
