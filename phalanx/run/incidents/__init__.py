@@ -1,0 +1,1 @@
+"""Incidents: what went wrong, what was done, what it cost; a page each, for people and for programs."""
