@@ -185,10 +185,8 @@ def _s(seconds: float) -> str:
 
 def _line(text: str) -> str:
     """On one line, without anything that moves a terminal."""
-    return cut(
-        " ".join(strip_ansi(text.replace("\n", " ").replace("\r", " ").encode(errors="replace").decode()).split()),
-        _CELL_CHARS,
-    )
+    whole = text.replace("\n", " ").replace("\r", " ").encode(errors="replace").decode()
+    return cut(" ".join(strip_ansi(whole).split()), _CELL_CHARS)
 
 
 def _plain(text: str) -> str:
