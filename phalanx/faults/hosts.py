@@ -1,0 +1,297 @@
+"""What a campaign does from outside to the emulated hosts of one machine, never to the machine itself. Torch-free.
+
+Everything here makes sure that it has really happened, and what can be undone is undone when its ``with`` ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from phalanx.core.errors import UserError
+from phalanx.faults.clock import jumped
+from phalanx.faults.manifest import Incident
+from phalanx.faults.proxy import Link
+
+T = TypeVar("T")
+
+LARGEST_DISK_BYTES = 1 << 30
+"""A disk is only filled where it is a tmpfs no larger than this."""
+
+_WAIT_S = 30.0
+_PIECE = b"\0" * (1 << 16)
+
+
+class NotDoneError(RuntimeError):
+    """The fault did not happen, or could not be undone: the case says nothing."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """An emulated host; empty is what it does not have.
+
+    Attributes:
+        executor: process id.
+        others: process ids of what belongs to it and is no descendant of the executor, as its keeper.
+        mark: ``NAME=value``, an environment variable that all its processes were started with.
+        interface, namespace: of its network.
+        disk: a small tmpfs.
+        clock: the file of `phalanx.faults.clock`.
+        link: between it and the driver.
+    """
+
+    executor: int
+    others: tuple[int, ...] = ()
+    mark: str = ""
+    interface: str = ""
+    namespace: str = ""
+    disk: Path | None = None
+    clock: Path | None = None
+    link: Link | None = None
+
+    def processes(self) -> list[int]:
+        """All there are now."""
+        roots = [self.executor, *self.others, *(marked(self.mark) if self.mark else [])]
+        return tree_of(roots)
+
+
+def kill(pids: Iterable[int]) -> list[int]:
+    """SIGKILL to processes, at once; returns those that were there when they are gone.
+
+    Raises:
+        NotDoneError: one is still there after 30 s.
+    """
+    handles: dict[int, int] = {}
+    with ExitStack() as stack:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                handles[pid] = os.pidfd_open(pid)
+                stack.callback(os.close, handles[pid])
+        for handle in handles.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+        end_s = time.monotonic() + _WAIT_S
+        for pid, handle in handles.items():
+            if not select.select([handle], [], [], max(end_s - time.monotonic(), 0))[0]:
+                raise NotDoneError(f"process {pid} is still there {_WAIT_S:.0f} s after SIGKILL")
+    return list(handles)
+
+
+def kill_host(machine: Machine) -> list[int]:
+    """SIGKILL to all processes of a host: they are stopped first, so that none can start another meanwhile."""
+    seen: set[int] = set()
+    while fresh := set(machine.processes()) - seen:
+        for pid in fresh:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        seen |= fresh
+    return kill(sorted(seen))
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """SIGSTOP to a process, SIGCONT afterwards, if it is still there."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        _until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, f"process {pid} does not stop")
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def link_down(interface: str, namespace: str) -> Iterator[None]:
+    """A network interface is down meanwhile.
+
+    Raises:
+        UserError: no namespace is named: the machine's own interfaces are not touched.
+    """
+    if not namespace:
+        raise UserError("an interface of the machine itself", cure="name a network namespace", value=interface)
+    _set_link(interface, namespace, up=False)
+    try:
+        yield
+    finally:
+        _set_link(interface, namespace, up=True)
+
+
+@contextmanager
+def small_disk(folder: Path, size_bytes: int) -> Iterator[Path]:
+    """A tmpfs of this size lies over `folder` meanwhile. For root only.
+
+    Raises:
+        UserError: it is larger than `LARGEST_DISK_BYTES`, or may not be mounted.
+    """
+    if not 0 < size_bytes <= LARGEST_DISK_BYTES:
+        raise UserError("is no small disk", cure=f"at most {LARGEST_DISK_BYTES}", field="size_bytes", value=size_bytes)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        _command("mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=0700", "tmpfs", str(folder))
+    except NotDoneError as error:
+        raise UserError(f"cannot be mounted ({error})", cure="run as root", value=str(folder)) from None
+    try:
+        _check_small(folder)
+        yield folder
+    finally:
+        _command("umount", "--lazy", str(folder))
+
+
+@contextmanager
+def full_disk(folder: Path) -> Iterator[None]:
+    """No byte is free meanwhile on the small disk that `folder` is.
+
+    Raises:
+        UserError: it is none.
+    """
+    _check_small(folder)
+    filler = folder / "data.bin"
+    file = os.open(filler, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        for piece in (_PIECE, b"\0"):  # the last page byte by byte
+            with contextlib.suppress(_Full), _enospc():
+                while True:
+                    os.write(file, piece)
+        if os.statvfs(folder).f_bavail:
+            raise NotDoneError(f"{folder} is not full")
+        yield
+    finally:
+        os.close(file)
+        filler.unlink()
+
+
+@contextmanager
+def happen(incident: Incident, machines: Sequence[Machine], driver: int) -> Iterator[None]:
+    """An incident that is not a worker's own, on all its places; what can be undone is, when the ``with`` ends.
+
+    Raises:
+        NotDoneError: it did not happen.
+        UserError: a machine has not what it needs.
+    """
+    with ExitStack() as stack:
+        if incident.place.what == "driver":
+            if incident.kind == "driver-stopped":
+                stack.enter_context(stopped(driver))
+            elif not kill([driver]):
+                raise NotDoneError("the driver was gone before")
+        for number in incident.place.numbers:
+            _to_machine(incident, machines[number], stack)
+        yield
+
+
+def _to_machine(incident: Incident, machine: Machine, stack: ExitStack) -> None:
+    kind, settings = incident.kind, incident.settings
+    stops = kind == "spare-bad" and settings.get("how") == "stops"
+    if kind == "executor-killed" or (kind == "spare-bad" and not stops):
+        if not kill([machine.executor]):
+            raise NotDoneError(f"executor {machine.executor} was gone before")
+    elif stops:
+        stack.enter_context(stopped(machine.executor))
+    elif kind == "host-killed":
+        if not kill_host(machine):
+            raise NotDoneError(f"no process of the host of executor {machine.executor} was there")
+    elif kind == "link-down":
+        stack.enter_context(link_down(machine.interface, machine.namespace))
+    elif kind == "disk-full":
+        stack.enter_context(full_disk(_has(machine.disk, "disk", kind)))
+    elif kind == "clock-jump":
+        stack.enter_context(jumped(_has(machine.clock, "clock", kind), float(settings.get("offset_s", 3600))))
+    else:
+        stack.enter_context(_on_link(kind, _has(machine.link, "link", kind), float(settings.get("delay_s", 1))))
+
+
+def _on_link(kind: str, link: Link, delay_s: float) -> AbstractContextManager[None]:
+    if kind == "link-delayed":
+        return link.delayed(delay_s)
+    if kind not in ("link-cut", "link-silent"):
+        raise UserError("is not done from outside", cure="let workers do it", field="kind", value=kind)
+    return link.cut() if kind == "link-cut" else link.silent()
+
+
+def tree_of(roots: Iterable[int]) -> list[int]:
+    """These processes and all their descendants that are there, each once."""
+    found: dict[int, None] = {}
+    for root in roots:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(root)
+            for one in (process, *process.children(recursive=True)):
+                found[one.pid] = None
+    return list(found)
+
+
+def marked(mark: str) -> list[int]:
+    """Processes that were started with this environment variable, ``NAME=value``."""
+    wanted, found = mark.encode(), []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            with contextlib.suppress(OSError):
+                if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+    return found
+
+
+class _Full(Exception):  # noqa: N818
+    """No byte is left."""
+
+
+@contextmanager
+def _enospc() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise _Full from None
+        raise
+
+
+def _check_small(folder: Path) -> None:
+    size = os.statvfs(folder)
+    size_bytes = size.f_blocks * size.f_frsize
+    kinds = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+    if kinds.get(str(folder.resolve())) != "tmpfs" or size_bytes > LARGEST_DISK_BYTES:
+        cure = f"mount a tmpfs of at most {LARGEST_DISK_BYTES} bytes there"
+        raise UserError("is no small disk of its own", cure=cure, value=str(folder))
+
+
+def _set_link(interface: str, namespace: str, *, up: bool) -> None:
+    _command("ip", "-n", namespace, "link", "set", interface, "up" if up else "down")
+    (shown,) = json.loads(_command("ip", "-n", namespace, "-json", "link", "show", interface))
+    if ("UP" in shown["flags"]) != up:
+        raise NotDoneError(f"{interface} in {namespace} is {shown['operstate']}")
+
+
+def _command(*words: str) -> str:
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_WAIT_S, check=False)
+    except OSError as error:
+        raise NotDoneError(f"{words[0]}: {error.strerror}") from None
+    if done.returncode:
+        raise NotDoneError(f"{' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _until(holds: Callable[[], bool], problem: str) -> None:
+    end_s = time.monotonic() + _WAIT_S
+    while not holds():
+        if time.monotonic() > end_s:
+            raise NotDoneError(problem)
+        time.sleep(0.005)
+
+
+def _has(value: T | None, name: str, kind: str) -> T:
+    if value is None:
+        raise UserError("the machine has none", cure=f"give it one, or leave out {kind}", field=name)
+    return value
