@@ -1,0 +1,1 @@
+"""A crowd of emulated executors, and servers that hear them."""

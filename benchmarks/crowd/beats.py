@@ -1,0 +1,61 @@
+"""The heartbeat that all contenders hear: 8 workers, at least 1 kB in MessagePack; the same values in JSON."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from phalanx.run import messages as m
+
+SEQUENCE = 1 << 24
+"""Numbers from here on take the same five bytes in MessagePack."""
+PLACE = msgspec.msgpack.encode(SEQUENCE)
+
+
+def heartbeat(sequence: int = SEQUENCE) -> m.Heartbeat:
+    workers = [
+        m.WorkerState(
+            rank=rank,
+            pid=40_000 + rank,
+            state="running",
+            step=123_456,
+            step_age_s=0.1234,
+            last_step_s=0.3456,
+            phase="step",
+            phase_age_s=0.1234,
+            busy_s=0.3012,
+            cpu_s=12_345.67,
+            rss_bytes=3 << 30,
+            loss=2.3456,
+        )
+        for rank in range(8)
+    ]
+    interfaces = [m.Interface(f"ib{index}", 1 << 45, 1 << 45) for index in range(2)]
+    lines = [m.LogLine(rank, "step 123456 loss 2.3456 tokens/s 12345.6 lr 3.0e-04 " + "." * 20) for rank in range(4)]
+    host = m.HostState(12.34, 1 << 40, 1 << 39, 1 << 42, interfaces)
+    return m.Heartbeat(sequence, 1_790_000_000.5, 1, workers, host, lines)
+
+
+def named(value: object) -> object:
+    """The same with names, as JSON has it."""
+    if isinstance(value, msgspec.Struct):
+        return {name: named(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, list):
+        return [named(item) for item in value]
+    return value
+
+
+def payload(as_json: bool) -> tuple[bytes, int, str]:
+    """The bytes, where in them the number stands, and how it is written (`struct`, or decimal digits)."""
+    content = msgspec.json.encode(named(heartbeat())) if as_json else msgspec.msgpack.encode(heartbeat())
+    place = str(SEQUENCE).encode() if as_json else PLACE
+    assert content.count(place) == 1 and len(content) >= 1000
+    return content, content.index(place), "digits" if as_json else "uint32"
+
+
+def masked_frame(content: bytes) -> bytearray:
+    """A client's binary WebSocket frame, masked with zeros: the server unmasks it as any other."""
+    length = len(content)
+    head = struct.pack(">BB", 0x82, 0x80 | length) if length < 126 else struct.pack(">BBH", 0x82, 0x80 | 126, length)
+    return bytearray(head + b"\0\0\0\0" + content)

@@ -1,0 +1,234 @@
+"""The pure parts of the connection: proofs, what is kept, waits, budgets of strangers, addresses, decoding."""
+
+import ssl
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from wire_helpers import JOB, TOKEN, Clock, ended, heartbeat, hello
+
+from phalanx.core.errors import UserError
+from phalanx.run import messages as m
+from phalanx.run.wire import addresses, codec, door, outbox, proof
+from phalanx.run.wire.addresses import Address
+from phalanx.run.wire.backoff import Backoff
+
+
+def handshake(token: bytes = TOKEN):
+    challenge = codec.Challenge(m.VERSION, proof.new_nonce())
+    return challenge, proof.answer(token, challenge, JOB, "node-1", proof.new_instance(), proof.new_nonce())
+
+
+def test_both_sides_believe_who_knows_the_token():
+    challenge, given_ = handshake()
+    assert proof.refuse_challenge(challenge) is None
+    assert proof.refuse_answer(TOKEN, JOB, challenge, given_) is None
+    assert proof.refuse_driver(TOKEN, challenge, given_, proof.accepted(TOKEN, challenge, given_, 3)) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("host", "node-2"), ("instance", b"i" * 16), ("nonce", b"n" * 32), ("proof", b"p" * 32)],
+)
+def test_nothing_of_an_answer_can_be_changed(field, value):
+    challenge, given_ = handshake()
+    changed = msgspec.structs.replace(given_, **{field: value})
+    assert proof.refuse_answer(TOKEN, JOB, challenge, changed).kind == "token"
+
+
+def test_an_answer_fits_one_challenge_one_job_one_version_one_token():
+    challenge, given_ = handshake()
+    assert proof.refuse_answer(TOKEN, JOB, handshake()[0], given_).kind == "token"
+    assert proof.refuse_answer(TOKEN, "job-b", challenge, given_).kind == "job"
+    assert proof.refuse_answer(b"x" * 32, JOB, challenge, given_).kind == "token"
+    older = msgspec.structs.replace(given_, version=m.VERSION - 1)
+    refusal = proof.refuse_answer(TOKEN, JOB, challenge, older)
+    assert refusal.kind == "version" and f"version {m.VERSION}" in refusal.reason
+
+
+def test_a_job_that_is_renamed_in_the_answer_does_not_pass_as_another():
+    challenge, given_ = handshake()
+    assert proof.refuse_answer(TOKEN, "job-b", challenge, msgspec.structs.replace(given_, job="job-b")).kind == "token"
+
+
+def test_a_driver_cannot_prove_itself_with_what_the_executor_said():
+    challenge, given_ = handshake()
+    assert proof.refuse_driver(TOKEN, challenge, given_, codec.Accepted(given_.proof, 0)).kind == "token"
+
+
+def test_every_reason_fits_into_a_close_frame():
+    challenge, given_ = handshake()
+    replies = [
+        proof.refuse_answer(b"x" * 32, JOB, challenge, given_),
+        proof.refuse_answer(TOKEN, "job-b", challenge, given_),
+        proof.refuse_challenge(codec.Challenge(99, challenge.nonce)),
+        proof.refuse_driver(b"x" * 32, challenge, given_, proof.accepted(TOKEN, challenge, given_, 0)),
+    ]
+    assert all(len(refusal.reason.encode()) <= 123 for refusal in replies)
+
+
+def test_the_token_is_in_nothing_that_is_sent():
+    challenge, given_ = handshake()
+    said = [challenge, given_, proof.accepted(TOKEN, challenge, given_, 0)]
+    assert not any(TOKEN[:8] in codec.encode(message) for message in said)
+
+
+def test_a_short_token_is_refused():
+    with pytest.raises(UserError, match="token: a token of 7 bytes can be guessed; use at least 16"):
+        proof.check_token(b"1234567")
+
+
+def test_the_outbox_keeps_order_until_confirmed():
+    box = outbox.Outbox()
+    for rank in range(5):
+        box.put(ended(rank))
+    box.confirm(2)
+    decoder = codec.Decoder(codec.Kept)
+    assert [(number, decoder.decode(content).message.rank) for number, content in box.after(3)] == [(4, 3), (5, 4)]
+    assert len(box) == 3
+    box.confirm(99)
+    assert len(box) == 0 and list(box.after(0)) == []
+
+
+def test_a_full_outbox_leaves_out_findings_only_the_oldest_first():
+    box = outbox.Outbox(limit_bytes=10_000)
+    box.put(ended(0))
+    for number in range(200):
+        box.put(m.Found(1, [m.Finding(0, "rule", "host", f"line {number} " + "x" * 100)]))
+    box.put(ended(1))
+    decoder = codec.Decoder(codec.Kept)
+    left = [decoder.decode(content) for _, content in box.after(0)]
+    assert isinstance(left[0].message, m.WorkerEnded) and isinstance(left[-1].message, m.WorkerEnded)
+    assert left[0].sequence == 1 and left[-1].sequence == 202
+    findings = [kept.message.findings[0].line.split()[1] for kept in left[1:-1]]
+    assert findings == [str(number) for number in range(200 - len(findings), 200)]
+    assert 0 < len(findings) == 200 - box.dropped
+
+
+@given(st.integers(0, 10_000), st.floats(0, 1))
+def test_waits_grow_to_their_limit_and_no_further(tries, fraction):
+    backoff = Backoff(first_s=0.2, longest_s=10.0)
+    assert 0 <= backoff.delay_s(tries, fraction) <= min(10.0, 0.2 * 2 ** min(tries, 10))
+    assert backoff.delay_s(tries, fraction) <= backoff.delay_s(tries + 1, fraction)
+
+
+def test_an_address_that_fails_too_often_waits_and_others_do_not():
+    clock = Clock()
+    gate = door.Door(clock)
+    for _ in range(door.FAILURES):
+        assert gate.admits("10.0.0.1")
+        gate.failed("10.0.0.1")
+    assert not gate.admits("10.0.0.1") and gate.admits("10.0.0.2")
+    clock.now_s += 1.0 / door.FAILURES_PER_S
+    assert gate.admits("10.0.0.1")
+    gate.failed("10.0.0.1")
+    assert not gate.admits("10.0.0.1")
+
+
+def test_strangers_from_everywhere_take_bounded_memory():
+    gate = door.Door(Clock())
+    for number in range(3 * door._MAX_ADDRESSES):
+        gate.failed(f"address-{number}")
+    assert len(gate._spent) <= door._MAX_ADDRESSES
+
+
+def test_one_line_in_ten_seconds_and_a_count_of_the_others():
+    clock = Clock()
+    sparing = door.Sparing(clock)
+    assert [sparing.due("token") for _ in range(4)] == [0, None, None, None]
+    assert sparing.due("version") == 0
+    clock.now_s += 10.0
+    assert sparing.due("token") == 3
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:80", "node-7.cluster:65535", "[::1]:7000"])
+def test_addresses_that_are_some(text):
+    assert str(addresses.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", ":80", "host:0", "host:65536", "::1:80", "host:8o", "h:²"])
+def test_addresses_that_are_none_say_how_to_write_one(text):
+    with pytest.raises(UserError, match="write host:port"):
+        addresses.parse(text)
+
+
+@pytest.mark.parametrize(("host", "is_one"), [("127.8.9.1", True), ("::1", True), ("localhost", True),
+                                              ("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("", False),
+                                              ("localhost.example.com", False)])  # fmt: skip
+def test_loopback(host, is_one):
+    assert addresses.is_loopback(host) is is_one
+
+
+def test_an_open_address_without_tls_is_refused_and_with_it_is_not():
+    with pytest.raises(UserError, match=r"run.listen = '0.0.0.0': .* needs TLS; give a certificate"):
+        addresses.require_tls("0.0.0.0", None, "run.listen")
+    addresses.require_tls("0.0.0.0", ssl.create_default_context(), "run.listen")
+
+
+def test_the_address_file_is_read_each_time(tmp_path):
+    where = addresses.published(tmp_path / "driver")
+    with pytest.raises(OSError):
+        where()
+    for port in (7000, 7001):
+        addresses.publish(tmp_path / "driver", Address("::1", port))
+        assert where() == [f"[::1]:{port}"]
+
+
+DECODERS = [codec.Decoder(kind) for kind in (codec.Challenge, codec.Answer, codec.Accepted, codec.FromExecutorFrame, codec.FromDriverFrame)]  # fmt: skip  # noqa: E501
+SAMPLES = [
+    codec.encode(message)
+    for message in (
+        hello(),
+        heartbeat(3),
+        codec.Kept(7, m.Evidence(1, [m.RankEvidence(0, "stacks")], ["a line"])),
+        m.Start(1, [0, 1], 2, 0, 1, "127.0.0.1", 1),
+        codec.Received(7),
+        codec.Answer(1, JOB, "node-1", b"i" * 16, b"n" * 32, b"p" * 32),
+    )
+]
+
+
+def only_its_own_error(content: bytes) -> None:
+    for decoder in DECODERS:
+        try:
+            decoder.decode(content)
+        except codec.BadMessageError:
+            pass
+
+
+@given(st.binary(max_size=4096))
+def test_no_bytes_make_a_decoder_raise_anything_else(content):
+    only_its_own_error(content)
+
+
+@given(st.sampled_from(SAMPLES), st.data())
+def test_no_damage_to_a_message_makes_a_decoder_raise_anything_else(content, data):
+    damaged = bytearray(content)
+    for _ in range(data.draw(st.integers(1, 4))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    only_its_own_error(bytes(damaged[: data.draw(st.integers(0, len(damaged)))]))
+    only_its_own_error(bytes(damaged))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xdd\xff\xff\xff\xff",
+        b"\x98\xa9heartbeat\x01\xcb" + b"\0" * 8 + b"\x01\xdd\xff\xff\xff\xff",
+        b"\x91" * 100_000,
+        b"\x9d\xa5hello" + b"\xdb\xff\xff\xff\xff",
+        b"\x92\xa8received\xcf" + b"\xff" * 8,
+        b"\x92\xa2\xff\xfe\x01",
+    ],
+    ids=["huge array", "huge inner array", "deep", "huge string", "huge number", "not text"],
+)
+def test_lengths_that_lie_are_an_error_at_once(content):
+    for decoder in DECODERS:
+        with pytest.raises(codec.BadMessageError):
+            decoder.decode(content)
+
+
+def test_a_message_too_large_for_a_frame_is_refused_where_it_is_made():
+    with pytest.raises(codec.TooLargeError, match="Found of .* bytes: a frame holds 1048576"):
+        codec.encode(m.Found(1, [m.Finding(0, "rule", "host", "x" * (1 << 20))]))
