@@ -1,0 +1,148 @@
+"""The driver's memory: what happened is written into the journal before anything is done about it. Torch-free.
+
+A driver that is started again on the same journal has the same state, and is told by a `DriverRestarted` what may not
+have been done. The first entry says what job it is and by which policy it is kept running; a later start that is given
+others goes on with those of the journal.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol
+
+import msgspec
+
+from phalanx.run.decide.actions import Action
+from phalanx.run.decide.decide import decide
+from phalanx.run.decide.events import DriverRestarted, Event, JobBegun
+from phalanx.run.decide.policy import Job, Policy
+from phalanx.run.decide.replay import event_from_json, to_json
+from phalanx.run.decide.state import State, initial
+from phalanx.run.journal import Draft, Entry
+from phalanx.run.journal.entries import Kind
+from phalanx.run.wire.peer import Mark
+
+
+class Header(msgspec.Struct, frozen=True, tag_field="note", tag="job"):
+    """What the job is."""
+
+    job: Job
+    policy: Policy
+
+
+class Received(msgspec.Struct, frozen=True, tag_field="note", tag="received"):
+    """How far the messages of a host have been taken in, with the events before this note.
+
+    Attributes:
+        instance: of the host's link, in base 64.
+        sequence: of its last message.
+    """
+
+    host: str
+    instance: str
+    sequence: int
+
+
+class Words(msgspec.Struct, frozen=True, tag_field="note", tag="words"):
+    """Something for people."""
+
+    text: str
+
+
+Note = Header | Received | Words
+
+
+class Paper(Protocol):
+    """What a book needs of `phalanx.run.journal.Journal`."""
+
+    def append_all(self, drafts: list[Draft]) -> int:
+        """Append all or none; they are there for good when this returns."""
+        ...
+
+    def read(self, from_sequence: int = 1) -> Iterator[Entry]:
+        """All entries in order."""
+        ...
+
+
+class Book:
+    """State and journal, kept in step.
+
+    Attributes:
+        state: after the last event.
+        marks: how far messages of each host have been taken in; for `phalanx.run.wire.ExecutorServer`.
+        first_actions: what has to be done now that the book is open.
+
+    Args:
+        journal: which this driver writes.
+        job, policy: of a job that begins.
+        unix_s: now.
+
+    Raises:
+        JournalError: it cannot be read or written. msgspec.ValidationError: another program has written it.
+    """
+
+    def __init__(self, journal: Paper, job: Job, policy: Policy, unix_s: float) -> None:
+        self._journal = journal
+        self.marks: dict[str, Mark] = {}
+        self.state = initial(policy, job)
+        if self._read():
+            self.first_actions = self.apply(DriverRestarted(unix_s))
+        else:
+            header = self._draft("note", msgspec.json.encode(Header(job, policy)), unix_s)
+            self.first_actions = self._take_in(JobBegun(unix_s), before=[header])
+
+    def apply(self, event: Event, received: Mapping[str, Mark] | None = None) -> list[Action]:
+        """Take in what has happened; what has to be done about it, which is in the journal when this returns.
+
+        Args:
+            received: marks of the hosts whose messages led to it.
+
+        Raises:
+            JournalError: it could not be written, and nothing has changed. JournalLostError: a later driver has taken
+                the job over.
+        """
+        return self._take_in(event, received or {})
+
+    def _take_in(
+        self, event: Event, received: Mapping[str, Mark] = MappingProxyType({}), before: Sequence[Draft] = ()
+    ) -> list[Action]:
+        state, actions = decide(self.state, event)
+        marks = {host: mark for host, mark in received.items() if self.marks.get(host) != mark}
+        drafts = [*before, self._draft("event", to_json(event), event.at_s)]
+        drafts += [self._draft("action", to_json(action), event.at_s, state) for action in actions]
+        drafts += [self._draft("note", _received(host, mark), event.at_s) for host, mark in marks.items()]
+        self._journal.append_all(drafts)
+        self.state = state
+        self.marks.update(marks)
+        return actions
+
+    def note(self, text: str, unix_s: float) -> None:
+        """Write down something for people; raises as `apply`."""
+        self._journal.append_all([self._draft("note", msgspec.json.encode(Words(text)), unix_s)])
+
+    def _read(self) -> bool:
+        """Whether anything was in the journal."""
+        was_begun = False
+        for entry in self._journal.read():
+            if entry.kind == "event":
+                was_begun = True
+                self.state, _ = decide(self.state, event_from_json(entry.json_text))
+            elif entry.kind == "note":
+                self._recall(msgspec.json.decode(entry.json_text, type=Note))
+                was_begun = True
+        return was_begun
+
+    def _recall(self, note: Note) -> None:
+        if isinstance(note, Header):
+            self.state = initial(note.policy, note.job)
+        elif isinstance(note, Received):
+            self.marks[note.host] = Mark(base64.b64decode(note.instance), note.sequence)
+
+    def _draft(self, kind: Kind, text: bytes, unix_s: float, state: State | None = None) -> Draft:
+        return Draft(kind, (state or self.state).attempt, text.decode(), unix_s)
+
+
+def _received(host: str, mark: Mark) -> bytes:
+    return msgspec.json.encode(Received(host, base64.b64encode(mark.instance).decode(), mark.sequence))
