@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from phalanx.checkpoint.keeper.start import ensure_keeper
@@ -28,12 +29,12 @@ _FORKS = 20_000
 # What ranks do. Each writes one byte when it is what it wants to be.
 
 
-def plain(ready: Callable[[], None]) -> None:
+def plain(ready: Callable[[], object]) -> None:
     ready()
     time.sleep(LIVES_S)
 
 
-def own_session(ready: Callable[[], None]) -> None:
+def own_session(ready: Callable[[], object]) -> None:
     os.setsid()
     if os.fork() == 0:
         os.setpgid(0, 0)
@@ -41,7 +42,7 @@ def own_session(ready: Callable[[], None]) -> None:
     time.sleep(LIVES_S)
 
 
-def daemon(ready: Callable[[], None]) -> None:
+def daemon(ready: Callable[[], object]) -> None:
     if os.fork():
         return
     os.setsid()
@@ -51,20 +52,20 @@ def daemon(ready: Callable[[], None]) -> None:
     time.sleep(LIVES_S)
 
 
-def deaf(ready: Callable[[], None]) -> None:
+def deaf(ready: Callable[[], object]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCONT):
         signal.signal(number, signal.SIG_IGN)
     ready()
     time.sleep(LIVES_S)
 
 
-def stopped(ready: Callable[[], None]) -> None:
+def stopped(ready: Callable[[], object]) -> None:
     ready()
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(LIVES_S)
 
 
-def forking(ready: Callable[[], None]) -> None:
+def forking(ready: Callable[[], object]) -> None:
     """Starts processes that end at once, one after the other."""
     ready()
     for _ in range(_FORKS):
@@ -74,7 +75,7 @@ def forking(ready: Callable[[], None]) -> None:
         os.waitpid(pid, 0)
 
 
-def hopping(ready: Callable[[], None]) -> None:
+def hopping(ready: Callable[[], object]) -> None:
     """Is a new process all the time, each the child of one that has gone."""
     os.setsid()
     ready()
@@ -83,7 +84,7 @@ def hopping(ready: Callable[[], None]) -> None:
             os._exit(0)
 
 
-def with_keeper(ready: Callable[[], None]) -> None:
+def with_keeper(ready: Callable[[], object]) -> None:
     ensure_keeper(Path(os.environ["PHALANX_KEEPER"]))
     ready()
     time.sleep(LIVES_S)
@@ -104,7 +105,7 @@ def template(fifo: str) -> None:
                     nothing = os.open(os.devnull, os.O_RDWR)
                     for standard in (0, 1):
                         os.dup2(nothing, standard)
-                    globals()[name](lambda: os.write(descriptor, b"."))
+                    globals()[name](partial(os.write, descriptor, b"."))
                 os._exit(0)
         print("forked", flush=True)
 
@@ -173,10 +174,15 @@ def keeper(host: Host) -> dict:
     return found
 
 
+def wait_with_helper(host: Host) -> dict:
+    """As `wait`, with a child of the executor's own."""
+    host.reaper.helper(lambda: subprocess.Popen(["sleep", str(LIVES_S)]))
+    return wait(host)
+
+
 def wait(host: Host) -> dict:
     """Say that the ranks run, and wait to be killed."""
     host.fork("daemon", "own_session", "plain")
-    host.reaper.helper(lambda: subprocess.Popen(["sleep", str(LIVES_S)]))
     signal.signal(signal.SIGTERM, _stop)
     print(json.dumps({"template": host.template.pid}), flush=True)
     time.sleep(LIVES_S)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,8 +67,6 @@ def run(way: str, scenario: str, folder: Path) -> dict:
 
 def all_gone(descriptor: int) -> bool:
     """Whether what the ranks have started has ended; waits for it."""
-    import select
-
     while select.select([descriptor], [], [], 60)[0]:
         if not os.read(descriptor, 100):
             return True
@@ -102,7 +102,7 @@ def test_what_an_executor_leaves_behind_is_ended_with_it(way: str, folder: Path)
 
 def test_what_runs_when_the_executor_is_killed_is_ended_too(way: str, folder: Path) -> None:
     descriptor = os.open(folder / "fifo", os.O_RDONLY | os.O_NONBLOCK)
-    guard = start(way, "wait", folder)
+    guard = start(way, "wait_with_helper", folder)
     assert guard.stdout is not None
     assert guard.stdout.readline()
     (executor,) = [process.pid for process in processes().values() if process.parent == guard.pid]
@@ -132,18 +132,16 @@ def test_what_is_left_when_guard_and_executor_are_killed_is_ended_by_the_next_ex
     assert guard.stdout.readline()
     (executor,) = [process.pid for process in processes().values() if process.parent == guard.pid]
     os.kill(guard.pid, signal.SIGKILL)  # the executor dies with it
-    guard.communicate(timeout=GUARD_S)
     executor_is_gone(executor)
     way = reaper.choose_way(lambda _: None, name=folder.name, ways=["cgroup"])
     assert all_gone(descriptor)
+    guard.communicate(timeout=GUARD_S)
     way.close()
     os.close(descriptor)
 
 
 def executor_is_gone(pid: int) -> None:
     """Wait for it: what it holds is free then."""
-    import time
-
     until_s = time.monotonic() + 60
     while (process := read_process(pid)) is not None and process.is_alive:
         assert time.monotonic() < until_s
@@ -207,7 +205,7 @@ def test_a_way_that_does_not_work_is_said_and_the_next_is_taken(monkeypatch: pyt
     assert lines == [
         "processes are held by subreaper (cgroup: no cgroup for you; pid-namespace: no pid-namespace for you)"
     ]
-    with pytest.raises(UserError, match="none of the ways .* allow 'subreaper'"):
+    with pytest.raises(UserError, match=r"none of the ways .* allow 'subreaper'"):
         reaper.choose_way(lines.append, name="x", ways=["cgroup"])
     with pytest.raises(UserError, match="choose from cgroup, pid-namespace, subreaper"):
         reaper.choose_way(lines.append, name="x", ways=["prayer"])
@@ -244,7 +242,9 @@ def test_devices_are_waited_for_and_what_they_hold_is_told() -> None:
         assert 0 < within_s <= 60
         return ["GPU 0 holds 1 GB"]
 
-    killed = reaper.Reaper(Held(), {}, release).end_all(60)
+    ends = reaper.Reaper(Held(), {}, release)
+    ends.contain(process.pid)
+    killed = ends.end_all(60)
     assert asked == [{process.pid}]
     assert killed.held == ["GPU 0 holds 1 GB"]
     assert process.wait() == -signal.SIGKILL
