@@ -1,0 +1,169 @@
+"""The accelerators of a host through NVML, if it is there; what cannot be asked is said. Torch-free.
+
+A driver that is in trouble may never answer (after Xid 119 nvidia-smi hangs too), so it is asked in a thread.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from phalanx.core.units import size
+from phalanx.run.executor.late import Late
+from phalanx.run.messages import Accelerator
+
+T = TypeVar("T")
+
+_POLL_S = 0.05
+_ASK_S = 1.0
+_OPEN_S = 5.0
+_SLACK_BYTES = 256 << 20  # by which a device's idle memory differs from time to time
+
+# nvmlClocksEventReason…: the hardware slows down, by heat or by the power supply; a power cap is no fault.
+_THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
+
+
+@dataclass(frozen=True)
+class Use:
+    """Who uses a device.
+
+    Attributes:
+        pids: processes that compute on it, as far as the driver tells; None: it does not.
+    """
+
+    name: str
+    used_bytes: int
+    pids: frozenset[int] | None
+
+
+class Accelerators:
+    """The accelerators of this host.
+
+    Args:
+        load: gives the module ``pynvml``; what it raises is why there are none.
+    """
+
+    def __init__(self, load: Callable[[], Any] = lambda: importlib.import_module("pynvml")) -> None:
+        self._nvml: Any = None
+        self._handles: list[Any] = []
+        self._idle_bytes: list[int] = []
+        self._open_late = Late(lambda: self._open(load), "NVML", "NVML has not answered yet")
+        self._states: Late[list[Accelerator]] = Late(self._ask_all, "NVML", [])
+        self._uses: Late[list[Use] | None] = Late(self._ask_uses, "NVML", None)
+        self._open_late.take(_OPEN_S)
+
+    @property
+    def absent(self) -> str:
+        """Why there are none, for people; empty: there are."""
+        return self._open_late.last
+
+    @property
+    def silence(self) -> str:
+        """Why the last reading is not a new one, for people; empty: it is."""
+        return self.absent or self._open_late.silence or self._states.silence
+
+    def read(self, within_s: float = 0.2) -> list[Accelerator]:
+        """The state of all; the last one known where the driver does not answer in time."""
+        return [] if self.absent else self._states.take(within_s)
+
+    def mark_idle(self) -> None:
+        """No rank of ours runs: what is in use now is not ours to wait for in `released`."""
+        uses = None if self.absent else self._uses.take(_ASK_S)
+        self._idle_bytes = [use.used_bytes for use in uses or []]
+
+    def released(self, killed: Set[int], within_s: float) -> list[str]:
+        """Wait until no device holds memory of processes that were killed; see `phalanx.run.executor.reaper.Release`.
+
+        Returns:
+            What is still held, for people; empty: nothing.
+        """
+        if self.absent:
+            return []
+        until_s = time.monotonic() + within_s
+        while True:
+            uses = self._uses.take(min(_ASK_S, max(0.0, until_s - time.monotonic())))
+            silence = self._uses.silence
+            held = [silence] if silence or uses is None else still_held(uses, self._idle_bytes, killed)
+            if not held or time.monotonic() >= until_s:
+                return held
+            time.sleep(_POLL_S)
+
+    def _open(self, load: Callable[[], Any]) -> str:
+        try:
+            nvml = load()
+            nvml.nvmlInit()
+            self._handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        except Exception as error:  # NVMLError, and ImportError where the package is absent
+            return f"no accelerators can be read: {error}"
+        self._nvml = nvml
+        return "" if self._handles else "there are no accelerators"
+
+    def _ask_all(self) -> list[Accelerator]:
+        return [self._state(handle) for handle in self._handles]
+
+    def _state(self, handle: Any) -> Accelerator:
+        nvml = self._nvml
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        return Accelerator(
+            name=_text(nvml.nvmlDeviceGetName(handle)),
+            memory_bytes=int(memory.total),
+            memory_used_bytes=int(memory.used),
+            utilisation=_or(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100, -1.0),
+            temperature_c=_or(lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)), -1.0),
+            ecc_uncorrected=_or(
+                lambda: int(
+                    nvml.nvmlDeviceGetTotalEccErrors(
+                        handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+                    )
+                ),
+                0,
+            ),
+            throttled=_or(lambda: bool(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle) & _THROTTLED), False),
+        )
+
+    def _ask_uses(self) -> list[Use]:
+        nvml = self._nvml
+        return [
+            Use(
+                name=f"{_text(nvml.nvmlDeviceGetName(handle))} {index}",
+                used_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).used),
+                pids=_or(lambda: self._pids(handle), None),  # noqa: B023 - called at once
+            )
+            for index, handle in enumerate(self._handles)
+        ]
+
+    def _pids(self, handle: Any) -> frozenset[int] | None:
+        return frozenset(process.pid for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+
+
+def still_held(uses: Sequence[Use], idle_bytes: Sequence[int], killed: Set[int]) -> list[str]:
+    """What devices have not taken back of processes that were killed, for people.
+
+    A device is free when none of these is listed on it, and no more memory is in use than when it was idle, or other
+    processes are listed that may use it. Process numbers of a namespace may not be those that a driver lists, so a list
+    without them is not enough.
+    """
+    held = []
+    for index, use in enumerate(uses):
+        ours = sorted((use.pids or frozenset()) & killed)
+        idle = idle_bytes[index] if index < len(idle_bytes) else 0
+        if ours:
+            held.append(f"{use.name} is held by {', '.join(map(str, ours))}")
+        elif use.used_bytes > idle + _SLACK_BYTES and not use.pids:
+            held.append(f"{use.name} has {size(use.used_bytes)} in use, {size(idle)} when it was idle")
+    return held
+
+
+def _or(ask: Callable[[], T], otherwise: T) -> T:
+    """What is asked for, or `otherwise` where this device does not know."""
+    try:
+        return ask()
+    except Exception:  # NVMLError_NotSupported and its like are made at run time
+        return otherwise
+
+
+def _text(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name

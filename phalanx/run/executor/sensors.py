@@ -1,0 +1,90 @@
+"""The state of a host, read often and cheaply. Torch-free."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx.run.executor.accelerators import Accelerators
+from phalanx.run.executor.interfaces import read_interfaces
+from phalanx.run.executor.late import Late
+from phalanx.run.messages import HostState
+
+_DISK_S = 0.05  # the folder may be on a server that is gone
+_IDLE, _WAITS = 3, 4  # columns of /proc/stat
+
+
+class Sensors:
+    """Reads the state of this host.
+
+    Args:
+        folder: where the job writes; how much is free there is reported.
+        interfaces: names, from `phalanx.run.executor.interfaces.choose_interfaces`.
+        accelerators: of the host.
+        proc_root, sys_root: where /proc and /sys are.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        interfaces: Sequence[str],
+        accelerators: Accelerators,
+        *,
+        proc_root: Path = Path("/proc"),
+        sys_root: Path = Path("/sys"),
+    ) -> None:
+        self._interfaces = list(interfaces)
+        self._accelerators = accelerators
+        self._proc = proc_root
+        self._sys = sys_root
+        self._disk = Late(lambda: _free_bytes(folder), f"the file system of {folder}", -1)
+        self._busy = (0, 0)
+
+    def read(self) -> HostState:
+        """The state now. ``cpu_load`` is the share of all cores that was busy since the last call, 0 to 1; what free
+        disk space is not known is -1.
+
+        Raises:
+            OSError: /proc cannot be read.
+        """
+        total_bytes, free_bytes = self._memory()
+        return HostState(
+            cpu_load=self._load(),
+            memory_bytes=total_bytes,
+            memory_free_bytes=free_bytes,
+            disk_free_bytes=self._disk.take(_DISK_S),
+            interfaces=read_interfaces(self._interfaces, self._sys, self._proc),
+            accelerators=self._accelerators.read(),
+        )
+
+    @property
+    def silences(self) -> list[str]:
+        """What does not answer, or never did, for people."""
+        return [words for words in (self._disk.silence, self._accelerators.silence) if words]
+
+    def _load(self) -> float:
+        with (self._proc / "stat").open() as file:
+            columns = [int(column) for column in file.readline().split()[1:9]]  # guests are in the first two already
+        whole = sum(columns)
+        busy = whole - columns[_IDLE] - columns[_WAITS]
+        before, self._busy = self._busy, (busy, whole)
+        passed = whole - before[1]
+        return min(1.0, max(0.0, (busy - before[0]) / passed)) if passed > 0 else 0.0
+
+    def _memory(self) -> tuple[int, int]:
+        """Bytes of all memory, and of what can be had without swapping."""
+        found = {}
+        with (self._proc / "meminfo").open() as file:
+            for line in file:
+                name, _, rest = line.partition(":")
+                found[name] = int(rest.split()[0]) * 1024
+                if "MemTotal" in found and "MemAvailable" in found:
+                    break
+        return found["MemTotal"], found.get("MemAvailable", found.get("MemFree", 0))
+
+
+def _free_bytes(folder: Path) -> int:
+    """What this user may still write."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
