@@ -160,16 +160,14 @@ class SlowJudge:
         self._runs = np.where(self._sums > 0, self._runs + known, 0)
         self._named = {index for index in self._named if self._sums[index] > 0}
         last_ones = np.array(list(self._recent)[-config.min_blocks :])
-        steady = (last_ones > reference).sum(axis=0) >= config.min_blocks - 1
-        over = [int(i) for i in np.flatnonzero((self._sums > limit) & steady) if self._sticks_out(int(i))]
-        return self._name(over, first, last)
-
-    def _name(self, over: Sequence[int], first: int, last: int) -> list[SlowUnit]:
-        if len(over) > max(2, _AT_ONCE * len(self._units)):
-            self.together = [self._units[index] for index in over]
+        steady = (last_ones > reference).sum(axis=0)
+        rising = np.flatnonzero((self._sums > limit / 2) & (steady >= config.min_blocks - 2))
+        if len(rising) > max(2, _AT_ONCE * len(self._units)):
+            self.together = [self._units[index] for index in rising]
             return []
         self.together = []
-        found = [index for index in over if index not in self._named]
+        over = np.flatnonzero((self._sums > limit) & (steady >= config.min_blocks - 1))
+        found = [int(i) for i in over if int(i) not in self._named and self._sticks_out(int(i))]
         self._named |= set(found)
         return [self._describe(index, first, last) for index in found]
 
@@ -215,7 +213,8 @@ def limit_of(noise: float, units: int, config: SlowConfig) -> float:
 
     Without a slow unit the sum drifts down by at least a quarter of the logarithm of the ratio per block, which leaves
     as much for lasting differences between healthy units. With that drift, in standard deviations, the average run
-    length until a false alarm at limit b (with the overshoot) is ``(exp(2 d b) - 1 - 2 d b) / (2 d^2)`` blocks.
+    length until a false alarm at limit b (with the overshoot) is ``(exp(2 d b) - 1 - 2 d b) / (2 d^2)`` blocks, good
+    to a factor of two here.
     """
     drift = math.log(config.ratio) / 4 / noise
     wanted = units * config.per_steps / config.block_steps / config.false_alarms
