@@ -45,13 +45,20 @@ class Received(msgspec.Struct, frozen=True, tag_field="note", tag="received"):
     sequence: int
 
 
+class Met(msgspec.Struct, frozen=True, tag_field="note", tag="met"):
+    """Where workers of other hosts reach this one."""
+
+    host: str
+    address: str
+
+
 class Words(msgspec.Struct, frozen=True, tag_field="note", tag="words"):
     """Something for people."""
 
     text: str
 
 
-Note = Header | Received | Words
+Note = Header | Received | Met | Words
 
 
 class Paper(Protocol):
@@ -72,6 +79,7 @@ class Book:
     Attributes:
         state: after the last event.
         marks: how far messages of each host have been taken in; for `phalanx.run.wire.ExecutorServer`.
+        addresses: of all hosts that were ever met, as workers of other hosts reach them.
         first_actions: what has to be done now that the book is open.
 
     Args:
@@ -86,6 +94,7 @@ class Book:
     def __init__(self, journal: Paper, job: Job, policy: Policy, unix_s: float) -> None:
         self._journal = journal
         self.marks: dict[str, Mark] = {}
+        self.addresses: dict[str, str] = {}
         self.state = initial(policy, job)
         if self._read():
             self.first_actions = self.apply(DriverRestarted(unix_s))
@@ -118,6 +127,12 @@ class Book:
         self.marks.update(marks)
         return actions
 
+    def meet(self, host: str, address: str, unix_s: float) -> None:
+        """Remember where a host is reached; raises as `apply`."""
+        if self.addresses.get(host) != address:
+            self._journal.append_all([self._draft("note", msgspec.json.encode(Met(host, address)), unix_s)])
+            self.addresses[host] = address
+
     def note(self, text: str, unix_s: float) -> None:
         """Write down something for people; raises as `apply`."""
         self._journal.append_all([self._draft("note", msgspec.json.encode(Words(text)), unix_s)])
@@ -139,6 +154,8 @@ class Book:
             self.state = initial(note.policy, note.job)
         elif isinstance(note, Received):
             self.marks[note.host] = Mark(base64.b64decode(note.instance), note.sequence)
+        elif isinstance(note, Met):
+            self.addresses[note.host] = note.address
 
     def _draft(self, kind: Kind, text: bytes, unix_s: float, state: State | None = None) -> Draft:
         return Draft(kind, (state or self.state).attempt, text.decode(), unix_s)

@@ -1,0 +1,61 @@
+"""What the driver's actions are in messages to executors. A pure function, torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from phalanx.run import messages
+from phalanx.run.decide import actions
+from phalanx.run.decide.actions import Action, ranks_of
+
+
+class Command(NamedTuple):
+    """A message, and to whom."""
+
+    host: str
+    message: messages.FromDriver
+
+
+def commands(
+    action: Action, addresses: Mapping[str, str], versions: Mapping[str, Mapping[str, str]], evidence_s: float
+) -> list[Command]:
+    """The messages that perform an action; none where it is the back end's or for people.
+
+    Args:
+        addresses: of hosts, as workers of other hosts reach them; that of the host with the store is among them.
+        versions: what a version of the code adds to the environment of the workers, by its name in `Start`.
+        evidence_s: how long executors may gather evidence.
+    """
+    match action:
+        case actions.OpenStore():
+            return [Command(action.host, messages.OpenStore(action.attempt))]
+        case actions.Start():
+            environment = dict(versions.get(action.version, {}))
+            return [Command(host, _start(action, host, addresses, environment)) for host in action.hosts]
+        case actions.Gather():
+            return [Command(host, messages.Gather(action.attempt, [], evidence_s)) for host in action.hosts]
+        case actions.Stop():
+            return [Command(host, messages.Stop(action.attempt, action.grace_s)) for host in action.hosts]
+        case actions.Check():
+            peers = [addresses[peer] for peer in action.peers if peer in addresses]
+            return [Command(action.host, messages.Check(action.number, action.kind, peers))]
+        case _:
+            return []
+
+
+def _start(
+    action: actions.Start, host: str, addresses: Mapping[str, str], environment: dict[str, str]
+) -> messages.Start:
+    place = action.placement.index(host)
+    return messages.Start(
+        attempt=action.attempt,
+        ranks=list(ranks_of(place, action.workers_per_host)),
+        world_size=len(action.placement) * action.workers_per_host,
+        group_rank=place,
+        hosts=len(action.placement),
+        store_host=addresses[action.placement[0]],
+        store_port=action.store_port,
+        restarts=action.restarts,
+        environment=environment,
+    )
