@@ -19,6 +19,7 @@ COMMANDS: dict[str, str] = {
     "data": "Prepare text for training and look at what was prepared.",
     "generate": "Sample text from a trained model.",
     "evaluate": "Loss, perplexity and bits per byte on held-out text.",
+    "check": "Test this host: processors, memory, GPUs, network, disks, clock and settings.",
     "checkpoint": "List, show, verify, compare, convert and prune checkpoints.",
 }
 

@@ -1,0 +1,145 @@
+"""Processes of earlier runs of this user: ranks whose launcher is gone, and processes that hold a GPU without a parent.
+
+A keeper outlives its run on purpose and is not counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.checks.contract import Check
+from phalanx.checks.host import Host
+from phalanx.checks.result import CheckResult, failed, passed, skipped
+
+_NAME = "leftovers"
+
+_KEEPER = "phalanx keeper"
+_ADOPTERS = ("systemd",)  # takes the processes of a user whose parent has ended
+_RANK_MARKS = (b"\0PHALANX_RANK=", b"\0TORCHELASTIC_RUN_ID=")
+_GPU_FILE = re.compile(r"/dev/(nvidia\d+|kfd)$")
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of this user.
+
+    Attributes:
+        is_rank: its environment says that a launcher started it as a rank.
+        gpus: device files that it holds open.
+    """
+
+    pid: int
+    parent: int
+    name: str
+    is_rank: bool = False
+    gpus: tuple[str, ...] = ()
+
+
+def run(host: Host) -> CheckResult:
+    """Look at all processes of this user."""
+    if not host.proc.is_dir():
+        return skipped(_NAME, f"no {host.proc}")
+    has_gpus = any((host.dev / name).exists() for name in ("nvidiactl", "kfd"))
+    processes = read_processes(host.proc, os.geteuid(), has_gpus=has_gpus)
+    return judge_leftovers(processes, os.getpid(), host.own_pids)
+
+
+def judge_leftovers(processes: Iterable[Process], me: int, own: frozenset[int] = frozenset()) -> CheckResult:
+    """The verdict.
+
+    Args:
+        own: processes of the present run; they and what descends from them are no leftovers.
+    """
+    found = {process.pid: process for process in processes}
+    mine = {me, *own, *_ancestors(found.get(me), found)}
+    left: list[str] = []
+    notes: list[str] = []
+    for process in found.values():
+        line = _ancestors(process, found)
+        names = [process.name, *(found[pid].name for pid in line if pid in found)]
+        if _KEEPER in names or process.pid in mine or (own | {me}) & set(line):
+            continue
+        if process.is_rank and _is_orphan(line, found):
+            left.append(_told(process))
+        elif process.gpus:
+            (left if _is_orphan(line, found) else notes).append(_told(process))
+    if left:
+        pids = " ".join(each.split()[0] for each in left)
+        return failed(
+            _NAME, f"left by an earlier run: {', '.join(left)}", f"kill -9 {pids}", value=len(left), unit="processes"
+        )
+    note = f"other work of this user: {', '.join(notes)}" if notes else ""
+    return passed(_NAME, note, value=0.0, unit="processes")
+
+
+def _is_orphan(line: list[int], found: dict[int, Process]) -> bool:
+    """Whether no launcher is among the ancestors: neither a rank is one, nor what adopts orphans."""
+    others = [found[pid] for pid in line if pid in found]
+    return all(each.is_rank or each.name in _ADOPTERS for each in others)
+
+
+def _told(process: Process) -> str:
+    return f"{process.pid} ({process.name})" + (f" holds {', '.join(process.gpus)}" if process.gpus else "")
+
+
+def _ancestors(process: Process | None, found: dict[int, Process]) -> list[int]:
+    """Pids of parent, grandparent … as far as they are this user's; without process 1 and what adopts orphans there."""
+    line: list[int] = []
+    while process is not None and process.parent > 1 and process.parent not in line:
+        line.append(process.parent)
+        process = found.get(process.parent)
+    return line
+
+
+def read_processes(proc: Path, user: int, *, has_gpus: bool) -> list[Process]:
+    """Those of this user, but for threads of the kernel and what ends while it is looked at.
+
+    Args:
+        has_gpus: look at their open files, too, which takes most of the time.
+    """
+    found = []
+    with os.scandir(proc) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                if entry.name.isdigit() and entry.stat().st_uid == user:
+                    found.append(_read(entry.path, has_gpus))
+    return found
+
+
+def _read(folder: str, has_gpus: bool) -> Process:
+    stat = _bytes(f"{folder}/stat").decode(errors="replace")
+    end = stat.rindex(")")
+    rest = stat[end + 1 :].split()
+    environment = b"\0" + _bytes(f"{folder}/environ")
+    marked = any(mark in environment for mark in _RANK_MARKS)
+    gpus = _gpu_files(f"{folder}/fd") if has_gpus else ()
+    return Process(int(folder.rpartition("/")[2]), int(rest[1]), stat[stat.index("(") + 1 : end], marked, gpus)
+
+
+def _bytes(path: str) -> bytes:
+    # Not pathlib: there may be thousands of processes, and a tenth of a second for all checks.
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        parts = []
+        while part := os.read(descriptor, 1 << 16):
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        os.close(descriptor)
+
+
+def _gpu_files(folder: str) -> tuple[str, ...]:
+    found = set()
+    for name in os.listdir(folder):  # noqa: PTH208 - see _bytes
+        with contextlib.suppress(OSError):  # closed meanwhile
+            target = os.readlink(f"{folder}/{name}")  # noqa: PTH115 - see _bytes
+            found.update([target] if _GPU_FILE.match(target) else [])
+    return tuple(sorted(found))
+
+
+CHECK = Check(_NAME, "no process of an earlier run is left", "passive", run)

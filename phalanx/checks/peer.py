@@ -1,0 +1,186 @@
+"""Bandwidth, latency and clock between two hosts: one serves, one measures. Torch-free, TCP.
+
+A message is one letter and a number of eight bytes. ``P``: answer the same (latency). ``T``: answer this host's Unix
+time in ns. ``S`` n: n bytes follow; answer when all are there. ``R`` n: send n bytes. Nothing is stored or run, and
+a connection that asks for more than a limit, or says nothing for long, is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import statistics
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+_HEADER = struct.Struct("!cQ")
+_BLOCK = bytes(1 << 18)
+_MAX_BYTES = 1 << 34
+_IDLE_S = 30.0
+_PINGS = 64
+_WARM_BYTES = 4 << 20
+
+Clock = Callable[[], int]
+
+
+class PeerError(Exception):
+    """The peer cannot be reached, or what answers there is not one."""
+
+
+@dataclass(frozen=True)
+class PeerMeasure:
+    """What was measured of the way to a peer.
+
+    Attributes:
+        send_bytes_per_s, receive_bytes_per_s: over one connection.
+        latency_s: median of a small message there and back.
+        clock_ahead_s: of the peer's clock against ours; negative: it is behind.
+        clock_error_s: by how much that may be wrong: half of the shortest way there and back.
+    """
+
+    peer: str
+    send_bytes_per_s: float
+    receive_bytes_per_s: float
+    latency_s: float
+    clock_ahead_s: float
+    clock_error_s: float
+
+
+@contextmanager
+def serve_peer(host: str = "127.0.0.1", port: int = 0, clock_ns: Clock = time.time_ns) -> Iterator[int]:
+    """Serve measurements for as long as the block runs; yields the port.
+
+    Anyone who reaches it can measure, so serve on the training network only. Raises OSError where it cannot listen.
+    """
+    with socket.create_server((host, port)) as server:
+        thread = threading.Thread(target=_accept, args=(server, clock_ns), name="peer server", daemon=True)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            # close() alone does not wake a thread that waits in accept().
+            with contextlib.suppress(OSError):
+                server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def _accept(server: socket.socket, clock_ns: Clock) -> None:
+    while True:
+        try:
+            connection, _ = server.accept()
+        except OSError:
+            return
+        threading.Thread(target=_serve, args=(connection, clock_ns), name="peer", daemon=True).start()
+
+
+def _serve(connection: socket.socket, clock_ns: Clock) -> None:
+    with connection, contextlib.suppress(OSError, PeerError):
+        connection.settimeout(_IDLE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while True:
+            kind, number = _HEADER.unpack(_receive(connection, _HEADER.size))
+            _answer(connection, kind, number, clock_ns)
+
+
+def _answer(connection: socket.socket, kind: bytes, number: int, clock_ns: Clock) -> None:
+    if kind not in (b"P", b"T") and number > _MAX_BYTES:
+        raise PeerError("too much is asked for")
+    if kind == b"P":
+        connection.sendall(_HEADER.pack(kind, number))
+    elif kind == b"T":
+        connection.sendall(_HEADER.pack(kind, clock_ns()))
+    elif kind == b"S":
+        _drain(connection, number)
+        connection.sendall(_HEADER.pack(kind, number))
+    elif kind == b"R":
+        _send(connection, number)
+    else:
+        raise PeerError("no such request")
+
+
+def measure_peer(
+    address: str, *, transfer_bytes: int = 64 << 20, limit_s: float = 10.0, clock_ns: Clock = time.time_ns
+) -> PeerMeasure:
+    """Measure the way to a host that serves at ``address``, HOST:PORT. Raises `PeerError`, ValueError for the address.
+
+    Args:
+        transfer_bytes: sent in each direction.
+        limit_s: of any single wait.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=limit_s) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            ways = sorted(_ask_clock(connection, clock_ns) for _ in range(_PINGS))
+            _time_send(connection, _WARM_BYTES)
+            sending_s = _time_send(connection, transfer_bytes)
+            receiving_s = _time_receive(connection, transfer_bytes)
+    except OSError as error:
+        raise PeerError(f"{address}: {error}") from error
+    shortest_s, ahead_s = ways[0]
+    return PeerMeasure(
+        peer=address,
+        send_bytes_per_s=transfer_bytes / sending_s,
+        receive_bytes_per_s=transfer_bytes / receiving_s,
+        latency_s=statistics.median(way for way, _ in ways),
+        clock_ahead_s=ahead_s,
+        clock_error_s=shortest_s / 2,
+    )
+
+
+def _ask_clock(connection: socket.socket, clock_ns: Clock) -> tuple[float, float]:
+    """Seconds there and back, and by how much the peer's clock was ahead of ours in the middle of that."""
+    asked_ns, began_ns = clock_ns(), time.monotonic_ns()
+    connection.sendall(_HEADER.pack(b"T", 0))
+    kind, theirs_ns = _HEADER.unpack(_receive(connection, _HEADER.size))
+    way_ns = time.monotonic_ns() - began_ns
+    if kind != b"T":
+        raise PeerError("what answers is no peer")
+    return way_ns / 1e9, (theirs_ns - asked_ns - way_ns / 2) / 1e9
+
+
+def _time_send(connection: socket.socket, num_bytes: int) -> float:
+    began_s = time.perf_counter()
+    connection.sendall(_HEADER.pack(b"S", num_bytes))
+    _send(connection, num_bytes)
+    _receive(connection, _HEADER.size)
+    return time.perf_counter() - began_s
+
+
+def _time_receive(connection: socket.socket, num_bytes: int) -> float:
+    began_s = time.perf_counter()
+    connection.sendall(_HEADER.pack(b"R", num_bytes))
+    _drain(connection, num_bytes)
+    return time.perf_counter() - began_s
+
+
+def _send(connection: socket.socket, num_bytes: int) -> None:
+    view = memoryview(_BLOCK)
+    while num_bytes > 0:
+        part = view[: min(num_bytes, len(view))]
+        connection.sendall(part)
+        num_bytes -= len(part)
+
+
+def _drain(connection: socket.socket, num_bytes: int) -> None:
+    block = bytearray(len(_BLOCK))
+    view = memoryview(block)
+    while num_bytes > 0:
+        got = connection.recv_into(view[: min(num_bytes, len(view))])
+        if not got:
+            raise PeerError("the connection was closed")
+        num_bytes -= got
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < num_bytes:
+        part = connection.recv(num_bytes - len(parts))
+        if not part:
+            raise PeerError("the connection was closed")
+        parts += part
+    return bytes(parts)

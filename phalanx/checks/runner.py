@@ -1,0 +1,106 @@
+"""Runs checks side by side where they do not disturb each other; none can take the others down or keep them waiting.
+
+A check that only reads files of the kernel runs in a thread, any other in a process of its own. A check that crashes or
+does not answer within its limit has failed. Torch-free.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from phalanx.checks.contract import LEVELS, Check, Level
+from phalanx.checks.host import Host
+from phalanx.checks.isolated import run_isolated
+from phalanx.checks.result import CheckResult, failed
+
+_ISOLATION_S = 3.0  # to start a process and, if need be, to kill it
+
+OnResult = Callable[[CheckResult], None]
+
+
+def choose(checks: Iterable[Check], level: Level) -> list[Check]:
+    """Those of a set: it contains the smaller sets."""
+    return [check for check in checks if LEVELS.index(check.level) <= LEVELS.index(level)]
+
+
+def waves(checks: Iterable[Check]) -> list[list[Check]]:
+    """Checks that may run at the same time, wave after wave: each goes into the first where nothing it uses is taken.
+
+    What reads only goes first, before anything keeps the host busy.
+    """
+    readers = [check for check in checks if not check.uses]
+    found: list[list[Check]] = [readers]
+    for check in checks:
+        if not check.uses:
+            continue
+        for wave in found[1:]:
+            if not any(check.uses & other.uses for other in wave):
+                wave.append(check)
+                break
+        else:
+            found.append([check])
+    return [wave for wave in found if wave]
+
+
+def run_checks(checks: Sequence[Check], host: Host, on_result: OnResult | None = None) -> list[CheckResult]:
+    """Run all of them, and return what they found in their order. It blocks; it raises nothing that a check raises.
+
+    Args:
+        on_result: called with each result as soon as it is there.
+    """
+    found: dict[str, CheckResult] = {}
+    for wave in waves(checks):
+        for result in _run_wave(wave, host):
+            found[result.name] = result
+            if on_result:
+                on_result(result)
+    return [found[check.name] for check in checks]
+
+
+def _run_wave(wave: list[Check], host: Host) -> Iterable[CheckResult]:
+    answers: queue.Queue[CheckResult] = queue.Queue()
+    began = time.monotonic()
+    waiting = {check.name: check for check in wave}
+    for check in wave:
+        # Daemons: Python must not wait at its end for one that hangs.
+        threading.Thread(target=_put, args=(check, host, answers), name=f"check {check.name}", daemon=True).start()
+    while waiting:
+        deadline = began + min(_limit_s(check) for check in waiting.values())
+        try:
+            result = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            for late in [check for check in waiting.values() if time.monotonic() >= began + _limit_s(check)]:
+                del waiting[late.name]
+                yield unanswered(late)
+            continue
+        if waiting.pop(result.name, None):
+            yield result
+
+
+def _limit_s(check: Check) -> float:
+    return check.limit_s + (_ISOLATION_S if check.isolated else 0.0)
+
+
+def _put(check: Check, host: Host, answers: queue.Queue[CheckResult]) -> None:
+    answers.put(run_isolated(check, host) if check.isolated else run_guarded(check, host))
+
+
+def run_guarded(check: Check, host: Host) -> CheckResult:
+    """Run a check here; what it raises is a failure."""
+    try:
+        return replace(check.run(host), name=check.name)
+    except Exception as error:
+        return failed(
+            check.name, f"the check crashed: {type(error).__name__}: {error}", "report this; look at the host"
+        )
+
+
+def unanswered(check: Check) -> CheckResult:
+    """The verdict on a check that did not end in time."""
+    return failed(
+        check.name, f"no answer within {check.limit_s:g} s", "look at what hangs: dmesg, ps -eo pid,stat,wchan"
+    )

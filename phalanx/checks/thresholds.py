@@ -1,0 +1,156 @@
+"""What a measured value is held against, and where that comes from: never a guess. Torch-free.
+
+In this order: what the user gave; published figures of the same hardware; the first passes of this host itself. Where
+none is known the value is shown without a verdict. Against other hosts, see `slow_hosts`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from phalanx.checks.busy import MOST_OTHER_WORK, OtherWork
+from phalanx.checks.host import Host
+from phalanx.checks.memory import recall, remember
+from phalanx.checks.result import CheckResult, Outcome, passed
+from phalanx.core.cpu import cpu_line
+
+OWN_SHARE = 0.7
+"""Of the worst of the first passes: a shared machine varies, and a false verdict costs a host."""
+
+OTHERS_SHARE = 0.7
+"""Of the median of the other hosts: where nvidia-resiliency-ext draws the line for a slow GPU, too."""
+
+FIRST_PASSES = 5
+PUBLISHED_SHARE = 0.8
+
+NO_OTHER_WORK = OtherWork()
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A limit and its origin."""
+
+    value: float
+    source: str
+
+
+# (part of the GPU's name, TFLOP/s of a bf16 product of over 1000 GFLOP, all-to-all in a host of 8 in GB/s per GPU).
+# Medians measured by ai-dynamo/aiconfigurator (commit 095f58a). All-to-all of 512 MiB with NCCL: 7/8 of the message
+# over its time.
+_MEASURED: tuple[tuple[str, float, float], ...] = (
+    ("H200", 0.734 * 989, 311.0),
+    ("H100 80GB HBM3", 0.752 * 989, 315.0),
+    ("A100-SXM4", 0.835 * 312, 203.0),
+)
+
+# (part of the GPU's name, GB/s from pinned host memory): the lines of Azure's node health checks.
+_COPIES: tuple[tuple[str, float], ...] = (("H200", 55.0), ("H100", 52.0), ("A100", 23.0))
+
+
+def gemm_threshold(gpu: str) -> Threshold | None:
+    """TFLOP/s of a large bf16 product on this GPU, by its name; None: unknown."""
+    for name, rate, _ in _MEASURED:
+        if name in gpu:
+            return Threshold(PUBLISHED_SHARE * rate, f"80 % of {rate:.0f}, the median measured on {name}")
+    return None
+
+
+def all_to_all_threshold(gpu: str, gpus: int) -> Threshold | None:
+    """GB/s per GPU of an all-to-all among the 8 GPUs of a host; None: unknown, as for any other number of them."""
+    for name, _, rate in _MEASURED:
+        if name in gpu and gpus == 8:
+            return Threshold(PUBLISHED_SHARE * rate, f"80 % of {rate:.0f}, measured among 8 {name}")
+    return None
+
+
+def copy_threshold(gpu: str) -> Threshold | None:
+    """GB/s from pinned host memory to this GPU; None: unknown."""
+    for name, rate in _COPIES:
+        if name in gpu:
+            return Threshold(rate, f"Azure's health check of hosts with {name}")
+    return None
+
+
+def hardware_name() -> str:
+    """What has to stay the same for earlier passes to count: the processor."""
+    return f"{cpu_line('model name')} {cpu_line('stepping')}".strip()
+
+
+def judge(
+    host: Host,
+    name: str,
+    value: float,
+    unit: str,
+    *,
+    known: Threshold | None = None,
+    action: str,
+    hardware: str = "",
+    other: OtherWork = NO_OTHER_WORK,
+) -> CheckResult:
+    """Hold `value`, of which more is better, against what is known; a pass is remembered for the next time.
+
+    Args:
+        known: what is published of this hardware.
+        hardware: what the value depends on; when that changes, the host is learnt anew.
+        other: what else the host did meanwhile; beside much of it, the host's own past is no measure.
+    """
+    hardware = hardware or hardware_name()
+    first = first_passes(host, name, hardware)
+    threshold = given_threshold(host, name) or known
+    if threshold is None and other.share > MOST_OTHER_WORK:
+        return passed(name, f"not judged: other work kept {other.cores:.1f} cores busy", value=value, unit=unit)
+    threshold = threshold or own_threshold(first)
+    result = hold(name, value, unit, threshold, action)
+    if result.outcome == "pass" and len(first) < FIRST_PASSES:
+        remember(host.cache, f"first-{name}", {"hardware": hardware, "values": [*first, value]})
+    if threshold is None:
+        left = FIRST_PASSES - len(first) - 1
+        return replace(result, reason=f"no threshold is known; this host's own after {left} more" if left else "learnt")
+    return result
+
+
+def hold(name: str, value: float, unit: str, threshold: Threshold | None, action: str) -> CheckResult:
+    """The verdict on `value`, of which more is better."""
+    if threshold is None:
+        return passed(name, "no threshold is known", value=value, unit=unit)
+    good = value >= threshold.value
+    reason = "" if good else f"{value:.3g} {unit} is less than {threshold.value:.3g}"
+    outcome: Outcome = "pass" if good else "fail"
+    return CheckResult(name, outcome, reason, value, unit, threshold.value, threshold.source, "" if good else action)
+
+
+def given_threshold(host: Host, name: str) -> Threshold | None:
+    """What the user said to expect."""
+    return Threshold(host.expected[name], "given with --expect") if name in host.expected else None
+
+
+def own_threshold(first: list[float]) -> Threshold | None:
+    """From the first passes of this host; None: too few."""
+    if len(first) < FIRST_PASSES:
+        return None
+    worst = min(first)
+    return Threshold(OWN_SHARE * worst, f"{OWN_SHARE:.0%} of {worst:.3g}, the worst of this host's first {len(first)}")
+
+
+def first_passes(host: Host, name: str, hardware: str) -> list[float]:
+    """What this host has shown before, while it was the same hardware."""
+    kept = recall(host.cache, f"first-{name}")
+    values = kept.get("values", []) if kept.get("hardware") == hardware else []
+    return [float(value) for value in values if isinstance(value, int | float)]
+
+
+def slow_hosts(values: Mapping[str, float], share: float = OTHERS_SHARE) -> dict[str, float]:
+    """Hosts whose value is less than `share` of the median of the others, with that median.
+
+    Fewer than three hosts say nothing: of two that differ, either may be the slow one.
+    """
+    if len(values) < 3:
+        return {}
+    found = {}
+    for host, value in values.items():
+        median = statistics.median(other for name, other in values.items() if name != host)
+        if value < share * median:
+            found[host] = median
+    return found

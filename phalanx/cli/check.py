@@ -1,0 +1,138 @@
+"""`phalanx check`: self-tests of this host, before a job and after trouble. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+
+import click
+from rich.markup import escape
+
+from phalanx.checks.contract import Check, Level
+from phalanx.checks.host import this_host
+from phalanx.checks.registry import CHECKS, named
+from phalanx.checks.result import CheckResult
+from phalanx.checks.runner import choose, run_checks
+from phalanx.cli.tables import make_console, make_table
+from phalanx.core import units
+from phalanx.core.errors import UserError
+
+_COLOURS = {"pass": "green", "fail": "bold red", "skip": "dim"}
+
+
+@click.command()
+@click.option("--passive", "level", flag_value="passive", help="Only read what the system tells; under 0.1 s.")
+@click.option("--quick", "level", flag_value="quick", default=True, help="Measure, too; under 5 s. The default.")
+@click.option("--full", "level", flag_value="full", help="GPUs and collectives, too; minutes.")
+@click.option("--only", multiple=True, metavar="NAME", help="Just this check, of any set; may be repeated.")
+@click.option("--folder", default="", metavar="CHECKPOINTS", help="Where checkpoints go: a folder or a URL.")
+@click.option("--peer", "peers", multiple=True, metavar="HOST:PORT", help="A host that serves; may be repeated.")
+@click.option("--expect", multiple=True, metavar="NAME=VALUE", help="A threshold of your own; may be repeated.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@click.option("--list", "only_list", is_flag=True, help="Show the checks of the set, and run none.")
+def command(
+    level: Level,
+    only: tuple[str, ...],
+    folder: str,
+    peers: tuple[str, ...],
+    expect: tuple[str, ...],
+    as_json: bool,
+    only_list: bool,
+) -> None:
+    """Test this host: processors, memory, GPUs, network, disks, clock and settings.
+
+    The exit status is 0 when nothing failed, 1 when something did, 2 when an option is wrong. What is absent, such as
+    a GPU, is skipped. A value without a known threshold is shown without a verdict.
+    """
+    checks = named(only) if only else choose(CHECKS, level)
+    if only_list:
+        show_list(checks, as_json)
+        return
+    host = this_host(os.environ, folder=folder, peers=tuple(map(_address, peers)), expected=_thresholds(expect))
+    console = make_console()
+    began_s = time.perf_counter()
+    with console.status("testing this host …") if not as_json and console.is_terminal else nullcontext():
+        results = run_checks(checks, host)
+    seconds = time.perf_counter() - began_s
+    if as_json:
+        click.echo(json.dumps(as_object("only" if only else level, results, seconds), indent=1))
+    else:
+        show(results, seconds)
+    sys.exit(any(result.outcome == "fail" for result in results))
+
+
+def as_object(level: str, results: Sequence[CheckResult], seconds: float) -> dict[str, object]:
+    """What ``--json`` prints."""
+    return {
+        "host": socket.gethostname(),
+        "set": level,
+        "passed": not any(result.outcome == "fail" for result in results),
+        "seconds": round(seconds, 3),
+        "results": [asdict(result) for result in results],
+    }
+
+
+def show(results: Sequence[CheckResult], seconds: float) -> None:
+    """Print a table, and below it what to do."""
+    console = make_console()
+    table = make_table("check", "verdict", "measured", "limit", "remarks", right=(2, 3), whole=(0, 1, 2, 3))
+    for result in results:
+        table.add_row(*_cells(result))
+    console.print(table)
+    for result in results:
+        if result.outcome == "fail":
+            console.print(f"[bold red]{escape(result.name)}[/]: {escape(result.action)}", highlight=False)
+    counts = {outcome: sum(result.outcome == outcome for result in results) for outcome in _COLOURS}
+    told = f"{counts['pass']} passed, {counts['fail']} failed, {counts['skip']} skipped in {units.duration(seconds)}"
+    console.print(told, highlight=False)
+
+
+def show_list(checks: Sequence[Check], as_json: bool) -> None:
+    """Print what the checks test."""
+    if as_json:
+        rows = [{"name": check.name, "set": check.level, "summary": check.summary} for check in checks]
+        click.echo(json.dumps(rows, indent=1))
+        return
+    table = make_table("check", "set", "tests", whole=(0, 1))
+    for check in checks:
+        table.add_row(check.name, check.level, check.summary)
+    make_console().print(table)
+
+
+def _cells(result: CheckResult) -> list[str]:
+    colour = _COLOURS[result.outcome]
+    measured = "" if result.value is None else f"{_number(result.value)} {result.unit}"
+    threshold = "" if result.threshold is None else _number(result.threshold)
+    remarks = "; ".join(filter(None, [result.reason, result.threshold_source]))
+    verdict = f"[{colour}]{result.outcome}[/]"
+    return [escape(result.name), verdict, escape(measured), threshold, escape(remarks)]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError("a peer is a host and a port", cure="write --peer HOST:PORT", field="--peer", value=text)
+    return text
+
+
+def _thresholds(given: Sequence[str]) -> dict[str, float]:
+    found = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        named([name])
+        try:
+            found[name] = float(value)
+        except ValueError:
+            cure = "write --expect NAME=NUMBER, such as gemm=500"
+            raise UserError("a threshold is a number", cure=cure, field="--expect", value=text) from None
+    return found

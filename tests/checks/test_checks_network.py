@@ -1,0 +1,220 @@
+"""Measuring between hosts, clocks, and naming the bad host out of pairs."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from checks_helpers import empty_host
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.checks import clock, loopback, peers
+from phalanx.checks.neighbours import Pair, Rates, name_bad_hosts, plan_neighbours, plan_suspects
+from phalanx.checks.peer import PeerError, PeerMeasure, measure_peer, serve_peer
+from phalanx.checks.thresholds import Threshold, slow_hosts
+
+_SMALL = 1 << 20
+_MEASURE = PeerMeasure("h:1", 10e9, 10e9, 1e-5, 0.0, 1e-6)
+
+
+def test_a_peer_is_measured_in_both_directions() -> None:
+    with serve_peer() as port:
+        measured = measure_peer(f"127.0.0.1:{port}", transfer_bytes=_SMALL)
+        again = measure_peer(f"127.0.0.1:{port}", transfer_bytes=0)
+    assert measured.send_bytes_per_s > 0
+    assert measured.receive_bytes_per_s > 0
+    assert 0 < measured.clock_error_s <= measured.latency_s
+    assert abs(again.clock_ahead_s) <= again.clock_error_s + 0.5  # one clock, two readings
+
+
+@pytest.mark.parametrize("ahead_s", [3600.0, -90.0])
+def test_a_clock_that_is_wrong_is_told_of(tmp_path: Path, ahead_s: float) -> None:
+    with serve_peer(clock_ns=lambda: time.time_ns() + round(ahead_s * 1e9)) as port:
+        host = empty_host(tmp_path, peers=(f"127.0.0.1:{port}",), unix_s=time.time)
+        result = clock.run(host)
+    assert result.outcome == "fail"
+    assert result.value == pytest.approx(abs(ahead_s), abs=10)
+    assert ("ahead of us" if ahead_s > 0 else "behind us") in result.reason
+
+
+def test_our_wrong_clock_is_seen_by_most_peers_and_one_wrong_peer_is_not_ours(tmp_path: Path) -> None:
+    right = [replace(_MEASURE, peer=f"h{number}:1") for number in range(3)]
+    wrong = replace(_MEASURE, peer="h9:1", clock_ahead_s=-40.0)
+    limit = Threshold(1.0, "test")
+    theirs = clock.judge_clock([*right, wrong], True, limit)
+    assert (theirs.outcome, theirs.reason) == ("pass", "h9:1 is 40 s behind us; ours agrees with most")
+    ours = clock.judge_clock([replace(each, clock_ahead_s=5.0) for each in right], False, limit)
+    assert ours.outcome == "fail"
+    assert "not synchronised" in ours.reason
+    # What the way there takes is no skew.
+    assert clock.judge_clock([replace(_MEASURE, clock_ahead_s=2.0, clock_error_s=1.5)], None, limit).outcome == "pass"
+
+
+def test_an_injected_clock_of_ours(tmp_path: Path) -> None:
+    with serve_peer() as port:
+        host = empty_host(tmp_path, peers=(f"127.0.0.1:{port}",), unix_s=lambda: time.time() - 300)
+        assert clock.run(host).outcome == "fail"
+
+
+@pytest.mark.parametrize(
+    ("answers", "synchronised"),
+    [
+        ({"chronyc": "Stratum         : 3\nLeap status     : Normal\n"}, True),
+        ({"chronyc": "Leap status     : Not synchronised\n", "timedatectl": "yes\n"}, False),
+        ({"timedatectl": "yes\n"}, True),
+        ({"timedatectl": "no\n"}, False),
+        ({"timedatectl": "\n"}, None),
+        ({}, None),
+    ],
+)
+def test_daemons_that_keep_the_clock(tmp_path: Path, answers: dict[str, str], synchronised: bool | None) -> None:
+    host = empty_host(tmp_path, run=lambda command, limit_s: answers.get(command[0]))
+    assert clock.ask_daemon(host) is synchronised
+    assert clock.run(host).outcome == ("skip" if synchronised is None else "pass")
+
+
+def _serve_once(answer: Callable[[socket.socket], None]) -> tuple[int, threading.Thread]:
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with server:
+            connection, _ = server.accept()
+            with connection:
+                answer(connection)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    return server.getsockname()[1], thread
+
+
+def test_what_is_no_peer_is_refused() -> None:
+    port, thread = _serve_once(lambda connection: connection.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n"))
+    with pytest.raises(PeerError):
+        measure_peer(f"127.0.0.1:{port}", transfer_bytes=_SMALL, limit_s=60.0)
+    thread.join()
+    with pytest.raises(PeerError, match="refused"):
+        measure_peer(f"127.0.0.1:{port}")
+
+
+def test_a_peer_that_hangs_up_is_told_of() -> None:
+    port, thread = _serve_once(lambda connection: None)
+    with pytest.raises(PeerError):
+        measure_peer(f"127.0.0.1:{port}")
+    thread.join()
+
+
+@pytest.mark.parametrize("request_bytes", [b"X" + bytes(8), b"S" + b"\xff" * 8, b"R" + b"\xff" * 8])
+def test_the_server_closes_on_nonsense_and_serves_on(request_bytes: bytes) -> None:
+    with serve_peer() as port:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            connection.sendall(request_bytes)
+            assert connection.recv(1) == b""
+        assert measure_peer(f"127.0.0.1:{port}", transfer_bytes=_SMALL).latency_s > 0
+
+
+def test_loopback_is_measured(tmp_path: Path) -> None:
+    result = loopback.run(empty_host(tmp_path))
+    assert (result.outcome, result.unit) == ("pass", "GB/s")
+    assert result.value
+    slow = loopback.run(empty_host(tmp_path, expected={"loopback": 1e6}))
+    assert (slow.outcome, slow.threshold_source) == ("fail", "given with --expect")
+
+
+def test_a_slow_peer_is_named_against_the_others() -> None:
+    rates = {"a:1": 10e9, "b:1": 9.5e9, "c:1": 3e9, "d:1": 10.5e9}
+    measured = [replace(_MEASURE, peer=peer, send_bytes_per_s=rate) for peer, rate in rates.items()]
+    result = peers.judge_peers(measured, {})
+    assert result.outcome == "fail"
+    assert "c:1: 3 GB/s, less than 10" in result.reason
+    assert "a:1" not in result.reason
+    assert peers.judge_peers(measured[:2], {}).reason.endswith("no threshold is known")
+    assert peers.judge_peers(measured[:2], {"x:1": "x:1: refused"}).outcome == "fail"
+    assert peers.judge_peers([], {"x:1": "x:1: refused"}).outcome == "fail"
+    assert peers.judge_peers(measured, {}, Threshold(1.0, "given")).outcome == "pass"
+
+
+def test_peers_are_tested_or_told_of(tmp_path: Path) -> None:
+    assert peers.run(empty_host(tmp_path)).outcome == "skip"
+    with serve_peer() as port:
+        good = peers.run(empty_host(tmp_path, peers=(f"127.0.0.1:{port}",)))
+    assert (good.outcome, good.unit) == ("pass", "GB/s")
+    gone = peers.run(empty_host(tmp_path, peers=(f"127.0.0.1:{port}",)))
+    assert gone.outcome == "fail"
+
+
+def test_two_hosts_cannot_tell_which_is_slow() -> None:
+    assert slow_hosts({"a": 1.0, "b": 10.0}) == {}
+    assert slow_hosts({"a": 1.0, "b": 10.0, "c": 10.0}) == {"a": 10.0}
+
+
+# Neighbours
+
+
+class _Network:
+    """Pairs are as slow as their slower host; a dead host gives no result."""
+
+    def __init__(self, rates: dict[str, float | None]) -> None:
+        self.rates = rates
+        self.turns: list[list[Pair]] = []
+
+    def __call__(self, pairs: Sequence[Pair]) -> Rates:
+        self.turns.append(list(pairs))
+        members = [host for pair in pairs for host in pair]
+        assert len(set(members)) == len(members), "a host is in two pairs at the same time"
+        return {pair: self._rate(pair) for pair in pairs}
+
+    def _rate(self, pair: Pair) -> float | None:
+        both = [self.rates[host] for host in pair]
+        return None if None in both else min(rate for rate in both if rate is not None)
+
+
+def test_one_slow_host_of_eight_is_named_in_two_rounds() -> None:
+    network = _Network({f"h{number}": 10e9 for number in range(8)} | {"h3": 4e9})
+    judged = name_bad_hosts(list(network.rates), network)
+    assert list(judged.bad) == ["h3"]
+    assert "4 GB/s, less than 7" in judged.bad["h3"]
+    assert judged.cleared == ("h2",)
+    assert len(network.turns) == 2
+    assert len(network.turns[1]) == 2
+
+
+def test_an_odd_host_and_a_dead_one() -> None:
+    network = _Network({"a": 10e9, "b": 10e9, "c": None})
+    judged = name_bad_hosts(["a", "b", "c"], network)
+    assert list(judged.bad) == ["c"]
+    assert name_bad_hosts(["a"], network).bad == {}
+    assert plan_neighbours([]) == []
+
+
+def test_without_a_good_host_nobody_is_blamed() -> None:
+    network = _Network({"a": 10e9, "b": None})
+    judged = name_bad_hosts(["a", "b"], network)
+    assert judged.bad == {}
+    assert judged.open is not None
+    assert set(judged.open) == {"a", "b"}
+
+
+def test_suspects_outnumber_good_hosts() -> None:
+    assert plan_suspects(["a", "b", "c"], ["x", "y"]) == [[("a", "x"), ("b", "y")], [("c", "x")]]
+
+
+@given(st.integers(2, 40), st.data())
+def test_whoever_is_bad_is_named_and_nobody_else(size: int, data: st.DataObject) -> None:
+    hosts = [f"h{number}" for number in range(size)]
+    bad = data.draw(st.sets(st.sampled_from(hosts)))
+    slow = data.draw(st.sets(st.sampled_from(sorted(bad)))) if bad else set()
+    network = _Network({host: (3e9 if host in slow else None) if host in bad else 10e9 for host in hosts})
+    judged = name_bad_hosts(hosts, network, Threshold(7e9, "test"))
+    assert set(judged.bad) <= bad
+    left_open = set(judged.open or {})
+    if not left_open:
+        assert set(judged.bad) == bad
+    else:  # no pair was good at all
+        assert not judged.bad
+        assert bad <= left_open

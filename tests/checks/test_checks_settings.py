@@ -1,0 +1,315 @@
+"""What the system tells: cores, memory, limits, disks, processes, timeouts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from checks_helpers import empty_host, recorded, write_tree
+
+from phalanx.checks import cores, leftovers, limits, memory_errors, memory_size, shm, space, storage, swap, tuning
+from phalanx.checks.host import Host, cache_folder, run_command
+from phalanx.checks.leftovers import Process, judge_leftovers
+from phalanx.checks.timeouts import ib_wait_s, judge_timeouts
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    return empty_host(tmp_path)
+
+
+def test_cores_that_are_offline(host: Host) -> None:
+    write_tree(host.sys / "devices/system/cpu", {"present": "0-7", "online": "0-3,6"})
+    result = cores.run(host)
+    assert (result.outcome, result.value, result.threshold) == ("fail", 5.0, 8.0)
+    assert cores.judge_cores(8, 8, 8, None).outcome == "pass"
+    few = cores.judge_cores(8, 8, 4, 2.5)
+    assert few.outcome == "pass"
+    assert few.reason == "this process may use 4 of 8; its control group grants the time of 2.5"
+    assert cores.run(replace(host, expected={"cores": 1e6})).outcome == "fail"
+
+
+def test_quotas_of_both_kinds_of_control_groups(host: Host) -> None:
+    assert cores.read_quota(host) is None
+    write_tree(host.sys, {"fs/cgroup/cpu/cpu.cfs_quota_us": 150000, "fs/cgroup/cpu/cpu.cfs_period_us": 100000})
+    assert cores.read_quota(host) == 1.5
+    write_tree(host.proc, {"self/cgroup": "0::/user/job"})
+    write_tree(host.sys, {"fs/cgroup/user/job/cpu.max": "400000 100000"})
+    assert cores.read_quota(host) == 4.0
+
+
+def test_a_memory_module_that_is_gone(host: Host) -> None:
+    write_tree(host.proc, {"meminfo": "MemTotal:  1000000 kB\nSwapTotal: 0 kB"})
+    assert memory_size.run(host).outcome == "pass"
+    write_tree(host.proc, {"meminfo": "MemTotal:  995000 kB"})
+    assert memory_size.run(host).outcome == "pass"  # another kernel
+    write_tree(host.proc, {"meminfo": "MemTotal:  937500 kB"})
+    result = memory_size.run(host)
+    assert result.outcome == "fail"
+    assert "most seen here" in result.threshold_source
+
+
+def test_memory_errors(host: Host) -> None:
+    assert memory_errors.run(host).outcome == "skip"
+    controllers = host.sys / "devices/system/edac/mc"
+    write_tree(controllers, {"mc0/ue_count": 0, "mc0/ce_count": 7, "mc1/ue_count": 0, "mc1/ce_count": 0})
+    assert memory_errors.run(host).reason == "7 corrected since the boot"
+    write_tree(controllers, {"mc1/ue_count": 2, "mc1/mc_name": "skx#1"})
+    result = memory_errors.run(host)
+    assert (result.outcome, result.value) == ("fail", 2.0)
+    assert "mc1 (skx#1) could not correct 2" in result.reason
+
+
+def test_notes_never_fail(host: Host) -> None:
+    write_tree(host.proc, {"meminfo": "SwapTotal: 2097152 kB\nSwapFree: 1048576 kB", "sys/kernel/numa_balancing": 1})
+    write_tree(
+        host.sys,
+        {
+            "devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave",
+            "devices/system/cpu/cpu1/cpufreq/scaling_governor": "performance",
+            "devices/system/node/node0/cpulist": "0",
+            "devices/system/node/node1/cpulist": "1",
+            "kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
+        },
+    )
+    assert (swap.run(host).outcome, swap.run(host).value) == ("pass", 1.0)
+    told = tuning.run(host)
+    assert told.outcome == "pass"
+    for part in ("1 cores powersave", "huge pages: madvise", "numa_balancing=0"):
+        assert part in told.reason
+
+
+def test_limits() -> None:
+    good = {"files": 1 << 20, "processes": -1, "pinned": 65536}
+    assert limits.judge_limits(good, has_rdma=False).outcome == "pass"
+    bad = limits.judge_limits({**good, "files": 256, "processes": 64}, has_rdma=True)
+    assert bad.outcome == "fail"
+    for part in ("256 open files", "64 processes", "65536 bytes may be pinned"):
+        assert part in bad.reason
+    assert "ulimit -l unlimited" in bad.action
+    assert limits.judge_limits({**good, "pinned": -1}, has_rdma=True).outcome == "pass"
+
+
+def test_shared_memory(host: Host, tmp_path: Path) -> None:
+    assert shm.run(host).outcome == "skip"
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    assert shm.run(host).unit == "GiB free"
+    assert shm.run(replace(host, expected={"shm": 1e9})).outcome == "fail"
+
+
+# Disks
+
+
+def test_room_is_read_from_df(host: Host, tmp_path: Path) -> None:
+    real = replace(host, run=run_command, folder=str(tmp_path / "not/yet/there"))
+    result = space.run(real)
+    assert (result.outcome, result.unit) == ("pass", "GiB free")
+    assert space.run(replace(real, expected={"space": 1e9})).outcome == "fail"
+    assert space.run(replace(real, folder="s3://bucket/x")).outcome == "skip"
+    hanging = replace(host, folder=str(tmp_path))
+    assert "gave no answer" in space.run(hanging).reason
+
+
+def test_full_disks_by_bytes_and_by_files(host: Host, tmp_path: Path) -> None:
+    head = "Filesystem 1024-blocks Used Available Capacity Mounted on\n"
+
+    def df(blocks: str, inodes: str) -> Host:
+        answers = {"-Pk": head + blocks, "-Pi": head + inodes}
+        return replace(host, folder=str(tmp_path), run=lambda command, limit_s: answers[command[1]])
+
+    good = "/dev/vda 1000000 1 900000 1% /"
+    assert space.run(df(good, "/dev/vda 100 50 50 50% /")).outcome == "pass"
+    assert space.run(df("/dev/vda 1000000 999000 1000 100% /", "/dev/vda 100 50 50 50% /")).outcome == "fail"
+    assert "inodes" in space.run(df(good, "/dev/vda 100 100 0 100% /")).reason
+    assert space.run(df(good, "btrfs 0 0 0 - /")).outcome == "pass"
+    assert space.run(df(good, "weird")).outcome == "pass"
+
+
+def test_a_read_only_disk_is_seen_without_touching_it(host: Host) -> None:
+    lines = [
+        "22 1 259:1 / / rw,relatime shared:1 - ext4 /dev/root rw",
+        "40 22 0:40 / /mnt/my\\040data rw,relatime shared:2 - ext4 /dev/sdb ro,errors=remount-ro",
+    ]
+    write_tree(host.proc, {"self/mountinfo": "\n".join(lines)})
+    result = space.run(replace(host, folder="/mnt/my data/run"))
+    assert (result.outcome, result.reason) == ("fail", "/mnt/my data is mounted read-only")
+    assert space.mount_of("/mnt/my datax", "\n".join(lines)) == ("/", "rw,relatime,rw")
+
+
+def test_mounts_of_a_real_node(host: Host) -> None:
+    text = recorded("gcm-health-slurm/sample-proc-self-mountinfo-output.txt").read_text()
+    assert space.mount_of("/home/me", text) is None
+    found = space.mount_of("/logs/run", text)
+    assert found is not None
+    assert found[0] == "/logs"
+    write_tree(host.proc, {"self/mountinfo": text})
+    assert "/public is mounted read-only" in space.run(replace(host, folder="/public/run")).reason
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 1 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"this user may not mount: {mounted.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_fails_everywhere(small_disk: Path, host: Host) -> None:
+    (small_disk / "filler").write_bytes(bytes(1 << 20))
+    full = replace(host, run=run_command, folder=str(small_disk))
+    told = space.run(full)
+    assert (told.outcome, told.value) == ("fail", 0.0)
+    assert "No space left" in storage.run(full).reason
+    from phalanx.checks import disk
+
+    assert "No space left" in disk.run(full).reason
+    assert [each.name for each in small_disk.iterdir()] == ["filler"]
+
+
+def test_storage_is_probed_and_left_as_it_was(host: Host, tmp_path: Path) -> None:
+    assert storage.run(host).outcome == "skip"
+    good = storage.run(replace(host, folder=str(tmp_path)))
+    assert (good.outcome, good.unit) == ("pass", "ms")
+    assert not [each for each in tmp_path.iterdir() if each.name.startswith(".phalanx")]
+    assert storage.run(replace(host, folder="memory://bucket/run")).outcome == "pass"
+    missing = storage.run(replace(host, folder=str(tmp_path / "nothing")))
+    assert "is not there" in missing.reason
+    assert storage.run(replace(host, folder="nonsense://x")).outcome == "fail"
+
+
+# Processes
+
+
+def test_ranks_without_a_launcher_are_leftovers() -> None:
+    me, shell = Process(10, 5, "phalanx"), Process(5, 1, "bash")
+    orphan = Process(20, 1, "phalanx rank 0", is_rank=True)
+    loader = Process(21, 20, "phalanx loader", is_rank=True)
+    result = judge_leftovers([me, shell, orphan, loader], 10)
+    assert (result.outcome, result.value) == ("fail", 2.0)
+    assert "20 (phalanx rank 0)" in result.reason
+    assert result.action == "kill -9 20 21"
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [Process(20, 15, "rank", is_rank=True), Process(15, 5, "phalanx"), Process(5, 1, "bash")],  # launched
+        [Process(20, 1, "phalanx keeper", is_rank=True), Process(21, 20, "phalanx persist", is_rank=True)],
+        [Process(20, 10, "child", is_rank=True)],  # ours
+        [Process(20, 1, "python")],  # anyone's
+    ],
+)
+def test_what_is_no_leftover(others: list[Process]) -> None:
+    assert judge_leftovers([Process(10, 1, "phalanx"), *others], 10).outcome == "pass"
+
+
+def test_adopted_by_systemd_is_orphaned_and_own_runs_are_spared() -> None:
+    adopted = [Process(800, 1, "systemd"), Process(20, 800, "rank", is_rank=True), Process(10, 800, "phalanx")]
+    assert judge_leftovers(adopted, 10).outcome == "fail"
+    assert judge_leftovers(adopted, 10, own=frozenset({20})).outcome == "pass"
+
+
+def test_who_holds_a_gpu() -> None:
+    me, shell = Process(10, 5, "phalanx"), Process(5, 1, "bash")
+    lost = Process(20, 1, "python", gpus=("/dev/nvidia0",))
+    assert "20 (python) holds /dev/nvidia0" in judge_leftovers([me, shell, lost], 10).reason
+    second = judge_leftovers([me, shell, replace(lost, parent=5)], 10)
+    assert (second.outcome, "other work of this user: 20" in second.reason) == ("pass", True)
+
+
+def test_a_real_orphan_is_found(host: Host) -> None:
+    """A rank whose launcher is gone: read from this machine's own /proc."""
+    if sys.platform != "linux":
+        pytest.skip("reads /proc")
+    rank = subprocess.Popen(
+        [sys.executable, "-c", "print(1, flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PHALANX_RANK": "3"},
+    )
+    try:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+        real = {each.pid: each for each in leftovers.read_processes(Path("/proc"), os.geteuid(), has_gpus=True)}
+        assert real[rank.pid].is_rank
+        assert real[rank.pid].parent == os.getpid()
+        orphan = replace(real[rank.pid], parent=1)
+        assert str(rank.pid) in judge_leftovers([orphan, real[os.getpid()]], os.getpid()).reason
+    finally:
+        rank.communicate(b"\n", timeout=60)
+
+
+# Timeouts
+
+
+def test_defaults_are_in_order() -> None:
+    result = judge_timeouts({})
+    assert result.outcome == "pass"
+    assert "34 s" in result.reason
+    assert ib_wait_s(20, 7) == pytest.approx(34.4, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"NCCL_IB_TIMEOUT": "14"}, "gives a link up after 0.537 s"),
+        ({"NCCL_IB_TIMEOUT": "18", "NCCL_IB_RETRY_CNT": "7"}, "sooner than it is back from a flap"),
+        ({"NCCL_IB_TIMEOUT": "0"}, "waits without end"),
+        ({"NCCL_IB_TIMEOUT": "27"}, "longer than a collective may take"),
+        ({"NCCL_IB_TIMEOUT": "many"}, "'many' is no number"),
+        ({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "10"}, "before a record of 15 s is written"),
+        ({"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "600000"}, "before a record of 600 s"),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "never ended"),
+    ],
+)
+def test_timeouts_in_the_wrong_order(environment: dict[str, str], told: str) -> None:
+    result = judge_timeouts(environment)
+    assert result.outcome == "fail"
+    assert told in result.reason
+    assert result.action
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"NCCL_IB_TIMEOUT": "22", "NCCL_IB_RETRY_CNT": "7"},
+        {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "10", "TORCH_NCCL_ENABLE_MONITORING": "0"},
+        {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "1"},
+    ],
+)
+def test_timeouts_in_order(environment: dict[str, str]) -> None:
+    assert judge_timeouts(environment).outcome == "pass"
+
+
+def test_soft_below_hard() -> None:
+    assert judge_timeouts({}, soft_s=60.0, hard_s=90.0).outcome == "pass"
+    assert "not below" in judge_timeouts({}, soft_s=90.0, hard_s=90.0).reason
+    assert judge_timeouts({"NCCL_IB_TIMEOUT": "22"}, collective_s=60.0).outcome == "fail"
+
+
+# The host itself
+
+
+def test_commands_that_hang_or_are_not_there() -> None:
+    assert run_command(["no-such-command-here"], 1.0) is None
+    assert run_command([sys.executable, "-c", "raise SystemExit(3)"], 60.0) is None
+    assert run_command([sys.executable, "-c", "input()"], 60.0) is None  # stdin is empty
+    assert run_command([sys.executable, "-c", "import threading; threading.Event().wait()"], 0.2) is None
+    assert run_command([sys.executable, "-c", "print('x')"], 60.0) == "x\n"
+
+
+def test_where_a_host_remembers() -> None:
+    assert str(cache_folder({"XDG_CACHE_HOME": "/c"})).startswith("/c/phalanx/checks/")
+    assert str(cache_folder({"HOME": "/h"})).startswith("/h/.cache/phalanx/checks/")
+    assert "phalanx" in str(cache_folder({}))
