@@ -67,6 +67,10 @@ def test_hosts_are_started_up_to_the_most_and_ended(tmp_path: Path) -> None:
         await backend.begin(told.listener)
         await backend.ask(2)
         assert backend.hosts == ["host-1", "host-2"]
+        await backend.ask(2)  # the same two, which have not come yet
+        assert backend.hosts == ["host-1", "host-2"]
+        backend.arrived("host-1")
+        backend.arrived("never there")
         await backend.ask(5)
         assert backend.hosts == ["host-1", "host-2", "host-3"]
         started = pids(backend)
@@ -88,7 +92,7 @@ def test_a_host_that_dies_is_told_and_its_name_is_not_used_again(tmp_path: Path)
         os.kill(pids(backend)[0], signal.SIGKILL)
         await told.until("host-1")
         assert told.gone["host-1"].startswith("its executor has ended")
-        await backend.ask(1)
+        await backend.ask(2)  # one of them is on its way
         assert backend.hosts == ["host-2", "host-3"]
         await backend.end()
 
@@ -139,6 +143,8 @@ def test_a_driver_that_is_started_again_finds_its_hosts(tmp_path: Path) -> None:
         await backend.begin(told.listener)
         assert backend.hosts == ["host-1", "host-3"]
         assert "before the driver was started again" in told.gone["host-2"]
+        backend.arrived("host-1")
+        backend.arrived("host-3")
         await backend.ask(1)
         assert backend.hosts[-1] == "host-4"
         started = pids(backend)

@@ -39,7 +39,11 @@ class Backend(Protocol):
         ...
 
     async def ask(self, count: int) -> None:
-        """So many hosts should still come, all together; 0: none any more, except those that have been started."""
+        """So many hosts should still come, all together, those counted that were begun and have not `arrived`."""
+        ...
+
+    def arrived(self, host: str) -> None:
+        """The executor of `host` has connected."""
         ...
 
     async def evict(self, host: str, why: str) -> None:

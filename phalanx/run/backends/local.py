@@ -49,6 +49,7 @@ class LocalBackend:
             raise UserError("needs at least one host", cure="give run.hosts", field="run.hosts", value=self.most)
         self._hosts: dict[str, Watched] = {}
         self._ending: dict[str, asyncio.Task[None]] = {}
+        self._coming: set[str] = set()
         self._listener: Listener | None = None
         self._last = 0
 
@@ -74,9 +75,13 @@ class LocalBackend:
             self._take_over(path.stem)
 
     async def ask(self, count: int) -> None:
-        """Start so many executors, as far as there is room for them."""
-        for _ in range(min(count, self.most - len(self._hosts))):
+        """Start so many executors, less those that are on their way, as far as there is room for them."""
+        for _ in range(min(count - len(self._coming), self.most - len(self._hosts))):
             self._start()
+
+    def arrived(self, host: str) -> None:
+        """It is not on its way any more."""
+        self._coming.discard(host)
 
     async def evict(self, host: str, why: str) -> None:
         """End the executor; another one gets another name."""
@@ -132,6 +137,7 @@ class LocalBackend:
     def _watch(self, name: str, identity: Identity) -> None:
         try:
             self._hosts[name] = Watched(identity, lambda: self._gone(name))
+            self._coming.add(name)
         except ProcessLookupError:
             self._forget(name)
             self._tell_gone(name, f"its executor has ended: {self._last_words(name)}")
@@ -150,6 +156,7 @@ class LocalBackend:
 
     def _gone(self, name: str) -> None:
         self._hosts.pop(name, None)
+        self._coming.discard(name)
         self._forget(name)
         was_wanted = self._ending.pop(name, None) is not None
         self._tell_gone(name, "it was ended" if was_wanted else f"its executor has ended: {self._last_words(name)}")
