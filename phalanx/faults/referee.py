@@ -1,0 +1,237 @@
+"""How well a case was handled: a pure function of its manifest, of what was observed, and of the undisturbed losses.
+
+Right is exact: whoever is blamed besides the guilty is an error, and so is an action too many. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from phalanx.faults.facts import Fact
+from phalanx.faults.manifest import Manifest
+
+Outcome = Literal["right", "wrong", "void"]
+Step = tuple[str, frozenset[int]]
+
+
+class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The judgement of one case.
+
+    Attributes:
+        digest: of the manifest that it belongs to.
+        outcome: void: what should have gone wrong did not, though its moment came, so that nothing follows.
+        problems: all that was not right, in words.
+        detect_s: from the first incident until something was noticed; None: nothing was.
+        localise_s: from the first incident until all that are to blame were named; None: nobody is, or not all were.
+        resume_s: from the last incident until the end of the first step of a later attempt; None: there was none.
+        lost_steps: done again.
+        false_alarms: noticed before anything had happened, or where nothing had to be done.
+        extra_blame: ranks (``r3``) and machines (``h1``) that were named wrongly.
+        wrong_evictions: machines.
+        losses_equal: bit by bit with those of the undisturbed run; None: that is not expected.
+        orphans: processes left behind.
+    """
+
+    id: str
+    digest: str
+    outcome: Outcome
+    problems: list[str]
+    detect_s: float | None
+    localise_s: float | None
+    resume_s: float | None
+    lost_steps: int
+    false_alarms: int
+    extra_blame: list[str]
+    wrong_evictions: list[int]
+    losses_equal: bool | None
+    orphans: int
+
+
+def judge(manifest: Manifest, facts: Iterable[Fact], undisturbed: Mapping[int, str]) -> Score:
+    """The score of a case.
+
+    Args:
+        facts: in any order.
+        undisturbed: the loss of every step of the same training without a fault, as ``float.hex`` has it.
+    """
+    dated = sorted(facts, key=lambda fact: fact.at_s)
+    missing = _not_happened(manifest, dated)
+    is_void = any(_had_its_moment(manifest, number, dated) for number in missing)
+    happened = [fact for fact in dated if fact.what == "happened"]
+    first_s = happened[0].at_s if happened else float("inf")
+    blame_problems, extra = _judge_blame(manifest, dated)
+    alarms = _false_alarms(manifest, dated, first_s)
+    loss_problem = _judge_losses(manifest, dated, undisturbed)
+    orphans = len({pid for fact in dated if fact.what == "left" for pid in fact.pids})
+    problems = [
+        *missing.values(),
+        *_judge_detection(manifest, dated, alarms),
+        *blame_problems,
+        *_judge_actions(manifest, dated),
+        *_judge_end(manifest, dated),
+        *loss_problem,
+        *([f"{orphans} processes were left behind"] if orphans else []),
+    ]
+    goes_on_alike = manifest.expected.goes_on and manifest.expected.same_layout
+    return Score(
+        id=manifest.id,
+        digest=manifest.digest(),
+        outcome="void" if is_void else "wrong" if problems else "right",
+        problems=problems,
+        detect_s=_after(first_s, (fact.at_s for fact in dated if fact.what == "detected")),
+        localise_s=_localised_s(manifest, dated, first_s),
+        resume_s=_resumed_s(dated, happened),
+        lost_steps=lost_steps(dated),
+        false_alarms=alarms,
+        extra_blame=extra,
+        wrong_evictions=_wrong_evictions(manifest, dated),
+        losses_equal=not loss_problem if goes_on_alike else None,
+        orphans=orphans,
+    )
+
+
+def lost_steps(facts: Sequence[Fact]) -> int:
+    """Steps that later attempts did again."""
+    lost, best = 0, 0
+    begun: set[int] = set()
+    for fact in facts:
+        if fact.what != "progress":
+            continue
+        if fact.attempt not in begun:
+            begun.add(fact.attempt)
+            lost += max(best - fact.step + 1, 0) if best else 0
+        best = max(best, fact.step)
+    return lost
+
+
+def _not_happened(manifest: Manifest, facts: Sequence[Fact]) -> dict[int, str]:
+    """Incidents that did not take place, in words."""
+    happened = {fact.incident for fact in facts if fact.what == "happened"}
+    reasons = {fact.incident: fact.text for fact in facts if fact.what == "refused"}
+    return {
+        number: f"incident {number} ({incident.kind}) did not happen"
+        + (f": {reasons[number]}" if number in reasons else "")
+        for number, incident in enumerate(manifest.incidents)
+        if number not in happened
+    }
+
+
+def _had_its_moment(manifest: Manifest, number: int, facts: Sequence[Fact]) -> bool:
+    """Whether training came to where an incident should have happened, or it was refused: not the supervisor's doing."""
+    when = manifest.incidents[number].when
+    if any(fact.what == "refused" and fact.incident == number for fact in facts):
+        return True
+    return any(fact.what == "progress" and fact.attempt >= when.attempt and fact.step >= when.step for fact in facts)
+
+
+def _false_alarms(manifest: Manifest, facts: Sequence[Fact], first_s: float) -> int:
+    detected = [fact for fact in facts if fact.what == "detected"]
+    return len([fact for fact in detected if fact.at_s < first_s or not manifest.expected.responses])
+
+
+def _judge_detection(manifest: Manifest, facts: Sequence[Fact], alarms: int) -> list[str]:
+    problems = [f"{alarms} false alarms"] if alarms else []
+    if manifest.expected.responses and not any(fact.what == "detected" for fact in facts):
+        problems.append("nothing was noticed")
+    return problems
+
+
+def _judge_blame(manifest: Manifest, facts: Sequence[Fact]) -> tuple[list[str], list[str]]:
+    """Problems, and who was named wrongly."""
+    wanted, named = _to_blame(manifest), _blamed(facts)
+    extra, missed = sorted(named - wanted), sorted(wanted - named)
+    problems = [f"blamed wrongly: {', '.join(extra)}"] if extra else []
+    if missed:
+        problems.append(f"not blamed: {', '.join(missed)}")
+    return problems, extra
+
+
+def _to_blame(manifest: Manifest) -> set[str]:
+    expected = manifest.expected
+    return {f"r{rank}" for rank in expected.blame_ranks} | {f"h{host}" for host in expected.blame_hosts}
+
+
+def _blamed(facts: Iterable[Fact]) -> set[str]:
+    named: set[str] = set()
+    for fact in facts:
+        if fact.what == "blamed":
+            named |= {f"r{rank}" for rank in fact.ranks} | {f"h{host}" for host in fact.hosts}
+    return named
+
+
+def _localised_s(manifest: Manifest, facts: Sequence[Fact], first_s: float) -> float | None:
+    wanted, named = _to_blame(manifest), set[str]()
+    for fact in facts:
+        named |= _blamed([fact])
+        if wanted and fact.at_s >= first_s and wanted <= named:
+            return fact.at_s - first_s
+    return None
+
+
+def _judge_actions(manifest: Manifest, facts: Sequence[Fact]) -> list[str]:
+    wanted = _steps((response.action, response.hosts) for response in manifest.expected.responses)
+    done = _steps((fact.action, fact.hosts) for fact in facts if fact.what == "acted")
+    return [] if wanted == done else [f"did {_told(done)}; right is {_told(wanted)}"]
+
+
+def _steps(actions: Iterable[tuple[str, Sequence[int]]]) -> list[Step]:
+    """Actions in order; machines that are evicted one after the other count as evicted together."""
+    steps: list[Step] = []
+    for name, hosts in actions:
+        if name == "evict" and steps and steps[-1][0] == "evict":
+            steps[-1] = name, steps[-1][1] | frozenset(hosts)
+        else:
+            steps.append((name, frozenset(hosts) if name == "evict" else frozenset()))
+    return steps
+
+
+def _told(steps: Sequence[Step]) -> str:
+    return ", ".join(" ".join([name, *(f"h{host}" for host in sorted(hosts))]) for name, hosts in steps) or "nothing"
+
+
+def _wrong_evictions(manifest: Manifest, facts: Sequence[Fact]) -> list[int]:
+    allowed = {host for response in manifest.expected.responses for host in response.hosts}
+    evicted = {host for fact in facts if fact.what == "acted" and fact.action == "evict" for host in fact.hosts}
+    return sorted(evicted - allowed)
+
+
+def _judge_end(manifest: Manifest, facts: Sequence[Fact]) -> list[str]:
+    ends = [fact for fact in facts if fact.what == "ended"]
+    finished = any(fact.status == 0 and fact.step >= manifest.steps for fact in ends)
+    if finished == manifest.expected.goes_on:
+        return []
+    if finished:
+        return ["training reached its end, which is not right"]
+    how = f"ended with status {ends[-1].status} after step {ends[-1].step}" if ends else "did not end"
+    return [f"training {how}; right is step {manifest.steps}"]
+
+
+def _judge_losses(manifest: Manifest, facts: Sequence[Fact], undisturbed: Mapping[int, str]) -> list[str]:
+    if not (manifest.expected.goes_on and manifest.expected.same_layout):
+        return []
+    losses = [fact for fact in facts if fact.what == "loss"]
+    differ = [fact for fact in losses if undisturbed.get(fact.step) != fact.loss]
+    if differ:
+        one = differ[0]
+        truth = undisturbed.get(one.step, "not known")
+        return [f"{len(differ)} losses differ, the first at step {one.step}: {one.loss}, undisturbed {truth}"]
+    absent = set(range(1, manifest.steps + 1)) - {fact.step for fact in losses}
+    return [f"the losses of {len(absent)} steps are not known, the first is {min(absent)}"] if absent else []
+
+
+def _resumed_s(facts: Sequence[Fact], happened: Sequence[Fact]) -> float | None:
+    if not happened:
+        return None
+    last = happened[-1]
+    before = [fact.attempt for fact in facts if fact.what == "progress" and fact.at_s <= last.at_s]
+    attempt = last.attempt or max(before, default=0)
+    later = (fact.at_s for fact in facts if fact.what == "progress" and fact.attempt > attempt)
+    return _after(last.at_s, later)
+
+
+def _after(begin_s: float, times_s: Iterable[float]) -> float | None:
+    """Seconds until the first of these that is not earlier."""
+    return next((at_s - begin_s for at_s in times_s if at_s >= begin_s), None)
