@@ -1,0 +1,298 @@
+"""The kernel's log, followed from the moment it is opened. Torch-free.
+
+It comes from ``/dev/kmsg``; where that may not be read, from ``journalctl`` or ``dmesg``, which a site may allow; else
+it is said why not. Its lines tell of devices (``NVRM: Xid``), memory, disks and links.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+KMSG = Path("/dev/kmsg")
+
+_RECORD_BYTES = 8192  # the kernel gives a whole record or EINVAL; this is its own limit
+_LEVELS = ("emerg", "alert", "crit", "err", "warn", "notice", "info", "debug")
+_KERNEL = 0  # facility: what programs have written has another
+_WARNING = 4
+_UNKNOWN = 6
+_TRY_S = 0.3
+
+_COMMANDS = (
+    ("journalctl", "--dmesg", "--follow", "--lines=0", "--output=short-monotonic"),
+    ("dmesg", "--follow-new", "--decode", "--time-format=iso"),
+)
+
+_ISO = re.compile(r"(\w+)\s*:(\w+)\s*: (\d{4}-\d\d-\d\dT[\d:,.+-]+|\[[^\]]*\]) (.*)", re.DOTALL)
+_NUMBERED = re.compile(r"<(\d+)>\[\s*\d+\.\d+\](?:\[[^\]]*\])? ?(.*)", re.DOTALL)
+_DATED = re.compile(r"\[[^\]]*\d:\d\d:\d\d[^\]]*\] (.*)", re.DOTALL)
+_TIMED = re.compile(r"\[\s*\d+\.\d+\](?:\[[^\]]*\])? (?:\S+ kernel: )?(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A line of the kernel log.
+
+    Attributes:
+        level: from 0, worst, to 7; 6 where the format does not say.
+        is_kernel: the kernel has written it, rather than a program.
+        sequence: its number; -1 where the format does not say.
+    """
+
+    text: str
+    level: int = _UNKNOWN
+    is_kernel: bool = True
+    sequence: int = -1
+
+
+def parse_record(content: str) -> Record | None:
+    """A record of /dev/kmsg, or a line of dmesg (raw, decoded, with dates), journalctl or a crash dump; None: no line.
+
+    A record of /dev/kmsg is ``priority,number,microseconds,flags;text``, and may go on with lines that begin with a
+    space, which describe the device.
+    """
+    head, semicolon, rest = content.partition(";")
+    fields = head.split(",")
+    if semicolon and len(fields) >= 3 and fields[0].isdigit() and fields[1].isdigit():
+        text = rest.split("\n")[0]
+        return Record(_unescaped(text), int(fields[0]) & 7, int(fields[0]) >> 3 == _KERNEL, int(fields[1]))
+    line = content.rstrip("\n")
+    if match := _ISO.fullmatch(line):
+        facility, level, _, text = match.groups()
+        return Record(text, _LEVELS.index(level) if level in _LEVELS else _UNKNOWN, facility == "kern")
+    if match := _NUMBERED.fullmatch(line):
+        return Record(match[2], int(match[1]) & 7, int(match[1]) >> 3 == _KERNEL)
+    match = _DATED.fullmatch(line) or _TIMED.fullmatch(line)
+    return Record(match[1]) if match else None
+
+
+class _Source(ABC):
+    """Where records come from; never blocks."""
+
+    name: str
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """Readable when there may be records."""
+
+    @abstractmethod
+    def take(self) -> tuple[list[str], int, str]:
+        """Records that are there, how many times some were overwritten before they were read, and why it has ended."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop following."""
+
+
+class Kmsg(_Source):
+    """``/dev/kmsg``, or what plays it: each read gives one record.
+
+    Raises:
+        OSError: it may not be read.
+    """
+
+    def __init__(self, path: Path = KMSG, read: Callable[[int, int], bytes] = os.read) -> None:
+        self.name = str(path)
+        self._read = read
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with suppress(OSError):  # a pipe in a test
+            os.lseek(self._descriptor, 0, os.SEEK_END)
+
+    def fileno(self) -> int:
+        """Its descriptor."""
+        return self._descriptor
+
+    def take(self) -> tuple[list[str], int, str]:
+        """What is there now."""
+        records: list[str] = []
+        overruns = 0
+        while len(records) < 10_000:
+            try:
+                content = self._read(self._descriptor, _RECORD_BYTES)
+            except BlockingIOError:
+                return records, overruns, ""
+            except BrokenPipeError:  # the ring went over what we had not read; reading goes on at its beginning
+                overruns += 1
+                continue
+            except OSError as error:
+                return records, overruns, f"{self.name}: {error.strerror}"
+            if not content:
+                return records, overruns, f"{self.name} has ended"
+            records.append(content.decode(errors="replace"))
+        return records, overruns, ""
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self._descriptor)
+
+
+class Command(_Source):
+    """A program that writes a line for each record.
+
+    Args:
+        start: see `phalanx.run.executor.reaper.Reaper.helper`.
+
+    Raises:
+        OSError: it cannot be run, or ended at once; the words say why.
+    """
+
+    def __init__(self, command: Sequence[str], start: Callable[[Callable[[], subprocess.Popen]], subprocess.Popen]):
+        self.name = command[0]
+        self._process = start(
+            lambda: subprocess.Popen(
+                list(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+        )
+        self._rest = b""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_TRY_S)
+            assert self._process.stderr is not None
+            words = self._process.stderr.read().decode(errors="replace").strip().splitlines()
+            self.close()
+            raise OSError(f"{self.name}: {words[0] if words else 'it ended at once'}")
+        os.set_blocking(self.fileno(), False)
+
+    def fileno(self) -> int:
+        """Of its output."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def take(self) -> tuple[list[str], int, str]:
+        """Whole lines that are there now."""
+        try:
+            content = os.read(self.fileno(), 1 << 20)
+        except BlockingIOError:
+            return [], 0, ""
+        *lines, self._rest = (self._rest + content).split(b"\n")
+        return [line.decode(errors="replace") for line in lines], 0, "" if content else f"{self.name} has ended"
+
+    def close(self) -> None:
+        """End the program."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What was read at once.
+
+    Attributes:
+        dropped: records left out, because there were more than may be passed on.
+        overruns: how often the kernel had overwritten records before they were read.
+    """
+
+    records: list[Record]
+    dropped: int = 0
+    overruns: int = 0
+
+
+class KernelLog:
+    """Follows the log from now on; never blocks.
+
+    Args:
+        per_s, burst: how many records are passed on, for long and at once; warnings and worse go first.
+        keep: how many of the last records `since` knows.
+        sources: tried in order; see `open_sources`.
+        clock: in seconds, monotonic.
+
+    Attributes:
+        source: what is followed; empty: nothing.
+        problem: why nothing is followed, or not the best; empty: all is well.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Callable[[], _Source]],
+        *,
+        per_s: float = 50.0,
+        burst: int = 500,
+        keep: int = 2000,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._per_s, self._burst = per_s, burst
+        self._allowed, self._counted_s = float(burst), clock()
+        self._kept: deque[tuple[float, Record]] = deque(maxlen=keep)
+        self._source: _Source | None = None
+        problems = []
+        for make in sources:
+            try:
+                self._source = make()
+                break
+            except OSError as error:
+                problems.append(str(error))
+        self.source = self._source.name if self._source is not None else ""
+        self.problem = "; ".join(problems)
+
+    def fileno(self) -> int:
+        """Readable when `read` may find something; -1: nothing is followed."""
+        return -1 if self._source is None else self._source.fileno()
+
+    def read(self) -> Taken:
+        """What has been written since the last call."""
+        if self._source is None:
+            return Taken([])
+        contents, overruns, ended = self._source.take()
+        if ended:
+            self.close()
+            self.problem = ended
+        parsed = (parse_record(content) for content in contents)
+        records = [record for record in parsed if record is not None]
+        passed = self._limited(records)
+        now_s = self._clock()
+        self._kept.extend((now_s, record) for record in passed)
+        return Taken(passed, len(records) - len(passed), overruns)
+
+    def since(self, at_s: float) -> list[str]:
+        """Lines of the kernel read at or after this time of the clock, the oldest first."""
+        return [record.text for read_s, record in self._kept if read_s >= at_s and record.is_kernel]
+
+    def close(self) -> None:
+        """Stop following."""
+        if self._source is not None:
+            self._source.close()
+            self._source = None
+
+    def _limited(self, records: list[Record]) -> list[Record]:
+        now_s = self._clock()
+        self._allowed = min(float(self._burst), self._allowed + (now_s - self._counted_s) * self._per_s)
+        self._counted_s = now_s
+        room = int(self._allowed)
+        if len(records) > room:
+            worst = sorted(range(len(records)), key=lambda index: (records[index].level > _WARNING, index))[:room]
+            records = [records[index] for index in sorted(worst)]
+        self._allowed -= len(records)
+        return records
+
+
+def open_sources(
+    start: Callable[[Callable[[], subprocess.Popen]], subprocess.Popen] = lambda make: make(),
+) -> list[Callable[[], _Source]]:
+    """The ways of following the log on this host, the best first.
+
+    Args:
+        start: see `Command`.
+    """
+    return [Kmsg, *(_command(command, start) for command in _COMMANDS)]
+
+
+def _command(
+    command: Sequence[str], start: Callable[[Callable[[], subprocess.Popen]], subprocess.Popen]
+) -> Callable[[], _Source]:
+    return lambda: Command(command, start)
+
+
+def _unescaped(text: str) -> str:
+    r"""The kernel writes what is not printable, and the backslash, as ``\x0a``."""
+    return re.sub(r"\\x([0-9a-f]{2})", lambda match: chr(int(match[1], 16)), text)
