@@ -1,0 +1,191 @@
+"""Bytes of the interfaces that training uses: fewer than usual is worth an alert, none at all with no steps a recovery.
+
+As MegaScale does (arXiv 2402.15627, section 4). A job on one host has no such traffic, and is not judged; nor is one
+whose interfaces have never carried any (training may use others than those that are watched).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from phalanx.core.config import Config
+from phalanx.run.messages import Interface
+
+_WRAP = 1 << 32
+_USUAL_WINDOWS = 30
+_ENOUGH_WINDOWS = 3
+_LOW_WINDOWS = 2
+
+
+class TrafficConfig(Config):
+    """When traffic is too little."""
+
+    decline: float = Field(0.5, gt=0, lt=1, description="share of the usual rate below which there is an alert")
+    window_s: float = Field(10.0, gt=0, description="seconds that a rate is taken over, if that is several steps")
+    silence_s: float = Field(60.0, gt=0, description="seconds without traffic until it is silence, at least")
+    silence_steps: float = Field(10.0, gt=0, description="the same in usual step times; the longer of the two counts")
+    least_rate: float = Field(
+        10_000.0, gt=0, description="bytes per second and host; less is what a link carries when nobody uses it"
+    )
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What the interfaces say.
+
+    Attributes:
+        kind: not known (one host, or no traffic ever, or too short), as usual, less than usual (alert), none but steps
+            go on or the silence is still short (alert), none and no steps (recover).
+        share: of the usual rate; None: not known.
+        hosts: those that declined most, or are silent.
+        why: one line.
+    """
+
+    kind: Literal["unknown", "usual", "decline", "quiet", "silent"]
+    share: float | None = None
+    hosts: tuple[str, ...] = ()
+    why: str = ""
+
+
+class _Host:
+    """One host's counters.
+
+    Attributes:
+        read_s: when they were read last; None: not yet.
+        heard_s: when they last grew by more than an unused link's do.
+        window_bytes: since the present window began.
+        rates: bytes per second in past windows, the newest last.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self.last: dict[str, tuple[int, int]] = {}
+        self.read_s: float | None = None
+        self.heard_s = now_s
+        self.window_bytes = 0
+        self.rates: deque[float] = deque(maxlen=_USUAL_WINDOWS)
+
+    def count(self, interfaces: Iterable[Interface]) -> int:
+        """New bytes since the last time; an interface that is new counts from now on."""
+        new = 0
+        for interface in interfaces:
+            now = (interface.sent_bytes, interface.received_bytes)
+            before = self.last.get(interface.name)
+            if before is not None:
+                new += sum(grown(old, value) for old, value in zip(before, now, strict=True))
+            self.last[interface.name] = now
+        return new
+
+    @property
+    def usual(self) -> float:
+        """The usual rate; 0: not known."""
+        return statistics.median(self.rates) if len(self.rates) >= _ENOUGH_WINDOWS else 0.0
+
+
+class TrafficJudge:
+    """The traffic of one attempt.
+
+    Args:
+        hosts: of the attempt.
+        now_s: when its workers were started.
+    """
+
+    def __init__(self, hosts: Iterable[str], now_s: float, config: TrafficConfig | None = None) -> None:
+        self._config = config or TrafficConfig()
+        self._hosts = {host: _Host(now_s) for host in hosts}
+        self._window_began_s = now_s
+        self._shares: dict[str, float] = {}
+        self._low_windows = 0
+
+    def observe(self, host: str, interfaces: Iterable[Interface], now_s: float) -> None:
+        """Take in the counters of a host's training interfaces, such as those of a heartbeat."""
+        known = self._hosts.get(host)
+        if known is None:
+            return
+        new = known.count(interfaces)
+        if known.read_s is not None:
+            known.window_bytes += new
+            unused = max(self._config.least_rate, 0.001 * known.usual) * max(now_s - known.read_s, 0.0)
+            if new > unused:
+                known.heard_s = now_s
+        known.read_s = now_s
+
+    def judge(self, now_s: float, quiet_s: float, usual_step_s: float | None, is_paused: bool = False) -> Traffic:
+        """What the traffic says.
+
+        Args:
+            now_s: on the clock of `observe`.
+            quiet_s: since any rank made progress.
+            usual_step_s: None: not known yet, and then there is no verdict.
+            is_paused: ranks evaluate, write a checkpoint or the like; nothing is concluded then.
+        """
+        if len(self._hosts) < 2:
+            return Traffic("unknown", why="one host has no traffic between hosts")
+        if is_paused or usual_step_s is None:
+            self._begin_window(now_s)
+            for host in self._hosts.values():
+                host.heard_s = now_s
+            return Traffic("unknown", why="the ranks do something else" if is_paused else "too few steps yet")
+        window_s = max(self._config.window_s, 3 * usual_step_s)
+        if now_s - self._window_began_s >= window_s:
+            self._close_window(now_s, is_usual=quiet_s < window_s)
+        usual = sum(host.usual for host in self._hosts.values())
+        if usual < self._config.least_rate * len(self._hosts):
+            return Traffic("unknown", why="no traffic has been seen on the training interfaces")
+        return self._silence(now_s, quiet_s, usual_step_s) or self._decline()
+
+    def _silence(self, now_s: float, quiet_s: float, usual_step_s: float) -> Traffic | None:
+        needed_s = max(self._config.silence_s, self._config.silence_steps * usual_step_s)
+        silent = tuple(sorted(name for name, host in self._hosts.items() if now_s - host.heard_s >= needed_s))
+        if not silent:
+            return None
+        if len(silent) < len(self._hosts):
+            return Traffic("decline", None, silent, f"no traffic of {', '.join(silent)} for {needed_s:.0f} s")
+        if quiet_s < needed_s:
+            return Traffic("quiet", 0.0, silent, f"no traffic for {needed_s:.0f} s, but the steps go on")
+        return Traffic("silent", 0.0, silent, f"no traffic of any host and no step for {needed_s:.0f} s")
+
+    def _decline(self) -> Traffic:
+        if not self._shares:
+            return Traffic("usual")
+        usual = sum(host.usual for host in self._hosts.values())
+        share = sum(self._shares[name] * self._hosts[name].usual for name in self._shares) / usual
+        if self._low_windows < _LOW_WINDOWS:
+            return Traffic("usual", share)
+        least = min(self._shares.values())
+        lowest = tuple(sorted(name for name, its in self._shares.items() if its <= max(0.5 * share, least)))
+        return Traffic(
+            "decline", share, lowest, f"traffic is at {share:.0%} of the usual, least at {', '.join(lowest)}"
+        )
+
+    def _close_window(self, now_s: float, is_usual: bool) -> None:
+        elapsed_s = now_s - self._window_began_s
+        self._shares = {}
+        for name, host in self._hosts.items():
+            rate = host.window_bytes / elapsed_s
+            if host.usual > 0:
+                self._shares[name] = rate / host.usual
+            if is_usual and (rate > self._config.least_rate or host.usual == 0):
+                host.rates.append(rate)
+        usual = sum(host.usual for host in self._hosts.values())
+        total = sum(host.window_bytes for host in self._hosts.values()) / elapsed_s
+        self._low_windows = self._low_windows + 1 if total < self._config.decline * usual else 0
+        self._begin_window(now_s)
+
+    def _begin_window(self, now_s: float) -> None:
+        self._window_began_s = now_s
+        for host in self._hosts.values():
+            host.window_bytes = 0
+
+
+def grown(before: int, now: int) -> int:
+    """By how much a counter has grown that may have begun anew, or wrapped at 32 bits as old drivers' do."""
+    if now >= before:
+        return now - before
+    wrapped = now + _WRAP - before
+    return wrapped if 0 <= now < before < _WRAP and wrapped < _WRAP // 2 else max(now, 0)
