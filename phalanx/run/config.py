@@ -1,0 +1,353 @@
+"""The job file: ``[run]`` of a TOML file, with ``key=value`` pairs beside it; see docs/run_config.md. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from pydantic import Field, field_validator, model_validator
+
+from phalanx.checkpoint.config import parse_size
+from phalanx.core.config import Config, Loaded, load
+from phalanx.core.errors import UserError
+from phalanx.run.decide.policy import Job, Policy
+from phalanx.run.judge.limits import LimitConfig
+from phalanx.run.judge.slow import SlowConfig
+from phalanx.run.secrets import OWN_VARIABLES, TlsFiles, host_of, require_tls_unless_loopback
+
+Devices = Literal["auto", "gpu", "cpu"]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s:\[\]/]+):(\d{1,5})")
+_OURS = re.compile(r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
+
+
+class PolicyConfig(Config):
+    """How recoveries are decided; see `phalanx.run.decide.policy.Policy`."""
+
+    advise_only: bool = Field(False, description="take no action, but write and report what would be done")
+    when_missing: Literal["wait", "shrink"] = Field(
+        "wait", description="without a replacement for a host: wait for one, or shrink to fewer hosts"
+    )
+    replace_wait_s: float = Field(
+        300.0, ge=0, description="with shrink: how long a replacement is waited for first, seconds"
+    )
+    give_up_s: float = Field(1800.0, ge=0, description="how long hosts are waited for, seconds; 0: for ever")
+    grow: bool = Field(True, description="a job that has shrunk goes on with more hosts when they are there")
+    replace_slow: bool = Field(False, description="replace a host that is found slow, when a spare is ready")
+    slow_factor: float = Field(
+        1.1, ge=1.01, description="from how many times the usual step time on a slow host is replaced"
+    )
+    joining_check: Literal["passive", "quick", "full"] = Field(
+        "quick", description="what a host has to pass before it may take part"
+    )
+    active_check: Literal["quick", "full"] = Field(
+        "quick", description="what a suspect has to pass before it may take part again"
+    )
+    settle_s: float = Field(
+        0.4, ge=0, description="how long the culprit's own word is waited for after a failure that may follow, seconds"
+    )
+    evidence_s: float = Field(4.0, ge=0.05, description="limit for evidence and its judgement, seconds")
+    store_s: float = Field(10.0, ge=0.05, description="limit for opening a rendezvous store, seconds")
+    start_s: float = Field(120.0, ge=0.05, description="limit for starting the processes of an attempt, seconds")
+    stop_s: float = Field(15.0, ge=0.05, description="limit for their end, with device memory given back, seconds")
+    unknown_stop_s: float = Field(
+        3.0, ge=0.05, description="the same for a host that has not been heard of for a while, seconds"
+    )
+    grace_s: float = Field(
+        30.0, ge=0, description="between SIGTERM and SIGKILL when a person stops the job or time is short, seconds"
+    )
+    passive_check_s: float = Field(5.0, ge=0.05, description="limit for the answer of a passive check, seconds")
+    quick_check_s: float = Field(30.0, ge=0.05, description="limit for the answer of a quick check, seconds")
+    full_check_s: float = Field(600.0, ge=0.05, description="limit for the answer of a full check, seconds")
+    max_restarts_without_step: int = Field(
+        5, ge=1, description="recoveries in a row without a new step before the job ends with status 4"
+    )
+    max_restarts: int = Field(0, ge=0, description="recoveries in all before it does; 0: no limit")
+    backoff_s: float = Field(
+        2.0, ge=0, description="pause before the second restart without a new step, seconds; doubles with each"
+    )
+    backoff_limit_s: float = Field(60.0, ge=0, description="to which that pause grows, seconds")
+    fault_window_s: float = Field(
+        21_600.0, ge=0.05, description="how long a fault counts against a host or a group, seconds"
+    )
+
+    def to_policy(self) -> Policy:
+        """What the decision function takes."""
+        return msgspec.convert(self.model_dump(), Policy)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> PolicyConfig:
+        _below(self, "passive_check_s", "quick_check_s")
+        _below(self, "quick_check_s", "full_check_s")
+        _below(self, "backoff_s", "backoff_limit_s")
+        _below(self, "settle_s", "evidence_s")
+        _below(self, "unknown_stop_s", "stop_s")
+        if self.give_up_s and self.when_missing == "shrink":
+            _below(self, "replace_wait_s", "give_up_s")
+        return self
+
+
+class TlsConfig(Config):
+    """PEM files for connections that leave a host."""
+
+    certificate: str = Field("", description="certificate of the driver; empty: no TLS, on loopback only")
+    key: str = Field("", description="its key, readable by its owner only")
+    authority: str = Field(
+        "", description="certificates that those of both sides have to be signed by; empty: only the driver shows one"
+    )
+
+    @property
+    def files(self) -> TlsFiles | None:
+        """For `phalanx.run.secrets`; None: no TLS."""
+        given = (Path(name) if name else None for name in (self.certificate, self.key, self.authority))
+        return TlsFiles(*given) if self.certificate else None
+
+    @model_validator(mode="after")
+    def _together(self) -> TlsConfig:
+        if bool(self.certificate) != bool(self.key) or (self.authority and not self.certificate):
+            raise ValueError(
+                f"certificate = {self.certificate!r} and key = {self.key!r} go together, and before authority: "
+                "give certificate and key, or none of the three"
+            )
+        return self
+
+
+class LogsConfig(Config):
+    """Log files of ranks."""
+
+    folder: str = Field("", description="where they go; empty: logs in the run folder")
+    segment_bytes: int = Field(
+        32 << 20, ge=4096, description='size at which a file is followed by the next: bytes, or such as "32 MiB"'
+    )
+    kept_bytes: int = Field(
+        512 << 20, ge=4096, description='room for all files of one rank on a host: bytes, or such as "1 GiB"'
+    )
+
+    @field_validator("segment_bytes", "kept_bytes", mode="before")
+    @classmethod
+    def _read_size(cls, value: Any) -> Any:
+        return parse_size(value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _in_order(self) -> LogsConfig:
+        _below(self, "segment_bytes", "kept_bytes")
+        return self
+
+
+class PreviousConfig(Config):
+    """An earlier version of the code, which the ladder goes back to before it stops."""
+
+    script: str = Field("", description="script or module of the earlier version; empty: the same")
+    working_folder: str = Field("", description="folder that it is run in, such as a checkout; empty: the same")
+    arguments: tuple[str, ...] | None = Field(None, description="its arguments; absent: the same")
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is one."""
+        return bool(self.script or self.working_folder or self.arguments is not None)
+
+
+class ChecksConfig(Config):
+    """Self-tests of hosts; see `phalanx check`."""
+
+    skip: tuple[str, ...] = Field((), description="names of checks that are left out")
+
+
+class RunConfig(Config):
+    """Everything `phalanx run` needs to know of a job; the same for every back end."""
+
+    name: str = Field("", description="name of the job; empty: from the script's")
+    script: str = Field("", description="the script, or with run.module the module, that every rank runs")
+    module: bool = Field(False, description="run.script is the name of a module, as after python -m")
+    arguments: tuple[str, ...] = Field((), description="what the script is given on its command line")
+    working_folder: str = Field("", description="folder that ranks run in; empty: where the command was given")
+    environment: dict[str, str] = Field(
+        default_factory=dict,
+        description="variables for the ranks (a table); those named like secrets are not recorded",
+    )
+    preload: tuple[str, ...] = Field(
+        (), description="modules imported before the first attempt; those that the script imports are learnt anyway"
+    )
+    folder: str = Field("", description="run folder: journal, logs, incidents; empty: runs/<name>")
+
+    hosts: int = Field(1, ge=1, description="hosts that take part")
+    spares: int = Field(0, ge=0, description="hosts that are kept started, checked and connected beside those")
+    workers_per_host: int | Devices = Field(
+        1, description="ranks on each host: a number, gpu (one per GPU), cpu (one per core), or auto (GPUs, else cores)"
+    )
+    allowed_hosts: tuple[int, ...] = Field(
+        (), description="smaller numbers of hosts that the job may shrink to; empty: every divisor of run.hosts"
+    )
+    backend: str = Field("local", min_length=1, description="who gives hosts: local, slurm, kubernetes, …")
+    backend_options: dict[str, Any] = Field(
+        default_factory=dict, description="what that back end wants to know (a table); see its page"
+    )
+
+    heartbeat_s: float = Field(1.0, ge=0.05, le=60, description="how often each host reports, seconds")
+    policy: PolicyConfig = Field(default_factory=PolicyConfig, description="how recoveries are decided")
+    limits: LimitConfig = Field(default_factory=LimitConfig, description="how long the job may make no step")
+    slow: SlowConfig = Field(default_factory=SlowConfig, description="what counts as a slow rank")
+    rules: tuple[str, ...] = Field((), description="TOML files with log rules beside those that come along")
+    checks: ChecksConfig = Field(default_factory=ChecksConfig, description="self-tests of hosts")
+    previous: PreviousConfig = Field(
+        default_factory=PreviousConfig, description="an earlier version of the code, to go back to"
+    )
+
+    journal: str = Field(
+        "", description="path, sqlite:////PATH or postgresql://USER@HOST/DATABASE; empty: journal.db in the run folder"
+    )
+    logs: LogsConfig = Field(default_factory=LogsConfig, description="log files of ranks")
+    listen: str = Field("127.0.0.1:0", description="HOST:PORT where executors reach the driver; port 0: any")
+    http: str = Field("127.0.0.1:0", description="HOST:PORT of the interface for people; port 0: any")
+    tls: TlsConfig = Field(default_factory=TlsConfig, description="certificates")
+    token_file: str = Field("", description="file with the job's token; empty: secret/token in the run folder")
+    webhook: str = Field("", description="URL that incidents are posted to; empty: none")
+
+    @property
+    def job_name(self) -> str:
+        """The name, resolved."""
+        base = self.script.rpartition(".")[2] if self.module else Path(self.script).stem
+        return self.name or re.sub(r"[^A-Za-z0-9._-]+", "-", base).strip("-._")[:63] or "job"
+
+    @property
+    def run_folder(self) -> Path:
+        """The folder, resolved."""
+        return Path(self.folder or f"runs/{self.job_name}")
+
+    @property
+    def journal_url(self) -> str:
+        """The journal, resolved."""
+        return self.journal or str(self.run_folder / "journal.db")
+
+    @property
+    def token_path(self) -> Path:
+        """The token's file, resolved."""
+        return Path(self.token_file) if self.token_file else self.run_folder / "secret" / "token"
+
+    @property
+    def log_folder(self) -> Path:
+        """Where the logs of ranks go, resolved."""
+        return Path(self.logs.folder) if self.logs.folder else self.run_folder / "logs"
+
+    def to_job(self, workers_per_host: int) -> Job:
+        """What the decision function takes.
+
+        Args:
+            workers_per_host: as `workers_on` has it for the hosts of the job.
+        """
+        previous = self.previous.script or self.previous.working_folder or ("given" if self.previous.is_given else "")
+        return Job(self.job_name, self.hosts, workers_per_host, self.spares, self.allowed_hosts, previous)
+
+    @field_validator("workers_per_host", mode="before")
+    @classmethod
+    def _number_or_devices(cls, value: Any) -> Any:
+        if isinstance(value, bool) or not (isinstance(value, int) or value in ("auto", "gpu", "cpu")):
+            raise ValueError(f"{value!r} is no number of ranks: give 1 or more, gpu, cpu or auto")
+        return value
+
+    @model_validator(mode="after")
+    def _names(self) -> RunConfig:
+        if not self.script:
+            raise ValueError("script is not given: name the script after --, or set run.script")
+        if self.name and not _NAME.fullmatch(self.name):
+            raise ValueError(f"name = {self.name!r} is no name: use up to 63 letters, digits, '.', '_' and '-'")
+        for variable in self.environment:
+            if _OURS.fullmatch(variable) or variable in OWN_VARIABLES:
+                raise ValueError(f"environment.{variable} is set for each rank by phalanx run: remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _counts(self) -> RunConfig:
+        if isinstance(self.workers_per_host, int) and self.workers_per_host < 1:
+            raise ValueError(f"workers_per_host = {self.workers_per_host} is too few: give 1 or more, or auto")
+        wrong = [count for count in self.allowed_hosts if not 1 <= count <= self.hosts]
+        if wrong:
+            raise ValueError(f"allowed_hosts has {wrong[0]}, and hosts = {self.hosts}: give numbers from 1 to that")
+        return self
+
+    @model_validator(mode="after")
+    def _timing(self) -> RunConfig:
+        if self.limits.margin_s < 2 * self.heartbeat_s:
+            raise ValueError(
+                f"limits.margin_s = {self.limits.margin_s} is less than two heartbeats of heartbeat_s = "
+                f"{self.heartbeat_s}, so a step would seem late when its report is: raise the one or lower the other"
+            )
+        if self.limits.early_s > self.limits.patience_s:
+            raise ValueError(
+                f"limits.early_s = {self.limits.early_s} is above limits.patience_s = {self.limits.patience_s}, after "
+                "which it is a hang in any case: lower the one or raise the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _addresses(self) -> RunConfig:
+        for name in ("listen", "http"):
+            address = getattr(self, name)
+            found = _ADDRESS.fullmatch(address)
+            if not found or int(found[2]) > 65_535:
+                raise ValueError(f"{name} = {address!r} is no address: write HOST:PORT, such as 127.0.0.1:0")
+            try:
+                require_tls_unless_loopback(host_of(address), self.tls.files)
+            except UserError as error:
+                raise ValueError(f"{name} = {address!r}; {error.problem}: {error.cure}") from None
+        return self
+
+
+class JobFile(Config):
+    """A TOML file for `phalanx run`."""
+
+    run: RunConfig = Field(description="the job")
+
+
+def load_job(
+    path: Path | None, overrides: Sequence[str] = (), changes: Mapping[str, Any] | None = None
+) -> Loaded[JobFile]:
+    """Read a job file, then apply what flags changed, then ``run.key=value`` pairs.
+
+    Args:
+        path: None: there is no file.
+        changes: dotted keys and plain values, as `phalanx.run.flags` gives them.
+
+    Raises:
+        UserError: something is wrong with one of them.
+    """
+    given = [f"{key}={toml_value(value)}" for key, value in (changes or {}).items()]
+    return load(JobFile, path, [*given, *overrides])
+
+
+def toml_value(value: Any) -> str:
+    """A plain value as TOML writes it on one line."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{toml_value(str(key))} = {toml_value(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value)
+
+
+def workers_on(setting: int | Devices, cores: int, gpus: int) -> int:
+    """How many ranks a host of so many cores and GPUs gets.
+
+    Raises:
+        UserError: it has no GPU, and gpu is asked for.
+    """
+    if isinstance(setting, int):
+        return setting
+    if setting == "gpu" and not gpus:
+        raise UserError(
+            "this host has no GPU", cure="give a number, or auto", field="run.workers_per_host", value=setting
+        )
+    return cores if setting == "cpu" or not gpus else gpus
+
+
+def _below(config: Config, soft: str, hard: str) -> None:
+    """See that one limit is not above another, which would hide it."""
+    low, high = getattr(config, soft), getattr(config, hard)
+    if low > high:
+        raise ValueError(f"{soft} = {low} is above {hard} = {high}: lower {soft} or raise {hard}")
