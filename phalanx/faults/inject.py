@@ -28,7 +28,7 @@ from phalanx.faults.disguise import BELOW_THE_SCRIPT, Spot, disguised, spot_of
 from phalanx.faults.injectors import INJECTORS
 from phalanx.faults.injectors.base import RefusedError, Surroundings
 from phalanx.faults.schedule import Begun, is_due
-from phalanx.faults.torch_hooks import on_steps, training_step, wrap_checkpoints
+from phalanx.faults.torch_hooks import OPTIMIZERS, on_steps, training_step, wrap_checkpoints
 
 VARIABLE = "PHALANX_AGENDA"
 """Names the agenda's file."""
@@ -39,8 +39,21 @@ HOST = "PHALANX_HOST"
 Act = Callable[[], None]
 
 
-def install_from_environment(environ: MutableMapping[str, str] = os.environ) -> Injection | None:
+WhenImported = Callable[[str, Callable[[Any], Any]], Any]
+
+
+def import_now(name: str, act: Callable[[Any], Any]) -> None:
+    """Import a module and call ``act(module)``."""
+    act(importlib.import_module(name))
+
+
+def install_from_environment(
+    environ: MutableMapping[str, str] = os.environ, when_imported: WhenImported = import_now
+) -> Injection | None:
     """`install` with the rank and the attempt that our launcher or torchrun have set; the variable is taken out.
+
+    Args:
+        when_imported: see `install`.
 
     Raises:
         UserError: there is an agenda that cannot be read, or no rank.
@@ -49,17 +62,22 @@ def install_from_environment(environ: MutableMapping[str, str] = os.environ) -> 
     if not path:
         return None
     rank = _number(environ, "PHALANX_RANK", "RANK")
-    attempt = 1 + _number(environ, "PHALANX_ATTEMPT", "TORCHELASTIC_RESTART_COUNT", default="0")
-    injection = install(environ, rank, attempt)
+    restarts = _number(environ, "PHALANX_ATTEMPT", "TORCHELASTIC_RESTART_COUNT", default="0")
+    attempt = _number(environ, "PHALANX_RUN_ATTEMPT", default=str(restarts + 1))
+    injection = install(environ, rank, attempt, when_imported)
     del environ[VARIABLE]
     return injection
 
 
-def install(environ: Mapping[str, str], rank: int, attempt: int) -> Injection | None:
+def install(
+    environ: Mapping[str, str], rank: int, attempt: int, when_imported: WhenImported = import_now
+) -> Injection | None:
     """Prepare what the agenda that `environ` names has for this rank; None: nothing. To be called in the main thread.
 
     Args:
         attempt: counted from 1.
+        when_imported: ``when_imported(name, act)`` calls ``act(module)`` once the script has imported that module, as
+            `phalanx.launch.hooks.when_imported` does; without it torch is imported now, if its steps are to count.
 
     Raises:
         UserError: the agenda cannot be read, or asks for what cannot be done here.
@@ -76,7 +94,7 @@ def install(environ: Mapping[str, str], rank: int, attempt: int) -> Injection | 
         return None
     host = environ.get(HOST) or socket.gethostname()
     injection = Injection(agenda, orders, Memory(path), rank, attempt, host)
-    injection.begin()
+    injection.begin(when_imported)
     return injection
 
 
@@ -115,11 +133,10 @@ class Injection:
         self.advance = disguised(advance, BELOW_THE_SCRIPT)
         self.in_checkpoint = disguised(in_checkpoint, BELOW_THE_SCRIPT)
 
-    def begin(self) -> None:
+    def begin(self, when_imported: WhenImported) -> None:
         """Hook the steps, and set the timers of what happens at the start."""
         if self._clock == "optimizer":
-            importlib.import_module("torch.optim.optimizer")
-            on_steps(self._after_optimizer)
+            when_imported(OPTIMIZERS, lambda module: on_steps(module, self._after_optimizer))
         for order in self._orders:
             if order.phase in ("start", "recovery"):
                 self._alarms.add(order.delay_s, self._later(order, BELOW_THE_SCRIPT), BELOW_THE_SCRIPT)

@@ -120,7 +120,7 @@ def _not_happened(manifest: Manifest, facts: Sequence[Fact]) -> dict[int, str]:
 
 
 def _had_its_moment(manifest: Manifest, number: int, facts: Sequence[Fact]) -> bool:
-    """Whether training came to where an incident should have happened, or it was refused: not the supervisor's doing."""
+    """Whether training came to where an incident should have happened, or it was refused: nobody else's doing."""
     when = manifest.incidents[number].when
     if any(fact.what == "refused" and fact.incident == number for fact in facts):
         return True

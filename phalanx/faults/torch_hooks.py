@@ -27,9 +27,11 @@ CHECKPOINTS = (
 Acts = list[Callable[[], None]]
 
 
-def on_steps(due: Callable[[Any, Spot], Acts]) -> None:
-    """Call what ``due(optimizer, spot)`` returns after every step of any optimizer of torch, which must be loaded."""
-    optim = sys.modules["torch.optim.optimizer"]
+OPTIMIZERS = "torch.optim.optimizer"
+
+
+def on_steps(optim: Any, due: Callable[[Any, Spot], Acts]) -> None:
+    """Call what ``due(optimizer, spot)`` returns after every step of any optimizer; `optim` is the module of theirs."""
     spot = _calling_spot(str(optim.__file__), "post_hook(self")
 
     def step_ended(optimizer: Any, args: Any, kwargs: Any) -> None:

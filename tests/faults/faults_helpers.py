@@ -80,7 +80,7 @@ faulthandler.enable()
 faulthandler.register(signal.SIGUSR1)
 {before}
 from phalanx.faults.inject import install_from_environment
-made = install_from_environment()
+made = install_from_environment({arguments})
 from loop import train
 nothing = lambda *_: None
 train(made.advance if made else nothing, made.in_checkpoint if made else nothing)
@@ -95,6 +95,7 @@ class Job:
     loop: str = PLAIN_LOOP
     clock: Clock = "calls"
     before: str = ""
+    arguments: str = ""
     manifest: Manifest = field(default_factory=lambda: Manifest(id="none", seed=1))
 
     @property
@@ -105,7 +106,7 @@ class Job:
         self.manifest = Manifest(id="one", seed=1, cluster=Cluster(), steps=60, incidents=incidents)
         write_agenda(agenda_of(self.manifest, self.clock), self.folder / "notes.json")
         (self.folder / "loop.py").write_text(self.loop)
-        (self.folder / "start.py").write_text(RUNNER.format(before=self.before))
+        (self.folder / "start.py").write_text(RUNNER.format(before=self.before, arguments=self.arguments))
         return self
 
     def start(self, rank: int = 0, attempt: int = 1, **environ: str) -> subprocess.Popen[str]:

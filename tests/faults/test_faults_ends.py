@@ -155,6 +155,24 @@ def test_a_rank_must_be_known(environ: dict[str, str], folder: Path) -> None:
         install_from_environment(environ | {VARIABLE: str(folder / "notes.json")})
 
 
+@pytest.mark.parametrize(
+    ("variables", "attempt"),
+    [
+        ({}, 1),
+        ({"TORCHELASTIC_RESTART_COUNT": "2"}, 3),
+        ({"PHALANX_ATTEMPT": "1", "TORCHELASTIC_RESTART_COUNT": "2"}, 2),
+        ({"PHALANX_RUN_ATTEMPT": "7", "TORCHELASTIC_RESTART_COUNT": "2"}, 7),
+    ],
+)
+def test_which_attempt_it_is(variables: dict[str, str], attempt: int, folder: Path) -> None:
+    job = Job(folder).prepare(incident("log-lines", lasts={"unit": "forever"}))
+    environ = {VARIABLE: str(folder / "notes.json"), "RANK": "0"} | variables
+    made = install_from_environment(environ)
+    assert made is not None
+    made.advance(3)
+    assert [record.attempt for record in job.records] == [attempt]
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"seed": 1, "clock": "sun", "orders": []}', None])
 def test_an_agenda_that_is_none(content: bytes | None, folder: Path) -> None:
     if content is not None:

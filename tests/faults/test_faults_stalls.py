@@ -140,6 +140,14 @@ def test_the_steps_of_a_restored_optimizer_count_on(folder: Path) -> None:
     assert job.records[0].step == 42
 
 
+def test_torch_may_be_imported_later_by_the_script(folder: Path) -> None:
+    before = "from phalanx.launch.hooks import when_imported"
+    loop = "import sys\nassert 'torch' not in sys.modules\n" + TORCH_LOOP
+    job = Job(folder, loop, "optimizer", before, "when_imported=when_imported").prepare(incident("exit", status=4))
+    code, out, err = job.run()
+    assert (code, list(steps_of(out)), err) == (4, [1, 2], "")
+
+
 def test_inside_torch_save_and_slow_in_forward(folder: Path) -> None:
     job = Job(folder, TORCH_LOOP, "optimizer").prepare(
         incident("slow", lasts=FOREVER, factor=3.0, when={"step": 1}),
