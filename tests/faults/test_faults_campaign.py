@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -128,3 +129,16 @@ def test_another_cluster() -> None:
 def test_a_cluster_must_have_what_can_fail(change: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="two hosts and a spare"):
         generate(7, CLUSTER.model_copy(update=change))
+
+
+def test_the_page_of_faults_is_as_the_code_is() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "faults.md").read_text()
+    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+    assert set(rows) == set(KINDS)
+    for name, kind in KINDS.items():
+        cells = rows[name].split(" | ")
+        assert cells[1] in kind.places
+        assert all(f"`{setting}`" in rows[name] for setting in kind.settings), name
+    example = page.split("```json\n")[1].split("```")[0]
+    assert parse(example).incidents[0].settings == {"name": "SIGKILL"}
+    assert f"makes {len(CASES)} cases" in page
