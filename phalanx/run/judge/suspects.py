@@ -1,0 +1,212 @@
+"""Which rank holds up the others, from the evidence of all of them; and when that cannot be told, that it cannot.
+
+Looked for in this order, and the first that names a few ranks decides:
+
+1. ranks that did not answer: who waits still does, who hangs does not (MegaScale, arXiv 2402.15627, section 5.2);
+2. processes that are stopped, dead, or stuck in the kernel;
+3. ranks at an older step, or at an older collective by NCCL's flight recorder;
+4. ranks whose stack is not in a collective while all others' are; else those whose stack is not that of most
+   (ByteRobust, arXiv 2509.16293, clusters stacks by their text), first by functions, then by lines.
+
+Ranks of several hosts that differ by their stacks are named as the smallest group of the layout that holds them: they
+share a fault which one of them, or what is between them, has caused. Where more than half differ, or too few answer,
+nobody is blamed: whoever waits would be as likely as whoever is waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.run.judge.stack_text import Frame, main_stack, without_lines
+from phalanx.run.messages import RankEvidence
+
+_BAD_STATES = {
+    "T": "is stopped",
+    "t": "is stopped by a debugger",
+    "Z": "is dead and not yet reaped",
+    "X": "is dead",
+    "D": "is stuck in the kernel",
+}
+_WAITING = re.compile(
+    r"\(distributed/(?:distributed_c10d|c10d_logger|_functional_collectives)|^(?:_engine_run_backward|wait_tensor) "
+    r"|^(?:all_?reduce|all_?gather\w*|reduce_?scatter\w*|all_?to_?all\w*|broadcast|broadcast_object_list|barrier"
+    r"|monitored_barrier|isend|irecv|recv|send|batch_isend_irecv|synchronize|wait_for_everyone) \(",
+    re.IGNORECASE,
+)
+"""Functions in which a rank waits for others; gradients are reduced inside of backward."""
+
+
+@dataclass(frozen=True)
+class Suspects:
+    """Who is named.
+
+    Attributes:
+        ranks: in order; empty: it cannot be told.
+        hosts: of these ranks.
+        why: one line, also when nobody is named.
+        by: what decided: ``silence``, ``state``, ``step``, ``collective``, ``stack``; empty: nothing did.
+        is_group: these ranks share a fault, which need not be of each of them.
+    """
+
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    why: str
+    by: str = ""
+    is_group: bool = False
+
+
+def find_suspects(
+    evidence: Iterable[RankEvidence], host_of: Mapping[int, str], groups: Iterable[frozenset[int]] = ()
+) -> Suspects:
+    """Name who holds up the others.
+
+    Args:
+        evidence: of the ranks that could be asked; one that is missing has not answered.
+        host_of: where every rank of the attempt runs.
+        groups: sets of ranks that work together in the layout (of a tensor, a pipeline, a data axis), where known.
+    """
+    by_rank = {one.rank: one for one in evidence if one.rank in host_of}
+    ranks = sorted(host_of)
+    court = _Court(ranks, host_of, [frozenset(group) for group in groups])
+    known = [by_rank[rank] for rank in ranks if rank in by_rank]
+    looks: list[Callable[[], Suspects | None]] = [
+        lambda: court.silence(by_rank),
+        lambda: court.states(known),
+        lambda: court.steps(known),
+        lambda: court.collectives(known),
+        lambda: court.waiting(known),
+        lambda: court.clusters(known, without_lines),
+        lambda: court.clusters(known, lambda frames: frames),
+    ]
+    for look in looks:
+        if (found := look()) is not None:
+            return found
+    return Suspects((), (), "cannot tell: no rank stands out from the others")
+
+
+class _Court:
+    """Decides whether ranks that differ are few enough, or enough of one kind, to be named."""
+
+    def __init__(self, ranks: Sequence[int], host_of: Mapping[int, str], groups: Sequence[frozenset[int]]) -> None:
+        self._ranks = ranks
+        self._host_of = host_of
+        here = [group & set(ranks) for group in groups]
+        self._groups = sorted(here, key=lambda group: (len(group), sorted(group)))
+
+    def _named(self, ranks: Iterable[int], by: str, what: str, most: float = 0.5) -> Suspects | None:
+        """These ranks if they are no larger a share than `most`, else the group that they are, else None."""
+        named = tuple(sorted(set(ranks)))
+        if not named or len(named) == len(self._ranks):
+            return None
+        hosts = self._hosts(named)
+        if by == "stack" and len(hosts) > 1 and (group := self._group_of(named)) is not None:
+            members = tuple(sorted(group))
+            why = f"{_list(named)} {what}; all of the group {_list(members)}"
+            return Suspects(members, self._hosts(members), why, by, is_group=True)
+        if len(named) <= most * len(self._ranks):
+            return Suspects(named, hosts, f"{_list(named)} on {', '.join(hosts)} {what}", by)
+        return None
+
+    def _hosts(self, ranks: Iterable[int]) -> tuple[str, ...]:
+        return tuple(sorted({self._host_of[rank] for rank in ranks}))
+
+    def _group_of(self, named: Sequence[int]) -> frozenset[int] | None:
+        """The smallest group of several, but not of all ranks, that holds all of these."""
+        if len(named) < 2:
+            return None
+        holding = (group for group in self._groups if set(named) <= group and len(group) < len(self._ranks))
+        return next(holding, None)
+
+    def silence(self, by_rank: Mapping[int, RankEvidence]) -> Suspects | None:
+        silent = [rank for rank in self._ranks if rank not in by_rank or by_rank[rank].is_silent]
+        states = {by_rank[rank].state for rank in silent if rank in by_rank} & set(_BAD_STATES)
+        known = f" ({', '.join(_BAD_STATES[state] for state in sorted(states))})" if states else ""
+        if silent and (found := self._named(silent, "silence", f"did not answer{known}, the others did")) is None:
+            # The few that answer stand out, but not because they hold up the others.
+            return Suspects((), (), f"cannot tell: {len(silent)} of {len(self._ranks)} ranks did not answer")
+        return found if silent else None
+
+    def states(self, known: Sequence[RankEvidence]) -> Suspects | None:
+        bad = [one for one in known if one.state in _BAD_STATES]
+        what = " or ".join(dict.fromkeys(_BAD_STATES[one.state] for one in bad))
+        return self._named((one.rank for one in bad), "state", what)
+
+    def steps(self, known: Sequence[RankEvidence]) -> Suspects | None:
+        steps = {one.rank: one.step for one in known if one.step >= 0}
+        if not steps:
+            return None
+        common = max(Counter(steps.values()).items(), key=lambda item: (item[1], item[0]))[0]
+        behind = {rank: step for rank, step in steps.items() if step < common}
+        least = min(behind.values(), default=0)
+        oldest = [rank for rank, step in behind.items() if step == least]
+        return self._named(oldest, "step", f"at step {least}, most at {common}")
+
+    def collectives(self, known: Sequence[RankEvidence]) -> Suspects | None:
+        newest = {one.rank: found for one in known if (found := last_collectives(one.flight_record))}
+        shared = set.intersection(*(set(found) for found in newest.values())) if len(newest) > 1 else set()
+        for group in sorted(shared):
+            numbers = {rank: found[group] for rank, found in newest.items()}
+            common, count = Counter(numbers.values()).most_common(1)[0]
+            behind = [rank for rank, number in numbers.items() if number < common]
+            if 2 * count > len(numbers) and behind:
+                what = f"began collective {min(numbers[rank] for rank in behind)} of {group or 'all'}, most {common}"
+                return self._named(behind, "collective", what)
+        return None
+
+    def waiting(self, known: Sequence[RankEvidence]) -> Suspects | None:
+        """Who is elsewhere while all others wait in a collective."""
+        stacks = {one.rank: main_stack(one.stacks) for one in known if one.stacks}
+        elsewhere = [rank for rank, frames in stacks.items() if not _waits(frames)]
+        places = ", ".join(sorted({str(stacks[rank][0]) for rank in elsewhere if stacks[rank]})[:3])
+        return self._named(elsewhere, "stack", f"in {places or 'no function'}, all others in a collective")
+
+    def clusters(self, known: Sequence[RankEvidence], key: Callable[[tuple[Frame, ...]], Hashable]) -> Suspects | None:
+        """Who has another stack than most, if most have the same."""
+        stacks = {one.rank: main_stack(one.stacks) for one in known if one.stacks}
+        if len(stacks) < 3:
+            return None
+        kinds = Counter(key(frames) for frames in stacks.values())
+        common, count = kinds.most_common(1)[0]
+        if 2 * count <= len(stacks):
+            return None
+        others = [rank for rank, frames in stacks.items() if key(frames) != common]
+        if not any(_waits(frames) for frames in stacks.values() if key(frames) == common):
+            # Whoever waits for those that are elsewhere stands out among them, but does not hold them up.
+            others = [rank for rank in others if not _waits(stacks[rank])]
+        places = ", ".join(sorted({str(stacks[rank][0]) for rank in others if stacks[rank]})[:3])
+        at = next(str(frames[0]) for frames in stacks.values() if key(frames) == common) if common else "nothing"
+        return self._named(others, "stack", f"in {places or 'no function'}, {count} others in {at}")
+
+
+def _waits(frames: Sequence[Frame]) -> bool:
+    return any(_WAITING.search(text) for text in without_lines(tuple(frames)))
+
+
+def last_collectives(flight_record: str) -> dict[str, int]:
+    """Number of the newest collective that a rank has begun, by group, from NCCL's flight recorder as JSON text.
+
+    Empty for what is no such text.
+    """
+    try:
+        entries: Any = json.loads(flight_record)["entries"]
+        newest: dict[str, int] = {}
+        for entry in entries:
+            names, number = entry.get("process_group") or [""], entry.get("collective_seq_id")
+            if isinstance(number, int) and not isinstance(number, bool) and entry.get("state") != "scheduled":
+                name = str(names[-1] if isinstance(names, list) else names)
+                newest[name] = max(number, newest.get(name, number))
+        return newest
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
+        return {}
+
+
+def _list(ranks: Sequence[int]) -> str:
+    """Such as ``rank 3`` or ``ranks 3, 4, 5 and 9 more``."""
+    shown = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
