@@ -16,7 +16,7 @@ VERSIONS = {"yesterday": {"PYTHONPATH": "/old"}}
 
 
 def made(action: actions.Action) -> list[tuple[str, messages.FromDriver]]:
-    return [tuple(command) for command in commands(action, ADDRESSES, VERSIONS, 2.0)]  # type: ignore[misc]
+    return [tuple(command) for command in commands(action, ADDRESSES, VERSIONS)]  # type: ignore[misc]
 
 
 def test_each_host_is_told_its_ranks_and_where_all_meet() -> None:
@@ -38,14 +38,13 @@ def test_a_version_of_the_code_has_its_environment(version: str, environment: di
 
 def test_every_other_order() -> None:
     assert made(actions.OpenStore(3, "b")) == [("b", messages.OpenStore(3))]
-    assert made(actions.Gather(3, ("a", "b"))) == [(host, messages.Gather(3, [], 2.0)) for host in ("a", "b")]
     assert made(actions.Stop(3, ("a",), 1.5)) == [("a", messages.Stop(3, 1.5))]
     check = actions.Check("a", 7, "full", ("b", "never met"))
     assert made(check) == [("a", messages.Check(7, "full", ["10.0.0.2"]))]
 
 
 def test_what_is_not_for_executors_gives_no_message() -> None:
-    others = [actions.Evict("a", "bad"), actions.Release("a", "x"), actions.AskForHosts(2)]
+    others = [actions.Evict("a", "bad"), actions.Release("a", "x"), actions.AskForHosts(2), actions.Gather(3, ("a",))]
     others += [actions.Alert("info", "text"), actions.Finish(0, "done")]
     assert [made(action) for action in others] == [[]] * len(others)
 

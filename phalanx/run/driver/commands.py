@@ -17,15 +17,12 @@ class Command(NamedTuple):
     message: messages.FromDriver
 
 
-def commands(
-    action: Action, addresses: Mapping[str, str], versions: Mapping[str, Mapping[str, str]], evidence_s: float
-) -> list[Command]:
-    """The messages that perform an action; none where it is the back end's or for people.
+def commands(action: Action, addresses: Mapping[str, str], versions: Mapping[str, Mapping[str, str]]) -> list[Command]:
+    """The messages that perform an action; none where it is the back end's, the judge's or for people.
 
     Args:
         addresses: of hosts, as workers of other hosts reach them; that of the host with the store is among them.
         versions: what a version of the code adds to the environment of the workers, by its name in `Start`.
-        evidence_s: how long executors may gather evidence.
     """
     match action:
         case actions.OpenStore():
@@ -33,8 +30,6 @@ def commands(
         case actions.Start():
             environment = dict(versions.get(action.version, {}))
             return [Command(host, _start(action, host, addresses, environment)) for host in action.hosts]
-        case actions.Gather():
-            return [Command(host, messages.Gather(action.attempt, [], evidence_s)) for host in action.hosts]
         case actions.Stop():
             return [Command(host, messages.Stop(action.attempt, action.grace_s)) for host in action.hosts]
         case actions.Check():

@@ -1,0 +1,328 @@
+"""The driver: turns what it hears into events, and performs what is decided. Torch-free.
+
+Everything happens on one event loop, one thing after another. Nothing here decides: see `phalanx.run.decide`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from phalanx.run import messages
+from phalanx.run.backends.base import Listener
+from phalanx.run.decide import actions, events
+from phalanx.run.decide.actions import Action, ranks_of
+from phalanx.run.decide.events import Event, SuspectsNamed
+from phalanx.run.decide.state import State, next_deadline
+from phalanx.run.driver.attempt import AttemptWatch, Classify
+from phalanx.run.driver.book import Book
+from phalanx.run.driver.commands import commands
+from phalanx.run.driver.hosts import HostWatch
+from phalanx.run.driver.looks import Look, Looks
+from phalanx.run.driver.now import Now, read_clocks
+from phalanx.run.journal import JournalError, JournalLostError
+from phalanx.run.judge.limits import LimitConfig
+from phalanx.run.wire.peer import Mark
+
+_log = logging.getLogger(__name__)
+
+_JUDGE_S = 1.0
+"""Of the time for evidence, what is left for judging it."""
+
+
+class Line(Protocol):
+    """What the driver needs of `phalanx.run.wire.server.ExecutorServer`."""
+
+    def send(self, host: str, message: messages.FromDriver) -> bool:
+        """Send, if the host is connected."""
+        ...
+
+    def mark(self, host: str) -> Mark | None:
+        """How far the messages of this host were received."""
+        ...
+
+
+class People(Protocol):
+    """Who is told."""
+
+    def tell(self, action: Action, at: Now) -> None:
+        """An alert, or something about an incident."""
+        ...
+
+
+class Orders(Protocol):
+    """Where what the back end shall do is put, to be done in this order."""
+
+    def arrived(self, host: str) -> None:
+        """An executor has connected."""
+        ...
+
+    def put(self, action: actions.AskForHosts | actions.Evict | actions.Release) -> None:
+        """The back end's part."""
+        ...
+
+
+NameSuspects = Callable[[State, Sequence[messages.RankEvidence], float], SuspectsNamed]
+"""Who is to blame, by the evidence; at a time of the events' clock."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the driver watches.
+
+    Attributes:
+        heartbeat_s: how often executors report.
+        limits: how long a job may make no step.
+        versions: what a version of the code adds to the environment of the workers, by its name.
+    """
+
+    heartbeat_s: float = 1.0
+    limits: LimitConfig = field(default_factory=LimitConfig)
+    versions: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
+class Driver:
+    """One job's.
+
+    Args:
+        book: its state.
+        line: to executors.
+        orders: to the back end.
+        people: who is told.
+        classify: the class of the fault that ended a rank.
+        name_suspects: the judge of evidence.
+        settings: of watching.
+        clocks: the time.
+
+    Attributes:
+        hosts: of which has been heard.
+        attempt: the present one; None: none has been started.
+        finished: how the job has ended; None: it has not.
+        problem: why this driver has to end although the job has not, such as a journal that cannot be written; the next
+            one goes on from what was written down.
+    """
+
+    def __init__(
+        self,
+        book: Book,
+        line: Line,
+        orders: Orders,
+        people: People,
+        classify: Classify,
+        name_suspects: NameSuspects,
+        settings: Settings,
+        clocks: Callable[[], Now] = read_clocks,
+    ) -> None:
+        self._book, self._line, self._orders, self._people = book, line, orders, people
+        self._classify, self._name_suspects = classify, name_suspects
+        self._settings, self._clocks = settings, clocks
+        self.hosts = HostWatch(settings.heartbeat_s)
+        self.attempt: AttemptWatch | None = None
+        self.finished: actions.Finish | None = None
+        self.problem: Exception | None = None
+        self._looks = Looks()
+        self._gathering: Look | None = None
+        self._has_told_hang = False
+
+    @property
+    def state(self) -> State:
+        """What has been decided so far."""
+        return self._book.state
+
+    def begin(self) -> None:
+        """Do what has to be done at the start; an attempt that an earlier driver has begun is watched from now on."""
+        if self.state.has_workers and self.state.attempt:
+            self._watch(self.state.attempt, self.state.world_size)
+        for action in self._book.first_actions:
+            self._perform(action)
+
+    def listener(self) -> Listener:
+        """What the back end shall call."""
+        return Listener(self._on_host_gone, self._on_time_short)
+
+    # From executors
+
+    def on_hello(self, host: str, hello: messages.Hello) -> None:
+        """An executor has connected, for the first time or again."""
+        now = self._clocks()
+        self._orders.arrived(host)
+        self._book.meet(host, hello.address, now.unix_s)
+        welcome = messages.Welcome(
+            messages.VERSION, self.state.job.name, self.state.attempt, self._settings.heartbeat_s
+        )
+        self._line.send(host, welcome)
+        self._feed(self.hosts.on_hello(hello, now), host)
+
+    def on_message(self, host: str, message: messages.FromExecutor) -> None:
+        """What an executor reports.
+
+        Raises:
+            JournalError, JournalLostError: it could not be written down, and this driver has to end (`problem`).
+        """
+        self._feed(self._events_of(host, message, self._clocks()), host)
+
+    def on_disconnected(self, host: str, why: str) -> None:
+        """A connection has ended. That says nothing about the host: it comes back, or it falls silent."""
+        _log.info("the connection of %s has ended: %s", host, why)
+
+    # From people
+
+    def ask(self, make: Callable[[float], Event]) -> None:
+        """A person's order: an event, given the time."""
+        self._feed([make(self._clocks().unix_s)])
+
+    # Time
+
+    def tick(self) -> None:
+        """Do what is due."""
+        now = self._clocks()
+        self._feed(self.hosts.tick(now))
+        self._look_at_progress(now)
+        self._judge_evidence(now)
+        due_s = next_deadline(self.state)
+        if due_s is not None and due_s <= now.unix_s:
+            self._feed([events.Tick(now.unix_s)])
+
+    def next_tick_s(self) -> float:
+        """Seconds until `tick` is wanted, if nothing else happens; may be infinite."""
+        now = self._clocks()
+        waits = [self.hosts.next_look_s(now)]
+        if (due_s := next_deadline(self.state)) is not None:
+            waits.append(due_s - now.unix_s)
+        for look in (self._looks.pending, self._gathering):
+            waits += [look.left_s(now)] if look is not None else []
+        if self.attempt is not None and self._is_watched:
+            waits.append(max(self.attempt.next_look_s(now), 0.0) or self._settings.heartbeat_s)
+        return max(min(waits), 0.0)
+
+    # From the back end
+
+    def _on_host_gone(self, host: str, why: str) -> None:
+        self.hosts.on_gone(host)
+        self._feed([events.HostGone(self._clocks().unix_s, host, why)])
+
+    def _on_time_short(self, left_s: float) -> None:
+        self._feed([events.TimeShort(self._clocks().unix_s, left_s)])
+
+    # What is heard, as events
+
+    def _events_of(self, host: str, message: messages.FromExecutor, now: Now) -> list[Event]:
+        match message:
+            case messages.Heartbeat():
+                heard = self.hosts.on_heartbeat(host, message, now)
+                return [*heard, *(self.attempt.on_heartbeat(message, now) if self.attempt else [])]
+            case messages.WorkerEnded():
+                return self.attempt.on_ended(message, now) if self.attempt else []
+            case messages.StoreOpened(attempt=attempt, problem=problem) if problem:
+                return [events.StoreFailed(now.unix_s, attempt, problem)]
+            case messages.StoreOpened():
+                return [events.StoreOpened(now.unix_s, message.attempt, message.port)]
+            case messages.Started(attempt=attempt, problem=problem) if problem:
+                return [events.StartFailed(now.unix_s, attempt, host, problem)]
+            case messages.Started():
+                return [events.Started(now.unix_s, message.attempt, host)]
+            case messages.Stopped():
+                return [events.Stopped(now.unix_s, message.attempt, host, tuple(message.stuck))]
+            case messages.Checked():
+                return [_judged(host, message, now)]
+            case messages.Evidence():
+                self._take_evidence(host, message)
+        return []
+
+    def _take_evidence(self, host: str, evidence: messages.Evidence) -> None:
+        for look in (self._looks.pending, self._gathering):
+            if look is not None:
+                look.add(host, evidence)
+
+    # Steps that do not come
+
+    @property
+    def _is_watched(self) -> bool:
+        return self.state.phase == "running" and not self._has_told_hang
+
+    def _look_at_progress(self, now: Now) -> None:
+        if self.attempt is None or not self._is_watched:
+            return
+        self._looks.done(now)
+        standing = self.attempt.standing(now)
+        wish = self._looks.wish(standing)
+        if wish == "look":
+            self._looks.begin(self._gather(self.state.placement, now))
+        elif wish == "dismiss":
+            self.attempt.dismiss(now)
+        elif wish == "hang":
+            self._has_told_hang = True
+            told = events.NoProgress(now.unix_s, self.attempt.attempt, standing.quiet_s, standing.limit_s)
+            self._feed([told])
+
+    def _judge_evidence(self, now: Now) -> None:
+        look = self._gathering
+        if look is not None and look.is_over(now):
+            self._gathering = None
+            if look.attempt == self.state.attempt:
+                self._feed([self._name_suspects(self.state, look.evidence(), now.unix_s)])
+
+    def _gather(self, hosts: Sequence[str], now: Now) -> Look:
+        state = self.state
+        within_s = max(state.policy.evidence_s - _JUDGE_S, state.policy.evidence_s / 2)
+        places = {host: ranks_of(place, state.job.workers_per_host) for place, host in enumerate(state.placement)}
+        for host in hosts:
+            self._line.send(host, messages.Gather(state.attempt, [], within_s))
+        return Look(state.attempt, {host: places[host] for host in hosts if host in places}, now, within_s)
+
+    # What is decided
+
+    def _feed(self, told: Sequence[Event], host: str = "") -> None:
+        """Apply events in order; each is written down before its actions are performed.
+
+        A driver that cannot write down what has happened must not go on: what it knows besides the journal is ahead.
+        """
+        if self.problem is not None:
+            raise self.problem
+        mark = self._line.mark(host) if host else None
+        received = {host: mark} if mark is not None else None
+        for event in told:
+            for action in self._apply(event, received):
+                self._perform(action)
+
+    def _apply(self, event: Event, received: Mapping[str, Mark] | None) -> list[Action]:
+        try:
+            return self._book.apply(event, received)
+        except (JournalError, JournalLostError) as error:
+            self.problem = error
+            raise
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case actions.AskForHosts() | actions.Evict() | actions.Release():
+                self._orders.put(action)
+            case actions.Alert() | actions.OpenIncident() | actions.AddToIncident() | actions.CloseIncident():
+                self._people.tell(action, self._clocks())
+            case actions.Gather():
+                self._gathering = self._gather(action.hosts, self._clocks())
+            case actions.Finish():
+                self.finished = action
+            case _:
+                self._command(action)
+
+    def _command(self, action: Action) -> None:
+        if isinstance(action, actions.Start):
+            self._watch(action.attempt, len(action.placement) * action.workers_per_host)
+        for command in commands(action, self._book.addresses, self._settings.versions):
+            self._line.send(command.host, command.message)
+
+    def _watch(self, attempt: int, world_size: int) -> None:
+        """Begin to watch an attempt, unless it is watched already."""
+        if self.attempt is None or self.attempt.attempt != attempt:
+            self.attempt = AttemptWatch(attempt, world_size, self._clocks(), self._classify, self._settings.limits)
+            self._looks, self._gathering, self._has_told_hang = Looks(), None, False
+
+
+def _judged(host: str, checked: messages.Checked, now: Now) -> Event:
+    failed = [outcome for outcome in checked.outcomes if outcome.outcome == "fail"]
+    if not failed:
+        return events.CheckPassed(now.unix_s, host, checked.number)
+    why = "; ".join(f"{outcome.name}: {outcome.reason}" for outcome in failed)
+    return events.CheckFailed(now.unix_s, host, checked.number, why)

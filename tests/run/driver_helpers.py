@@ -1,0 +1,184 @@
+"""Hosts that answer a driver as executors would, in simulated time; and who else a driver talks to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phalanx.run import messages
+from phalanx.run.decide import actions
+from phalanx.run.decide.events import SuspectsNamed
+from phalanx.run.decide.policy import Job, Policy
+from phalanx.run.decide.state import State
+from phalanx.run.driver.book import Book
+from phalanx.run.driver.driver import Driver, Settings
+from phalanx.run.driver.now import Now
+from phalanx.run.journal import Journal, open_journal
+from phalanx.run.wire.peer import Mark
+
+STEP_S = 1.0
+STATE = messages.HostState(0.0, 0, 0, 0)
+
+
+@dataclass
+class FakeHost:
+    """An executor.
+
+    Attributes:
+        is_mute: neither hears nor says anything; its ranks go on.
+        stalled: its ranks make no step, and their stacks do not change.
+    """
+
+    name: str
+    attempt: int = 0
+    ranks: list[int] = field(default_factory=list)
+    began_s: float = 0.0
+    steps: int = 0
+    is_mute: bool = False
+    stalled: bool = False
+    sequence: int = 0
+    heard: list[messages.FromDriver] = field(default_factory=list)
+
+    def hello(self) -> messages.Hello:
+        return messages.Hello(1, self.name, f"at-{self.name}", 2, 0, [], "", "boot", 1, self.attempt, self.ranks)
+
+    def answer(self, message: messages.FromDriver, now_s: float) -> list[messages.FromExecutor]:
+        self.heard.append(message)
+        match message:
+            case messages.OpenStore():
+                return [messages.StoreOpened(message.attempt, 2950)]
+            case messages.Start():
+                self.attempt, self.ranks, self.began_s, self.steps = message.attempt, message.ranks, now_s, 0
+                return [messages.Started(message.attempt, {rank: 100 + rank for rank in message.ranks})]
+            case messages.Stop():
+                self.ranks, self.stalled = [], False
+                return [messages.Stopped(message.attempt, 0.1)]
+            case messages.Check():
+                return [messages.Checked(message.number, [messages.CheckOutcome("memory", "pass")])]
+            case messages.Gather():
+                looks = [messages.RankEvidence(rank, "wait (train.py)", step=self.steps) for rank in self.ranks]
+                return [messages.Evidence(message.attempt, looks)]
+        return []
+
+    def beat(self, now_s: float) -> messages.Heartbeat:
+        if not self.stalled:
+            self.steps = int((now_s - self.began_s) / STEP_S)
+        age_s = now_s - self.began_s - self.steps * STEP_S
+        workers = [
+            messages.WorkerState(rank, 100 + rank, "running", self.steps, age_s, STEP_S, steps_here=self.steps)
+            for rank in self.ranks
+        ]
+        self.sequence += 1
+        return messages.Heartbeat(self.sequence, now_s, self.attempt, workers, STATE)
+
+
+class Town:
+    """A driver and its hosts.
+
+    Attributes:
+        told: what people were told.
+        orders: what the back end was told.
+    """
+
+    def __init__(self, folder: Path, hosts: Sequence[str], job: Job, policy: Policy | None = None) -> None:
+        self.path = str(folder / "journal.db")
+        self.hosts = {name: FakeHost(name) for name in hosts}
+        self.job, self.policy = job, policy or Policy()
+        self.now_s = 1000.0
+        self.told: list[actions.Action] = []
+        self.orders: list[actions.Action] = []
+        self.here: list[str] = []
+        self.inbox: list[tuple[str, messages.FromExecutor]] = []
+        self.journal: Journal = open_journal(self.path)
+        self.driver = self._make()
+
+    # what the driver talks to
+
+    def send(self, host: str, message: messages.FromDriver) -> bool:
+        there = self.hosts[host]
+        if there.is_mute:
+            return False
+        self.inbox += [(host, answer) for answer in there.answer(message, self.now_s)]
+        return True
+
+    def mark(self, host: str) -> Mark | None:
+        return None
+
+    def arrived(self, host: str) -> None:
+        self.here.append(host)
+
+    def put(self, action: actions.AskForHosts | actions.Evict | actions.Release) -> None:
+        self.orders.append(action)
+
+    def tell(self, action: actions.Action, at: Now) -> None:
+        self.told.append(action)
+
+    # what happens
+
+    def begin(self) -> None:
+        self.driver.begin()
+        for name in self.hosts:
+            self.connect(name)
+
+    def connect(self, name: str) -> None:
+        self.driver.on_hello(name, self.hosts[name].hello())
+        self.deliver()
+
+    def restart(self) -> None:
+        """The driver is killed, and another one begins on the same journal."""
+        self.journal.close()
+        self.journal = open_journal(self.path)
+        self.driver = self._make()
+        self.begin()
+
+    def say(self, host: str, message: messages.FromExecutor) -> None:
+        self.driver.on_message(host, message)
+        self.deliver()
+
+    def deliver(self) -> None:
+        while self.inbox:
+            self.driver.on_message(*self.inbox.pop(0))
+
+    def go_on(self, seconds: float) -> None:
+        """Heartbeats every second, and ticks when they are wanted."""
+        end_s = self.now_s + seconds
+        next_beat_s = self.now_s
+        while self.now_s < end_s:
+            if self.now_s >= next_beat_s:
+                self._beat()
+                next_beat_s += 1.0
+            self.driver.tick()
+            self.deliver()
+            self.now_s += min(max(self.driver.next_tick_s(), 0.001), next_beat_s - self.now_s, end_s - self.now_s)
+
+    def until(self, condition: Callable[[State], bool], within_s: float = 600.0) -> None:
+        end_s = self.now_s + within_s
+        while not condition(self.driver.state):
+            assert self.now_s < end_s, self.driver.state
+            self.go_on(0.25)
+
+    def sent(self, kind: type) -> list[tuple[str, messages.FromDriver]]:
+        return [(host.name, one) for host in self.hosts.values() for one in host.heard if isinstance(one, kind)]
+
+    def _beat(self) -> None:
+        for host in self.hosts.values():
+            if not host.is_mute:
+                self.driver.on_message(host.name, host.beat(self.now_s))
+                self.deliver()
+
+    def _clocks(self) -> Now:
+        return Now(self.now_s, 1e9 + self.now_s)
+
+    def _make(self) -> Driver:
+        book = Book(self.journal, self.job, self.policy, self._clocks().unix_s)
+        return Driver(book, self, self, self, lambda ended: "process", blame_the_silent, Settings(), self._clocks)
+
+
+def blame_the_silent(state: State, evidence: Sequence[messages.RankEvidence], at_s: float) -> SuspectsNamed:
+    silent = tuple(one.rank for one in evidence if one.is_silent)
+    return SuspectsNamed(at_s, state.attempt, silent, "no answer" if silent else "")
+
+
+def running(attempt: int) -> Callable[[State], bool]:
+    return lambda state: state.phase == "running" and state.attempt == attempt
