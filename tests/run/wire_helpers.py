@@ -137,13 +137,14 @@ def runs(test: Callable[..., Any]) -> Callable[..., None]:
 
     @functools.wraps(test)
     def run(*arguments: Any, **named: Any) -> None:
-        async def guarded() -> None:
-            async with asyncio.timeout(2 * GUARD_S):
-                await test(*arguments, **named)
-
-        asyncio.run(guarded())
+        asyncio.run(guarded(test, *arguments, **named))
 
     return run
+
+
+async def guarded(test: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+    async with asyncio.timeout(2 * GUARD_S):
+        await test(*arguments, **named)
 
 
 class Raw:

@@ -19,6 +19,7 @@ from websockets.protocol import Event, State
 from websockets.server import ServerProtocol
 from websockets.uri import WebSocketURI
 
+from phalanx.run.wire import frames
 from phalanx.run.wire.codec import BAD_FRAME, MAX_HANDSHAKE_FRAME_BYTES
 
 PATH = "/executors"
@@ -26,6 +27,8 @@ _MAX_UNPROVEN_BYTES = 16 << 10
 _LINGER_S = 2.0
 _NO_CLOSE_FRAME = 1006
 _MAX_REASON_BYTES = 123
+_MAX_HEAD_BYTES = 14
+_END_OF_REQUEST = b"\r\n\r\n"
 MAX_UNSENT_BYTES = 8 << 20
 """A peer that lets so much wait is dropped."""
 
@@ -86,6 +89,8 @@ class Channel(asyncio.Protocol):
         self._heard = heard
         self._ended = ended
         self._connected = connected
+        self._is_upgraded = False
+        self._begun = b""
         self._transport: asyncio.Transport | None = None
         self._budget_bytes: int | None = _MAX_UNPROVEN_BYTES
         self._why: Ending | None = None
@@ -118,10 +123,10 @@ class Channel(asyncio.Protocol):
         self._protocol.max_message_size = max_frame_bytes
 
     def write(self, frame: bytes) -> None:
-        """Send the bytes of a frame as `codec.framed` makes them; on the driver's side only."""
-        assert self._transport is not None
-        self._transport.write(frame)
-        self._drop_slow()
+        """Send the bytes of a frame as `frames.framed` makes them, unless it is ending; on the driver's side only."""
+        if self._why is None and self._transport is not None:
+            self._transport.write(frame)
+            self._drop_slow()
 
     def send(self, content: bytes) -> None:
         """Send a frame with this content."""
@@ -167,14 +172,10 @@ class Channel(asyncio.Protocol):
             if self._budget_bytes < 0:
                 self.abort("it sent too much before it had proved itself")
                 return
-        self._protocol.receive_data(data)
-        for event in self._protocol.events_received():
-            if self._why is None:
-                self._take(event)
-        if self._protocol.writes:
-            self._flush()
-        if self._why is None and self._protocol.close_expected():
-            self._close_as_told()
+        if not self._is_upgraded:
+            self._receive(data)
+        elif self._why is None:
+            self._receive_frames(data)
 
     def connection_lost(self, error: Exception | None) -> None:
         """See `asyncio.Protocol`."""
@@ -187,10 +188,37 @@ class Channel(asyncio.Protocol):
 
     # The rest
 
+    def _receive_frames(self, data: bytes) -> None:
+        """The driver's side gives the protocol whole frames only, and those that `frames` knows not even to it."""
+        data = self._begun + data if self._begun else data
+        limit_bytes = self._protocol.max_message_size or 0
+        while self._why is None and (size := frames.size_of(data)) is not None:
+            if len(data) < size <= limit_bytes + _MAX_HEAD_BYTES:
+                break
+            frame, data = (data, b"") if len(data) == size else (data[:size], data[size:])
+            content = frames.content_of(frame)
+            if content is not None and len(content) <= limit_bytes:
+                self._heard(content)
+            else:
+                self._receive(frame)
+        self._begun = data
+
+    def _receive(self, data: bytes) -> None:
+        self._protocol.receive_data(data)
+        for event in self._protocol.events_received():
+            if isinstance(event, Request) and not data.endswith(_END_OF_REQUEST):
+                self.abort("it sent frames before it was let in")
+            if self._why is None:
+                self._take(event)
+        if self._protocol.writes:
+            self._flush()
+        if self._why is None and self._protocol.close_expected():
+            self._close_as_told()
+
     def _take(self, event: Event) -> None:
         if isinstance(event, Frame):
             if event.opcode is Opcode.BINARY and event.fin:
-                self._heard(cast(bytes, event.data))
+                self._heard(bytes(event.data))
             elif event.opcode not in (Opcode.PING, Opcode.PONG, Opcode.CLOSE):
                 self.end(BAD_FRAME, "a message is one whole binary frame")
         elif isinstance(event, Request):
@@ -207,6 +235,7 @@ class Channel(asyncio.Protocol):
         self._protocol.send_response(response)
         self._flush()
         if self._protocol.state is State.OPEN:
+            self._is_upgraded = True
             self._opened(self)
 
     def _confirm(self, response: Response) -> None:
@@ -233,14 +262,22 @@ class Channel(asyncio.Protocol):
         for data in self._protocol.data_to_send():
             if data:
                 self._transport.write(data)
-            elif self._transport.can_write_eof():
-                self._transport.write_eof()
             else:
-                self._transport.close()
+                self._end_output()
         self._drop_slow()
 
+    def _end_output(self) -> None:
+        assert self._transport is not None
+        if not self._transport.can_write_eof():
+            self._transport.close()
+            return
+        try:
+            self._transport.write_eof()
+        except OSError:  # the peer has cut the connection, and asyncio has not noticed yet
+            self._drop()
+
     def _drop_slow(self) -> None:
-        if self.unsent_bytes > MAX_UNSENT_BYTES:
+        if self._transport is not None and self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.abort("it does not read what is sent to it")
 
     def _linger_on(self) -> None:

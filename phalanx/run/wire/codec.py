@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Annotated, cast
 
 import msgspec
-from websockets.frames import Frame, Opcode
 
 from phalanx.run import messages
 
@@ -143,8 +142,3 @@ def encode(message: messages.Message, limit_bytes: int = messages.MAX_FRAME_BYTE
         kind = type(message).__name__
         raise TooLargeError(f"{kind} of {len(content)} bytes: a frame holds {limit_bytes}; send less in one message")
     return content
-
-
-def framed(content: bytes) -> bytes:
-    """A server's WebSocket frame with this content; the same bytes do for every connection."""
-    return Frame(Opcode.BINARY, content).serialize(mask=False)

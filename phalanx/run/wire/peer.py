@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from phalanx.run import messages
-from phalanx.run.wire import codec, proof
+from phalanx.run.wire import codec, frames, proof
 from phalanx.run.wire.channel import Channel, Ending, server_protocol
 from phalanx.run.wire.codec import Accepted, Answer, BadMessageError, Challenge, Kept, LiveMessage, Received
 
@@ -154,6 +154,4 @@ class Peer:
             raise BadMessageError("a second Hello")
 
     def _tell(self, message: messages.Message) -> None:
-        # What was handled may have ended this connection.
-        if self.channel.is_open:
-            self.channel.write(codec.framed(codec.encode(message)))
+        self.channel.write(frames.framed(codec.encode(message)))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from phalanx.run import messages
-from phalanx.run.wire import addresses, codec, proof
+from phalanx.run.wire import addresses, codec, frames, proof
 from phalanx.run.wire.addresses import Address
 from phalanx.run.wire.channel import Channel, Ending, quiet_logger
 from phalanx.run.wire.codec import Answer, LiveMessage
@@ -142,7 +142,7 @@ class ExecutorServer:
         Raises:
             TooLargeError: the message does not fit into a frame.
         """
-        frame = codec.framed(codec.encode(message))
+        frame = frames.framed(codec.encode(message))
         return self._write(self._peers.get(host), frame)
 
     def send_all(self, message: messages.FromDriver) -> int:
@@ -151,7 +151,7 @@ class ExecutorServer:
         Raises:
             TooLargeError: the message does not fit into a frame.
         """
-        frame = codec.framed(codec.encode(message))
+        frame = frames.framed(codec.encode(message))
         return sum(self._write(peer, frame) for peer in list(self._peers.values()))
 
     def drop(self, host: str, why: str) -> None:
@@ -229,7 +229,7 @@ class ExecutorServer:
 
     def leave(self, peer: Peer, ending: Ending) -> None:
         """See `phalanx.run.wire.peer.House`."""
-        if peer in self._unproven:
+        if peer in self._unproven and self._closing is None:
             reason = f"it ended before it had proved itself: {ending.reason}"
             self.refuse(peer, proof.Refusal("end", reason))
         self._open.discard(peer)
