@@ -102,6 +102,7 @@ class Driver:
         finished: how the job has ended; None: it has not.
         problem: why this driver has to end although the job has not, such as a journal that cannot be written; the next
             one goes on from what was written down.
+        on_change: called after something has been decided.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Driver:
         self.attempt: AttemptWatch | None = None
         self.finished: actions.Finish | None = None
         self.problem: Exception | None = None
+        self.on_change: Callable[[], None] = lambda: None
         self._looks = Looks()
         self._gathering: Look | None = None
         self._has_told_hang = False
@@ -286,6 +288,8 @@ class Driver:
         for event in told:
             for action in self._apply(event, received):
                 self._perform(action)
+        if told:
+            self.on_change()
 
     def _apply(self, event: Event, received: Mapping[str, Mark] | None) -> list[Action]:
         try:

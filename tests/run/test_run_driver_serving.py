@@ -1,0 +1,168 @@
+"""The driver on a real event loop: real connections of emulated executors, and a back end that fails at first."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from driver_helpers import FakeHost, blame_the_silent, running
+
+from phalanx.run import messages
+from phalanx.run.backends.base import Listener
+from phalanx.run.decide import actions
+from phalanx.run.decide.policy import Job, Policy
+from phalanx.run.driver.book import Book
+from phalanx.run.driver.driver import Driver, Settings
+from phalanx.run.driver.now import Now, read_clocks
+from phalanx.run.driver.serving import BackendOrders, keep_going
+from phalanx.run.journal import open_journal
+from phalanx.run.wire.link import DriverLink
+from phalanx.run.wire.server import ExecutorServer
+
+GUARD_S = 60.0
+TOKEN = b"t" * 32
+HEARTBEAT_S = 0.1
+
+
+class Boxes:
+    """A back end that notes what it is told, and fails so many times."""
+
+    def __init__(self, failures: int = 0) -> None:
+        self.failures = failures
+        self.asked: list[int] = []
+        self.ended: list[tuple[str, str]] = []
+        self.here: list[str] = []
+        self.changed = asyncio.Event()
+
+    async def begin(self, listener: Listener) -> None: ...
+
+    async def ask(self, count: int) -> None:
+        self.changed.set()
+        if self.failures:
+            self.failures -= 1
+            raise OSError("the scheduler does not answer")
+        self.asked.append(count)
+
+    def arrived(self, host: str) -> None:
+        self.here.append(host)
+
+    async def evict(self, host: str, why: str) -> None:
+        self.ended.append((host, why))
+        self.changed.set()
+
+    async def release(self, host: str, why: str) -> None:
+        await self.evict(host, f"released: {why}")
+
+    async def leave(self) -> None: ...
+
+    async def end(self) -> None: ...
+
+
+class Silent:
+    def tell(self, action: actions.Action, at: Now) -> None: ...
+
+
+class Executor:
+    """A fake host at the end of a real connection."""
+
+    def __init__(self, name: str, address: str) -> None:
+        self.host = FakeHost(name)
+        self.link = DriverLink(address, TOKEN, "j", self.host.hello, self._hear)
+
+    def _hear(self, message: messages.FromDriver) -> None:
+        for answer in self.host.answer(message, time.monotonic()):
+            self.link.send(answer)  # type: ignore[arg-type]
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.link.run())
+            while True:
+                await asyncio.sleep(HEARTBEAT_S)
+                self.link.send(self.host.beat(time.monotonic()))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(GUARD_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def run(story: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(story(), 2 * GUARD_S))
+
+
+def test_from_the_first_connection_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("driver_helpers.STEP_S", 0.1)
+
+    async def story() -> None:
+        boxes = Boxes()
+        orders = BackendOrders(boxes, lambda problem: None)
+        with open_journal(str(tmp_path / "journal.db")) as journal:
+            book = Book(journal, Job("j", hosts=2, spares=1), Policy(), read_clocks().unix_s)
+            server = ExecutorServer(
+                TOKEN,
+                "j",
+                "127.0.0.1",
+                0,
+                on_hello=lambda host, hello: driver.on_hello(host, hello),
+                on_message=lambda host, message: driver.on_message(host, message),
+                on_gone=lambda host, why: driver.on_disconnected(host, why),
+            )
+            settings = Settings(heartbeat_s=HEARTBEAT_S)
+            driver = Driver(book, server, orders, Silent(), lambda ended: "process", blame_the_silent, settings)
+            changed = asyncio.Event()
+            driver.on_change = changed.set
+            async with server, asyncio.TaskGroup() as tasks:
+                driver.begin()
+                working = [tasks.create_task(orders.run())]
+                executors = [Executor(name, str(server.address)) for name in "abc"]
+                working += [tasks.create_task(executor.run()) for executor in executors]
+                going = tasks.create_task(keep_going(driver, changed))
+                await until(lambda: running(1)(driver.state))
+                assert sorted(boxes.here) == ["a", "b", "c"] and boxes.asked[0] == 3
+                executors[1].link.send(messages.WorkerEnded(1, 1, -9, "signal", "killed by SIGKILL"))
+                await until(lambda: running(2)(driver.state))
+                for rank, executor in enumerate(executors[:2]):
+                    executor.link.send(messages.WorkerEnded(2, rank, 0, "returned"))
+                await going
+                assert driver.finished is not None and driver.finished.status == 0
+                for task in working:
+                    task.cancel()
+
+    run(story)
+
+
+def test_a_back_end_that_fails_is_asked_again(tmp_path: Path) -> None:
+    async def story() -> None:
+        boxes, problems = Boxes(failures=3), list[str]()
+        orders = BackendOrders(boxes, problems.append, retry_s=0.01)
+        task = asyncio.create_task(orders.run())
+        orders.put(actions.AskForHosts(2))
+        orders.put(actions.Evict("a", "bad"))
+        await until(lambda: bool(boxes.asked and boxes.ended))
+        assert boxes.asked == [2] and boxes.ended == [("a", "bad")]
+        assert problems == ["OSError: the scheduler does not answer"]
+        orders.put(actions.Release("b", "slow"))
+        await until(lambda: len(boxes.ended) == 2)
+        assert boxes.ended[1] == ("b", "released: slow")
+        task.cancel()
+
+    run(story)
+
+
+def test_the_last_word_counts(tmp_path: Path) -> None:
+    async def story() -> None:
+        boxes = Boxes(failures=1)
+        orders = BackendOrders(boxes, lambda problem: None, retry_s=0.05)
+        orders.put(actions.AskForHosts(5))
+        task = asyncio.create_task(orders.run())
+        await until(boxes.changed.is_set)
+        orders.put(actions.AskForHosts(1))
+        await until(lambda: bool(boxes.asked))
+        assert boxes.asked == [1]
+        task.cancel()
+
+    run(story)
