@@ -23,25 +23,33 @@ def run(host: Host) -> CheckResult:
         allowed,
         quota,
         given_threshold(host, _NAME),
+        smt_off=(read_text(system / "smt/control") or "") in ("off", "forceoff"),
     )
 
 
 def judge_cores(
-    present: int, online: int, allowed: int, quota: float | None, given: Threshold | None = None
+    present: int,
+    online: int,
+    allowed: int,
+    quota: float | None,
+    given: Threshold | None = None,
+    *,
+    smt_off: bool = False,
 ) -> CheckResult:
     """The verdict.
 
     Args:
         quota: cores' worth of time that the control group grants; None: no limit.
+        smt_off: somebody switched off the second thread of each core; they are present and offline then.
     """
-    notes = []
+    notes = ["the second thread of each core is switched off"] if smt_off else []
     if allowed < online:
         notes.append(f"this process may use {allowed} of {online}")
     if quota is not None and quota < allowed:
         notes.append(f"its control group grants the time of {quota:g}")
     if given:
         return hold(_NAME, min(allowed, quota or allowed), "cores", given, "ask for more cores, or bring them online")
-    threshold = Threshold(present, "cores that are present") if present else None
+    threshold = Threshold(present, "cores that are present") if present and not smt_off else None
     result = hold(
         _NAME, online or allowed, "cores", threshold, "bring them online: /sys/devices/system/cpu/cpu*/online"
     )

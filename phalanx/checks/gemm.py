@@ -13,12 +13,12 @@ from phalanx.checks.thresholds import judge
 
 _NAME = "gemm"
 _SIZE = 1024
-_BUDGET_S = 0.5
+_BUDGET_S = 0.4
 _ACTION = "look for other work on the host (top), heat, and a CPU governor that saves power"
 
 
 def run(host: Host) -> CheckResult:
-    """Multiply for half a second; the best product counts, since everything else only adds time."""
+    """Multiply for a moment; the best product counts, since everything else only adds time."""
     import numpy as np
 
     a = np.random.default_rng(0).random((_SIZE, _SIZE), dtype=np.float32)

@@ -27,6 +27,8 @@ Multiply = Callable[[Any, Any], Any]
 
 def run(host: Host) -> CheckResult:
     """Multiply on each core."""
+    # Before numpy is loaded: only the thread that multiplies is bound to a core, so it must be the only one.
+    os.environ.update(OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1", OMP_NUM_THREADS="1")
     import numpy as np
 
     return test_cores(_allowed_cores(), np.matmul)

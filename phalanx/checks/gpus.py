@@ -99,6 +99,11 @@ def count_on_bus(sys_root: Path) -> int:
     return found
 
 
+def count_files(dev: Path) -> int:
+    """GPUs that this host, or this container, was given a device file for."""
+    return sum(each.name.removeprefix("nvidia").isdigit() for each in dev.glob("nvidia[0-9]*"))
+
+
 def _ask_in_process() -> tuple[Gpu, ...]:
     process = subprocess.Popen(
         [sys.executable, "-m", __name__], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL

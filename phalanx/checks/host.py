@@ -107,7 +107,7 @@ def host_from_settings(settings: Mapping[str, Any]) -> Host:
 
 def this_host(environment: Mapping[str, str], **given: Any) -> Host:
     """This machine; `given` are fields of `Host`."""
-    return Host(environment=dict(environment), cache=cache_folder(environment), **given)
+    return Host(**{"environment": dict(environment), "cache": cache_folder(environment), **given})
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:

@@ -71,7 +71,11 @@ def judge_leftovers(processes: Iterable[Process], me: int, own: frozenset[int] =
     if left:
         pids = " ".join(each.split()[0] for each in left)
         return failed(
-            _NAME, f"left by an earlier run: {', '.join(left)}", f"kill -9 {pids}", value=len(left), unit="processes"
+            _NAME,
+            f"left by an earlier run: {', '.join(left)}",
+            f"end them: kill -9 {pids}",
+            value=len(left),
+            unit="processes",
         )
     note = f"other work of this user: {', '.join(notes)}" if notes else ""
     return passed(_NAME, note, value=0.0, unit="processes")

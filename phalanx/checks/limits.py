@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import resource
 from collections.abc import Mapping
 
 from phalanx.checks.contract import Check
-from phalanx.checks.host import Host, list_folder
+from phalanx.checks.host import Host, list_folder, read_text
 from phalanx.checks.result import CheckResult, failed, passed
 
 _NAME = "limits"
@@ -16,6 +17,8 @@ FEWEST_FILES = 1024
 
 FEWEST_PROCESSES = 1024
 
+_CAP_IPC_LOCK = 14
+
 
 def run(host: Host) -> CheckResult:
     """Read the limits of this process, which a job started from here inherits."""
@@ -24,11 +27,18 @@ def run(host: Host) -> CheckResult:
         "processes": resource.getrlimit(resource.RLIMIT_NPROC)[0],
         "pinned": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
     }
-    return judge_limits(read, has_rdma=bool(list_folder(host.sys / "class/infiniband")))
+    pins = bool(list_folder(host.sys / "class/infiniband")) and not may_pin(read_text(host.proc / "self/status") or "")
+    return judge_limits(read, has_rdma=pins)
+
+
+def may_pin(status: str) -> bool:
+    """Whether /proc/self/status says that limits of pinned memory do not hold for this process (CAP_IPC_LOCK)."""
+    match = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return match is not None and bool(int(match[1], 16) >> _CAP_IPC_LOCK & 1)
 
 
 def judge_limits(limits: Mapping[str, int], *, has_rdma: bool) -> CheckResult:
-    """The verdict on soft limits, of which -1 is none."""
+    """The verdict on soft limits, of which -1 is none; `has_rdma`: the one of pinned memory matters."""
     bad, cures = [], []
     if 0 <= limits["files"] < FEWEST_FILES:
         bad.append(f"only {limits['files']} open files, fewer than {FEWEST_FILES}")

@@ -13,14 +13,14 @@ from phalanx.checks.result import CheckResult
 from phalanx.checks.thresholds import judge
 
 _NAME = "memory-bandwidth"
-_BLOCK_BYTES = 64 << 20  # for each thread, and twice: more than a core's share of any cache
+_BLOCK_BYTES = 32 << 20  # for each thread, and twice: more than a core's share of any cache
 _MOST_THREADS = 32
-_BUDGET_S = 0.4
+_BUDGET_S = 0.3
 _ACTION = "look for other work on the host, a missing memory module (dmidecode -t memory) and NUMA settings"
 
 
 def run(host: Host) -> CheckResult:
-    """Copy for half a second; a copied byte counts twice, since it is read and written."""
+    """Copy for a moment; a copied byte counts twice, since it is read and written."""
     import numpy as np
 
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)

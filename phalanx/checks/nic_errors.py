@@ -28,7 +28,7 @@ def run(host: Host) -> CheckResult:
         return skipped(_NAME, "no port counts its errors")
     boot = boot_id(host.proc)
     before = recall(host.cache, _NAME)
-    now = {port.name: [sum(port.errors.values()), port.received_bits] for port in ports}
+    now = {port.identity: [sum(port.errors.values()), port.received_bits] for port in ports}
     remember(host.cache, _NAME, {"boot": boot, "ports": now})
     if before.get("boot") != boot:
         total = sum(errors for errors, _ in now.values() if errors)
@@ -40,7 +40,7 @@ def judge_errors(ports: Iterable[Port], before: Mapping[str, Any]) -> CheckResul
     """The verdict on the port with the highest rate."""
     rates = {}
     for port in ports:
-        errors, bits = before.get(port.name, (None, None))
+        errors, bits = before.get(port.identity, (None, None))
         if errors is None or port.received_bits is None or port.received_bits <= bits:
             continue
         new = sum(port.errors.values()) - errors

@@ -50,7 +50,8 @@ def run(host: Host) -> CheckResult:
         return skipped(_NAME, "no port counts how often it went down")
     now_s = host.unix_s()
     seen = _from_json(recall(host.cache, _NAME))
-    fresh = {port.name: update(seen.get(port.name), port.downs or 0, boot_id(host.proc), now_s) for port in ports}
+    boot = boot_id(host.proc)
+    fresh = {port.identity: update(seen.get(port.identity), port.downs or 0, boot, now_s) for port in ports}
     remember(host.cache, _NAME, {name: vars(each) for name, each in {**seen, **fresh}.items()})
     return judge_flaps(ports, fresh, now_s)
 
@@ -73,14 +74,16 @@ def judge_flaps(ports: Iterable[Port], seen: Mapping[str, Seen], now_s: float) -
     threshold = Threshold(FEWEST, f"{FEWEST} downs in {duration(WINDOW_S)}; one may be maintenance")
     since_boot = ", ".join(f"{port.name} {port.downs}" for port in ports if port.downs)
     note = f"since the boot: {since_boot}" if since_boot else ""
-    full = [port.name for port in ports if "/" in port.name and port.downs == SATURATED]
+    full = [port.name for port in ports if port.is_rdma and port.downs == SATURATED]
     if full:
         note += f"; {', '.join(full)} cannot count further, set it back with perfquery -R"
     common = (float(downs[worst]), "downs", threshold.value, threshold.source)
     if downs[worst] < FEWEST:
         return CheckResult(_NAME, "pass", note, *common)
     last_s = max(when for when, _ in seen[worst].downs)
-    flapping = ", ".join(f"{name} went down {number} times" for name, number in downs.items() if number >= FEWEST)
+    flapping = ", ".join(
+        f"{name.split()[0]} went down {number} times" for name, number in downs.items() if number >= FEWEST
+    )
     clears = duration(max(0.0, last_s + WINDOW_S - now_s))
     return CheckResult(_NAME, "fail", f"{flapping}; clears in {clears} without more", *common, _ACTION)
 

@@ -26,7 +26,7 @@ def run(host: Host) -> CheckResult:
     if not ports:
         return skipped(_NAME, "no network card here")
     seen_up = set(recall(host.cache, _NAME).get("up", []))
-    remember(host.cache, _NAME, {"up": sorted(seen_up | {port.name for port in ports if port.is_up})})
+    remember(host.cache, _NAME, {"up": sorted(seen_up | {port.identity for port in ports if port.is_up})})
     result = judge_links(ports, seen_up, host.environment)
     given = given_threshold(host, _NAME)
     if result.outcome == "pass" and given and result.value is not None:
@@ -35,16 +35,18 @@ def run(host: Host) -> CheckResult:
 
 
 def judge_links(ports: Iterable[Port], seen_up: Iterable[str], environment: Mapping[str, str]) -> CheckResult:
-    """The verdict on ports of which those in `seen_up` were up before."""
+    """The verdict on ports; `seen_up` has the identities of those that were up before."""
     ports, seen_up = list(ports), set(seen_up)
     bad: list[str] = []
     unknown: list[str] = []
     for port in ports:
         if port.is_up or port.is_off:
             continue
-        why = _why_bad(port, port.name in seen_up, is_named(port, environment))
+        why = _why_bad(port, port.identity in seen_up, is_named(port, environment))
         (bad if why else unknown).append(f"{port.name} {why}".strip())
-    bad += [f"{name} is gone" for name in sorted(seen_up - {port.name for port in ports})]
+    # Interfaces may just be in another network namespace; RDMA devices are seen in all of them.
+    gone = seen_up - {port.identity for port in ports}
+    bad += [f"{name} is gone" for name in sorted(gone) if "/" in name]
     up = sum(port.is_up for port in ports)
     if bad:
         return failed(_NAME, "; ".join(bad), _ACTION, value=up, unit="ports up")

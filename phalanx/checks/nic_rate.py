@@ -18,7 +18,7 @@ _ACTION = "reseat or replace cable and transceiver, check the switch port's spee
 
 def run(host: Host) -> CheckResult:
     """Read the rates of all ports that are up."""
-    rates = {port.name: port for port in read_ports(host) if port.is_up and port.rate_gbps}
+    rates = {port.identity: port for port in read_ports(host) if port.is_up and port.rate_gbps}
     if not rates:
         return skipped(_NAME, "no port that is up tells its rate")
     before = {name: float(rate) for name, rate in recall(host.cache, _NAME).items()}
@@ -44,7 +44,7 @@ def judge_rates(ports: Iterable[Port], before: Mapping[str, float], given: Thres
 
 
 def _known(port: Port, alike: list[float], before: Mapping[str, float]) -> Threshold | None:
-    earlier = before.get(port.name, 0.0)
+    earlier = before.get(port.identity, 0.0)
     if len(alike) > 1 and max(alike) >= earlier:
         return Threshold(max(alike), f"the fastest of this host's {len(alike)} ports of its kind")
     return Threshold(earlier, "this port at an earlier check") if earlier else None

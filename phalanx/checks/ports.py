@@ -31,6 +31,7 @@ class Port:
         name: ``mlx5_0/1`` of an RDMA device, ``eth0`` of an interface.
         kind: ports of one kind are expected to run at one rate.
         is_up: data can pass.
+        address: of the hardware.
         is_off: somebody switched it off.
         stuck: the cable is fine, but the port was not brought up: in which state it is instead.
         downs: how often the link went down, as long as the kernel has counted.
@@ -42,6 +43,7 @@ class Port:
     name: str
     kind: str
     is_up: bool
+    address: str = ""
     is_off: bool = False
     stuck: str = ""
     rate_gbps: float | None = None
@@ -49,6 +51,16 @@ class Port:
     ups: int | None = None
     errors: Mapping[str, int] = field(default_factory=dict)
     received_bits: int | None = None
+
+    @property
+    def identity(self) -> str:
+        """What is remembered of a port belongs to: every network namespace of a host may have an ``eth0``."""
+        return f"{self.name} {self.address}".strip()
+
+    @property
+    def is_rdma(self) -> bool:
+        """Whether it is a port of an RDMA device."""
+        return "/" in self.name
 
 
 def read_ports(host: Host) -> list[Port]:
@@ -98,6 +110,7 @@ def _net_port(folder: Path) -> Port:
         name=folder.name,
         kind=f"interface type {read_text(folder / 'type') or '?'}",
         is_up=is_up,
+        address=read_text(folder / "address") or "",
         is_off=_is_off(read_text(folder / "flags")),
         rate_gbps=speed / 1000 if speed and speed > 0 else None,
         downs=read_number(folder / "carrier_down_count"),

@@ -11,7 +11,16 @@ import pytest
 from checks_helpers import empty_host, recorded, write_tree
 
 from phalanx.checks import gpu_count, gpu_ecc, gpu_memory, gpu_nvlink, gpu_rows, gpu_throttle, gpu_xid
-from phalanx.checks.gpus import Gpu, Gpus, KnownGpus, NoGpusError, SilentGpusError, count_on_bus, gpus_from_json
+from phalanx.checks.gpus import (
+    Gpu,
+    Gpus,
+    KnownGpus,
+    NoGpusError,
+    SilentGpusError,
+    count_files,
+    count_on_bus,
+    gpus_from_json,
+)
 from phalanx.checks.kernel_lines import parse_lines
 
 _GIB = 1 << 30
@@ -104,17 +113,25 @@ def _bus(root: Path, count: int) -> None:
 
 
 def test_a_gpu_that_the_driver_lost_is_missed(tmp_path: Path) -> None:
-    _bus(tmp_path / "sys", 8)
-    assert count_on_bus(tmp_path / "sys") == 8
+    write_tree(tmp_path / "dev", {f"nvidia{index}": "" for index in range(8)} | {"nvidiactl": "", "nvidia-uvm": ""})
+    assert count_files(tmp_path / "dev") == 8
     host = empty_host(tmp_path, gpus=KnownGpus(*_HOST))
     assert gpu_count.run(host).outcome == "pass"
     lost = gpu_count.run(replace(host, gpus=KnownGpus(*_HOST[:7])))
     assert (lost.outcome, lost.value, lost.threshold) == ("fail", 7.0, 8.0)
     # Off the bus as well, it is still missed: it was here before.
-    gone = replace(host, gpus=KnownGpus(*_HOST[:7]), sys=tmp_path / "elsewhere")
+    gone = replace(host, gpus=KnownGpus(*_HOST[:7]), dev=tmp_path / "elsewhere")
     assert gpu_count.run(gone).threshold_source == "most that were seen here"
     no_driver = replace(host, gpus=Gpus(tmp_path / "nothing"))
     assert "8 GPUs should be here" in gpu_count.run(no_driver).reason
+
+
+def test_a_container_with_some_of_the_gpus_is_fine(tmp_path: Path) -> None:
+    _bus(tmp_path / "sys", 8)
+    assert count_on_bus(tmp_path / "sys") == 8
+    write_tree(tmp_path / "dev", {"nvidia2": "", "nvidia3": ""})
+    result = gpu_count.run(empty_host(tmp_path, gpus=KnownGpus(*_HOST[:2])))
+    assert (result.outcome, result.reason) == ("pass", "8 are on the bus")
 
 
 def test_a_driver_that_does_not_answer_is_a_failure(tmp_path: Path) -> None:

@@ -203,6 +203,18 @@ def test_error_counters_are_rates(tmp_path: Path) -> None:
     assert nic_errors.run(host).outcome == "pass"
 
 
+def test_interfaces_of_the_same_name_in_other_namespaces_are_others(tmp_path: Path) -> None:
+    """Executors of one host may each have a network namespace, and remember in the same folder."""
+    for name, address, downs in (("a", "02:00:00:00:00:01", 1), ("b", "02:00:00:00:00:02", 9)):
+        eth0 = {"operstate": "up", "address": address, "carrier_down_count": downs, "device/vendor": "x", "type": 1}
+        write_tree(tmp_path / name / "sys/class/net/eth0", eth0)
+    hosts = [empty_host(tmp_path / name, cache=tmp_path / "cache", unix_s=_Clock()) for name in ("a", "b", "a", "b")]
+    for host in hosts:
+        assert nic_link.run(host).outcome == "pass"
+        assert nic_flaps.run(host).outcome == "pass"
+        assert nic_flaps.run(host).value == 0.0
+
+
 def test_interfaces_of_hardware_and_named_ones(tmp_path: Path) -> None:
     net = tmp_path / "sys/class/net"
     write_tree(net, {"eth0/operstate": "up", "eth0/speed": 100000, "eth0/device/vendor": "0x15b3", "eth0/type": 1})

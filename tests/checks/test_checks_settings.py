@@ -28,6 +28,11 @@ def test_cores_that_are_offline(host: Host) -> None:
     result = cores.run(host)
     assert (result.outcome, result.value, result.threshold) == ("fail", 5.0, 8.0)
     assert cores.judge_cores(8, 8, 8, None).outcome == "pass"
+    off = cores.judge_cores(8, 4, 4, None, smt_off=True)
+    assert (off.outcome, off.reason) == (
+        "pass",
+        "no threshold is known; the second thread of each core is switched off",
+    )
     few = cores.judge_cores(8, 8, 4, 2.5)
     assert few.outcome == "pass"
     assert few.reason == "this process may use 4 of 8; its control group grants the time of 2.5"
@@ -93,6 +98,12 @@ def test_limits() -> None:
         assert part in bad.reason
     assert "ulimit -l unlimited" in bad.action
     assert limits.judge_limits({**good, "pinned": -1}, has_rdma=True).outcome == "pass"
+
+
+def test_limits_of_pinned_memory_do_not_hold_for_all() -> None:
+    assert limits.may_pin("Name:\tx\nCapEff:\t000001ffffffffff\n")
+    assert not limits.may_pin("CapEff:\t00000000a80425fb\n")  # Docker's default
+    assert not limits.may_pin("")
 
 
 def test_shared_memory(host: Host, tmp_path: Path) -> None:
@@ -198,7 +209,7 @@ def test_ranks_without_a_launcher_are_leftovers() -> None:
     result = judge_leftovers([me, shell, orphan, loader], 10)
     assert (result.outcome, result.value) == ("fail", 2.0)
     assert "20 (phalanx rank 0)" in result.reason
-    assert result.action == "kill -9 20 21"
+    assert result.action == "end them: kill -9 20 21"
 
 
 @pytest.mark.parametrize(
