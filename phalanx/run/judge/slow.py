@@ -14,8 +14,8 @@ same work:
    Siegmund's approximation of the average run length (*Sequential Analysis*, 1985, section 2.6).
 5. A unit is named when its sum is over the limit, all but one of its last `min_blocks` values are over the reference
    (a stall that has passed is no slow host), and their mean sticks out from those of the other units (a robust z over
-   the units, with the quantile for as many units). Many at once have a cause in common, such as their rack or what
-   they share: they are listed in `SlowJudge.together` and not named.
+   the units, with the quantile for as many units). Several that begin at once have a cause in common, such as their
+   rack: they are listed in `SlowJudge.together` and not named.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ _OVERSHOOT = 1.166
 """Siegmund's correction for looking at the sum only at whole blocks."""
 _NOISE_BLOCKS = 30
 _MEAN_BLOCKS = 20
-_AT_ONCE = 0.02
-"""A larger share of the units than this (and more than two) are not slow each for itself."""
+_AT_ONCE = 2
+"""More units than this that become slow in the same block are not slow each for itself."""
+_OF_ALL_AT_ONCE = 0.02
+"""The same as a share of all units, for those that were slow when the judge began."""
 _ENOUGH_UNITS = 8
 """From so many peers on, a unit has to stick out among them as well."""
 
@@ -105,13 +107,18 @@ class SlowJudge:
         self._sums: Values = np.zeros(count)
         self._runs: Values = np.zeros(count)
         self._named: set[int] = set()
-        self.together: list[str] = []
-        """Units that are slow at present, but so many at once that the cause is common to them."""
+        self._common: dict[int, int] = {}
+        self._blocks = 0
 
     @property
     def named(self) -> list[str]:
         """Units that are slow at present."""
         return [self._units[index] for index in sorted(self._named)]
+
+    @property
+    def together(self) -> list[str]:
+        """Units that are slow at present, but became so with so many others that the cause is common to them."""
+        return [self._units[index] for index in sorted(self._common)]
 
     def observe(self, step: int, busy_s: Mapping[str, float]) -> list[SlowUnit]:
         """Take in own times of one step, of all units or of those that are known; returns who is newly found slow.
@@ -149,6 +156,7 @@ class SlowJudge:
         self._jumps.append(jumps[~np.isnan(jumps)])
         self._signed = np.where(np.isnan(signed), self._signed, signed)
         self._recent.append(values)
+        self._blocks += 1
         if len(self._jumps) < 3:
             return []
         reference = math.log(config.ratio) / 2
@@ -162,14 +170,24 @@ class SlowJudge:
         last_ones = np.array(list(self._recent)[-config.min_blocks :])
         steady = (last_ones > reference).sum(axis=0)
         rising = np.flatnonzero((self._sums > limit / 2) & (steady >= config.min_blocks - 2))
-        if len(rising) > max(2, _AT_ONCE * len(self._units)):
-            self.together = [self._units[index] for index in rising]
-            return []
-        self.together = []
+        # One that goes on when the others are well again is slow for itself, but not before that is certain.
+        self._common = {index: until for index, until in self._common.items() if until > self._blocks}
+        self._common |= dict.fromkeys(self._at_once(rising), self._blocks + config.min_blocks)
         over = np.flatnonzero((self._sums > limit) & (steady >= config.min_blocks - 1))
-        found = [int(i) for i in over if int(i) not in self._named and self._sticks_out(int(i))]
-        self._named |= set(found)
-        return [self._describe(index, first, last) for index in found]
+        free = [int(i) for i in over if int(i) not in self._named | self._common.keys() and self._sticks_out(int(i))]
+        self._named |= set(free)
+        return [self._describe(index, first, last) for index in free]
+
+    def _at_once(self, rising: NDArray[np.intp]) -> set[int]:
+        """Those of `rising` that began with too many others for each of them to have a cause of its own.
+
+        What was there from the first blocks on began before, each at its time, and only very many of those count.
+        """
+        runs = self._runs[rising]
+        is_old = runs >= self._blocks - 2
+        beside = (np.abs(runs[:, None] - runs[None, :]) <= 1).sum(axis=1)
+        most = np.where(is_old, max(_AT_ONCE, _OF_ALL_AT_ONCE * len(self._units)), _AT_ONCE)
+        return {int(index) for index in rising[beside > most] if int(index) not in self._named}
 
     def _mean(self, blocks: int) -> Values:
         rows = np.array(list(self._recent)[-blocks:])
