@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import select
@@ -248,6 +249,20 @@ def test_devices_are_waited_for_and_what_they_hold_is_told() -> None:
     assert asked == [{process.pid}]
     assert killed.held == ["GPU 0 holds 1 GB"]
     assert process.wait() == -signal.SIGKILL
+
+
+def test_a_root_that_has_gone_is_forgotten_for_its_number_may_be_given_out_again() -> None:
+    ends = reaper.Reaper(reaper.BySubreaper(), {})
+    process = subprocess.Popen(["sleep", "100"])
+    ends.contain(process.pid)
+    assert ends._known_roots(processes()) == {process.pid}
+    other = dataclasses.replace(processes()[process.pid], started_ticks=1)
+    assert ends._known_roots({process.pid: other}) == set()
+    assert ends._known_roots(processes()) == set()
+    process.kill()
+    process.wait()
+    with pytest.raises(ProcessLookupError, match="is gone"):
+        ends.contain(process.pid)
 
 
 def test_a_stat_line_is_read_whatever_the_name_of_the_process() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -28,7 +29,7 @@ from phalanx.run.executor.reaping.cgroups import Group, homes
 from phalanx.run.executor.reaping.keepers import keepers_among
 from phalanx.run.executor.reaping.kernel import mount_own_proc, unshare_pids
 from phalanx.run.executor.reaping.killing import strike, until_killed
-from phalanx.run.executor.reaping.tree import descendants, describe, processes
+from phalanx.run.executor.reaping.tree import Process, descendants, describe, processes, read_process
 from phalanx.run.executor.reaping.ways import ByGroup, ByNamespace, BySubreaper, Way
 
 WAYS = ("cgroup", "pid-namespace", "subreaper")
@@ -72,8 +73,7 @@ class Reaper:
     way: Way
     environ: Mapping[str, str]
     release: Release | None = None
-    _roots: set[int] = field(default_factory=set)
-    _ever: set[int] = field(default_factory=set)  # roots: whoever has started them waits for them
+    _roots: dict[int, int] = field(default_factory=dict)  # and when each began, for numbers are given out again
     _own: dict[int, subprocess.Popen] = field(default_factory=dict)
     _turn: threading.RLock = field(default_factory=threading.RLock)
 
@@ -81,12 +81,14 @@ class Reaper:
         """Hold a child of this process, the root of an attempt's processes, before it starts anything.
 
         Raises:
-            OSError: it cannot be held.
+            OSError: it is gone, or cannot be held.
         """
         with self._turn:
             self.way.contain(pid)
-            self._roots.add(pid)
-            self._ever.add(pid)
+            process = read_process(pid)
+            if process is None:
+                raise ProcessLookupError(f"process {pid} is gone")
+            self._roots[pid] = process.started_ticks
 
     def helper(self, start: Callable[[], subprocess.Popen]) -> subprocess.Popen:
         """Start a child that is the executor's own: it is never killed here, nor is what it starts."""
@@ -101,49 +103,55 @@ class Reaper:
 
         Returns when they have gone, and devices have taken back what they held; or when the time is over.
         """
-        return self._end(within_s, frozenset(self._roots))
+        return self._end(within_s, spare_roots=True)
 
     def end_all(self, within_s: float) -> Killed:
         """Kill all but keepers; as `end_attempt`."""
-        return self._end(within_s, frozenset())
+        return self._end(within_s, spare_roots=False)
 
     def left(self) -> set[int]:
         """What is held and runs, without roots and keepers."""
         with self._turn:
             members = self.way.members(self._helpers())
-            return members - self._spared(members, self._roots)
+            return members - self._spared(members, spare_roots=True)
 
     def reap(self) -> None:
         """Let ended orphans go that have become children of this process; to be called now and then."""
         with self._turn:
-            mine = self._ever | self._own.keys()
-            for process in processes().values():
+            table = processes()
+            mine = self._known_roots(table) | self._own.keys()  # whoever has started these waits for them
+            for process in table.values():
                 if process.parent == os.getpid() and process.state == "Z" and process.pid not in mine:
                     with suppress(ChildProcessError):
                         os.waitpid(process.pid, os.WNOHANG)
 
-    def _end(self, within_s: float, roots: Set[int]) -> Killed:
+    def _end(self, within_s: float, *, spare_roots: bool) -> Killed:
         begin_s = time.monotonic()
-        killed, stuck = until_killed(lambda: self._strike(roots), within_s)
-        with self._turn:
-            self._roots -= killed
+        killed, stuck = until_killed(lambda: self._strike(spare_roots), within_s)
         self.reap()
         left_s = max(0.0, begin_s + within_s - time.monotonic())
         held = list(self.release(killed, left_s)) if self.release is not None and killed else []
         words = [describe(pid) for pid in sorted(stuck)]
         return Killed(sorted(killed), sorted(stuck), words, held, time.monotonic() - begin_s)
 
-    def _strike(self, roots: Set[int]) -> set[int]:
+    def _strike(self, spare_roots: bool) -> set[int]:
         with self._turn:
-            return strike(self.way, lambda pids: self._spared(pids, roots), self._helpers())
+            return strike(self.way, lambda pids: self._spared(pids, spare_roots=spare_roots), self._helpers())
 
-    def _spared(self, members: Set[int], roots: Set[int]) -> set[int]:
+    def _known_roots(self, table: Mapping[int, Process]) -> set[int]:
+        """Roots that are there still; the others are forgotten."""
+        found = {pid for pid, began in self._roots.items() if pid in table and table[pid].started_ticks == began}
+        self._roots = {pid: self._roots[pid] for pid in found}
+        return found
+
+    def _spared(self, members: Set[int], *, spare_roots: bool) -> set[int]:
         """Those of `members` that live: roots; and keepers, which are let out for good."""
-        keepers = keepers_among(members, processes(), self.environ)
+        table = processes()
+        keepers = keepers_among(members, table, self.environ)
         for pid in keepers:
             with suppress(OSError):
                 self.way.release(pid)
-        return (set(roots) & members) | keepers
+        return (self._known_roots(table) & members if spare_roots else set()) | keepers
 
     def _helpers(self) -> set[int]:
         own = {pid for pid, process in self._own.items() if process.returncode is None}
@@ -160,8 +168,10 @@ def choose_way(report: Callable[[str], None], *, name: str, ways: Sequence[str] 
         ways: which may be chosen, in order.
 
     Raises:
-        UserError: one is unknown, or none works here.
+        UserError: one is unknown, or none works here, or this is not Linux.
     """
+    if sys.platform != "linux":
+        raise UserError("processes are held together on Linux only", cure="run on Linux", value=sys.platform)
     unknown = [way for way in ways if way not in WAYS]
     if unknown or not ways:
         raise UserError("not ways of holding processes", cure=f"choose from {', '.join(WAYS)}", value=list(ways))
