@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -35,12 +35,15 @@ class Server:
         if self.user:
             os.chown(folder, pwd.getpwnam(self.user).pw_uid, -1)
         self._run(PROGRAMS[0], "-D", str(folder / "data"), "-U", "phalanx", "-A", "trust", "--no-sync").wait()
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
-        self.url = f"postgresql://phalanx@127.0.0.1:{self.port}/postgres"
-        self.start()
+        is_up = False
+        while not is_up:  # somebody else may take the port in between
+            with socket.create_server(("127.0.0.1", 0)) as probe:
+                self.port = probe.getsockname()[1]
+            self.url = f"postgresql://phalanx@127.0.0.1:{self.port}/postgres"
+            is_up = self.start()
 
-    def start(self) -> None:
+    def start(self) -> bool:
+        """Whether the server has come up; not if its port is taken."""
         self.process = self._run(
             *(PROGRAMS[1], "-D", str(self.folder / "data"), "-p", str(self.port), "-k", str(self.folder), "-F"),
             *("-c", "listen_addresses=127.0.0.1"),
@@ -48,8 +51,11 @@ class Server:
         until_s = time.monotonic() + 60
         while True:
             try:
-                return sa.create_engine(self.url.replace("://", "+pg8000://")).connect().close()
+                sa.create_engine(self.url.replace("://", "+pg8000://")).connect().close()
+                return self.process.poll() is None
             except sa.exc.DBAPIError:
+                if self.process.poll() is not None:
+                    return False
                 assert time.monotonic() < until_s, "the server does not start"
                 time.sleep(0.05)
 
@@ -117,6 +123,27 @@ def test_an_append_waits_for_a_server_that_is_restarted(server: Server) -> None:
         assert journal.append("event", 1, "2", 0.0) == 2
         thread.join()
         assert [entry.json_text for entry in journal.read()] == ["1", "2"]
+
+
+def test_a_commit_whose_answer_was_lost_is_not_repeated(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_journal(server.url, job="unanswered", retry_s=0.0) as journal:
+        store = journal._try_to_store
+
+        def lose_the_answer(drafts: Sequence[Draft]) -> int:
+            store(drafts)
+            raise JournalError("the connection broke")
+
+        batch = [Draft("event", 1, "1", 0.1), Draft("action", 1, "2", 0.2)]
+        for then in (batch, [Draft("event", 1, "3", 0.3), Draft("event", 1, "4", 0.4)]):
+            monkeypatch.setattr(journal, "_try_to_store", lose_the_answer)
+            with pytest.raises(JournalError, match="broke"):
+                journal.append_all(batch)
+            monkeypatch.setattr(journal, "_try_to_store", store)
+            journal.append_all(then)
+        assert [entry.json_text for entry in journal.read()] == ["1", "2", "1", "2", "3", "4"]
+        assert (
+            [entry.sequence for entry in journal.read()] == [1, 2, 3, 4, 5, 6] == [*range(1, journal.last_sequence + 1)]
+        )
 
 
 def test_a_server_that_stays_away_is_said(server: Server) -> None:

@@ -21,7 +21,7 @@ class JournalTakenError(UserError):
 
 
 class JournalError(OSError):
-    """The journal cannot be read or written just now; nothing of what was to be appended is in it."""
+    """The journal cannot be read or written just now."""
 
 
 class JournalLostError(RuntimeError):

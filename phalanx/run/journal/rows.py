@@ -22,7 +22,7 @@ _ENTRIES = (
     )
     .where(ENTRIES.c.job == sa.bindparam("job_name"), ENTRIES.c.sequence >= sa.bindparam("first"))
     .order_by(ENTRIES.c.sequence)
-    .limit(_CHUNK)
+    .limit(sa.bindparam("most"))
 )
 _STARTS = (
     sa.select(STARTS.c.epoch, STARTS.c.unix_s, STARTS.c.host, STARTS.c.pid, STARTS.c.schema)
@@ -73,9 +73,9 @@ def add_entries(connection: sa.Connection, job: str, entries: Sequence[Entry]) -
     )
 
 
-def chunk(connection: sa.Connection, job: str, first: int) -> list[Entry]:
-    """Up to 1000 entries from the sequence `first` on."""
-    return [Entry(*row) for row in connection.execute(_ENTRIES, {"job_name": job, "first": first})]
+def chunk(connection: sa.Connection, job: str, first: int, most: int = _CHUNK) -> list[Entry]:
+    """Up to `most` entries from the sequence `first` on."""
+    return [Entry(*row) for row in connection.execute(_ENTRIES, {"job_name": job, "first": first, "most": most})]
 
 
 def each(connection: sa.Connection, job: str, first: int) -> Iterator[Entry]:

@@ -88,7 +88,8 @@ class Journal:
 
         Raises:
             ValueError: one of them is no entry.
-            JournalError: it cannot be written, as on a full disk; nothing was appended, and it may be tried again.
+            JournalError: it cannot be written, as on a full disk; nothing was appended as far as is known, and the same
+                drafts may be tried again: they are there once then.
             JournalLostError: another driver has taken over.
         """
         for draft in drafts:
@@ -96,14 +97,8 @@ class Journal:
         with self._turn:
             if self._is_closed:
                 raise JournalError(f"{self._place} is closed")
-            first = self._last + 1
-            entries = [
-                Entry(draft.kind, draft.attempt, draft.json_text, draft.unix_s, first + index, self.epoch)
-                for index, draft in enumerate(drafts)
-            ]
-            if entries:
-                self._store(entries)
-                self._last = entries[-1].sequence
+            if drafts:
+                self._last = self._store(drafts)
             return self._last
 
     def read(self, from_sequence: int = 1) -> Iterator[Entry]:
@@ -134,13 +129,12 @@ class Journal:
     def __exit__(self, *raised: object) -> None:
         self.close()
 
-    def _store(self, entries: Sequence[Entry]) -> None:
+    def _store(self, drafts: Sequence[Draft]) -> int:
         until_s = self._clock.monotonic_s() + self._retry_s
         while True:
             try:
                 with told(self._place):
-                    self._try_to_store(entries)
-                return
+                    return self._try_to_store(drafts)
             except JournalError:
                 if not self._place.reconnects:
                     raise
@@ -149,15 +143,22 @@ class Journal:
                     raise
             self._clock.sleep(_RETRY_S)
 
-    def _try_to_store(self, entries: Sequence[Entry]) -> None:
+    def _try_to_store(self, drafts: Sequence[Draft]) -> int:
+        """One try; gives the sequence of the last entry."""
         connection = self._connected()
         with connection.begin():
             if rows.newest_epoch(connection, self._job) != self.epoch:
                 raise JournalLostError(f"another driver writes {self._place}: this one ({self.epoch}) has to end")
-            last = rows.last_sequence(connection, self._job)
-            if last == entries[-1].sequence:  # a connection broke after the commit and before its answer
-                return
+            entries = _numbered(drafts, self._last + 1, self.epoch)
+            # Of a connection that broke it is not known whether the commit had been done. If so the same is not
+            # appended again, and anything else comes after it.
+            there = rows.chunk(connection, self._job, self._last + 1, len(drafts) + 1)
+            if there == entries:
+                return entries[-1].sequence
+            if there:
+                entries = _numbered(drafts, rows.last_sequence(connection, self._job) + 1, self.epoch)
             rows.add_entries(connection, self._job, entries)
+        return entries[-1].sequence
 
     def _connected(self) -> sa.Connection:
         """The connection that holds the lock; a new one, with the lock, if it has broken."""
@@ -173,6 +174,13 @@ class Journal:
                 self._connection.invalidate()
                 self._connection.close()
             self._connection = None
+
+
+def _numbered(drafts: Sequence[Draft], first: int, epoch: int) -> list[Entry]:
+    return [
+        Entry(draft.kind, draft.attempt, draft.json_text, draft.unix_s, first + index, epoch)
+        for index, draft in enumerate(drafts)
+    ]
 
 
 def open_journal(
