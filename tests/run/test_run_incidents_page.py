@@ -6,7 +6,7 @@ import html.parser
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
@@ -121,6 +121,15 @@ INCIDENTS = st.builds(
 
 
 @given(INCIDENTS)
+@example(Incident(number=1, job="", attempt=0, facts=[Took(unix_s=0.0, phase="", seconds=1.7e308)] * 2))
+@example(
+    Incident(
+        number=1,
+        job="",
+        attempt=0,
+        facts=[Seen(unix_s=-1.7e308, by="", what=""), Outcome(unix_s=1.7e308, result="gave up", summary="")],
+    )
+)
 def test_any_incident_is_one_page_with_its_headings_and_no_other(incident: Incident) -> None:
     page = to_markdown(incident)
     lines = page.split("\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -121,8 +122,7 @@ def _times(incident: Incident) -> Section:
         return Section("Where the time went", texts=("No phase was timed.",))
     longest = max(max(fact.seconds for fact in facts), 1e-9)
     rows: list[tuple[str, ...]] = [
-        (fact.phase, f"{fact.seconds:.2f}", "█" * round(_BAR_CHARS * max(fact.seconds, 0.0) / longest))
-        for fact in facts[:_ROWS]
+        (fact.phase, f"{fact.seconds:.2f}", _bar(fact.seconds / longest)) for fact in facts[:_ROWS]
     ]
     if len(rows) < len(facts):
         rows.append((f"{len(facts) - len(rows)} more", f"{sum(fact.seconds for fact in facts[_ROWS:]):.2f}", ""))
@@ -179,7 +179,13 @@ def _date(unix_s: float) -> str:
         return "at an unknown time,"
 
 
+def _bar(share: float) -> str:
+    return "█" * round(_BAR_CHARS * share) if 0 < share <= 1 else ""
+
+
 def _s(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "an unknown time"
     return f"{seconds:.2f} s" if seconds < 60 else duration(seconds)
 
 
