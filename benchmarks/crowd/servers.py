@@ -132,6 +132,7 @@ async def fastapi(ready: Ready, context: ssl.SSLContext | None) -> None:
         except WebSocketDisconnect:
             return
 
+    beat.__annotations__["connection"] = WebSocket  # a name that FastAPI could not find from here
     app.add_api_websocket_route("/executors", beat)
     config = uvicorn.Config(app, port=0, log_level="error", ws_ping_interval=None, ws_per_message_deflate=False)
     server = uvicorn.Server(config)

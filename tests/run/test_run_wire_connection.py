@@ -327,6 +327,17 @@ async def test_a_false_driver_is_not_believed():
 
 
 @runs
+async def test_a_false_driver_cannot_send_an_executor_away():
+    async def play(raw):
+        await raw.opened.wait()
+        raw.channel.end(codec.REPLACED, "go away")
+
+    async with answering(play) as address, driving() as driver, executing([address, driver.address]) as executor:
+        await executor.welcomed()
+        assert executor.link.connected
+
+
+@runs
 async def test_a_driver_of_another_version_is_told_so():
     stories = asyncio.Queue()
 

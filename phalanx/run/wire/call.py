@@ -65,6 +65,11 @@ class Call:
         """Whether the driver has proved itself and hears."""
         return self._live.is_set() and self._channel.is_open
 
+    @property
+    def was_live(self) -> bool:
+        """Whether the driver has proved itself on this connection."""
+        return self._live.is_set()
+
     async def made(self, context: ssl.SSLContext | None, server_name: str | None, within_s: float) -> Ending:
         """Connect, and return when it has ended.
 

@@ -16,7 +16,7 @@ from phalanx.run.wire import addresses, codec, proof
 from phalanx.run.wire.addresses import Address
 from phalanx.run.wire.backoff import Backoff
 from phalanx.run.wire.call import Call
-from phalanx.run.wire.channel import Ending, quiet_logger
+from phalanx.run.wire.channel import quiet_logger
 from phalanx.run.wire.codec import KeptMessage
 from phalanx.run.wire.door import Clock, Sparing
 from phalanx.run.wire.outbox import Outbox
@@ -184,21 +184,20 @@ class DriverLink:
         try:
             addresses.require_tls(target.host, self._ssl, "driver address")
             self._call = call
-            self._ended(target, await call.made(self._ssl, self._server_name, CONNECT_S))
+            ending = await call.made(self._ssl, self._server_name, CONNECT_S)
+            if ending.code == codec.REPLACED and ending.by_peer and call.was_live:
+                self._error = self._error or ReplacedError(ending.reason)
+            self._note(f"the connection to the driver at {target} has ended: {ending.reason}")
         except (OSError, UserError) as error:
             self._note(f"no connection to the driver at {target}: {error or type(error).__name__}")
         finally:
             self._call = None
             call.abandon()
 
-    def _ended(self, target: Address, ending: Ending) -> None:
-        if ending.code == codec.REPLACED and ending.by_peer:
-            self._error = self._error or ReplacedError(ending.reason)
-        if not self._closing.is_set():
-            self._note(f"the connection to the driver at {target} has ended: {ending.reason}")
-
     def _note(self, problem: str) -> None:
         self._problem = problem
+        if self._closing.is_set() or self._error is not None:
+            return
         others = self._sparing.due(problem)
         if others is not None:
             _log.warning("%s; trying again%s", problem, f" (and {others} times before)" if others else "")
