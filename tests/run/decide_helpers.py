@@ -112,7 +112,7 @@ class World:
         self._order = itertools.count()
         self._asked = 0
         self._store_port = 29500
-        self._returned: set[str] = set()
+        self._placements: dict[int, tuple[str, ...]] = {}
         count = hosts if hosts is not None else job.hosts + job.spares
         names = count if isinstance(count, list) else host_names(count)
         self.hosts = {name: SimHost(name, self.racks.get(name, "")) for name in names}
@@ -269,8 +269,9 @@ class World:
                 self.at(0.05, lambda rank=rank, event=followed: self._rank_ends(rank, attempt, event))
 
     def _rank_ends(self, rank: int, attempt: int, event: ev.WorkerFailed) -> None:
-        host = next((h for h in self.hosts.values() if h.attempt == attempt and rank in h.ranks), None)
-        if host is None or rank in host.hung:
+        placement = self._placements.get(attempt, ())
+        host = self.hosts[placement[rank // self.job.workers_per_host]] if placement else None
+        if host is None or host.attempt != attempt or rank not in host.ranks or rank in host.hung:
             return
         host.ranks.remove(rank)
         self._answer(host, 0.01, lambda now: _at(event, now))
@@ -358,6 +359,7 @@ class World:
             self._answer(host, self.speeds.store, lambda now: ev.StoreOpened(now, action.attempt, self._store_port))
 
     def _on_Start(self, action: act.Start) -> None:  # noqa: N802
+        self._placements[action.attempt] = action.placement
         for name in action.hosts:
             host = self._hearing(name, "Start")
             if host is not None:

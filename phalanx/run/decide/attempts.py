@@ -5,7 +5,7 @@ from __future__ import annotations
 from phalanx.run.decide import advice, brakes, endings, faults, recovery
 from phalanx.run.decide.actions import AskForHosts, OpenStore, Start
 from phalanx.run.decide.events import Advanced, Running, Started, Stopped, StoreOpened, WorkersReturned
-from phalanx.run.decide.placement import missing_hosts, place, ready_hosts, size_to_start
+from phalanx.run.decide.placement import count_ready, missing_hosts, place, ready_hosts, size_to_start
 from phalanx.run.decide.state import Ending, Failure, Recovery, State
 from phalanx.run.decide.turn import Turn
 
@@ -15,20 +15,22 @@ from phalanx.run.decide.turn import Turn
 def begin_if_possible(turn: Turn) -> bool:
     """Begin the next attempt, if there are hosts for it and no pause is due; else say until when to wait."""
     state = turn.state
-    ready = ready_hosts(state)
+    ready = count_ready(state)
     # A host that is to leave still serves as long as nothing can replace it.
     stopgap = [host for host in state.leaving if state.hosts[host].state in ("draining", "spare", "active")]
-    lacks = len(ready) + len(stopgap) < state.job.hosts
+    lacks = ready + len(stopgap) < state.job.hosts
     if lacks != (state.lacking_since_s is not None):
         turn.set(lacking_since_s=turn.now_s if lacks else None)
-    size = size_to_start(turn.state, len(ready)) or size_to_start(turn.state, len(ready) + len(stopgap))
+    size = size_to_start(turn.state, ready) or size_to_start(turn.state, ready + len(stopgap))
     if not size and _has_given_up(turn.state):
-        endings.finish(turn, _no_hosts(turn.state, len(ready)))
+        endings.finish(turn, _no_hosts(turn.state, ready))
         return True
     if not size or turn.now_s < state.brakes.not_before_s:
         turn.set(deadline_s=_wait_until(turn.state))
         return False
-    chosen = ready if len(ready) >= size else sorted([*ready, *stopgap], key=lambda h: (state.hosts[h].rack, h))
+    chosen = ready_hosts(state)
+    if ready < size:
+        chosen = sorted([*chosen, *stopgap], key=lambda name: (state.hosts[name].rack, name))
     _open(turn, place(state.placement, chosen, size, state.hosts))
     return True
 

@@ -167,7 +167,7 @@ def _opening(turn: Turn) -> bool:
 
 def _running(turn: Turn) -> bool:
     _advise_if_due(turn)
-    if turn.state.recovery is not None and recovery.failed_ranks(turn.state) >= turn.state.world_size:
+    if recovery.all_failed(turn.state):
         _end_of_all(turn)
         return True
     return turn.state.phase == "running" and attempts.restart_if_wished(turn)

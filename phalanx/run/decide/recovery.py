@@ -32,8 +32,10 @@ def see(turn: Turn, cause: Cause, seen_by: str, text: str) -> bool:
         return state.has_workers
     if not is_calm:
         return False
-    so_far = state.recovery.failures if state.recovery is not None else {}
-    turn.set(recovery=Recovery(cause, turn.now_s, text, failures=so_far))
+    if state.recovery is None:
+        turn.set(recovery=Recovery(cause, turn.now_s, text))
+    else:  # what an advice was given about
+        turn.set(recovery=replace(state.recovery, cause=cause, began_s=turn.now_s, why=text, is_decided=False))
     if state.policy.advise_only and cause != "planned":
         return True
     turn.open_incident(seen_by, text)
@@ -63,14 +65,28 @@ def learn(turn: Turn, **changes: Any) -> None:
 
 def add_failure(turn: Turn, host: str, failure: Failure) -> None:
     """A rank of this host, or all of it, has failed; what is known of that rank already stays."""
-    recovery = turn.state.recovery
+    state, recovery = turn.state, turn.state.recovery
     if recovery is None:
         return
     known = recovery.failures.get(host, ())
-    if any(other.rank == failure.rank for other in known):
+    if any(other.rank in (failure.rank, -1) for other in known):
         return
     short = replace(failure, summary=failure.summary[:_SUMMARY_CHARACTERS])
-    learn(turn, failures={**recovery.failures, host: (*known, short)})
+    ranks = 1 if failure.rank >= 0 else state.job.workers_per_host - len(known)
+    learn(
+        turn,
+        failures={**recovery.failures, host: (*known, short)},
+        failed=recovery.failed + ranks,
+        words=user_code.counted(recovery.words, short, ranks),
+        is_clear=recovery.is_clear or _is_clear(state, short),
+    )
+
+
+def _is_clear(state: State, failure: Failure) -> bool:
+    """Whether nothing that others say could change what is made of it."""
+    if failure.follows:
+        return False
+    return failure.kind in _DECISIVE or user_code.of_one(state, failure) is not None
 
 
 def add_lost(turn: Turn, host: str, why: str) -> None:
@@ -84,21 +100,17 @@ def is_settled(state: State) -> bool:
     recovery = state.recovery
     if recovery is None or recovery.cause == "hang":
         return False
-    if recovery.lost or failed_ranks(state) >= state.world_size:
-        return True
-    own = [f for failures in recovery.failures.values() for f in failures if not f.follows]
-    return any(failure.kind in _DECISIVE for failure in own) or user_code.verdict(state) is not None
+    is_common = 2 * max(recovery.words.values(), default=0) > state.world_size
+    return bool(recovery.lost) or recovery.is_clear or is_common or recovery.failed >= state.world_size
 
 
-def failed_ranks(state: State) -> int:
-    """How many ranks of the attempt have failed."""
+def all_failed(state: State) -> bool:
+    """Whether no rank of the attempt is left."""
     recovery, per_host = state.recovery, state.job.workers_per_host
     if recovery is None:
-        return 0
-    counts = {host: len({f.rank for f in failures}) for host, failures in recovery.failures.items()}
-    whole = {host for host, failures in recovery.failures.items() if any(f.rank < 0 for f in failures)}
-    counts |= dict.fromkeys([*whole, *recovery.lost], per_host)
-    return sum(min(count, per_host) for host, count in counts.items() if host in state.placement)
+        return False
+    lost = sum(per_host for host in recovery.lost if host in state.placement and host not in recovery.failures)
+    return recovery.failed + lost >= state.world_size
 
 
 # Stop
@@ -113,7 +125,8 @@ def stop(turn: Turn, grace_s: float = 0.0) -> None:
     """End all processes of the attempt, and wait for that."""
     hosts = present(turn.state)
     turn.enter("stopping", grace_s + turn.state.policy.stop_s, awaited=hosts)
-    turn.act(Stop(turn.state.attempt, hosts, grace_s))
+    if hosts:
+        turn.act(Stop(turn.state.attempt, hosts, grace_s))
 
 
 def hurry(turn: Turn) -> None:

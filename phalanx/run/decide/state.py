@@ -82,6 +82,9 @@ class Recovery(Value, frozen=True):
     Attributes:
         why: what was seen first.
         failures: by host.
+        failed: how many ranks they are.
+        words: how many ranks say the same of themselves, by their words; of the first few different ones.
+        is_clear: a failure is among them that explains the others, so that no other word need be waited for.
         suspects: named by evidence, with what was seen.
         lost: hosts that are gone or do not answer.
         stuck: hosts with processes that do not end.
@@ -93,6 +96,9 @@ class Recovery(Value, frozen=True):
     began_s: float
     why: str
     failures: dict[str, tuple[Failure, ...]] = {}
+    failed: int = 0
+    words: dict[str, int] = {}
+    is_clear: bool = False
     suspects: dict[str, str] = {}
     group: str = ""
     group_hosts: tuple[str, ...] = ()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 
 from phalanx.run.decide.state import Ending, Failure, LastWord, State
 
 _OWN_WORD = ("user", "raised", "status", "start", "loss")
 _NOT_BY_ITSELF = ("host", "network", "storage")
+_DIFFERENT_WORDS = 64
 _DIFFERS_BY_RANK = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 
 
@@ -18,23 +18,28 @@ def words_of(failure: Failure) -> str:
     return f"{failure.kind}: {_DIFFERS_BY_RANK.sub('#', failure.summary)}"[:300]
 
 
-def own_words(state: State) -> list[Failure]:
-    """Failures of this recovery in which a rank speaks of itself, and that no host can be blamed for."""
-    return [
-        failure
-        for failure in _failures(state)
-        if failure.kind in _OWN_WORD and not failure.follows and failure.fault not in _NOT_BY_ITSELF
-    ]
+def speaks_of_itself(failure: Failure) -> bool:
+    """Whether a rank speaks of itself, of something that no host can be blamed for."""
+    return failure.kind in _OWN_WORD and not failure.follows and failure.fault not in _NOT_BY_ITSELF
+
+
+def counted(words: dict[str, int], failure: Failure, ranks: int) -> dict[str, int]:
+    """Counts of what ranks say of themselves with this failure, which speaks for so many of them."""
+    if failure.kind == "loss" or not speaks_of_itself(failure):
+        return words
+    said = words_of(failure)
+    if said not in words and len(words) >= _DIFFERENT_WORDS:
+        return words
+    return {**words, said: words.get(said, 0) + ranks}
 
 
 def most_say_the_same(state: State) -> Failure | None:
     """A failure that more than half of all ranks have with the same words."""
-    own = own_words(state)
-    counts = Counter(words_of(failure) for failure in own for _ in range(_ranks(state, failure)))
-    if not counts:
+    counts = state.recovery.words if state.recovery is not None else {}
+    words = max(counts, key=lambda said: counts[said], default="")
+    if 2 * counts.get(words, 0) <= state.world_size:
         return None
-    words, count = counts.most_common(1)[0]
-    return next(f for f in own if words_of(f) == words) if 2 * count > state.world_size else None
+    return next((failure for failure in _own(state) if words_of(failure) == words), None)
 
 
 def verdict(state: State) -> Ending | None:
@@ -42,21 +47,26 @@ def verdict(state: State) -> Ending | None:
     common = most_say_the_same(state)
     if common is not None and common.kind in ("user", "start"):
         return Ending(2, f"bad input: {common.summary}")
-    if common is not None and common.kind != "loss":
+    if common is not None:
         return Ending(1, f"most ranks ended alike, which no other host would change: {common.summary}")
-    bad_input = next((f for f in own_words(state) if f.kind == "user" and _has_never_run(state)), None)
-    if bad_input is not None:
-        return Ending(2, f"bad input: rank {bad_input.rank} said so before its first step: {bad_input.summary}")
-    again = next((failure for failure in own_words(state) if _is_again(state.last_word, failure)), None)
-    if again is None:
+    return next((ending for failure in _own(state) if (ending := of_one(state, failure)) is not None), None)
+
+
+def of_one(state: State, failure: Failure) -> Ending | None:
+    """What follows from one failure, whatever the other ranks say."""
+    if not speaks_of_itself(failure):
         return None
-    where = f"step {again.step}" if again.step >= 0 else "the beginning"
-    return Ending(1, f"it came back in the next attempt at the same place, {where}: {again.summary}")
+    if failure.kind == "user" and _has_never_run(state):
+        return Ending(2, f"bad input: rank {failure.rank} said so before the first step: {failure.summary}")
+    if not _is_again(state.last_word, failure):
+        return None
+    where = f"step {failure.step}" if failure.step >= 0 else "the beginning"
+    return Ending(1, f"it came back in the next attempt at the same place, {where}: {failure.summary}")
 
 
 def last_word(state: State) -> LastWord | None:
     """What to compare the next recovery with."""
-    own = [failure for failure in own_words(state) if failure.kind != "start"]
+    own = [failure for failure in _own(state) if failure.kind != "start"]
     first = min(own, key=lambda failure: failure.rank, default=None)
     return None if first is None else LastWord(words_of(first), first.step, first.kind)
 
@@ -70,14 +80,7 @@ def _is_again(last: LastWord | None, failure: Failure) -> bool:
     return last is not None and last.step == failure.step and last.words == words_of(failure)
 
 
-def _ranks(state: State, failure: Failure) -> int:
-    """How many ranks it speaks for."""
-    if failure.kind == "loss":
-        return 0
-    return state.job.workers_per_host if failure.rank < 0 else 1
-
-
-def _failures(state: State) -> Iterator[Failure]:
+def _own(state: State) -> Iterator[Failure]:
     recovery = state.recovery
     for failures in recovery.failures.values() if recovery is not None else ():
-        yield from failures
+        yield from filter(speaks_of_itself, failures)
