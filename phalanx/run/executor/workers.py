@@ -1,0 +1,245 @@
+"""The ranks of one attempt on this host: started from the template, watched, and told of when they end. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from phalanx.core.errors import UserError
+from phalanx.core.progress import Progress, ProgressReader, create_page
+from phalanx.launch.cores import local_shares
+from phalanx.launch.failures import Failure, failure_of_exit
+from phalanx.launch.messages import Exited, Over, Returned
+from phalanx.launch.script import Group, Places, Script, rank_specs
+from phalanx.launch.store import STORE_RANK, store_spec
+from phalanx.launch.template_process import TemplateGoneError
+from phalanx.launch.warm import Gone, WarmTemplate, Word
+from phalanx.run import messages
+from phalanx.run.executor.evidence import Subject
+from phalanx.run.logs.files import RankLog
+from phalanx.run.logs.pump import Pump
+
+_NS = 1e-9
+
+
+@dataclass
+class _Rank:
+    """One rank.
+
+    Attributes:
+        said: what it said of its end, before it was gone.
+        is_over: its process is gone, and that has been told.
+    """
+
+    rank: int
+    page: Path
+    reader: ProgressReader
+    pid: int = 0
+    said: Failure | Returned | None = None
+    is_over: bool = False
+
+    def progress(self, attempt: int) -> Progress | None:
+        """What it last said of this attempt."""
+        found = self.reader.read()
+        return found if found is not None and found.attempt == attempt else None
+
+
+@dataclass
+class Workers:
+    """Lives as long as its attempt is the present one.
+
+    Args:
+        start: what the driver has commanded.
+        script: what the ranks run.
+        template: that forks them.
+        environ: of the ranks, without what `start` adds.
+        pages: folder for their progress pages, on a file system in memory where there is one.
+        logs: folder for their logs.
+        pump: takes their output.
+        tell: is given what the driver has to know.
+        store: the listening socket, where the store of the attempt is on this host; it is closed here.
+    """
+
+    start: messages.Start
+    script: Script
+    template: WarmTemplate
+    environ: Mapping[str, str]
+    pages: Path
+    logs: Path
+    pump: Pump
+    tell: Callable[[messages.WorkerEnded], None]
+    store: socket.socket | None = None
+    is_stopping: bool = False
+    _ranks: dict[int, _Rank] = field(default_factory=dict)
+    _cpu: dict[int, psutil.Process] = field(default_factory=dict)
+
+    @property
+    def attempt(self) -> int:
+        """Its number."""
+        return self.start.attempt
+
+    @property
+    def running(self) -> list[int]:
+        """Ranks whose processes are there."""
+        return [rank.rank for rank in self._ranks.values() if rank.pid and not rank.is_over]
+
+    async def begin(self) -> messages.Started:
+        """Start the processes; says how that went."""
+        began_s = time.monotonic()
+        try:
+            pids = await self._spawn()
+        except (UserError, TemplateGoneError, OSError) as error:
+            for rank in self._ranks.values():
+                rank.is_over = True
+            return messages.Started(self.attempt, {}, time.monotonic() - began_s, str(error) or type(error).__name__)
+        for number, rank in self._ranks.items():
+            rank.pid = pids[number]
+        told = {number: pid for number, pid in pids.items() if number != STORE_RANK}
+        return messages.Started(self.attempt, told, time.monotonic() - began_s)
+
+    def hear(self, word: Word) -> None:
+        """What the template says of this attempt."""
+        if isinstance(word, Over):
+            return
+        if isinstance(word, Gone):
+            for one in self._ranks.values():
+                self._end(one, -9, _template_gone(one.rank))
+            return
+        rank = self._ranks.get(word.rank)
+        if rank is None:  # the store: where it is gone, ranks say so
+            return
+        if isinstance(word, Exited):
+            lines = self.pump.last_lines(rank.rank)
+            self._end(rank, word.code, rank.said or failure_of_exit(rank.rank, word.time_ns, word.code, lines))
+        else:
+            rank.said = rank.said or word
+
+    def states(self) -> list[messages.WorkerState]:
+        """What a heartbeat says of them."""
+        return [self._state(rank) for rank in self._ranks.values()]
+
+    def subjects(self, ranks: Sequence[int] = ()) -> list[Subject]:
+        """Those of `ranks` (none: all) whose processes are there, to be looked at."""
+        wanted = [r for r in self._ranks.values() if r.pid and not r.is_over and (not ranks or r.rank in ranks)]
+        return [Subject(rank.rank, rank.pid, progress=lambda rank=rank: self._where(rank)) for rank in wanted]  # type: ignore[misc]
+
+    def close(self) -> None:
+        """Let go of pages and store; the processes are gone."""
+        for rank in self._ranks.values():
+            rank.reader.close()
+            rank.page.unlink(missing_ok=True)
+        self._close_store()
+
+    async def _spawn(self) -> dict[int, int]:
+        group = self._group()
+        pipes: dict[int, int] = {}
+        try:
+            for number in group.ranks:
+                self._prepare(number, pipes)
+            pages = [str(self._ranks[number].page) for number in group.ranks]
+            shares = local_shares(len(group.ranks))
+            places = Places(shares, [pipes[number] for number in group.ranks], pages)
+            environ = {**self.environ, **self.start.environment}
+            specs = rank_specs(self.script, group, places, environ)
+            if self.store is not None:
+                specs.insert(0, store_spec(self.store, group.world_size, environ))
+            return await self.template.spawn(self.attempt, specs)
+        finally:
+            for descriptor in pipes.values():
+                os.close(descriptor)
+            self._close_store()
+
+    def _prepare(self, number: int, pipes: dict[int, int]) -> None:
+        """A page and a pipe for a rank."""
+        page = self.pages / f"rank-{number}.{self.attempt}"
+        create_page(page)
+        self._ranks[number] = _Rank(number, page, ProgressReader(page))
+        ours, pipes[number] = os.pipe()
+        self.pump.add(number, ours, RankLog(self.logs, number, self.attempt))
+
+    def _group(self) -> Group:
+        start = self.start
+        return Group(
+            attempt=start.attempt,
+            ranks=start.ranks,
+            world_size=start.world_size,
+            group_rank=start.group_rank,
+            hosts=start.hosts,
+            host=start.store_host,
+            port=start.store_port,
+            restarts=start.restarts,
+        )
+
+    def _end(self, rank: _Rank, code: int, said: Failure | Returned) -> None:
+        if rank.is_over:
+            return
+        rank.is_over = True
+        step = self._where(rank)[1]
+        if isinstance(said, Returned):
+            code = said.status if code == 0 else code
+            words = "" if code == 0 else f"returned exit status {code}"
+            ended = messages.WorkerEnded(
+                self.attempt, rank.rank, code, "returned", words, by_us=self.is_stopping, step=step
+            )
+        else:
+            ended = messages.WorkerEnded(
+                self.attempt, rank.rank, code, said.kind, said.summary, said.text, said.follows, self.is_stopping, step
+            )
+        self.tell(ended)
+
+    def _where(self, rank: _Rank) -> tuple[str, int]:
+        progress = rank.progress(self.attempt)
+        return ("", -1) if progress is None else (progress.phase, progress.step)
+
+    def _state(self, rank: _Rank) -> messages.WorkerState:
+        phase: messages.WorkerPhase = "ended" if rank.is_over else "stopping" if self.is_stopping else "running"
+        cpu_s, rss_bytes = self._usage(rank)
+        progress = rank.progress(self.attempt)
+        if progress is None:
+            state = phase if rank.is_over or self.is_stopping else "starting"
+            return messages.WorkerState(rank.rank, rank.pid, state, cpu_s=cpu_s, rss_bytes=rss_bytes)
+        now_ns = time.monotonic_ns()
+        has_stepped = progress.steps_here > 0
+        return messages.WorkerState(
+            rank=rank.rank,
+            pid=rank.pid,
+            state=phase,
+            step=progress.step,
+            step_age_s=(now_ns - progress.step_ended_ns) * _NS if has_stepped else 0.0,
+            last_step_s=max(progress.step_took_ns, 0) * _NS,
+            phase=progress.phase,
+            phase_age_s=(now_ns - progress.phase_began_ns) * _NS,
+            expects_s=progress.expects_ns * _NS,
+            busy_s=progress.busy_ns * _NS if progress.busy_ns >= 0 else -1.0,
+            cpu_s=cpu_s,
+            rss_bytes=rss_bytes,
+            loss=0.0 if progress.loss is None else progress.loss,
+            steps_here=progress.steps_here,
+        )
+
+    def _usage(self, rank: _Rank) -> tuple[float, int]:
+        """CPU seconds and resident memory of a rank's process."""
+        if rank.is_over or not rank.pid:
+            return 0.0, 0
+        with contextlib.suppress(psutil.Error):
+            process = self._cpu.setdefault(rank.pid, psutil.Process(rank.pid))
+            times = process.cpu_times()
+            return times.user + times.system, process.memory_info().rss
+        return 0.0, 0
+
+    def _close_store(self) -> None:
+        if self.store is not None:
+            self.store.close()
+            self.store = None
+
+
+def _template_gone(rank: int) -> Failure:
+    words = "ended with the template process, which was killed"
+    return Failure(rank, time.monotonic_ns(), "signal", 137, words)
