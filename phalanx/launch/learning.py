@@ -8,6 +8,7 @@ Torch-free.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import random
@@ -44,6 +45,9 @@ _RANK_VARIABLES = frozenset(
 
 # A message that is no longer than this is written to a pipe whole or not at all.
 _PIECE_BYTES = 3000
+
+# They have generators of random numbers.
+_SEEDED = ("numpy", "torch")
 
 Stamp = tuple[int, int]
 """When a file was changed, nanoseconds, and its size in bytes."""
@@ -105,6 +109,10 @@ def import_learnt(names: Sequence[str]) -> list[str]:
     Where that is anything, this process is spoiled: some of it was imported already.
     """
     refused: set[str] = set()
+    for name in _SEEDED:  # before any module that may seed them
+        if name in names:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
     with _watched_environment(lambda key: refused.update(_who_reads(key))):
         for name in names:
             if name not in sys.modules and name not in refused:
@@ -138,6 +146,7 @@ def _traces() -> dict[str, Any]:
     if (torch := sys.modules.get("torch")) is not None and not is_being_imported(torch):
         found["torch"] = bytes(torch.default_generator.get_state().numpy())
         found["device"] = torch.cuda.is_initialized()
+        found["cores"] = torch.get_num_threads()
     return found
 
 

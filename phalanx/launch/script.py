@@ -154,7 +154,7 @@ def _rank_spec(script: Script, group: Group, places: Places, environ: Mapping[st
         share=share,
         output_fd=_at(places.output_fds, local_rank),
         target=_TARGET,
-        arguments=(script.name, script.is_module, script.folder),
+        arguments=(script.name, script.is_module, str(Path(script.folder).resolve())),
         environ={**usual, **environ, **torchrun_environment(group, local_rank), **ours},
         path=[script.path_entry],
         argv=[script.name, *script.arguments],

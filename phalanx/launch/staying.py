@@ -51,6 +51,8 @@ def _prepare(prepare: Prepare) -> Prepared:
     import_all(prepare.modules)
     fork_refused = why_not_fork(sys.modules)
     refused = import_learnt(prepare.learnt) if fork_refused is None else []
+    if fork_refused is None and not refused and why_not_fork(sys.modules) is not None:
+        refused = list(prepare.learnt)  # what did it could not be told
     import_all(())
     return Prepared(fork_refused, refused, stamps(sys.modules))
 

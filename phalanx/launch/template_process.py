@@ -112,9 +112,11 @@ class TemplateProcess:
             await asyncio.to_thread(self._popen.wait)
 
     def _end(self) -> None:
-        """Hang up: it kills its ranks and leaves."""
+        """Hang up: it kills its ranks and leaves; one that has none need not come so far."""
         if not self.is_gone:
             self.is_gone = True
+            if not self._over:
+                self._popen.kill()
             self._loop.remove_reader(self._line.fileno())
             self._line.close()
             self._fail_waiting(TemplateGoneError("it was ended"))

@@ -27,6 +27,9 @@ from phalanx.launch.template_process import TemplateGoneError, TemplateProcess
 PRELOAD = ("torch", "torch.distributed", STORE_MODULE)
 """What nearly every script imports, and what the process of the store needs."""
 
+LEARNT = ("torch._dynamo",)
+"""What torch itself imports with the first optimizer that a script makes."""
+
 # How often templates are tried that leave out more and more, and how often one is renewed because files change.
 _TRIES = 4
 
@@ -49,7 +52,7 @@ class WarmTemplate:
         environ: environment of the template. What modules read of it at their import is the same for all attempts.
         hear: called with the number of an attempt and a `Word`.
         preload: modules that the template imports, and without which there is none.
-        learnt: modules that it may import, such as those that another host has learnt.
+        learnt: modules that it may import, if that does no harm, such as those that another host has learnt.
         learns: whether what scripts import is imported beforehand from the second attempt on.
         forks: False has each rank be a new Python.
         has_learnt: called with `learnt` when that has grown.
@@ -59,7 +62,7 @@ class WarmTemplate:
     environ: Mapping[str, str]
     hear: Callable[[int, Word], None]
     preload: Sequence[str] = PRELOAD
-    learnt: Sequence[str] = ()
+    learnt: Sequence[str] = LEARNT
     learns: bool = True
     forks: bool = True
     has_learnt: Callable[[Sequence[str]], None] = lambda learnt: None
@@ -222,5 +225,10 @@ class WarmTemplate:
         if new and self.learns:
             self.learnt = [*self.learnt, *new]
             self.has_learnt(self.learnt)
-            if self.forks and self._building is None:
+            if self.forks and self._building is None and self._can_fork(attempt):
                 self._build()
+
+    def _can_fork(self, attempt: int) -> bool:
+        """Whether what is learnt is of use: the template of this attempt can be forked."""
+        process = self._owners.get(attempt)
+        return process is not None and not process.is_gone and process.ready.result().fork_refused is None

@@ -135,7 +135,7 @@ async def host(
         (folder / name).write_text(source)
     script = Script(name.removesuffix(".py") if is_module else name, arguments, is_module, str(folder))
     environ = without_worker(os.environ) if environ is None else environ
-    here = Host(folder, script, environ, {"preload": (), **options})
+    here = Host(folder, script, environ, {"preload": (), "learnt": (), **options})
     try:
         yield here
     finally:

@@ -110,9 +110,10 @@ THREAD = "import threading\nt = threading.Thread(target=threading.Event().wait, 
         ("import os, tempfile\nVALUE = 1\nfile = tempfile.TemporaryFile()\n", [1, 1]),
         (THREAD, [1, 1]),
         ("import random\nrandom.seed(3)\nVALUE = 1\n", [1, 1]),
+        ("import numpy\nnumpy.random.seed(3)\nVALUE = 1\n", [1, 1]),
         ("import sys\nVALUE = sys.argv[0]\n", ["script.py", "script.py"]),
     ],
-    ids=["rank", "default", "all", "contains", "file", "thread", "seed", "argv"],
+    ids=["rank", "default", "all", "contains", "file", "thread", "seed", "numpy", "argv"],
 )
 def test_a_module_that_knows_its_rank_or_leaves_a_trace_is_imported_by_each_rank(
     tmp_path: Path, inner: str, values: list[object]

@@ -1,0 +1,194 @@
+"""Seconds from the order to start an attempt until its ranks have all done their first optimizer step.
+
+Two gloo ranks of an unmodified DDP script, and of one that imports Hugging Face's Trainer too, are started as new
+Pythons (cold), by torchrun, by a template that has imported torch (warm), and by one that has learnt the script's
+imports as well (learnt). Every round does each case once, in turn. Example:
+
+    python benchmarks/run_warm_start.py --rounds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from phalanx.launch.cores import Share
+from phalanx.launch.messages import Exited
+from phalanx.launch.script import Group, Places, Script, rank_specs, torchrun_environment
+from phalanx.launch.store import open_store_socket, store_spec
+from phalanx.launch.warm import WarmTemplate, Word
+
+RANKS = 2
+LOOPBACK = "127.0.0.1"
+CASES = ("cold", "torchrun", "torchrun, own store", "warm", "learnt")
+
+DDP = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(64, 64))
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.randn(8, 64)).square().mean().backward()
+optimizer.step()
+with open(os.path.join(sys.argv[1], "stepped-" + os.environ["RANK"]), "w") as file:
+    file.write(str(time.monotonic()))
+dist.destroy_process_group()
+"""
+SCRIPTS = {"ddp.py": DDP, "hugging_face.py": "from transformers import LlamaForCausalLM, Trainer\n" + DDP}
+
+
+@dataclass(frozen=True)
+class Start:
+    """One attempt.
+
+    Attributes:
+        step_s: from the order to start until the last rank had done its first step.
+    """
+
+    script: str
+    case: str
+    step_s: float
+
+
+def stepped_at_s(folder: Path) -> float:
+    """When the last rank had done its first step, on the host's monotonic clock."""
+    return max(float((folder / f"stepped-{rank}").read_text()) for rank in range(RANKS))
+
+
+def environ() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def free_port() -> int:
+    """A port that is free now, below those that other programs' connections are served out of (Linux)."""
+    while True:
+        port = random.randrange(15_000, 30_000)
+        with contextlib.suppress(OSError), socket.create_server((LOOPBACK, port)):
+            return port
+
+
+def start_cold(script: str, out: Path, folder: Path) -> float:
+    """A new Python per rank, as a shell script would do it; when that began."""
+    group = Group(1, range(RANKS), RANKS, 0, 1, LOOPBACK, free_port())
+    begin_s = time.monotonic()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, str(out)],
+            cwd=folder,
+            env={**environ(), **torchrun_environment(group, rank), "TORCHELASTIC_USE_AGENT_STORE": "False"},
+        )
+        for rank in range(RANKS)
+    ]
+    codes = [rank.wait() for rank in ranks]
+    if any(codes):
+        raise SystemExit(f"{script} failed")
+    return begin_s
+
+
+def start_torchrun(script: str, out: Path, folder: Path, *, own_store: bool) -> float:
+    """torchrun, whose agent serves the store, or rank 0; when that began."""
+    more = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if own_store else {}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    begin_s = time.monotonic()
+    subprocess.run([*command, script, str(out)], cwd=folder, env=environ() | more, check=True, capture_output=True)
+    return begin_s
+
+
+async def start_warm(script: str, out: Path, folder: Path, *, learns: bool) -> float:
+    """A template that is ready, and with `learns` has seen an attempt; when the attempt measured began."""
+    codes: dict[tuple[int, int], int] = {}
+    changed = asyncio.Event()
+
+    def hear(attempt: int, word: Word) -> None:
+        if isinstance(word, Exited):
+            codes[attempt, word.rank] = word.code
+            changed.set()
+
+    what = Script(script, (str(out),), folder=str(folder))
+    template = WarmTemplate(what, environ(), hear, learns=learns)
+    template.start()
+    try:
+        if why := await template.ready():
+            raise SystemExit(f"ranks cannot be forked: {why}")
+        for attempt in range(1, 2 + learns):
+            await template.settle()
+            begin_s = time.monotonic()
+            with open_store_socket(LOOPBACK) as listener:
+                group = Group(attempt, range(RANKS), RANKS, 0, 1, LOOPBACK, listener.getsockname()[1])
+                specs = rank_specs(what, group, Places([Share(None, 1)] * RANKS), environ())
+                await template.spawn(attempt, [store_spec(listener, RANKS, environ()), *specs])
+            while not {(attempt, rank) for rank in range(RANKS)} <= set(codes):
+                await changed.wait()
+                changed.clear()
+            await template.kill(attempt)
+        if any(codes[attempt, rank] for rank in range(RANKS)):
+            raise SystemExit(f"{script} failed")
+        return begin_s
+    finally:
+        await template.close()
+
+
+def measure(script: str, case: str) -> Start:
+    ways: dict[str, Callable[[Path, Path], float]] = {
+        "cold": partial(start_cold, script),
+        "torchrun": partial(start_torchrun, script, own_store=False),
+        "torchrun, own store": partial(start_torchrun, script, own_store=True),
+        "warm": lambda out, folder: asyncio.run(start_warm(script, out, folder, learns=False)),
+        "learnt": lambda out, folder: asyncio.run(start_warm(script, out, folder, learns=True)),
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        out = folder / "out"
+        out.mkdir()
+        (folder / script).write_text(SCRIPTS[script])
+        begin_s = ways[case](out, folder)
+        return Start(script, case, stepped_at_s(out) - begin_s)
+
+
+def report(starts: list[Start]) -> str:
+    lines = ["| script | started | s to the first step, median (range) | against torchrun |", "|---|---|---|---|"]
+    for script in dict.fromkeys(start.script for start in starts):
+        of = {case: [s.step_s for s in starts if (s.script, s.case) == (script, case)] for case in CASES}
+        peer = statistics.median(of["torchrun"])
+        for case, seconds in of.items():
+            middle = statistics.median(seconds)
+            each = f"{middle:.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
+            lines.append(f"| {script} | {case} | {each} | {peer / middle:.1f} x |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--scripts", nargs="+", choices=list(SCRIPTS), default=list(SCRIPTS))
+    parser.add_argument("--json", type=Path, help="write every start here too")
+    parser.add_argument("--quick", action="store_true", help="one round of the DDP script")
+    arguments = parser.parse_args()
+    rounds, scripts = (1, ["ddp.py"]) if arguments.quick else (arguments.rounds, arguments.scripts)
+    for script in scripts:
+        measure(script, "cold")  # brings the files into memory
+    starts = [measure(script, case) for _ in range(rounds) for script in scripts for case in CASES]
+    print(f"{len(os.sched_getaffinity(0))} CPUs, load {os.getloadavg()[0]:.1f}, {rounds} rounds\n{report(starts)}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(start) for start in starts], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
