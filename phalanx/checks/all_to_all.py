@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
 from phalanx.checks.busy import OtherWork
@@ -31,6 +32,8 @@ def run(host: Host) -> CheckResult:
     size = len(gpus) if gpus else min(_MOST_RANKS, cores)
     if size < 2:
         return skipped(_NAME, f"one {'GPU' if gpus else 'core'} has nobody to exchange with")
+    if gpus and not importlib.import_module("torch").cuda.is_available():
+        return skipped(_NAME, "torch cannot use CUDA here")
     known = all_to_all_threshold(gpus[0].name, size) if gpus else None
     what = f"{size} GPUs, NCCL" if gpus else f"{size} processes, gloo"
     try:

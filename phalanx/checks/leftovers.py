@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.checks.contract import Check
-from phalanx.checks.host import Host
+from phalanx.checks.host import Host, read_text
 from phalanx.checks.result import CheckResult, failed, passed, skipped
 
 _NAME = "leftovers"
 
 _KEEPER = "phalanx keeper"
 _ADOPTERS = ("systemd",)  # takes the processes of a user whose parent has ended
+_LAUNCHERS = ("python", "torchrun", "phalanx", "accelerate", "deepspeed")  # as process 1 of a container
 _RANK_MARKS = (b"\0PHALANX_RANK=", b"\0TORCHELASTIC_RUN_ID=")
 _GPU_FILE = re.compile(r"/dev/(nvidia\d+|kfd)$")
 
@@ -46,14 +47,18 @@ def run(host: Host) -> CheckResult:
         return skipped(_NAME, f"no {host.proc}")
     has_gpus = any((host.dev / name).exists() for name in ("nvidiactl", "kfd"))
     processes = read_processes(host.proc, os.geteuid(), has_gpus=has_gpus)
-    return judge_leftovers(processes, os.getpid(), host.own_pids)
+    first = read_text(host.proc / "1/comm") or ""
+    return judge_leftovers(processes, os.getpid(), host.own_pids, first_launches=first.startswith(_LAUNCHERS))
 
 
-def judge_leftovers(processes: Iterable[Process], me: int, own: frozenset[int] = frozenset()) -> CheckResult:
+def judge_leftovers(
+    processes: Iterable[Process], me: int, own: frozenset[int] = frozenset(), *, first_launches: bool = False
+) -> CheckResult:
     """The verdict.
 
     Args:
         own: processes of the present run; they and what descends from them are no leftovers.
+        first_launches: process 1 is no init but a launcher, as in a container; its children are no orphans.
     """
     found = {process.pid: process for process in processes}
     mine = {me, *own, *_ancestors(found.get(me), found)}
@@ -64,10 +69,11 @@ def judge_leftovers(processes: Iterable[Process], me: int, own: frozenset[int] =
         names = [process.name, *(found[pid].name for pid in line if pid in found)]
         if _KEEPER in names or process.pid in mine or (own | {me}) & set(line):
             continue
-        if process.is_rank and _is_orphan(line, found):
+        orphan = not first_launches and _is_orphan(process, line, found)
+        if orphan and (process.is_rank or process.gpus):
             left.append(_told(process))
         elif process.gpus:
-            (left if _is_orphan(line, found) else notes).append(_told(process))
+            notes.append(_told(process))
     if left:
         pids = " ".join(each.split()[0] for each in left)
         return failed(
@@ -81,10 +87,16 @@ def judge_leftovers(processes: Iterable[Process], me: int, own: frozenset[int] =
     return passed(_NAME, note, value=0.0, unit="processes")
 
 
-def _is_orphan(line: list[int], found: dict[int, Process]) -> bool:
-    """Whether no launcher is among the ancestors: neither a rank is one, nor what adopts orphans."""
+def _is_orphan(process: Process, line: list[int], found: dict[int, Process]) -> bool:
+    """Whether it was adopted by process 1, and no launcher is among its ancestors.
+
+    A rank is no launcher, nor is what adopts orphans. A process of another user may be one (slurmstepd, a container's
+    shim), and what was started from outside of a container has no parent there.
+    """
     others = [found[pid] for pid in line if pid in found]
-    return all(each.is_rank or each.name in _ADOPTERS for each in others)
+    top = others[-1] if others else process
+    known = len(others) == len(line) and top.parent == 1
+    return known and all(each.is_rank or each.name in _ADOPTERS for each in others)
 
 
 def _told(process: Process) -> str:

@@ -21,6 +21,7 @@ _HEADER = struct.Struct("!cQ")
 _BLOCK = bytes(1 << 18)
 _MAX_BYTES = 1 << 34
 _IDLE_S = 30.0
+_LOOK_S = 0.5
 _PINGS = 64
 _WARM_BYTES = 4 << 20
 
@@ -57,21 +58,25 @@ def serve_peer(host: str = "127.0.0.1", port: int = 0, clock_ns: Clock = time.ti
     Anyone who reaches it can measure, so serve on the training network only. Raises OSError where it cannot listen.
     """
     with socket.create_server((host, port)) as server:
-        thread = threading.Thread(target=_accept, args=(server, clock_ns), name="peer server", daemon=True)
+        server.settimeout(_LOOK_S)
+        ended = threading.Event()
+        thread = threading.Thread(target=_accept, args=(server, ended, clock_ns), name="peer server", daemon=True)
         thread.start()
         try:
             yield server.getsockname()[1]
         finally:
-            # close() alone does not wake a thread that waits in accept().
-            with contextlib.suppress(OSError):
+            ended.set()
+            with contextlib.suppress(OSError):  # wakes the thread at once, on Linux
                 server.shutdown(socket.SHUT_RDWR)
             thread.join()
 
 
-def _accept(server: socket.socket, clock_ns: Clock) -> None:
-    while True:
+def _accept(server: socket.socket, ended: threading.Event, clock_ns: Clock) -> None:
+    while not ended.is_set():
         try:
             connection, _ = server.accept()
+        except TimeoutError:
+            continue
         except OSError:
             return
         threading.Thread(target=_serve, args=(connection, clock_ns), name="peer", daemon=True).start()

@@ -129,3 +129,11 @@ def test_a_rank_whose_partner_does_not_come_is_told_of(tmp_path: Path) -> None:
 def test_a_single_gpu_has_nobody_to_exchange_with(tmp_path: Path) -> None:
     host = empty_host(tmp_path, gpus=KnownGpus(Gpu(0, "NVIDIA H200", 1)))
     assert all_to_all.run(host).reason == "one GPU has nobody to exchange with"
+
+
+def test_gpus_that_torch_cannot_use_are_no_failure(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("torch can use CUDA here")
+    host = empty_host(tmp_path, gpus=KnownGpus(*(Gpu(index, "NVIDIA H200", 1) for index in range(2))))
+    assert all_to_all.run(host).outcome == "skip"

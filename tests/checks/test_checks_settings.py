@@ -219,6 +219,8 @@ def test_ranks_without_a_launcher_are_leftovers() -> None:
         [Process(20, 1, "phalanx keeper", is_rank=True), Process(21, 20, "phalanx persist", is_rank=True)],
         [Process(20, 10, "child", is_rank=True)],  # ours
         [Process(20, 1, "python")],  # anyone's
+        [Process(20, 777, "python", is_rank=True, gpus=("/dev/nvidia0",))],  # launched by another user's slurmstepd
+        [Process(20, 0, "python", gpus=("/dev/nvidia0",))],  # started from outside of the container
     ],
 )
 def test_what_is_no_leftover(others: list[Process]) -> None:
@@ -229,6 +231,12 @@ def test_adopted_by_systemd_is_orphaned_and_own_runs_are_spared() -> None:
     adopted = [Process(800, 1, "systemd"), Process(20, 800, "rank", is_rank=True), Process(10, 800, "phalanx")]
     assert judge_leftovers(adopted, 10).outcome == "fail"
     assert judge_leftovers(adopted, 10, own=frozenset({20})).outcome == "pass"
+
+
+def test_children_of_a_container_whose_first_process_launches_are_no_orphans() -> None:
+    processes = [Process(10, 1, "phalanx"), Process(20, 1, "python", is_rank=True)]
+    assert judge_leftovers(processes, 10).outcome == "fail"
+    assert judge_leftovers(processes, 10, first_launches=True).outcome == "pass"
 
 
 def test_who_holds_a_gpu() -> None:
