@@ -29,7 +29,7 @@ from phalanx.run.executor.reaping.cgroups import Group, homes
 from phalanx.run.executor.reaping.keepers import keepers_among
 from phalanx.run.executor.reaping.kernel import mount_own_proc, unshare_pids
 from phalanx.run.executor.reaping.killing import strike, until_killed
-from phalanx.run.executor.reaping.tree import Process, descendants, describe, processes, read_process
+from phalanx.run.executor.reaping.tree import children_of_this, descendants, describe, processes, read_process
 from phalanx.run.executor.reaping.ways import ByGroup, ByNamespace, BySubreaper, Way
 
 WAYS = ("cgroup", "pid-namespace", "subreaper")
@@ -118,10 +118,9 @@ class Reaper:
     def reap(self) -> None:
         """Let ended orphans go that have become children of this process; to be called now and then."""
         with self._turn:
-            table = processes()
-            mine = self._known_roots(table) | self._own.keys()  # whoever has started these waits for them
-            for process in table.values():
-                if process.parent == os.getpid() and process.state == "Z" and process.pid not in mine:
+            mine = self._known_roots() | self._own.keys()  # whoever has started these waits for them
+            for process in children_of_this():
+                if process.state == "Z" and process.pid not in mine:
                     with suppress(ChildProcessError):
                         os.waitpid(process.pid, os.WNOHANG)
 
@@ -138,24 +137,29 @@ class Reaper:
         with self._turn:
             return strike(self.way, lambda pids: self._spared(pids, spare_roots=spare_roots), self._helpers())
 
-    def _known_roots(self, table: Mapping[int, Process]) -> set[int]:
+    def _known_roots(self) -> set[int]:
         """Roots that are there still; the others are forgotten."""
-        found = {pid for pid, began in self._roots.items() if pid in table and table[pid].started_ticks == began}
-        self._roots = {pid: self._roots[pid] for pid in found}
-        return found
+        found = {pid: read_process(pid) for pid in self._roots}
+        self._roots = {
+            pid: process.started_ticks
+            for pid, process in found.items()
+            if process is not None and process.started_ticks == self._roots[pid]
+        }
+        return set(self._roots)
 
     def _spared(self, members: Set[int], *, spare_roots: bool) -> set[int]:
         """Those of `members` that live: roots; and keepers, which are let out for good."""
-        table = processes()
-        keepers = keepers_among(members, table, self.environ)
+        found = (read_process(pid) for pid in members)
+        table = {process.pid: process for process in found if process is not None}
+        keepers = keepers_among(table, self.environ)
         for pid in keepers:
             with suppress(OSError):
                 self.way.release(pid)
-        return (self._known_roots(table) & members if spare_roots else set()) | keepers
+        return (self._known_roots() & members if spare_roots else set()) | keepers
 
     def _helpers(self) -> set[int]:
         own = {pid for pid, process in self._own.items() if process.returncode is None}
-        return own | descendants(processes(), own)
+        return own | descendants(processes(), own) if own else own
 
 
 def choose_way(report: Callable[[str], None], *, name: str, ways: Sequence[str] = WAYS) -> Way:

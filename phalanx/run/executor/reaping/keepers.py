@@ -10,36 +10,33 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from phalanx.checkpoint.keeper.start import VARIABLE
-from phalanx.run.executor.reaping.tree import PROC, Process, descendants
+from phalanx.run.executor.reaping.tree import PROC, Process, descendants, read_process
 
 _LISTENS = 1 << 16  # __SO_ACCEPTCON, as /proc/net/unix shows it
 
 
-def keepers_among(pids: Iterable[int], table: Mapping[int, Process], environ: Mapping[str, str]) -> set[int]:
-    """The keepers, and what they have started, among `pids`.
+def keepers_among(table: Mapping[int, Process], environ: Mapping[str, str]) -> set[int]:
+    """The keepers, and what they have started, among the processes of `table`.
 
     Args:
-        table: all processes.
         environ: of the job, which may say where its keepers listen.
     """
-    among = set(pids)
-    detached = [pid for pid in among if _is_detached(pid, table)]
+    detached = [pid for pid, process in table.items() if _is_detached(process)]
     inodes = _listening(environ) if detached else set()
     found = {pid for pid in detached if inodes and inodes & _sockets(pid)}
-    return (found | descendants(table, found)) & among
+    return found | descendants(table, found)
 
 
-def _is_detached(pid: int, table: Mapping[int, Process]) -> bool:
+def _is_detached(process: Process) -> bool:
     """Whether it is in a session whose leader has gone."""
-    process = table.get(pid)
-    if process is None or process.session == pid:
+    if process.session == process.pid:
         return False
-    leader = table.get(process.session)
+    leader = read_process(process.session)
     return leader is None or not leader.is_alive
 
 

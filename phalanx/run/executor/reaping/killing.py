@@ -40,11 +40,10 @@ def strike(way: Way, spared: Callable[[Set[int]], Set[int]], own: Set[int]) -> s
         spared: which of these, all that is held, shall live.
         own: see `Way.members`.
     """
-    with way.frozen(own):  # even if none is seen: one that forks and ends all the time is not, unless it stands
-        members = way.members(own)
+    with way.frozen(own) as members:  # even if none is seen: what forks and ends all the time is not, unless it stands
         safe = spared(members) & members
         victims = members - safe
-        if way.members(own) & safe or not way.kill_rest():  # keepers may have been let out, and be no members any more
+        if victims and not way.kill_rest(safe):
             _kill_each(victims)
     return victims
 

@@ -14,6 +14,7 @@ from pathlib import Path
 PROC = Path("/proc")
 
 _GONE = "ZXx"
+_STAT_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,15 @@ class Process:
 def read_process(pid: int, proc: Path = PROC) -> Process | None:
     """Look at one process; None where there is none."""
     try:
-        content = (proc / str(pid) / "stat").read_bytes()
+        descriptor = os.open(f"{proc}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)  # hundreds are read: no file object
     except OSError:
         return None
-    return parse_stat(content)
+    try:
+        return parse_stat(os.read(descriptor, _STAT_BYTES))
+    except OSError:  # it has gone meanwhile
+        return None
+    finally:
+        os.close(descriptor)
 
 
 def parse_stat(content: bytes) -> Process | None:
@@ -79,6 +85,18 @@ def processes(proc: Path = PROC) -> dict[int, Process]:
         pids = [int(entry.name) for entry in entries if entry.name.isdigit()]
     found = (read_process(pid, proc) for pid in pids)
     return {process.pid: process for process in found if process is not None}
+
+
+def children_of_this() -> list[Process]:
+    """The children of this process, zombies included."""
+    pids: set[int] = set()
+    try:
+        for task in Path("/proc/self/task").iterdir():
+            pids.update(int(pid) for pid in (task / "children").read_text().split())
+    except OSError:  # a kernel without these files
+        return [process for process in processes().values() if process.parent == os.getpid()]
+    found = (read_process(pid) for pid in pids)
+    return [process for process in found if process is not None]
 
 
 def descendants(table: Mapping[int, Process], roots: Iterable[int]) -> set[int]:

@@ -56,15 +56,15 @@ class Way(ABC):
         """
 
     @abstractmethod
-    def frozen(self, own: Set[int]) -> AbstractContextManager[None]:
-        """A context in which nothing that is held runs, as far as the kernel can see to that."""
+    def frozen(self, own: Set[int]) -> AbstractContextManager[set[int]]:
+        """A context in which nothing that is held runs, as far as the kernel can see to that; gives the members."""
 
     def release(self, pid: int) -> None:
         """A process is to live longer than this executor."""
         return
 
-    def kill_rest(self) -> bool:
-        """Kill all that is held at one stroke, if that can be done; False: it cannot."""
+    def kill_rest(self, safe: Set[int]) -> bool:
+        """Kill all that is held at one stroke, if that can be done and spares these; False: it cannot."""
         return False
 
     def close(self) -> None:
@@ -97,11 +97,11 @@ class ByGroup(Way):
         return {pid for pid in self._group.pids() if _is_alive(pid)}
 
     @contextmanager
-    def frozen(self, own: Set[int]) -> Iterator[None]:
+    def frozen(self, own: Set[int]) -> Iterator[set[int]]:
         """By the freezer."""
         self._group.freeze()
         try:
-            yield
+            yield self.members(own)
         finally:
             self._group.thaw()
 
@@ -109,9 +109,9 @@ class ByGroup(Way):
         """Move it out."""
         self._group.put_out(pid)
 
-    def kill_rest(self) -> bool:
-        """By ``cgroup.kill``."""
-        return self._group.kill()
+    def kill_rest(self, safe: Set[int]) -> bool:
+        """By ``cgroup.kill``, unless one of these is still in the group."""
+        return not safe & self._group.pids() and self._group.kill()
 
     def close(self) -> None:
         """Remove the group."""
@@ -122,16 +122,15 @@ class _BySignals(Way):
     """What has no freezer is halted with SIGSTOP."""
 
     @abstractmethod
-    def _stop(self, own: Set[int]) -> dict[int, Process]:
-        """Halt all; returns those that ran before, as they were found."""
+    def _stop(self, own: Set[int], stopped: dict[int, Process]) -> set[int]:
+        """Halt all; returns the members, and adds those that ran before to `stopped`."""
 
     @contextmanager
-    def frozen(self, own: Set[int]) -> Iterator[None]:
+    def frozen(self, own: Set[int]) -> Iterator[set[int]]:
         """By SIGSTOP; what is not killed meanwhile goes on, unless it was stopped before."""
         stopped: dict[int, Process] = {}
         try:
-            stopped = self._stop(own)
-            yield
+            yield self._stop(own, stopped)
         finally:
             for process in stopped.values():
                 with suppress(PermissionError):
@@ -148,16 +147,20 @@ class ByNamespace(_BySignals):
 
     def members(self, own: Set[int]) -> set[int]:
         """All but this process and its helpers."""
-        table = processes()
+        return self._among(processes(), own)
+
+    def _among(self, table: dict[int, Process], own: Set[int]) -> set[int]:
         mine = own | descendants(table, own) | {os.getpid()}
         return {pid for pid, process in table.items() if pid not in mine and process.is_alive}
 
-    def _stop(self, own: Set[int]) -> dict[int, Process]:
+    def _stop(self, own: Set[int], stopped: dict[int, Process]) -> set[int]:
         assert os.getpid() == 1  # else it would be every process of this user
         before = {pid for pid, process in processes().items() if process.state == "T"}
         with suppress(ProcessLookupError):
             os.kill(-1, signal.SIGSTOP)  # all at once: also what is being forked at this moment
-        return {pid: process for pid, process in processes().items() if pid != 1 and pid not in before}
+        table = processes()
+        stopped |= {pid: process for pid, process in table.items() if pid != 1 and pid not in before}
+        return self._among(table, own)
 
 
 class BySubreaper(_BySignals):
@@ -181,12 +184,12 @@ class BySubreaper(_BySignals):
             process.group for process in below if not process.is_alive
         }
 
-    def _stop(self, own: Set[int]) -> dict[int, Process]:
+    def _stop(self, own: Set[int], stopped: dict[int, Process]) -> set[int]:
         """Stop whole process groups, which catches those that are forking, until all stand and no new one is found.
 
         One that forks and ends all the time is hardly ever seen, but the zombies that it leaves show its group.
         """
-        stopped: dict[int, Process] = {}
+        found: dict[int, Process] = {}
         for number in range(_ROUNDS):
             found, zombies = self._look(own)
             new = {pid: process for pid, process in found.items() if pid not in stopped and process.state != "T"}
@@ -195,7 +198,7 @@ class BySubreaper(_BySignals):
             stopped |= new
             self._signal(new, zombies, own)
             time.sleep(_POLL_S)
-        return stopped
+        return set(found)
 
     def _signal(self, new: dict[int, Process], groups: set[int], own: Set[int]) -> None:
         # Whatever else is in a group of a descendant descends from this process too, but for the groups of these.
