@@ -38,6 +38,8 @@ HOST = "PHALANX_HOST"
 
 Act = Callable[[], None]
 
+_TAKES_OVER = 16  # more steps of other optimizers than this without one of the first: it is used no longer
+
 
 WhenImported = Callable[[str, Callable[[Any], Any]], Any]
 
@@ -118,7 +120,7 @@ class Injection:
         self._alarms = Alarms()
         self._begun: dict[int, Begun] = {}
         self._acts: dict[int, Act | None] = {}
-        self._own_steps = 0
+        self._own_steps = self._others_steps = 0
         self._step = 0
         self._around = Surroundings(rank=rank, seed=agenda.seed, step=lambda: self._step)
 
@@ -142,12 +144,16 @@ class Injection:
                 self._alarms.add(order.delay_s, self._later(order, BELOW_THE_SCRIPT), BELOW_THE_SCRIPT)
 
     def _after_optimizer(self, optimizer: Any, spot: Spot) -> list[Act]:
-        """What is due after a step of `optimizer`; only the first one that is seen counts steps."""
-        if self._around.optimizer is None:
+        """What is due after a step of `optimizer`; the first one counts steps, until another makes many without it."""
+        if self._around.optimizer is None and any(order.phase == "checkpoint" for order in self._orders):
+            wrap_checkpoints(self._in_checkpoint)
+        if self._around.optimizer is not optimizer:
+            self._others_steps += 1
+            if self._around.optimizer is not None and self._others_steps <= _TAKES_OVER:
+                return []
             self._around.optimizer = optimizer
-            if any(order.phase == "checkpoint" for order in self._orders):
-                wrap_checkpoints(self._in_checkpoint)
-        return self._after_step(training_step(optimizer), spot) if optimizer is self._around.optimizer else []
+        self._others_steps = 0
+        return self._after_step(training_step(optimizer), spot)
 
     def _after_step(self, step: int | None, spot: Spot) -> list[Act]:
         self._own_steps += 1

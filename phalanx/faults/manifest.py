@@ -174,7 +174,7 @@ class Manifest(Config):
     id: str = Field(
         pattern=r"^[a-z0-9][a-z0-9-]{0,99}$", description="a name for files: small letters, digits, hyphens"
     )
-    seed: int = Field(ge=0, lt=2**63, description="out of which the case was made, and of its training")
+    seed: int = Field(ge=0, lt=2**63, description="of the case, not of its training")
     cluster: Cluster = Field(default_factory=Cluster, description="what it runs on")
     steps: int = Field(60, ge=1, description="optimizer steps of the whole training")
     incidents: tuple[Incident, ...] = Field((), description="what goes wrong; empty: a healthy run")

@@ -21,7 +21,7 @@ from phalanx.faults.inject import HOST, VARIABLE
 from phalanx.faults.kinds import KINDS
 from phalanx.faults.manifest import Cluster, Incident, Lasts, Manifest, Place, When
 
-GUARD_S = 60.0
+GUARD_S = 180.0
 
 PLAIN_LOOP = """\
 import threading

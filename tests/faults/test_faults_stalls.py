@@ -140,6 +140,19 @@ def test_the_steps_of_a_restored_optimizer_count_on(folder: Path) -> None:
     assert job.records[0].step == 42
 
 
+def test_of_several_optimizers_one_counts_until_it_is_used_no_longer(folder: Path) -> None:
+    loop = TORCH_LOOP.replace(
+        "    for step",
+        "    for other in [torch.optim.SGD(model.parameters(), lr=0.0) for _ in range(2)]:\n"
+        "        for _ in range(20):\n            other.step()\n            print('other', flush=True)\n    for step",
+    ).replace("AdamW", "SGD")
+    # 20 of the first; of the second the 17th takes over; 4 until its end; of the third again the 17th would
+    job = Job(folder, loop, "optimizer").prepare(incident("exit", when={"step": 22}))
+    code, out, err = job.run()
+    assert (code, err) == (1, "")
+    assert out.splitlines() == ["other"] * 37
+
+
 def test_torch_may_be_imported_later_by_the_script(folder: Path) -> None:
     before = "from phalanx.launch.hooks import when_imported"
     loop = "import sys\nassert 'torch' not in sys.modules\n" + TORCH_LOOP
