@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import re._parser as parser
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -203,3 +205,10 @@ def test_what_is_remembered_has_a_limit(said: list[tuple[int, str]]) -> None:
     for index, (rank, line) in enumerate(said):
         watcher.look(rank, line, float(index))
         assert len(watcher._said) <= 3
+
+
+def test_judges_do_not_load_torch() -> None:
+    names = ["limits", "rules", "slow", "stack_text", "still", "suspects", "traffic", "user_code"]
+    imports = "; ".join(f"import phalanx.run.judge.{name}" for name in names)
+    code = f"import sys; {imports}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

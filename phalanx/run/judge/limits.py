@@ -67,28 +67,6 @@ class Standing:
     why: str
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """The newest report of a rank.
-
-    Attributes:
-        at_s: when it came.
-        step_s: when its last step ended, or its attempt began.
-        progress_s: the same, or when its phase began, if that is later.
-    """
-
-    worker: WorkerState
-    at_s: float
-    step_s: float
-    progress_s: float
-
-    def allowed_s(self, now_s: float, phase_s: float) -> float:
-        """For how long from now on the rank's phase excuses it; not positive: it does not."""
-        worker = self.worker
-        wanted = worker.expects_s or (phase_s if worker.phase not in ORDINARY_PHASES else 0.0)
-        return wanted - worker.phase_age_s - (now_s - self.at_s) if wanted > 0 else 0.0
-
-
 class StepJudge:
     """Progress of one attempt, from what its ranks report.
 
@@ -100,8 +78,11 @@ class StepJudge:
     def __init__(self, attempt: int, now_s: float, config: LimitConfig | None = None) -> None:
         self.attempt = attempt
         self._config = config or LimitConfig()
-        self._began_s = now_s
-        self._seen: dict[int, _Seen] = {}
+        self._step_of: dict[int, int] = {}
+        self._pauses: dict[int, tuple[float, str]] = {}
+        """Until when a rank's phase excuses the job, and its name."""
+        self._step_s = self._progress_s = now_s
+        """When any rank's last step ended, and the same or when a phase began, if that is later."""
         self._front = -1
         self._front_s = now_s
         self._steps = 0
@@ -126,34 +107,44 @@ class StepJudge:
         """Take in what some ranks report, such as those of one heartbeat."""
         if attempt != self.attempt:
             return
+        step_of, pauses = self._step_of, self._pauses  # this is done for every rank once a second
         for worker in workers:
-            before = self._seen.pop(worker.rank, None)
+            rank, step = worker.rank, worker.step
+            before = step_of.get(rank)
+            if before != step:
+                step_of[rank] = step
+                if worker.last_step_s > 0 if before is None else step > before:
+                    at_s = now_s - worker.step_age_s
+                    if at_s > self._step_s:
+                        self._step_s = at_s
+                if step > self._front:
+                    self._advance(worker, max(now_s - worker.step_age_s, self._front_s))
             if worker.state == "ended":
-                continue
-            seen = self._look(before, worker, now_s)
-            self._seen[worker.rank] = seen
-            self._was_excused |= seen.allowed_s(now_s, self._config.phase_s) > 0
-            if worker.step > self._front:
-                self._advance(seen)
+                step_of.pop(rank, None)
+                pauses.pop(rank, None)
+            elif worker.phase not in ORDINARY_PHASES or worker.expects_s > 0 or rank in pauses:
+                self._look_for_pause(worker, now_s)
+        self._progress_s = max(self._progress_s, self._step_s)
 
-    def _look(self, before: _Seen | None, worker: WorkerState, now_s: float) -> _Seen:
-        step_s, progress_s = (before.step_s, before.progress_s) if before else (self._began_s, self._began_s)
-        if worker.last_step_s > 0 if before is None else worker.step > before.worker.step:
-            step_s = max(step_s, now_s - worker.step_age_s)
-        if worker.phase:
-            progress_s = max(progress_s, now_s - worker.phase_age_s)
-        return _Seen(worker, now_s, step_s, max(progress_s, step_s))
+    def _look_for_pause(self, worker: WorkerState, now_s: float) -> None:
+        wanted_s = worker.expects_s or (0.0 if worker.phase in ORDINARY_PHASES else self._config.phase_s)
+        began_s = now_s - worker.phase_age_s
+        self._progress_s = max(self._progress_s, began_s)
+        if wanted_s > 0:
+            self._pauses[worker.rank] = (began_s + wanted_s, worker.phase)
+            self._was_excused |= began_s + wanted_s > now_s
+        else:
+            self._pauses.pop(worker.rank, None)
 
-    def _advance(self, seen: _Seen) -> None:
+    def _advance(self, worker: WorkerState, at_s: float) -> None:
         """Steps that no rank had done before; the first one of the attempt is longer than others."""
-        worker = seen.worker
         new = worker.step - max(self._front, 0)
         if worker.last_step_s > 0:
             is_first = self._steps == 0 and new <= 1
             if not is_first and not self._was_excused:
-                self._learn(worker.last_step_s, seen.step_s - self._front_s, new)
+                self._learn(worker.last_step_s, at_s - self._front_s, new)
             self._steps += max(new, 1)
-        self._front, self._front_s = worker.step, seen.step_s
+        self._front, self._front_s = worker.step, at_s
         self._was_excused = False
         self._dismissed_s = 0.0
 
@@ -198,9 +189,8 @@ class StepJudge:
 
     def _pause(self, now_s: float) -> tuple[str, float] | None:
         """The phase that excuses the job for longest, and for how many seconds more."""
-        allowed = [(seen.allowed_s(now_s, self._config.phase_s), seen.worker.phase) for seen in self._seen.values()]
-        left_s, phase = max(allowed, default=(0.0, ""))
-        return (phase or "a pause", left_s) if left_s > 0 else None
+        until_s, phase = max(self._pauses.values(), default=(now_s, ""))
+        return (phase or "a pause", until_s - now_s) if until_s > now_s else None
 
     def _limit_s(self) -> float:
         config, usual_s = self._config, self.usual_s
@@ -217,9 +207,8 @@ class StepJudge:
     def _exceeded_patience_s(self, now_s: float) -> float | None:
         """The patience, if it is exceeded; where no rank has reported a step, it has no end."""
         patience_s = max(self._config.patience_s, 5 * self._recurring_s)
-        quiet_s = min((now_s - seen.step_s for seen in self._seen.values()), default=0.0)
-        return patience_s if self._steps and quiet_s > patience_s else None
+        return patience_s if self._steps and now_s - self._step_s > patience_s else None
 
     def _quiet_s(self, now_s: float) -> float:
         """Since any rank made a step, changed its phase, or was started."""
-        return min([now_s - self._began_s, *(now_s - seen.progress_s for seen in self._seen.values())])
+        return now_s - self._progress_s
