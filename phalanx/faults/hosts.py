@@ -173,6 +173,22 @@ def full_disk(folder: Path) -> Iterator[None]:
         filler.unlink()
 
 
+def is_time(incident: Incident, attempt: int, step: int, *, is_saving: bool = False) -> bool:
+    """Whether an incident from outside is due, as far as can be seen from outside; its `delay_s` comes on top.
+
+    Args:
+        attempt: the present one, from 1.
+        step: the last one that was reported.
+        is_saving: a rank says that it is in a checkpoint.
+    """
+    when = incident.when
+    if attempt < when.attempt:
+        return False
+    if when.phase in ("start", "recovery"):
+        return True
+    return step >= when.step and (is_saving or when.phase == "step")
+
+
 @contextmanager
 def happen(incident: Incident, machines: Sequence[Machine], driver: int) -> Iterator[None]:
     """An incident that is not a worker's own, on all its places; what can be undone is, when the ``with`` ends.

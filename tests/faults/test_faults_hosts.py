@@ -29,6 +29,7 @@ from phalanx.faults.hosts import (
     NotDoneError,
     full_disk,
     happen,
+    is_time,
     kill,
     kill_host,
     link_down,
@@ -296,6 +297,26 @@ def test_incidents_happen_where_they_should(tmp_path: Path) -> None:
             assert driver.wait(GUARD_S) == -signal.SIGKILL
         with happen(outside("host-killed", "hosts", (0,)), machines, driver.pid):
             assert one.wait(GUARD_S) == -signal.SIGKILL
+
+
+TIMES: list[tuple[dict[str, Any], int, int, bool, bool]] = [
+    ({"step": 5}, 1, 4, False, False),
+    ({"step": 5}, 1, 5, False, True),
+    ({"step": 5}, 1, 9, True, True),
+    ({"step": 5, "attempt": 2}, 1, 9, False, False),
+    ({"step": 5, "phase": "checkpoint"}, 1, 5, False, False),
+    ({"step": 5, "phase": "checkpoint"}, 1, 4, True, False),
+    ({"step": 5, "phase": "checkpoint"}, 1, 6, True, True),
+    ({"phase": "start"}, 1, -1, False, True),
+    ({"phase": "recovery", "attempt": 2}, 1, 9, False, False),
+    ({"phase": "recovery", "attempt": 2}, 2, -1, False, True),
+]
+
+
+@pytest.mark.parametrize(("when", "attempt", "step", "is_saving", "due"), TIMES)
+def test_when_it_is_time(when: dict[str, Any], attempt: int, step: int, is_saving: bool, due: bool) -> None:
+    incident = outside("driver-killed", "driver").model_copy(update={"when": When(**when)})
+    assert is_time(incident, attempt, step, is_saving=is_saving) is due
 
 
 def test_what_did_not_happen_is_an_error() -> None:
