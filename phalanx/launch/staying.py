@@ -25,6 +25,9 @@ from phalanx.launch.line import Line, LineGoneError
 from phalanx.launch.messages import Broken, Exited, Kill, Of, Over, Prepare, Prepared, RankSpec, SendTo, Spawn, Spawned
 from phalanx.launch.template import POLL_S, import_all
 
+# What every rank of a script would import else.
+_OF_RANKS = ("phalanx.launch.script",)
+
 
 def serve_staying(launcher_fd: int, launcher: int) -> None:
     """Serve the process `launcher`, at the other end of the socket `launcher_fd`, until it hangs up."""
@@ -48,7 +51,7 @@ def _prepare(prepare: Prepare) -> Prepared:
     """Import everything as the script would."""
     sys.path.insert(0, prepare.path_entry)
     sys.argv[:] = prepare.argv
-    import_all(prepare.modules)
+    import_all((*_OF_RANKS, *prepare.modules))
     fork_refused = why_not_fork(sys.modules)
     refused = import_learnt(prepare.learnt) if fork_refused is None else []
     if fork_refused is None and not refused and why_not_fork(sys.modules) is not None:

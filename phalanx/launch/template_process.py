@@ -50,6 +50,7 @@ class TemplateProcess:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._hear, self._gone = hear, gone
+        self.tried = frozenset(prepare.learnt)
         self.ready: asyncio.Future[Prepared] = self._loop.create_future()
         self._spawned: dict[int, asyncio.Future[Spawned]] = {}
         self._over: dict[int, asyncio.Future[None]] = {}

@@ -22,7 +22,7 @@ from phalanx.launch.learning import changed
 from phalanx.launch.messages import Exited, Learnt, Of, Over, Prepare, RankSpec, Returned
 from phalanx.launch.script import Script
 from phalanx.launch.store import STORE_MODULE
-from phalanx.launch.template_process import TemplateGoneError, TemplateProcess
+from phalanx.launch.template_process import TemplateProcess
 
 PRELOAD = ("torch", "torch.distributed", STORE_MODULE)
 """What nearly every script imports, and what the process of the store needs."""
@@ -70,6 +70,7 @@ class WarmTemplate:
     _building: asyncio.Task[TemplateProcess] | None = None
     _processes: list[TemplateProcess] = field(default_factory=list)
     _owners: dict[int, TemplateProcess] = field(default_factory=dict)
+    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
     _said: dict[int, list[str]] = field(default_factory=dict)
     _refused: set[str] = field(default_factory=set)
 
@@ -142,31 +143,28 @@ class WarmTemplate:
 
         Files that keep changing while they are imported are left to new Pythons.
         """
-        for _ in range(_TRIES):
-            await self._take_built()
-            assert self._current is not None
-            stamps = (await self._current.ready).stamps
-            if not await asyncio.to_thread(changed, stamps):
-                return self._current, True
-            self._replace(None)
-        await self._take_built()
-        assert self._current is not None
-        return self._current, False
+        async with self._one_at_a_time:
+            for _ in range(_TRIES):
+                process = await self._newest()
+                if not await asyncio.to_thread(changed, process.ready.result().stamps):
+                    return process, True
+                self._replace(None)
+            return await self._newest(), False
 
-    async def _take_built(self) -> None:
-        """Have a current process: the newest that is ready; one is waited for only where there is none at all."""
+    async def _newest(self) -> TemplateProcess:
+        """The newest process that is ready; one is waited for only where there is none at all."""
         if self._current is not None and self._current.is_gone:
             self._current = None
         if self._building is None and self._current is None:
             self._build()
-        if self._building is None or (self._current is not None and not self._building.done()):
-            return
-        building, self._building = self._building, None
-        try:
-            self._replace(await building)
-        except (UserError, TemplateGoneError):
-            if self._current is None:
-                raise
+        building = self._building
+        if building is not None and (self._current is None or building.done()):
+            await asyncio.wait([building])  # whoever waits may give up; the process is built all the same
+            self._building = None
+            if self._current is None or building.exception() is None:
+                self._replace(building.result())
+        assert self._current is not None
+        return self._current
 
     def _replace(self, process: TemplateProcess | None) -> None:
         if self._current is not None:
@@ -179,7 +177,9 @@ class WarmTemplate:
     async def _built(self) -> TemplateProcess:
         """A process that imports as much of what was learnt as does no harm."""
         for number in range(_TRIES):
-            learnt = [name for name in self.learnt if name not in self._refused] if number < _TRIES - 1 else []
+            if number == _TRIES - 1:
+                self._refused.update(self.learnt)
+            learnt = [name for name in self.learnt if name not in self._refused]
             process = self._start(learnt)
             try:
                 refused = (await process.ready).refused
@@ -225,10 +225,12 @@ class WarmTemplate:
         if new and self.learns:
             self.learnt = [*self.learnt, *new]
             self.has_learnt(self.learnt)
-            if self.forks and self._building is None and self._can_fork(attempt):
-                self._build()
+        if self.learns and self._building is None and self._could_have(attempt, said):
+            self._build()
 
-    def _can_fork(self, attempt: int) -> bool:
-        """Whether what is learnt is of use: the template of this attempt can be forked."""
+    def _could_have(self, attempt: int, names: Sequence[str]) -> bool:
+        """Whether another template could have imported some of `names` that the one of this attempt did not try."""
         process = self._owners.get(attempt)
-        return process is not None and not process.is_gone and process.ready.result().fork_refused is None
+        if not self.forks or process is None or process.is_gone or process.ready.result().fork_refused is not None:
+            return False
+        return bool(set(names) - self._refused - process.tried)
