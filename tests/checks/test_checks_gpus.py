@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -162,4 +161,3 @@ def test_the_process_that_asks_answers_here(tmp_path: Path) -> None:
         assert all(isinstance(gpu, Gpu) for gpu in asked.read())
     except NoGpusError as absent:
         assert "NVML" in str(absent)
-    assert "pynvml" not in sys.modules
