@@ -37,6 +37,7 @@ class SimHost:
         is_cut: its executor cannot reach the driver, nor can it be reached; its workers go on.
         hung: ranks that stand still.
         mute: messages that it never answers, by name of the action.
+        unheard: ends of ranks that the driver could not hear of yet.
     """
 
     name: str
@@ -51,6 +52,7 @@ class SimHost:
     fails_store: str = ""
     stuck: tuple[int, ...] = ()
     mute: set[str] = field(default_factory=set)
+    unheard: list[ev.WorkerFailed] = field(default_factory=list)
 
 
 @dataclass
@@ -227,6 +229,9 @@ class World:
         self.saved_step = self.base_step // self.resumes_every * self.resumes_every if self.resumes_every else 0
 
     def _make_steps(self, attempt: int) -> None:
+        if not self.has_driver:  # heartbeats say it again once there is a driver
+            self.at(0.5, lambda: self._make_steps(attempt))
+            return
         placement = [self.hosts[name] for name in self.state.placement]
         whole = all(h.is_alive and h.attempt == attempt and h.ranks and not h.hung for h in placement)
         if not whole or attempt != self.state.attempt:
@@ -274,7 +279,16 @@ class World:
         if host is None or host.attempt != attempt or rank not in host.ranks or rank in host.hung:
             return
         host.ranks.remove(rank)
-        self._answer(host, 0.01, lambda now: _at(event, now))
+
+        def tell() -> None:
+            if not host.is_alive:
+                return
+            if self.has_driver and not host.is_cut:
+                self.deliver(_at(event, self.now_s))
+            else:  # an executor keeps the ends of ranks until the driver has heard them
+                host.unheard.append(event)
+
+        self.at(0.01 + NETWORK_S, tell)
 
     def hang(self, rank: int) -> None:
         """A rank stands still, and with it all others."""
@@ -285,7 +299,14 @@ class World:
 
     def _notice_hang(self, attempt: int) -> None:
         limit = self.speeds.hang_limit
-        self.at(limit, lambda: self.deliver(ev.NoProgress(self.now_s, attempt, limit, limit)))
+
+        def notice() -> None:
+            if self.has_driver:
+                self.deliver(ev.NoProgress(self.now_s, attempt, limit, limit))
+            else:
+                self._notice_hang(attempt)
+
+        self.at(limit, notice)
 
     def lose_host(self, name: str, says_why: str = "power") -> None:
         """A host is gone, with all that ran there; the back end says so (or, without words, does not)."""
@@ -330,6 +351,9 @@ class World:
         if host.is_alive and not host.is_cut:
             running = tuple(host.ranks)
             self.deliver(ev.HostJoined(self.now_s, host.name, host.rack, host.attempt, running))
+            unheard, host.unheard = host.unheard, []
+            for event in unheard:
+                self.deliver(_at(event, self.now_s))
 
     # What executors and the back end do when told
 

@@ -279,6 +279,24 @@ def test_a_fault_that_stays_with_a_group_evicts_the_hosts_of_the_group():
     assert "c" in evicted and "d" in evicted and len(evicted) == 3
 
 
+def test_if_many_hosts_fail_their_checks_at_once_the_check_may_be_at_fault_and_few_are_evicted():
+    world = World(Job("j", 16), Policy(give_up_s=0))
+    world.run_until(running)
+    for attempt in (2, 3):
+        for rank in range(16):
+            world.deliver(
+                ev.WorkerFailed(world.now_s, attempt - 1, rank, "raised", "network", "Connection closed", True)
+            )
+        if attempt == 3:
+            for host in world.hosts.values():
+                host.fails_checks = "storage does not answer"
+            world.run_until(lambda w: w.state.phase == "waiting")
+        else:
+            world.run_until(attempt_runs(2))
+    assert sorted(world.states().values()).count("evicted") == 2
+    assert sorted(world.states().values()).count("gone") == 14
+
+
 # Hangs
 
 
@@ -535,6 +553,29 @@ def test_a_drained_host_leaves_when_a_spare_takes_its_place():
     world.bring("x")
     world.run_until(attempt_runs(2))
     assert last_start(world).placement == ("a", "x", "c", "d") and world.states()["b"] == "gone"
+
+
+def test_two_hosts_are_drained_one_by_one_as_replacements_come():
+    world = four_hosts(WAITS, spares=0)
+    for name in "bc":
+        world.deliver(ev.DrainAsked(world.now_s, name, "ada"))
+    world.bring("x")
+    world.run_for(60)
+    assert world.state.attempt == 2 and last_start(world).placement == ("a", "x", "c", "d")
+    world.bring("y")
+    world.run_for(60)
+    assert world.state.attempt == 3 and last_start(world).placement == ("a", "x", "y", "d")
+
+
+def test_a_drained_host_still_serves_when_another_is_lost_and_nothing_can_replace_both():
+    world = four_hosts(WAITS, spares=0)
+    world.deliver(ev.DrainAsked(world.now_s, "b", "ada"))
+    world.lose_host("d")
+    world.run_for(60)
+    assert world.state.phase == "waiting"
+    world.bring("x")
+    world.run_until(attempt_runs(2))
+    assert last_start(world).placement == ("a", "b", "c", "x") and world.states()["b"] == "draining"
 
 
 def test_an_evicted_host_leaves_at_once_and_comes_back_only_if_a_person_lets_it():

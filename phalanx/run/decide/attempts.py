@@ -30,7 +30,7 @@ def begin_if_possible(turn: Turn) -> bool:
         return False
     chosen = ready_hosts(state)
     if ready < size:
-        chosen = sorted([*chosen, *stopgap], key=lambda name: (state.hosts[name].rack, name))
+        chosen = sorted([*chosen, *stopgap[: size - ready]], key=lambda name: (state.hosts[name].rack, name))
     _open(turn, place(state.placement, chosen, size, state.hosts))
     return True
 

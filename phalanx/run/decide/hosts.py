@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.run.decide import attempts, faults, recovery
+from phalanx.run.decide import attempts, faults, ladder, recovery
 from phalanx.run.decide.actions import Check, Evict, Gather, OpenStore, Release, Stop
 from phalanx.run.decide.events import CheckFailed, CheckPassed, HostGone, HostJoined, HostUnknown, SlowHost
 from phalanx.run.decide.state import Failure, Host
@@ -126,9 +126,23 @@ def on_check_failed(turn: Turn, event: CheckFailed) -> None:
         turn.set_host(name, state="spare", why=why)
         turn.alert("warning", f"{why}; it would be evicted", name)
         return
+    if _fail_together(turn, name, why):
+        turn.note(f"{check.kind} check of {name}", f"not passed, as on many others: it is given back: {event.why}")
+        turn.alert("error", f"{why}; so have many others, so it is given back, not evicted", name)
+        turn.release(name, why)
+        return
     turn.note(f"{check.kind} check of {name}", f"not passed, so it is evicted: {event.why}")
     turn.alert("error", f"{why}; it is evicted", name)
     turn.evict(name, why)
+
+
+def _fail_together(turn: Turn, name: str, why: str) -> bool:
+    """Whether more hosts fail their checks in this recovery than can be at fault by themselves."""
+    found = turn.state.recovery
+    if found is None or name not in turn.state.awaited:
+        return False
+    recovery.learn(turn, evict={**found.evict, name: why})
+    return len(found.evict) >= ladder.most_to_blame(turn.state)
 
 
 def not_checked(turn: Turn, name: str) -> None:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from phalanx.run.decide import advice, brakes, endings, ladder, user_code
 from phalanx.run.decide.actions import Check, Gather, Stop
-from phalanx.run.decide.placement import can_spare, ready_hosts
+from phalanx.run.decide.placement import can_spare, count_ready, ready_hosts
 from phalanx.run.decide.policy import CheckKind
 from phalanx.run.decide.state import Cause, Ending, Failure, PendingCheck, Recovery, State
 from phalanx.run.decide.turn import Turn
@@ -237,7 +237,8 @@ def wait(turn: Turn) -> None:
 def let_leave(turn: Turn) -> None:
     """Give back hosts that are to leave, as many as can be replaced; only while no attempt has processes."""
     for host in turn.state.leaving:
-        if can_spare(turn.state, {host}):
+        staying = len(turn.state.leaving) - 1
+        if count_ready(turn.state) + staying >= turn.state.job.hosts or can_spare(turn.state, {host}):
             why = turn.state.hosts[host].leaves
             turn.note("driver", f"{host} is given back: {why}")
             turn.release(host, why)
