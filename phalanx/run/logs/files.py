@@ -74,12 +74,16 @@ def segments(folder: Path) -> list[Segment]:
 
 def written(rank: int, text: str, unix_s: float) -> str:
     """A line as it stands in a file."""
+    return f"{_prefix(rank, unix_s)}{text}\n"
+
+
+def _prefix(rank: int, unix_s: float) -> str:
     try:
         moment = datetime.fromtimestamp(unix_s, UTC)
     except (ValueError, OverflowError, OSError):  # of a clock that is beside itself
         moment = datetime.fromtimestamp(0, UTC)
     time = moment.isoformat(timespec="milliseconds")[:-6]
-    return f"{time}Z [rank {rank}] {text}\n"
+    return f"{time}Z [rank {rank}] "
 
 
 def parsed(raw: bytes, rank: int, attempt: int) -> Line:
@@ -116,10 +120,11 @@ class RankLog:
 
     def write(self, lines: Sequence[str], unix_s: float) -> None:
         """Append lines; what cannot be written is counted."""
-        texts = [written(self._rank, text, unix_s) for text in lines]
+        prefix = _prefix(self._rank, unix_s)
+        texts = [f"{prefix}{text}\n" for text in lines]
         if self._unsaid:
             note = f"[phalanx: {self._unsaid} lines could not be written: {self.problem}]"
-            texts.insert(0, written(self._rank, note, unix_s))
+            texts.insert(0, f"{prefix}{note}\n")
         try:
             self._append(texts)
             self.problem, self._unsaid = "", 0
