@@ -10,6 +10,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -90,6 +91,24 @@ def with_keeper(ready: Callable[[], object]) -> None:
     time.sleep(LIVES_S)
 
 
+def impostor(ready: Callable[[], object]) -> None:
+    """Has a socket at the keeper's address, as what is forked while a keeper is being started; the rank ends."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(os.environ["PHALANX_KEEPER"])
+        listener.listen()
+        daemon(ready)
+
+
+def in_name_only(ready: Callable[[], object]) -> None:
+    """Is started as a keeper is, but has no socket."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            ready()
+            program = f"import time; time.sleep({LIVES_S})  # phalanx.checkpoint.keeper.main"
+            os.execv(sys.executable, [sys.executable, "-S", "-c", program])
+
+
 RANKS = (plain, own_session, daemon, deaf, stopped, forking, hopping)
 
 
@@ -101,6 +120,7 @@ def template(fifo: str) -> None:
             if os.fork() == 0:
                 with suppress(BaseException):
                     descriptor = os.open(fifo, os.O_WRONLY)
+                    os.set_inheritable(descriptor, True)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     nothing = os.open(os.devnull, os.O_RDWR)
                     for standard in (0, 1):
@@ -172,6 +192,13 @@ def keeper(host: Host) -> dict:
     helper.kill()
     helper.wait()
     return found
+
+
+def false_keepers(host: Host) -> dict:
+    """What only looks like a keeper is killed."""
+    descriptor = host.fork("impostor", "in_name_only")
+    host.reaper.end_attempt(GUARD_S)
+    return {"gone": is_over(descriptor), "left": sorted(host.reaper.left())}
 
 
 def wait_with_helper(host: Host) -> dict:

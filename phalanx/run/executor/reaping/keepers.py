@@ -1,8 +1,8 @@
 """Which processes are keepers of checkpoints, which outlive the ranks that have started them. Linux, torch-free.
 
 A keeper is known by what only it has: the listening socket at an address in a folder that only this user can enter, in
-a session that nobody else is in and whose leader has gone. Its name counts for nothing. A rank that is about to start a
-keeper has that socket too, for a moment, but is in the session of its template.
+a session whose leader has gone, and by running the keeper's program. A rank that is about to start a keeper has that
+socket too, for a moment, and so have processes that it forks in this moment; but they run the rank's program.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from phalanx.checkpoint.keeper.start import VARIABLE
 from phalanx.run.executor.reaping.tree import PROC, Process, descendants, read_process
 
+_PROGRAM = b"phalanx.checkpoint.keeper.main"
 _LISTENS = 1 << 16  # __SO_ACCEPTCON, as /proc/net/unix shows it
 
 
@@ -26,7 +27,7 @@ def keepers_among(table: Mapping[int, Process], environ: Mapping[str, str]) -> s
     Args:
         environ: of the job, which may say where its keepers listen.
     """
-    detached = [pid for pid, process in table.items() if _is_detached(process)]
+    detached = [pid for pid, process in table.items() if _is_detached(process) and _runs_keeper(pid)]
     inodes = _listening(environ) if detached else set()
     found = {pid for pid in detached if inodes and inodes & _sockets(pid)}
     return found | descendants(table, found)
@@ -38,6 +39,14 @@ def _is_detached(process: Process) -> bool:
         return False
     leader = read_process(process.session)
     return leader is None or not leader.is_alive
+
+
+def _runs_keeper(pid: int) -> bool:
+    """Whether it was started as a keeper is: not enough to be one, for anybody can be started so."""
+    try:
+        return _PROGRAM in (PROC / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _listening(environ: Mapping[str, str]) -> set[str]:
