@@ -191,7 +191,7 @@ class World:
         self.state, self.has_driver = again, True
         self.deliver(ev.DriverRestarted(self.now_s))
         for host in self.hosts.values():
-            self.at(0.5, lambda host=host: self._join(host))
+            self.at(0.0005, lambda host=host: self._join(host))  # before anything else is heard of it
 
     def taken(self, *kinds: str) -> list[act.Action]:
         """Actions of these kinds so far."""

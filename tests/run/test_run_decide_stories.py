@@ -661,6 +661,20 @@ def test_a_driver_that_was_down_when_a_rank_died_learns_of_it_and_recovers():
     world.run_until(attempt_runs(2))
 
 
+def test_time_in_which_the_driver_was_down_counts_against_no_host():
+    world = four_hosts()
+    world.cut("a")
+    world.run_for(30)
+    world.kill(3)
+    world.run_until(lambda w: w.state.phase == "stopping")
+    world.stop_driver()
+    world.run_for(100)
+    world.hosts["a"].is_cut = False
+    world.restart_driver()
+    world.run_until(attempt_runs(2))
+    assert not world.taken("Release") and last_start(world).placement == ("a", "b", "c", "d")
+
+
 def test_a_driver_that_is_restarted_after_the_end_says_the_end_again():
     world = four_hosts()
     world.finish_work()

@@ -32,7 +32,7 @@ def _wait_anew(turn: Turn) -> None:
         "stopping": state.policy.stop_s + (state.policy.grace_s if state.ending is not None else 0.0),
     }
     if state.deadline_s is not None and state.phase in limits_s:
-        turn.set(deadline_s=turn.now_s + limits_s[state.phase])
+        turn.enter(state.phase, limits_s[state.phase], state.awaited)
     if state.lacking_since_s is not None:
         turn.set(lacking_since_s=turn.now_s)
     later = {
