@@ -256,8 +256,10 @@ print(sum(text.startswith("socket:") for text in names.values()), sum("pidfd" in
 
 
 def test_a_template_that_is_killed_takes_its_ranks_along_and_another_takes_its_place(tmp_path: Path) -> None:
+    """What ranks have started is left, and the executor's to end."""
+
     async def test() -> None:
-        async with host(tmp_path, WAITS) as here:
+        async with host(tmp_path, "import signal\nprint('up', flush=True)\nwhile True: signal.pause()\n") as here:
             attempt = await here.spawn(1)
             await attempt.line(0)
             pidfds = [os.pidfd_open(pid) for pid in attempt.pids.values()]
