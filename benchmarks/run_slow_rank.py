@@ -153,7 +153,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--only", help="cases whose name contains this")
     parser.add_argument("--lines", action="store_true", help="measure the rules for lines of logs instead")
+    parser.add_argument("--quick", action="store_true", help="one short run of one case, to see that it works")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.seeds, arguments.steps, arguments.only = 1, 200, CASES[0].name
     if arguments.lines:
         lines_per_second()
         return

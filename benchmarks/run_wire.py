@@ -70,7 +70,10 @@ def main() -> None:
     parser.add_argument("--contenders", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS))
     parser.add_argument("--seconds", type=float, default=20.0, help="measured, after 5 s that are not")
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="ours with a few hosts, to see that it works")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.counts, arguments.contenders, arguments.seconds = [20], ["ours"], 2.0
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     print(f"Python {platform.python_version()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start,")

@@ -27,8 +27,8 @@ LIMIT_S = 30.0  # generous: nothing here takes that long but what hangs, and tha
 
 NO_PY_SPY = Path("/no/such/py-spy")
 
-SLEEPS = "def wait_for_peer():\n  time.sleep(100)\nprint('ready', flush=True)\nwait_for_peer()"
-HOLDS_GIL = "def hold():\n  while True: ctypes.PyDLL(None).sleep(100)\nprint('ready', flush=True)\nhold()"
+SLEEPS = "def wait_for_peer():\n  print('ready', flush=True)\n  time.sleep(100)\nwait_for_peer()"
+HOLDS_GIL = "def hold():\n  print('ready', flush=True)\n  while True: ctypes.PyDLL(None).sleep(100)\nhold()"
 SPINS = "def spin():\n  print('ready', flush=True)\n  while True: pass\nspin()"
 
 

@@ -198,7 +198,7 @@ def _line(text: str) -> str:
 def _plain(text: str) -> str:
     """Text that Markdown shows as it is."""
     escaped = _SPECIAL.sub(r"\\\1", _line(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
-    return _AT_START.sub(r"\1\\\2", escaped)
+    return f"\\{escaped}" if escaped.startswith("#") else _AT_START.sub(r"\1\\\2", escaped)
 
 
 def _html(text: str) -> str:
