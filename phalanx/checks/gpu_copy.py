@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from phalanx.checks.contract import Check
 from phalanx.checks.gemm import best_time
+from phalanx.checks.gpus_needed import with_torch
 from phalanx.checks.host import Host
-from phalanx.checks.result import CheckResult, skipped
+from phalanx.checks.result import CheckResult
 from phalanx.checks.thresholds import copy_threshold, judge
 
 _NAME = "gpu-copy"
@@ -19,11 +19,10 @@ _ACTION = "compare the GPU's PCIe link with the others (lspci -vv, LnkSta): spee
 
 def run(host: Host) -> CheckResult:
     """Copy to and from each GPU in turn; the slowest one to copy to is judged."""
-    if not (host.proc / "driver/nvidia").exists():
-        return skipped(_NAME, "no NVIDIA driver on this host")
-    torch: Any = importlib.import_module("torch")  # by name: the rooms above do not know torch
-    if not torch.cuda.is_available():
-        return skipped(_NAME, "torch cannot use CUDA here")
+    return with_torch(_NAME, host, lambda torch: _measure(torch, host))
+
+
+def _measure(torch: Any, host: Host) -> CheckResult:
     rates = {index: _copy(torch, index) for index in range(torch.cuda.device_count())}
     slowest = min(rates, key=lambda index: rates[index][0])
     there, back = rates[slowest]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from phalanx.checks.contract import Check
+from phalanx.checks.gpus_needed import with_torch
 from phalanx.checks.host import Host
-from phalanx.checks.result import CheckResult, failed, skipped
+from phalanx.checks.result import CheckResult, failed
 from phalanx.checks.thresholds import gemm_threshold, judge
 
 _NAME = "gpu-gemm"
@@ -18,11 +18,10 @@ _ACTION = "compare clocks and heat with the other GPUs (nvidia-smi -q -d CLOCK,P
 
 def run(host: Host) -> CheckResult:
     """Multiply on each GPU in turn; the slowest one is judged."""
-    if not (host.proc / "driver/nvidia").exists():
-        return skipped(_NAME, "no NVIDIA driver on this host")
-    torch: Any = importlib.import_module("torch")  # by name: the rooms above do not know torch
-    if not torch.cuda.is_available():
-        return skipped(_NAME, "torch cannot use CUDA here")
+    return with_torch(_NAME, host, lambda torch: _measure(torch, host))
+
+
+def _measure(torch: Any, host: Host) -> CheckResult:
     rates, unstable = {}, []
     for index in range(torch.cuda.device_count()):
         seconds, same = _multiply(torch, torch.device("cuda", index))

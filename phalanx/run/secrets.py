@@ -278,20 +278,21 @@ def host_of(address: str) -> str:
     return address.partition(":")[0] if address.count(":") == 1 else address
 
 
-def require_tls_unless_loopback(address: str, tls: object | None) -> None:
+def require_tls_unless_loopback(address: str, tls: object | None, field: str = "run.listen") -> None:
     """Refuse to listen, or to send a token, where others could listen in.
 
     Args:
         tls: a context or files; None or False: none.
+        field: the setting that the address comes from, for the error.
 
     Raises:
         UserError: the address is not a loopback address and there is no TLS.
     """
     if not tls and not is_loopback(address):
         raise UserError(
-            "other hosts can reach this address, and there is no TLS",
-            cure="set run.tls.certificate and run.tls.key, or listen at 127.0.0.1",
-            field="run.listen",
+            "other hosts can reach this address, so it needs TLS",
+            cure="give a certificate and its key (run.tls.certificate, run.tls.key), or use 127.0.0.1",
+            field=field,
             value=address,
         )
 

@@ -94,8 +94,11 @@ def test_what_is_not_given_is_resolved() -> None:
         ('run.environment={RANK="1"}', "environment.RANK is set for each rank by phalanx run; remove it"),
         ('run.environment={MASTER_PORT="1"}', "environment.MASTER_PORT"),
         ('run.environment={PHALANX_TOKEN_FILE="/x"}', "environment.PHALANX_TOKEN_FILE"),
-        ("run.listen=0.0.0.0:7000", "no TLS; set run.tls.certificate and run.tls.key, or listen at 127.0.0.1"),
-        ('run.http="[::]:80"', "no TLS"),
+        (
+            "run.listen=0.0.0.0:7000",
+            r"needs TLS; give a certificate and its key \(run.tls.certificate, run.tls.key\), or use 127.0.0.1",
+        ),
+        ('run.http="[::]:80"', "needs TLS"),
         ('run.listen="127.0.0.1"', "is no address; write HOST:PORT"),
         ('run.listen="127.0.0.1:70000"', "is no address"),
         ('run.listen="http://127.0.0.1:80"', "is no address"),

@@ -14,6 +14,7 @@ from wire_helpers import JOB, TOKEN, Clock, ended, heartbeat, hello
 
 from phalanx.core.errors import UserError
 from phalanx.run import messages as m
+from phalanx.run.secrets import is_loopback, require_tls_unless_loopback
 from phalanx.run.wire import addresses, codec, door, frames, outbox, proof
 from phalanx.run.wire.addresses import Address
 from phalanx.run.wire.backoff import Backoff
@@ -161,13 +162,13 @@ def test_addresses_that_are_none_say_how_to_write_one(text):
                                               ("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("", False),
                                               ("localhost.example.com", False)])  # fmt: skip
 def test_loopback(host, is_one):
-    assert addresses.is_loopback(host) is is_one
+    assert is_loopback(host) is is_one
 
 
 def test_an_open_address_without_tls_is_refused_and_with_it_is_not():
     with pytest.raises(UserError, match=r"run.listen = '0.0.0.0': .* needs TLS; give a certificate"):
-        addresses.require_tls("0.0.0.0", None, "run.listen")
-    addresses.require_tls("0.0.0.0", ssl.create_default_context(), "run.listen")
+        require_tls_unless_loopback("0.0.0.0", None, "run.listen")
+    require_tls_unless_loopback("0.0.0.0", ssl.create_default_context(), "run.listen")
 
 
 def test_the_address_file_is_read_each_time(tmp_path):

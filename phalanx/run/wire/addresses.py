@@ -1,9 +1,7 @@
-"""Where the driver listens: how an address is written, what is loopback, and the file that tells executors."""
+"""Where the driver listens: how an address is written, and the file that tells executors."""
 
 from __future__ import annotations
 
-import ipaddress
-import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -38,25 +36,6 @@ def parse(text: str) -> Address:
             "not an address", cure="write host:port, or [host]:port for IPv6", field="driver address", value=text
         )
     return Address(host, int(port))
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it; of names, only ``localhost`` is taken to be."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def require_tls(host: str, context: ssl.SSLContext | None, field: str) -> None:
-    """Raise UserError when messages would go over a network in the clear."""
-    if context is None and not is_loopback(host):
-        raise UserError(
-            "an address that other machines reach needs TLS",
-            cure="give a certificate and its key, or use 127.0.0.1",
-            field=field,
-            value=host,
-        )
 
 
 def publish(path: Path, address: Address) -> None:

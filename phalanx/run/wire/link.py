@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from phalanx.core.errors import UserError
 from phalanx.run import messages
+from phalanx.run.secrets import require_tls_unless_loopback
 from phalanx.run.wire import addresses, codec, proof
 from phalanx.run.wire.addresses import Address
 from phalanx.run.wire.backoff import Backoff
@@ -182,7 +183,7 @@ class DriverLink:
     async def _try(self, target: Address) -> None:
         call = Call(self, target, secure=self._ssl is not None)
         try:
-            addresses.require_tls(target.host, self._ssl, "driver address")
+            require_tls_unless_loopback(target.host, self._ssl, "driver address")
             self._call = call
             ending = await call.made(self._ssl, self._server_name, CONNECT_S)
             if ending.code == codec.REPLACED and ending.by_peer and call.was_live:
@@ -211,5 +212,5 @@ class DriverLink:
 def _checked(where: str | Sequence[str], context: ssl.SSLContext | None) -> Where:
     texts = [where] if isinstance(where, str) else list(where)
     for text in texts:
-        addresses.require_tls(addresses.parse(text).host, context, "driver address")
+        require_tls_unless_loopback(addresses.parse(text).host, context, "driver address")
     return lambda: texts

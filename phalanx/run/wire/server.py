@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from phalanx.run import messages
-from phalanx.run.wire import addresses, codec, frames, proof
+from phalanx.run.secrets import require_tls_unless_loopback
+from phalanx.run.wire import codec, frames, proof
 from phalanx.run.wire.addresses import Address
 from phalanx.run.wire.channel import Channel, Ending, quiet_logger
 from phalanx.run.wire.codec import Answer, LiveMessage
@@ -70,7 +71,7 @@ class ExecutorServer:
         silence_s: float = SILENCE_S,
     ) -> None:
         proof.check_token(token)
-        addresses.require_tls(host, ssl, field)
+        require_tls_unless_loopback(host, ssl, field)
         self.token, self.job, self.clock = token, job, clock
         self.answers, self.frames = codec.Decoder(Answer), codec.Decoder(codec.FromExecutorFrame)
         self.logger = quiet_logger()
