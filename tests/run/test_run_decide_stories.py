@@ -9,7 +9,9 @@ from decide_helpers import Speeds, World, attempt_runs, ended, running
 
 from phalanx.run.decide import actions as act
 from phalanx.run.decide import events as ev
+from phalanx.run.decide.decide import decide
 from phalanx.run.decide.policy import Job, Policy
+from phalanx.run.decide.state import initial
 
 WAITS = Policy(give_up_s=0)
 
@@ -688,3 +690,19 @@ def test_a_driver_that_has_lost_its_journal_goes_above_the_attempts_that_executo
         host.attempt = 7
     world.run_until(running)
     assert world.state.attempt == 8
+
+
+def test_a_host_that_comes_back_when_time_is_over_hears_of_the_next_attempt_only() -> None:
+    state = initial(Policy(when_missing="shrink", replace_wait_s=0.0), Job("j", hosts=2))
+    for event in (ev.JobBegun(0.0), ev.HostJoined(1.0, "a"), ev.HostJoined(1.0, "b")):
+        state, _ = decide(state, event)
+    for name, check in list(state.checks.items()):
+        state, _ = decide(state, ev.CheckPassed(2.0, name, check.number))
+    for event in (ev.StoreOpened(3.0, 1, 2950), ev.Started(4.0, 1, "a"), ev.Running(5.0, 1, 1)):
+        state, _ = decide(state, event)
+    assert (state.phase, state.placement, state.awaited) == ("stopping", ("a",), ("a",))  # it grows to both
+    assert state.deadline_s is not None
+    after, actions = decide(state, ev.HostJoined(state.deadline_s, "a"))
+    assert after.attempt == 2
+    told = [action.attempt for action in actions if isinstance(action, act.OpenStore | act.Start | act.Stop)]
+    assert told and set(told) == {2}

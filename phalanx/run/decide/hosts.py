@@ -59,6 +59,8 @@ def _come_back(turn: Turn, event: HostJoined, known: Host) -> None:
     """A host of the present attempt: tell it again what it may not have heard."""
     state, name = turn.state, event.host
     turn.set_host(name, state="draining" if known.leaves else "active", why="")
+    if turn.limit_has_passed:  # what follows from that is told to all hosts that it concerns
+        return
     if state.phase == "opening" and name == state.placement[0]:
         turn.act(OpenStore(state.attempt, name))
     elif state.phase == "starting" and name in state.awaited:

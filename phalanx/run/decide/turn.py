@@ -34,6 +34,11 @@ class Turn:
         """Time of the event."""
         return self.state.now_s
 
+    @property
+    def limit_has_passed(self) -> bool:
+        """Whether the phase is over, which is acted upon after the event."""
+        return self.state.deadline_s is not None and self.now_s >= self.state.deadline_s
+
     def set(self, **changes: Any) -> None:
         """Change fields of the state."""
         self.state = replace(self.state, **changes)
