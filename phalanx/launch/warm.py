@@ -56,6 +56,7 @@ class WarmTemplate:
         learns: whether what scripts import is imported beforehand from the second attempt on.
         forks: False has each rank be a new Python.
         has_learnt: called with `learnt` when that has grown.
+        started: called with the process id of each template process, before it has started anything itself.
     """
 
     script: Script
@@ -66,6 +67,7 @@ class WarmTemplate:
     learns: bool = True
     forks: bool = True
     has_learnt: Callable[[Sequence[str]], None] = lambda learnt: None
+    started: Callable[[int], None] = lambda pid: None
     _current: TemplateProcess | None = None
     _building: asyncio.Task[TemplateProcess] | None = None
     _processes: list[TemplateProcess] = field(default_factory=list)
@@ -196,6 +198,7 @@ class WarmTemplate:
         argv = [self.script.name, *self.script.arguments]
         prepare = Prepare(self.preload, learnt, self.script.path_entry, argv)
         process = TemplateProcess(prepare, self.environ, self.script.folder, self._take, self._lose)
+        self.started(process.pid)
         self._processes = [other for other in self._processes if other.is_running()]
         self._processes.append(process)
         return process

@@ -74,7 +74,7 @@ class Workers:
     pages: Path
     logs: Path
     pump: Pump
-    tell: Callable[[messages.WorkerEnded], None]
+    tell: Callable[[messages.WorkerEnded], object]
     store: socket.socket | None = None
     is_stopping: bool = False
     _ranks: dict[int, _Rank] = field(default_factory=dict)

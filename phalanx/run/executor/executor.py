@@ -1,0 +1,392 @@
+"""The executor: does on its host what the driver commands, and reports. It decides nothing. Torch-free.
+
+It knows attempts by their numbers and refuses what belongs to a lower one than it has seen. Every answer can be given
+again: a driver that was started again asks again. Commands that start or end processes are carried out one after the
+other; looks at ranks and tests of the host go on beside them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from phalanx.launch.script import Script
+from phalanx.launch.store import open_store_socket
+from phalanx.launch.warm import WarmTemplate, Word
+from phalanx.run import messages
+from phalanx.run.executor.evidence import Subject
+from phalanx.run.executor.reaper import Killed
+from phalanx.run.executor.workers import Workers
+from phalanx.run.logs.pump import Pump
+from phalanx.run.logs.tails import Tails
+
+_log = logging.getLogger(__name__)
+
+KILL_S = 10.0
+"""How long the end of killed processes is waited for; one that takes longer is stuck in the kernel."""
+
+
+class Line(Protocol):
+    """What it needs of `phalanx.run.wire.link.DriverLink`."""
+
+    def send(self, message: messages.FromExecutor) -> bool:
+        """Send, or keep until it can be sent."""
+        ...
+
+
+class Holder(Protocol):
+    """What it needs of `phalanx.run.executor.reaper.Reaper`."""
+
+    def contain(self, pid: int) -> None:
+        """Hold a template process."""
+        ...
+
+    def end_attempt(self, within_s: float) -> Killed:
+        """Kill all but templates and keepers."""
+        ...
+
+    def end_all(self, within_s: float) -> Killed:
+        """Kill all but keepers."""
+        ...
+
+    def reap(self) -> None:
+        """Let ended orphans go."""
+        ...
+
+
+@dataclass(frozen=True)
+class Here:
+    """What an executor knows of its host and job from its start.
+
+    Attributes:
+        host: its name.
+        address: where workers of other hosts reach it.
+        rack: what it may fail together with; empty: not known.
+        environ: of workers; without secrets.
+        pages: folder for progress pages.
+        logs: folder for logs of ranks.
+    """
+
+    host: str
+    address: str
+    rack: str
+    environ: Mapping[str, str]
+    pages: Path
+    logs: Path
+
+
+@dataclass(frozen=True)
+class Senses:
+    """How it looks at its host; each may block, and is called in a thread but for `state`.
+
+    Attributes:
+        state: of the host; quick.
+        look: evidence of ranks, within so many seconds.
+        check: tests the host: the kind, addresses of peers, and process ids that are the job's own.
+        findings: what rules say of lines of a rank.
+        hello: what the host has.
+    """
+
+    state: Callable[[], messages.HostState]
+    look: Callable[[Sequence[Subject], int, float], messages.Evidence]
+    check: Callable[[str, Sequence[str], Sequence[int]], list[messages.CheckOutcome]]
+    findings: Callable[[int, Sequence[str]], list[messages.Finding]]
+    hello: Callable[[], messages.Hello]
+
+
+@dataclass
+class _Store:
+    """The rendezvous store of an attempt; the socket is handed to `Workers`."""
+
+    attempt: int
+    port: int
+    listener: socket.socket | None
+
+
+@dataclass
+class Executor:
+    """One per host and job, on the main thread's event loop.
+
+    Args:
+        here: host and job.
+        line: to the driver.
+        holder: of processes.
+        senses: for the host.
+        unix_s: time for people.
+
+    Attributes:
+        ended: set when the driver has ended this executor, with the status to leave with in `status`.
+    """
+
+    here: Here
+    line: Line
+    holder: Holder
+    senses: Senses
+    unix_s: Callable[[], float] = time.time
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    status: int = 0
+    attempt: int = 0
+    workers: Workers | None = None
+    _template: WarmTemplate | None = None
+    _prepared: messages.Prepare | None = None
+    _store: _Store | None = None
+    _started: messages.Started | None = None
+    _pump: Pump | None = None
+    _tails: Tails = field(default_factory=Tails)
+    _heartbeat_s: float = 1.0
+    _sequence: int = 0
+    _answers: dict[int, messages.Checked] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._commands: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
+        self._beside: set[asyncio.Task[None]] = set()
+        self._checking: set[int] = set()
+
+    # What the driver says
+
+    def hello(self) -> messages.Hello:
+        """How it introduces itself now."""
+        running = [] if self.workers is None else self.workers.running
+        return _with(self.senses.hello(), attempt=self.attempt, running=running)
+
+    def hear(self, message: messages.FromDriver) -> None:
+        """Take a command; it is carried out later."""
+        match message:
+            case messages.Welcome():
+                self._heartbeat_s = message.heartbeat_s
+            case messages.Prepare():
+                self._commands.put_nowait(lambda: self._prepare(message))
+            case messages.OpenStore():
+                self._queue(message.attempt, "open-store", lambda: self._open_store(message))
+            case messages.Start():
+                self._queue(message.attempt, "start", lambda: self._start(message))
+            case messages.Stop():
+                if self.workers is not None and self.workers.attempt <= message.attempt:
+                    self.workers.is_stopping = True  # from now on, whoever ends is no failure
+                self._queue(message.attempt, "stop", lambda: self._stop(message))
+            case messages.Gather():
+                self._do_beside(self._gather(message))
+            case messages.Check():
+                self._check(message)
+            case messages.End():
+                self._commands.put_nowait(lambda: self._end(message))
+
+    async def run(self) -> int:
+        """Carry out commands and report until the driver ends it; its exit status."""
+        beating = asyncio.create_task(self._beat_on())
+        try:
+            while not self.ended.is_set():
+                command = await self._commands.get()
+                try:
+                    await command()
+                except Exception:  # one command must not take the others down, nor leave the host alone
+                    _log.exception("a command could not be carried out")
+        finally:
+            beating.cancel()
+            for task in self._beside:
+                task.cancel()
+            await self.close()
+        return self.status
+
+    async def close(self) -> None:
+        """End all processes of the job here, but for keepers."""
+        await self._end_workers(0.0)
+        if self._template is not None:
+            await self._template.close()
+            self._template = None
+        await asyncio.to_thread(self.holder.end_all, KILL_S)
+        self._close_store()
+
+    # Commands
+
+    def _queue(self, attempt: int, what: str, command: Callable[[], Awaitable[None]]) -> None:
+        if attempt < self.attempt:
+            problem = f"attempt {self.attempt} has begun"
+            self.line.send(messages.Refused(attempt, what, problem))
+            return
+        self.attempt = attempt
+        self._commands.put_nowait(command)
+
+    async def _prepare(self, prepare: messages.Prepare) -> None:
+        if prepare == self._prepared:
+            return
+        if self._template is not None:
+            await self._end_workers(0.0)
+            await self._template.close()
+        self._prepared = prepare
+        name, *arguments = prepare.script
+        script = Script(name, tuple(arguments), prepare.is_module, prepare.folder)
+        environ = {**self.here.environ, **prepare.environment, "PHALANX_HOST": self.here.host}
+        self._template = WarmTemplate(
+            script, environ, self._hear_template, learnt=tuple(prepare.preload), started=self.holder.contain
+        )
+        self._template.start()
+        self._do_beside(self._tell_prepared(self._template))
+
+    async def _tell_prepared(self, template: WarmTemplate) -> None:
+        began_s = time.monotonic()
+        problem = ""
+        try:
+            await template.ready()
+        except Exception as error:  # whatever it is, the driver has to hear it
+            problem = str(error) or type(error).__name__
+        self.line.send(messages.Prepared(time.monotonic() - began_s, problem))
+
+    async def _open_store(self, order: messages.OpenStore) -> None:
+        store = self._store
+        if store is None or store.attempt != order.attempt:
+            self._close_store()
+            try:
+                listener = open_store_socket()
+            except OSError as error:
+                self.line.send(messages.StoreOpened(order.attempt, 0, str(error)))
+                return
+            store = self._store = _Store(order.attempt, listener.getsockname()[1], listener)
+        self.line.send(messages.StoreOpened(order.attempt, store.port))
+
+    async def _start(self, start: messages.Start) -> None:
+        if self._started is not None and self._started.attempt == start.attempt:
+            self.line.send(self._started)
+            return
+        await self._end_workers(0.0)
+        if self._template is None or self._prepared is None:
+            self._tell_started(messages.Started(start.attempt, {}, 0.0, "no script has been prepared here"))
+            return
+        self.workers = self._make_workers(start, self._template)
+        self._tell_started(await self.workers.begin())
+
+    def _make_workers(self, start: messages.Start, template: WarmTemplate) -> Workers:
+        self._tails.clear()
+        self._pump = Pump(self._tails, self._on_lines, self.unix_s)
+        listener = None
+        if self._store is not None and self._store.attempt == start.attempt and start.group_rank == 0:
+            listener, self._store.listener = self._store.listener, None
+        here = self.here
+        environ = template.environ
+        return Workers(
+            start, template.script, template, environ, here.pages, here.logs, self._pump, self.line.send, listener
+        )
+
+    def _tell_started(self, started: messages.Started) -> None:
+        self._started = started
+        self.line.send(started)
+
+    async def _stop(self, stop: messages.Stop) -> None:
+        began_s = time.monotonic()
+        stuck = await self._end_workers(stop.grace_s)
+        self.line.send(messages.Stopped(stop.attempt, time.monotonic() - began_s, stuck))
+
+    async def _end(self, end: messages.End) -> None:
+        _log.info("the driver ends this executor: %s", end.reason)
+        self.status = end.status
+        self.ended.set()
+
+    # Processes
+
+    async def _end_workers(self, grace_s: float) -> list[int]:
+        """End the present attempt here; what the kernel does not let go of."""
+        workers = self.workers
+        if workers is not None:
+            workers.is_stopping = True
+            if grace_s > 0:
+                await self._ask_to_end(workers, grace_s)
+            await self._kill(workers)
+        killed = await asyncio.to_thread(self.holder.end_attempt, KILL_S)
+        if self._pump is not None:
+            await self._pump.close()
+            self._pump = None
+        if workers is not None:
+            workers.close()
+            self.workers = None
+        return killed.stuck
+
+    async def _ask_to_end(self, workers: Workers, grace_s: float) -> None:
+        assert self._template is not None
+        self._template.signal(workers.attempt, workers.running, signal.SIGTERM)
+        until_s = time.monotonic() + grace_s
+        while workers.running and time.monotonic() < until_s:
+            await asyncio.sleep(0.02)
+
+    async def _kill(self, workers: Workers) -> None:
+        assert self._template is not None
+        try:
+            await asyncio.wait_for(self._template.kill(workers.attempt), KILL_S)
+        except TimeoutError:
+            _log.warning("processes of attempt %d do not end", workers.attempt)
+
+    def _hear_template(self, attempt: int, word: Word) -> None:
+        if self.workers is not None and self.workers.attempt == attempt:
+            self.workers.hear(word)
+
+    def _close_store(self) -> None:
+        if self._store is not None and self._store.listener is not None:
+            self._store.listener.close()
+        self._store = None
+
+    # Reports
+
+    async def _beat_on(self) -> None:
+        while True:
+            try:
+                self.line.send(self._beat())
+                self.holder.reap()
+            except Exception:
+                _log.exception("a heartbeat could not be sent")
+            await asyncio.sleep(self._heartbeat_s)
+
+    def _beat(self) -> messages.Heartbeat:
+        self._sequence += 1
+        lines, dropped = self._tails.take()
+        workers = self.workers
+        states = [] if workers is None else workers.states()
+        attempt = self.attempt if workers is None else workers.attempt
+        return messages.Heartbeat(self._sequence, self.unix_s(), attempt, states, self.senses.state(), lines, dropped)
+
+    def _on_lines(self, rank: int, lines: Sequence[str]) -> None:
+        found = self.senses.findings(rank, lines)
+        if found and self.workers is not None:
+            self.line.send(messages.Found(self.workers.attempt, found))
+
+    async def _gather(self, order: messages.Gather) -> None:
+        subjects = [] if self.workers is None else self.workers.subjects(order.ranks)
+        evidence = await asyncio.to_thread(self.senses.look, subjects, order.attempt, order.within_s)
+        self.line.send(evidence)
+
+    def _check(self, order: messages.Check) -> None:
+        """One that has been answered is answered again; one that is under way will be."""
+        if order.number in self._answers:
+            self.line.send(self._answers[order.number])
+        elif order.number not in self._checking:
+            self._checking.add(order.number)
+            self._do_beside(self._test(order))
+
+    async def _test(self, order: messages.Check) -> None:
+        began_s = time.monotonic()
+        own = [os.getpid(), *([] if self.workers is None else [s.pid for s in self.workers.subjects()])]
+        outcomes = await asyncio.to_thread(self.senses.check, order.kind, order.peers, own)
+        self._answers[order.number] = messages.Checked(order.number, outcomes, time.monotonic() - began_s)
+        self._checking.discard(order.number)
+        self.line.send(self._answers[order.number])
+
+    def _do_beside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._done_beside)
+
+    def _done_beside(self, task: asyncio.Task[None]) -> None:
+        self._beside.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("what went on beside the commands failed", exc_info=error)
+
+
+def _with(hello: messages.Hello, *, attempt: int, running: list[int]) -> messages.Hello:
+    fields = {name: getattr(hello, name) for name in hello.__struct_fields__}
+    return messages.Hello(**{**fields, "attempt": attempt, "running": running})

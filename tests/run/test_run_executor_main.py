@@ -1,0 +1,216 @@
+"""The executor with a real template and real ranks, commanded as the driver does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import pytest
+
+from phalanx.run import messages
+from phalanx.run.executor.evidence import Subject
+from phalanx.run.executor.executor import Executor, Here, Senses
+from phalanx.run.executor.reaper import Killed
+
+GUARD_S = 60.0
+M = TypeVar("M")
+
+SCRIPT = """\
+import os, time
+from phalanx.core.progress import own_progress
+
+page = own_progress(os.environ, int(os.environ["PHALANX_RUN_ATTEMPT"]))
+print("host", os.environ["PHALANX_HOST"], "world", os.environ["WORLD_SIZE"], flush=True)
+page.step(1, loss=1.0)
+time.sleep(600)
+"""
+
+
+class Holder:
+    """Holds nothing; counts."""
+
+    def __init__(self) -> None:
+        self.contained: list[int] = []
+        self.ended = 0
+
+    def contain(self, pid: int) -> None:
+        self.contained.append(pid)
+
+    def end_attempt(self, within_s: float) -> Killed:
+        self.ended += 1
+        return Killed([], [], [], [], 0.0)
+
+    def end_all(self, within_s: float) -> Killed:
+        return self.end_attempt(within_s)
+
+    def reap(self) -> None: ...
+
+
+class Driver:
+    """The other end."""
+
+    def __init__(self) -> None:
+        self.heard: list[messages.FromExecutor] = []
+        self.changed = asyncio.Event()
+
+    def send(self, message: messages.FromExecutor) -> bool:
+        self.heard.append(message)
+        self.changed.set()
+        return True
+
+    async def until(self, kind: type[M], wanted: Callable[[M], bool] = lambda _: True) -> M:
+        """The first new message of this kind; those before it are forgotten."""
+        async with asyncio.timeout(GUARD_S):
+            while True:
+                for place, message in enumerate(self.heard):
+                    if isinstance(message, kind) and wanted(message):
+                        del self.heard[: place + 1]
+                        return message
+                self.changed.clear()
+                await self.changed.wait()
+
+
+def look(subjects: Sequence[Subject], attempt: int, within_s: float) -> messages.Evidence:
+    return messages.Evidence(attempt, [messages.RankEvidence(subject.rank, "here") for subject in subjects])
+
+
+def check(kind: str, peers: Sequence[str], own: Sequence[int]) -> list[messages.CheckOutcome]:
+    return [messages.CheckOutcome(kind, "pass", reason=f"{len(peers)} peers, {len(own)} own")]
+
+
+def findings(rank: int, lines: Sequence[str]) -> list[messages.Finding]:
+    return [messages.Finding(rank, "greeting", "unknown", line) for line in lines if "host" in line]
+
+
+SENSES = Senses(
+    state=lambda: messages.HostState(0.5, 2, 1, 3),
+    look=look,
+    check=check,
+    findings=findings,
+    hello=lambda: messages.Hello(1, "h", "127.0.0.1", 2, 2, [], "left", "boot", os.getpid(), 0, []),
+)
+
+
+@asynccontextmanager
+async def an_executor(folder: Path) -> AsyncIterator[tuple[Executor, Driver]]:
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "pages").mkdir()
+    driver = Driver()
+    here = Here("h", "127.0.0.1", "left", dict(os.environ), folder / "pages", folder / "logs")
+    executor = Executor(here, driver, Holder(), SENSES)
+    task = asyncio.create_task(executor.run())
+    try:
+        yield executor, driver
+    finally:
+        executor.hear(messages.End("the test is over", 6))
+        assert await asyncio.wait_for(task, GUARD_S) == 6
+
+
+def run(story: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(story(), 2 * GUARD_S))
+
+
+def start(attempt: int, port: int = 1) -> messages.Start:
+    return messages.Start(attempt, [0, 1], 2, 0, 1, "127.0.0.1", port, attempt - 1)
+
+
+@pytest.mark.slow
+def test_attempts_from_the_first_command_to_the_end(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with an_executor(tmp_path) as (executor, driver):
+            executor.hear(messages.Welcome(1, "j", 0, 0.05))
+            executor.hear(messages.Prepare(["script.py"], False, str(tmp_path), {}, []))
+            assert (await driver.until(messages.Prepared)).problem == ""
+            pids = await attempt_one(executor, driver)
+            await refusals(executor, driver)
+            await attempt_two(executor, driver)
+            assert not any(psutil.pid_exists(pid) for pid in pids)
+
+    run(story)
+    assert "host h world 2" in (tmp_path / "logs" / "rank-1" / "attempt-0001.0001.log").read_text()
+
+
+async def attempt_one(executor: Executor, driver: Driver) -> list[int]:
+    executor.hear(messages.OpenStore(1))
+    opened = await driver.until(messages.StoreOpened)
+    executor.hear(messages.OpenStore(1))
+    assert await driver.until(messages.StoreOpened) == opened and opened.port > 0
+    executor.hear(start(1, opened.port))
+    started = await driver.until(messages.Started)
+    assert started.problem == "" and set(started.pids) == {0, 1}
+    executor.hear(start(1, opened.port))
+    assert await driver.until(messages.Started) == started
+    found = await driver.until(messages.Found)
+    assert found.findings[0].line.endswith("host h world 2")
+    beat = await driver.until(messages.Heartbeat, lambda beat: all(w.steps_here for w in beat.workers) and beat.workers)
+    assert beat.attempt == 1 and [worker.step for worker in beat.workers] == [1, 1] and beat.host.cpu_load == 0.5
+    assert executor.hello().running == [0, 1] and executor.hello().attempt == 1
+    executor.hear(messages.Gather(1))
+    assert [rank.rank for rank in (await driver.until(messages.Evidence)).ranks] == [0, 1]
+    os.kill(started.pids[1], signal.SIGKILL)
+    ended = await driver.until(messages.WorkerEnded)
+    assert (ended.rank, ended.code, ended.by_us) == (1, -9, False)
+    executor.hear(messages.Stop(1))
+    assert (await driver.until(messages.WorkerEnded)).by_us
+    stopped = await driver.until(messages.Stopped)
+    assert stopped.attempt == 1 and stopped.stuck == []
+    executor.hear(messages.Stop(1))
+    assert (await driver.until(messages.Stopped)).attempt == 1
+    executor.hear(start(1, opened.port))
+    assert await driver.until(messages.Started) == started  # it has been; it is not begun again
+    assert executor.workers is None
+    return list(started.pids.values())
+
+
+async def refusals(executor: Executor, driver: Driver) -> None:
+    executor.hear(messages.OpenStore(5))
+    await driver.until(messages.StoreOpened)
+    for command in (messages.OpenStore(4), start(4), messages.Stop(4)):
+        executor.hear(command)
+        refused = await driver.until(messages.Refused)
+        assert (refused.attempt, refused.problem) == (4, "attempt 5 has begun")
+
+
+async def attempt_two(executor: Executor, driver: Driver) -> None:
+    """A second one through the same template, ended with grace; checks beside it."""
+    began_s = time.monotonic()
+    executor.hear(messages.OpenStore(6))
+    opened = await driver.until(messages.StoreOpened)
+    executor.hear(start(6, opened.port))
+    assert (await driver.until(messages.Started)).attempt == 6
+    for _ in range(2):
+        executor.hear(messages.Check(9, "passive", ["127.0.0.1"]))
+        checked = await driver.until(messages.Checked)
+        assert (checked.number, checked.outcomes[0].reason) == (9, "1 peers, 3 own")
+    executor.hear(messages.Stop(6, 30.0))
+    ended = [await driver.until(messages.WorkerEnded) for _ in range(2)]
+    assert {one.code for one in ended} == {-signal.SIGTERM} and all(one.by_us for one in ended)
+    await driver.until(messages.Stopped)
+    assert time.monotonic() - began_s < 30  # SIGTERM was enough
+
+
+def test_a_start_without_a_script_is_told(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with an_executor(tmp_path) as (executor, driver):
+            executor.hear(start(1))
+            assert "no script" in (await driver.until(messages.Started)).problem
+
+    run(story)
+
+
+def test_a_script_that_cannot_be_prepared_is_told(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with an_executor(tmp_path) as (executor, driver):
+            executor.hear(messages.Prepare(["script.py"], False, str(tmp_path / "absent"), {}, []))
+            assert (await driver.until(messages.Prepared)).problem
+            executor.hear(start(1))
+            assert (await driver.until(messages.Started)).problem
+
+    run(story)
