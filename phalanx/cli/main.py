@@ -15,6 +15,7 @@ from phalanx.core.errors import UserError
 # Subcommand -> one line of help. The code lies in `phalanx.cli.<name>`, in an object called `command`.
 COMMANDS: dict[str, str] = {
     "train": "Train a model: phalanx train CONFIG.toml key=value …",
+    "run": "Keep any distributed script running: phalanx run --hosts 4 -- train.py …",
     "explain": "Print every setting of a config, where it came from, and what follows from it.",
     "data": "Prepare text for training and look at what was prepared.",
     "generate": "Sample text from a trained model.",

@@ -76,11 +76,13 @@ class Settings:
         heartbeat_s: how often executors report.
         limits: how long a job may make no step.
         versions: what a version of the code adds to the environment of the workers, by its name.
+        prepare: what executors are told to run; None: they know.
     """
 
     heartbeat_s: float = 1.0
     limits: LimitConfig = field(default_factory=LimitConfig)
     versions: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    prepare: messages.Prepare | None = None
 
 
 class Driver:
@@ -155,6 +157,8 @@ class Driver:
             messages.VERSION, self.state.job.name, self.state.attempt, self._settings.heartbeat_s
         )
         self._line.send(host, welcome)
+        if self._settings.prepare is not None:
+            self._line.send(host, self._settings.prepare)
         self._feed(self.hosts.on_hello(hello, now), host)
 
     def on_message(self, host: str, message: messages.FromExecutor) -> None:

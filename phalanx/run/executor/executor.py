@@ -27,6 +27,7 @@ from phalanx.run.executor.reaper import Killed
 from phalanx.run.executor.workers import Workers
 from phalanx.run.logs.pump import Pump
 from phalanx.run.logs.tails import Tails
+from phalanx.run.wire.codec import LiveMessage
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ KILL_S = 10.0
 class Line(Protocol):
     """What it needs of `phalanx.run.wire.link.DriverLink`."""
 
-    def send(self, message: messages.FromExecutor) -> bool:
+    def send(self, message: LiveMessage) -> bool:
         """Send, or keep until it can be sent."""
         ...
 

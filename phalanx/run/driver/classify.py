@@ -1,0 +1,34 @@
+"""What the judges say, as the driver's events want it. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phalanx.run.decide.actions import ranks_of
+from phalanx.run.decide.events import Fault, SuspectsNamed
+from phalanx.run.decide.state import State
+from phalanx.run.judge.rules import Matcher
+from phalanx.run.judge.suspects import find_suspects
+from phalanx.run.messages import RankEvidence, WorkerEnded
+
+
+def class_of(matcher: Matcher, ended: WorkerEnded) -> Fault:
+    """The class of the fault that ended a rank: by its last telling line, else by how it ended.
+
+    A Python exception that no rule knows is taken for the program's; the decision needs more than that to blame it.
+    """
+    for line in reversed([*ended.text.splitlines(), ended.summary]):
+        rule = matcher.find(line, "output")
+        if rule is not None and rule.severity != "note" and rule.fault != "unknown":
+            return rule.fault
+    return "user" if ended.kind in ("user", "raised") else "process"
+
+
+def suspects_named(state: State, evidence: Sequence[RankEvidence], at_s: float) -> SuspectsNamed:
+    """Who holds up the others, by the evidence."""
+    per_host = state.job.workers_per_host
+    host_of = {rank: host for place, host in enumerate(state.placement) for rank in ranks_of(place, per_host)}
+    found = find_suspects(evidence, host_of)
+    if found.is_group:
+        return SuspectsNamed(at_s, state.attempt, (), found.why, "ranks that share a fault", found.ranks)
+    return SuspectsNamed(at_s, state.attempt, found.ranks, found.why)

@@ -1,0 +1,184 @@
+"""The driver's process: everything joined for one job. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from phalanx.core.errors import UserError
+from phalanx.run import messages
+from phalanx.run.backends.base import Backend
+from phalanx.run.backends.local import LocalBackend
+from phalanx.run.config import RunConfig, workers_on
+from phalanx.run.decide.events import StopAsked
+from phalanx.run.driver.book import Book
+from phalanx.run.driver.classify import class_of, suspects_named
+from phalanx.run.driver.driver import Driver, People, Settings
+from phalanx.run.driver.now import read_clocks
+from phalanx.run.driver.serving import BackendOrders, keep_going
+from phalanx.run.executor.main import Settings as ExecutorSettings
+from phalanx.run.journal import Journal, open_journal
+from phalanx.run.judge.rules import Matcher, load_rules
+from phalanx.run.secrets import ensure_token, without_tokens
+from phalanx.run.wire.addresses import publish
+from phalanx.run.wire.server import ExecutorServer
+
+TO_BE_STARTED_AGAIN = 75
+"""Exit status of a driver that had to end although the job goes on (EX_TEMPFAIL of sysexits.h)."""
+
+_LEAST_FILES = 16_384
+
+
+def drive(config: RunConfig, people: Callable[[RunConfig], People]) -> int:
+    """Keep a job running until it ends; its exit status.
+
+    Args:
+        config: the job.
+        people: who is told.
+
+    Raises:
+        UserError: something is wrong with the job, or another driver has it.
+    """
+    _allow_many_files()
+    folder = config.run_folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    rules = [Path(rule).absolute() for rule in config.rules]
+    matcher = Matcher(load_rules(rules))
+    ensure_token(config.token_path.absolute())
+    with open_journal(config.journal_url, job=config.job_name) as journal:
+        joined = _Joined(config, folder, rules, matcher, people(config), journal)
+        return _run(joined.serve())
+
+
+def _run(work: Coroutine[Any, Any, int]) -> int:
+    try:
+        import uvloop
+    except ImportError:  # there is none for this system
+        return asyncio.run(work)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
+
+
+@dataclass
+class _Joined:
+    """The parts of a driver."""
+
+    config: RunConfig
+    folder: Path
+    rules: list[Path]
+    matcher: Matcher
+    people: People
+    journal: Journal
+
+    async def serve(self) -> int:
+        """Serve until the job has ended, or this driver has to."""
+        config = self.config
+        workers = workers_on(config.workers_per_host, len(os.sched_getaffinity(0)), 0)
+        book = Book(self.journal, config.to_job(workers), config.policy.to_policy(), read_clocks().unix_s)
+        backend = self._backend()
+        orders = BackendOrders(backend, lambda problem: None)
+        server = self._server(book, lambda: driver)
+        driver = Driver(
+            book,
+            server,
+            orders,
+            self.people,
+            lambda ended: class_of(self.matcher, ended),
+            suspects_named,
+            self._settings(),
+        )
+        changed = asyncio.Event()
+        driver.on_change = changed.set
+        _on_signals(driver)
+        async with server:
+            publish(self.folder / "driver", server.address)
+            await backend.begin(driver.listener())
+            driver.begin()
+            ordering = asyncio.create_task(orders.run())
+            try:
+                await keep_going(driver, changed)
+            finally:
+                ordering.cancel()
+            return await self._leave(driver, server, backend)
+
+    async def _leave(self, driver: Driver, server: ExecutorServer, backend: Backend) -> int:
+        """End the job's hosts with the job; where only the driver has to end, leave them alone."""
+        if driver.finished is None:
+            await backend.leave()
+            sys.stderr.write(f"the driver has to end, the job goes on: {driver.problem}\n")
+            return TO_BE_STARTED_AGAIN
+        server.send_all(messages.End(driver.finished.reason))
+        await backend.end()
+        return driver.finished.status
+
+    def _backend(self) -> Backend:
+        config = self.config
+        if config.backend != "local":
+            cure = "set run.backend to local"
+            raise UserError("there is no such back end", cure=cure, field="run.backend", value=config.backend)
+        most = config.hosts + config.spares + 1
+        return LocalBackend(self.folder / "executors", self._command, most, without_tokens(os.environ))
+
+    def _command(self, host: str) -> list[str]:
+        config = self.config
+        settings = ExecutorSettings(
+            job=config.job_name,
+            host=host,
+            folder=str(self.folder),
+            driver=str(self.folder / "driver"),
+            token=str(config.token_path.absolute()),
+            logs=str(config.log_folder.absolute()),
+            rules=tuple(map(str, self.rules)),
+            is_only_host=True,
+        )
+        text = msgspec.json.encode(settings).decode()
+        return [sys.executable, "-m", "phalanx.run.executor.main", text]
+
+    def _server(self, book: Book, driver: Callable[[], Driver]) -> ExecutorServer:
+        host, _, port = self.config.listen.rpartition(":")  # checked by the config; port 0 is any
+        token = ensure_token(self.config.token_path.absolute()).reveal().encode()
+        return ExecutorServer(
+            token,
+            self.config.job_name,
+            host.strip("[]"),
+            int(port),
+            on_hello=lambda host, hello: driver().on_hello(host, hello),
+            on_message=lambda host, message: driver().on_message(host, message),
+            on_gone=lambda host, why: driver().on_disconnected(host, why),
+            marks=book.marks,
+            field="run.listen",
+        )
+
+    def _settings(self) -> Settings:
+        config = self.config
+        folder = str(Path(config.working_folder or ".").absolute())
+        prepare = messages.Prepare(
+            [config.script, *config.arguments], config.module, folder, dict(config.environment), list(config.preload)
+        )
+        return Settings(config.heartbeat_s, config.limits, prepare=prepare)
+
+
+def _on_signals(driver: Driver) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        name = signal.Signals(number).name
+        loop.add_signal_handler(
+            number, driver.ask, lambda at_s, name=name: StopAsked(at_s, f"{name} at {socket.gethostname()}")
+        )
+
+
+def _allow_many_files() -> None:
+    """A descriptor for each executor, as far as this process may have them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _LEAST_FILES if hard == resource.RLIM_INFINITY else min(hard, max(soft, _LEAST_FILES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))

@@ -1,0 +1,150 @@
+"""The process of an executor: ``python -m phalanx.run.executor.main SETTINGS``, which are JSON. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from phalanx.core.errors import UserError
+from phalanx.run import messages
+from phalanx.run.executor.accelerators import Accelerators
+from phalanx.run.executor.executor import Executor, Here
+from phalanx.run.executor.kernel_log import KernelLog, open_sources
+from phalanx.run.executor.reaper import Reaper, choose_way, run_guarded
+from phalanx.run.executor.senses import Means, follow_kernel, make_senses
+from phalanx.run.secrets import read_token, without_tokens
+from phalanx.run.wire.addresses import published
+from phalanx.run.wire.link import DriverLink, ReplacedError
+
+_log = logging.getLogger(__name__)
+
+_DRAIN_S = 5.0
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an executor is started with; nothing in it is secret.
+
+    Attributes:
+        job, host: names.
+        folder: of the run.
+        driver: file in which the driver says where it listens.
+        token: file with the job's token.
+        address: where workers of other hosts reach this one.
+        rack: what it may fail together with; empty: not known.
+        logs: folder for logs of ranks.
+        rules: files with log rules.
+        checkpoints: where checkpoints go; empty: not known.
+        is_only_host: the job has no other.
+    """
+
+    job: str
+    host: str
+    folder: str
+    driver: str
+    token: str
+    logs: str
+    address: str = "127.0.0.1"
+    rack: str = ""
+    rules: tuple[str, ...] = ()
+    checkpoints: str = ""
+    is_only_host: bool = False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Be the executor that the first argument describes."""
+    arguments = sys.argv[1:] if argv is None else argv
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        settings = msgspec.json.decode(arguments[0], type=Settings)
+        read_token(Path(settings.token))
+        way = choose_way(_log.info, name=f"{settings.job}-{settings.host}")
+        environ = without_tokens(os.environ)
+        return run_guarded(way, lambda reaper: serve(settings, reaper), environ=environ, report=_log.warning)
+    except (UserError, msgspec.ValidationError, IndexError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+
+
+def serve(settings: Settings, reaper: Reaper) -> int:
+    """Be the executor, in the process that `run_guarded` has made."""
+    pages = Path(tempfile.mkdtemp(prefix="phalanx-pages-", dir=_in_memory()))
+    try:
+        return asyncio.run(_serve(settings, reaper, pages))
+    finally:
+        shutil.rmtree(pages, ignore_errors=True)
+
+
+async def _serve(settings: Settings, reaper: Reaper, pages: Path) -> int:
+    here = Here(settings.host, settings.address, settings.rack, without_tokens(os.environ), pages, Path(settings.logs))
+    accelerators = Accelerators()
+    reaper.release = accelerators.released
+    kernel = KernelLog(open_sources(reaper.helper))
+    means = Means(
+        here,
+        reaper,
+        kernel,
+        accelerators,
+        [Path(rule) for rule in settings.rules],
+        Path(settings.folder),
+        settings.checkpoints,
+        settings.is_only_host,
+    )
+    senses = make_senses(means)
+    token = read_token(Path(settings.token)).reveal().encode()
+    link = DriverLink(
+        published(Path(settings.driver)),
+        token,
+        settings.job,
+        lambda: executor.hello(),
+        lambda message: executor.hear(message),
+    )
+    executor = Executor(here, link, reaper, senses)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, executor.hear, messages.End(signal.Signals(number).name, 128 + number))
+    if kernel.fileno() >= 0:
+        loop.add_reader(kernel.fileno(), _read_kernel, kernel, executor)
+    linking = loop.create_task(_keep_linked(link, executor))
+    status = await executor.run()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DRAIN_S):
+            await link.drained()
+    link.close()
+    await linking
+    kernel.close()
+    return status
+
+
+async def _keep_linked(link: DriverLink, executor: Executor) -> None:
+    try:
+        await link.run()
+    except ReplacedError as error:
+        executor.hear(messages.End(str(error), 1))
+
+
+def _read_kernel(kernel: KernelLog, executor: Executor) -> None:
+    descriptor = kernel.fileno()
+    found = follow_kernel(kernel, executor.senses.findings)
+    if kernel.fileno() < 0:
+        asyncio.get_running_loop().remove_reader(descriptor)
+    if found:
+        executor.line.send(messages.Found(executor.attempt, found))
+
+
+def _in_memory() -> str | None:
+    """A file system in memory, where there is one to write to."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

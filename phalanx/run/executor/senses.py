@@ -1,0 +1,163 @@
+"""How an executor looks at its host: sensors, evidence, checks, and rules for what is written. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from phalanx.checks.host import cache_folder, this_host
+from phalanx.checks.registry import CHECKS
+from phalanx.checks.runner import choose, run_checks
+from phalanx.run import messages
+from phalanx.run.executor.accelerators import Accelerators
+from phalanx.run.executor.evidence import Subject, gather
+from phalanx.run.executor.executor import Here, Senses
+from phalanx.run.executor.interfaces import choose_interfaces, find_interfaces, interface_of, wanted_by
+from phalanx.run.executor.kernel_log import KernelLog
+from phalanx.run.executor.reaper import Reaper
+from phalanx.run.executor.sensors import Sensors
+from phalanx.run.judge.rules import KERNEL_RANK, Matcher, Watcher, load_rules
+
+_EVIDENCE_BYTES = 900_000
+"""Of stacks and flight records together; a message holds 1 MiB."""
+
+
+@dataclass(frozen=True)
+class Means:
+    """What senses are made of.
+
+    Attributes:
+        reaper: starts the executor's own children.
+        kernel: log.
+        rules: files of users.
+        folder: where the job writes.
+        checkpoints: where its checkpoints go, for the check of storage; empty: not known.
+        is_only_host: traffic of the loopback interface is that of training.
+    """
+
+    here: Here
+    reaper: Reaper
+    kernel: KernelLog
+    accelerators: Accelerators
+    rules: Sequence[Path]
+    folder: Path
+    checkpoints: str
+    is_only_host: bool
+
+
+def make_senses(means: Means) -> Senses:
+    """All of them.
+
+    Raises:
+        UserError: a rule file is wrong.
+    """
+    found = find_interfaces()
+    wanted = wanted_by(means.here.environ, [one.name for one in found])
+    heartbeats = interface_of(means.here.address)
+    chosen = choose_interfaces(found, heartbeats=heartbeats, wanted=wanted, single_host=means.is_only_host)
+    sensors = Sensors(means.folder, chosen.names, means.accelerators)
+    reader = Reader(Matcher(load_rules(list(means.rules))))
+    return Senses(
+        state=sensors.read,
+        look=lambda subjects, attempt, within_s: look(means, subjects, attempt, within_s),
+        check=lambda kind, peers, own: check(means, kind, peers, own),
+        findings=reader.findings,
+        hello=lambda: hello(means),
+    )
+
+
+class Reader:
+    """Turns lines into findings; what is only noted stays in the log."""
+
+    def __init__(self, matcher: Matcher) -> None:
+        self._matcher, self._watcher = matcher, Watcher(matcher)
+
+    def findings(self, rank: int, lines: Sequence[str]) -> list[messages.Finding]:
+        """What rules say of lines of a rank, or of the kernel."""
+        now_s = time.monotonic()
+        found = [self._watcher.look(rank, line, now_s) for line in lines]
+        return [one for one in found if one is not None and self._counts(one)]
+
+    def _counts(self, finding: messages.Finding) -> bool:
+        return self._matcher.by_name[finding.rule].severity != "note"
+
+
+def look(means: Means, subjects: Sequence[Subject], attempt: int, within_s: float) -> messages.Evidence:
+    """Evidence of ranks; cut to what a message holds."""
+    gathered = gather(
+        subjects,
+        attempt=attempt,
+        within_s=within_s,
+        kernel_lines=lambda: means.kernel.since(time.monotonic() - 600.0),
+        accelerators=means.accelerators.read,
+        start=means.reaper.helper,
+    )
+    return within(gathered.evidence, _EVIDENCE_BYTES)
+
+
+def within(evidence: messages.Evidence, most_bytes: int) -> messages.Evidence:
+    """The same with texts so short that all fit; every rank keeps as much."""
+    share = most_bytes // max(2 * len(evidence.ranks), 1)
+    replace = msgspec.structs.replace
+    ranks = [
+        replace(
+            one,
+            stacks=_head(one.stacks, share),
+            flight_record=one.flight_record if len(one.flight_record) < share else "",
+        )
+        for one in evidence.ranks
+    ]
+    return replace(evidence, ranks=ranks, kernel_lines=[_head(line, 400) for line in evidence.kernel_lines[-100:]])
+
+
+def check(means: Means, kind: str, peers: Sequence[str], own: Sequence[int]) -> list[messages.CheckOutcome]:
+    """Test the host with the checks of a set."""
+    environ = means.here.environ
+    host = this_host(
+        environ,
+        cache=cache_folder(environ) / means.here.host,
+        folder=means.checkpoints,
+        peers=(),  # executors do not serve each other yet
+        own_pids=frozenset(own),
+    )
+    results = run_checks(choose(CHECKS, kind), host)  # type: ignore[arg-type]
+    return [messages.CheckOutcome(**asdict(result)) for result in results]
+
+
+def hello(means: Means) -> messages.Hello:
+    """What the host has."""
+    here = means.here
+    return messages.Hello(
+        version=messages.VERSION,
+        host=here.host,
+        address=here.address,
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=psutil.virtual_memory().total,
+        accelerators=means.accelerators.read(),
+        rack=here.rack,
+        boot_id=_boot_id(),
+        pid=os.getpid(),
+        attempt=0,
+        running=[],
+    )
+
+
+def follow_kernel(
+    kernel: KernelLog, findings: Callable[[int, Sequence[str]], list[messages.Finding]]
+) -> list[messages.Finding]:
+    """What rules say of what the kernel has written since the last call."""
+    return findings(KERNEL_RANK, [record.text for record in kernel.read().records])
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _head(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]} …"
