@@ -66,12 +66,12 @@ class Driver:
         return True
 
     async def until(self, kind: type[M], wanted: Callable[[M], bool] = lambda _: True) -> M:
-        """The first new message of this kind; those before it are forgotten."""
+        """The first message of this kind that has not been asked for yet."""
         async with asyncio.timeout(GUARD_S):
             while True:
                 for place, message in enumerate(self.heard):
                     if isinstance(message, kind) and wanted(message):
-                        del self.heard[: place + 1]
+                        del self.heard[place]
                         return message
                 self.changed.clear()
                 await self.changed.wait()
