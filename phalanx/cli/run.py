@@ -11,15 +11,14 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from phalanx.run.config import RunConfig, load_job
-from phalanx.run.decide import actions
-from phalanx.run.decide.actions import Action
+from phalanx.run.config import load_job
 from phalanx.run.driver.main import drive
-from phalanx.run.driver.now import Now
 from phalanx.run.flags import read_flags
+from phalanx.run.people.hub import Told
+from phalanx.run.people.source import Source
 
 _OURS = {"--hosts": True, "--spares": True, "--workers-per-host": True, "--folder": True, "--job": True, "--set": True}
-_COLOURS = {"info": "default", "warning": "yellow", "error": "bold red"}
+_COLOURS = {"info": "default", "warning": "yellow", "error": "bold red", "good": "green"}
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -47,7 +46,9 @@ def command(arguments: tuple[str, ...]) -> None:
     if config.backend == "local" and loaded.origin("run.policy.joining_check") == "default":
         # One machine is one host as far as its hardware goes: no need to measure it once for each executor.
         config = config.model_copy(update={"policy": config.policy.model_copy(update={"joining_check": "passive"})})
-    sys.exit(drive(config, lambda config: Teller(Console(stderr=True), config)))
+    console = Console(stderr=True)
+    console.print(f"job {escape(config.job_name)}: {config.hosts} hosts, folder {escape(str(config.run_folder))}")
+    sys.exit(drive(config, lambda source: tell_on(source, console)))
 
 
 def _ours(words: list[str], changes: dict[str, object]) -> tuple[Path | None, list[str]]:
@@ -66,27 +67,11 @@ def _ours(words: list[str], changes: dict[str, object]) -> tuple[Path | None, li
     return job, overrides
 
 
-class Teller:
-    """Tells a person at a terminal."""
-
-    def __init__(self, console: Console, config: RunConfig) -> None:
-        self._console = console
-        self._console.print(
-            f"job {escape(config.job_name)}: {config.hosts} hosts, folder {escape(str(config.run_folder))}"
-        )
-
-    def tell(self, action: Action, at: Now) -> None:
-        """One line."""
-        clock = time.strftime("%H:%M:%S", time.localtime(at.unix_s))
-        match action:
-            case actions.Alert():
-                colour, text = _COLOURS[action.level], action.text
-            case actions.OpenIncident():
-                colour, text = "yellow", f"incident {action.number}: {action.text} (seen by {action.seen_by})"
-            case actions.AddToIncident():
-                colour, text = "default", f"incident {action.number}: {action.by}: {action.text}"
-            case actions.CloseIncident():
-                colour, text = "green", f"incident {action.number} is over: {action.text}"
-            case _:
-                return
-        self._console.print(f"[dim]{clock}[/dim] [{colour}]{escape(text)}[/{colour}]", highlight=False)
+async def tell_on(source: Source, console: Console) -> None:
+    """Tell a person at a terminal what the driver says, line by line."""
+    async for item in source.follow(0):
+        if isinstance(item, Told):
+            clock = time.strftime("%H:%M:%S", time.localtime(item.unix_s))
+            about = f"incident {item.incident}: " if item.incident else ""
+            text = escape(f"{about}{item.text}")
+            console.print(f"[dim]{clock}[/dim] [{_COLOURS[item.level]}]{text}[/]", highlight=False)

@@ -13,8 +13,8 @@ from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.decide.state import State
 from phalanx.run.driver.book import Book
 from phalanx.run.driver.driver import Driver, Settings
-from phalanx.run.driver.now import Now
 from phalanx.run.journal import Journal, open_journal
+from phalanx.run.now import Now
 from phalanx.run.wire.peer import Mark
 
 STEP_S = 1.0
@@ -87,6 +87,7 @@ class Town:
         self.job, self.policy = job, policy or Policy()
         self.now_s = 1000.0
         self.told: list[actions.Action] = []
+        self.lines: list[messages.LogLine] = []
         self.orders: list[actions.Action] = []
         self.here: list[str] = []
         self.inbox: list[tuple[str, messages.FromExecutor]] = []
@@ -113,6 +114,9 @@ class Town:
 
     def tell(self, action: actions.Action, at: Now) -> None:
         self.told.append(action)
+
+    def wrote(self, lines: Sequence[messages.LogLine], at: Now) -> None:
+        self.lines.extend(lines)
 
     # what happens
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from phalanx.run.driver.looks import Look, Looks
-from phalanx.run.driver.now import Now
 from phalanx.run.judge.limits import Standing
 from phalanx.run.messages import Evidence, RankEvidence
+from phalanx.run.now import Now
 
 RANKS = {"a": (0, 1), "b": (2, 3)}
 WAITING = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,9 @@ from phalanx.run.decide import actions
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.driver.book import Book
 from phalanx.run.driver.driver import Driver, Settings
-from phalanx.run.driver.now import Now, read_clocks
 from phalanx.run.driver.serving import BackendOrders, keep_going
 from phalanx.run.journal import open_journal
+from phalanx.run.now import Now, read_clocks
 from phalanx.run.wire.link import DriverLink
 from phalanx.run.wire.server import ExecutorServer
 
@@ -63,6 +63,8 @@ class Boxes:
 
 class Silent:
     def tell(self, action: actions.Action, at: Now) -> None: ...
+
+    def wrote(self, lines: Sequence[messages.LogLine], at: Now) -> None: ...
 
 
 class Executor:

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
+
+from phalanx.run.config import RunConfig
 
 ExecutorCommand = Callable[[str], Sequence[str]]
 """The command that runs the executor of the host of this name."""
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """What a back end is made from.
+
+    Attributes:
+        folder: of the run, absolute.
+        command: of an executor.
+        environment: of executors; nothing in it is secret.
+    """
+
+    config: RunConfig
+    folder: Path
+    command: ExecutorCommand
+    environment: Mapping[str, str]
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,18 @@ from typing import Any
 
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_json
-from phalanx.run.backends.base import ExecutorCommand, Listener
+from phalanx.run.backends.base import ExecutorCommand, Listener, Ordered
 from phalanx.run.backends.watched import Identity, Watched, identity_of
 
 GRACE_S = 10.0
 """What an executor has after SIGTERM to end its workers and itself."""
+
+
+def make(ordered: Ordered) -> LocalBackend:
+    """For `phalanx.run.backends.choose`."""
+    config = ordered.config
+    most = config.hosts + config.spares + 1
+    return LocalBackend(ordered.folder / "executors", ordered.command, most, ordered.environment)
 
 
 @dataclass

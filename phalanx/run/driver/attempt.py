@@ -6,16 +6,20 @@ Made anew for each attempt, so that nothing of an earlier one counts. Torch-free
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from phalanx.run.decide.events import Advanced, Event, Fault, LossBroken, Running, WorkerFailed, WorkersReturned
-from phalanx.run.driver.now import Now
 from phalanx.run.judge.limits import LimitConfig, Standing, StepJudge
 from phalanx.run.messages import Heartbeat, WorkerEnded, WorkerState
+from phalanx.run.now import Now
 
 ADVANCED_S = 10.0
 """Steps that advance become an event this often at most: the journal is no place for each of them."""
+
+RATE_S = 60.0
+"""Over so long steps per second are counted."""
 
 BROKEN_STEPS = 5
 """After so many steps in a row whose loss is no number it does not come back."""
@@ -29,10 +33,12 @@ class _Rank:
     """What is known of a rank.
 
     Attributes:
+        seen: its last report; None: there is none.
         has_stepped: in this attempt.
         broken: the step from which on its loss has been no number; -1: it is one.
     """
 
+    seen: WorkerState | None = None
     step: int = -1
     has_stepped: bool = False
     broken: int = -1
@@ -65,11 +71,24 @@ class AttemptWatch:
         self._is_broken = False
         self._told_s = -math.inf
         self._told_step = -1
+        self._past: deque[tuple[float, int]] = deque()
 
     @property
     def step(self) -> int:
         """The newest step that any rank has done; -1: none has said so."""
         return self._judge.front
+
+    @property
+    def workers(self) -> list[WorkerState]:
+        """What ranks reported last, those that have."""
+        return [rank.seen for rank in self._ranks.values() if rank.seen is not None]
+
+    def steps_per_s(self, now: Now) -> float | None:
+        """Over the last minute; None: there are not two steps to tell it from."""
+        if len(self._past) < 2:
+            return None
+        (began_s, first), (_, last) = self._past[0], self._past[-1]
+        return (last - first) / max(now.monotonic_s - began_s, 1e-9)
 
     @property
     def is_running(self) -> bool:
@@ -83,6 +102,7 @@ class AttemptWatch:
         self._judge.observe(beat.attempt, beat.workers, now.monotonic_s)
         for worker in beat.workers:
             self._note(worker)
+        self._count(now)
         return [*self._begin_running(now), *self._advance(now), *self._break(now)]
 
     def on_ended(self, ended: WorkerEnded, now: Now) -> list[Event]:
@@ -123,7 +143,10 @@ class AttemptWatch:
 
     def _note(self, worker: WorkerState) -> None:
         rank = self._ranks.get(worker.rank)
-        if rank is None or worker.step < 0:
+        if rank is None:
+            return
+        rank.seen = worker
+        if worker.step < 0:
             return
         rank.has_stepped |= worker.steps_here > 0
         if worker.step > rank.step and not math.isfinite(worker.loss):
@@ -131,6 +154,12 @@ class AttemptWatch:
         elif math.isfinite(worker.loss):
             rank.broken = -1
         rank.step = worker.step
+
+    def _count(self, now: Now) -> None:
+        if self.step >= 0 and (not self._past or self.step > self._past[-1][1]):
+            self._past.append((now.monotonic_s, self.step))
+        while len(self._past) > 2 and self._past[1][0] < now.monotonic_s - RATE_S:
+            self._past.popleft()
 
     def _begin_running(self, now: Now) -> Iterable[Event]:
         if self._is_running or not all(rank.has_stepped for rank in self._ranks.values()):

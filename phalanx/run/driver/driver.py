@@ -21,9 +21,9 @@ from phalanx.run.driver.book import Book
 from phalanx.run.driver.commands import commands
 from phalanx.run.driver.hosts import HostWatch
 from phalanx.run.driver.looks import Look, Looks
-from phalanx.run.driver.now import Now, read_clocks
 from phalanx.run.journal import JournalError, JournalLostError
 from phalanx.run.judge.limits import LimitConfig
+from phalanx.run.now import Now, read_clocks
 from phalanx.run.wire.peer import Mark
 
 _log = logging.getLogger(__name__)
@@ -49,6 +49,10 @@ class People(Protocol):
 
     def tell(self, action: Action, at: Now) -> None:
         """An alert, or something about an incident."""
+        ...
+
+    def wrote(self, lines: Sequence[messages.LogLine], at: Now) -> None:
+        """Ranks have written lines; with very many not all of them are told."""
         ...
 
 
@@ -217,6 +221,8 @@ class Driver:
     def _events_of(self, host: str, message: messages.FromExecutor, now: Now) -> list[Event]:
         match message:
             case messages.Heartbeat():
+                if message.lines:
+                    self._people.wrote(message.lines, now)
                 heard = self.hosts.on_heartbeat(host, message, now)
                 return [*heard, *(self.attempt.on_heartbeat(message, now) if self.attempt else [])]
             case messages.WorkerEnded():

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from phalanx.run.decide.events import Event, HostJoined, HostUnknown
-from phalanx.run.driver.now import Now
 from phalanx.run.messages import Heartbeat, Hello, HostState
+from phalanx.run.now import Now
 
 SILENT_HEARTBEATS = 3.5
 """After the time of so many heartbeats without one, a host is unknown."""

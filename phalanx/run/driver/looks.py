@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from phalanx.run.driver.now import Now
 from phalanx.run.judge.limits import Standing
 from phalanx.run.judge.still import Stillness, compare
 from phalanx.run.messages import Evidence, RankEvidence
+from phalanx.run.now import Now
 
 Wish = Literal["nothing", "look", "hang", "dismiss"]
 

@@ -8,28 +8,31 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from phalanx.core.errors import UserError
 from phalanx.run import messages
-from phalanx.run.backends.base import Backend
-from phalanx.run.backends.local import LocalBackend
+from phalanx.run.backends.base import Backend, Ordered
+from phalanx.run.backends.choose import make_backend
 from phalanx.run.config import RunConfig, workers_on
 from phalanx.run.decide.events import StopAsked
 from phalanx.run.driver.book import Book
 from phalanx.run.driver.classify import class_of, suspects_named
-from phalanx.run.driver.driver import Driver, People, Settings
-from phalanx.run.driver.now import read_clocks
+from phalanx.run.driver.driver import Driver, Settings
+from phalanx.run.driver.overview import overview
 from phalanx.run.driver.serving import BackendOrders, keep_going
 from phalanx.run.executor.main import Settings as ExecutorSettings
 from phalanx.run.journal import Journal, open_journal
 from phalanx.run.judge.rules import Matcher, load_rules
-from phalanx.run.secrets import ensure_token, without_tokens
+from phalanx.run.now import read_clocks
+from phalanx.run.people.hub import Hub, Item
+from phalanx.run.people.overview import Overview
+from phalanx.run.people.source import Source
+from phalanx.run.secrets import ensure_token, server_context, without_tokens
 from phalanx.run.wire.addresses import publish
 from phalanx.run.wire.server import ExecutorServer
 
@@ -38,13 +41,19 @@ TO_BE_STARTED_AGAIN = 75
 
 _LEAST_FILES = 16_384
 
+_LAST_LOOK_S = 2.0
+"""For whoever watches to show how the job has ended."""
 
-def drive(config: RunConfig, people: Callable[[RunConfig], People]) -> int:
+Show = Callable[[Source], Coroutine[Any, Any, None]]
+"""Shows a job to somebody until `Source.follow` ends."""
+
+
+def drive(config: RunConfig, show: Show) -> int:
     """Keep a job running until it ends; its exit status.
 
     Args:
         config: the job.
-        people: who is told.
+        show: to whoever has started it.
 
     Raises:
         UserError: something is wrong with the job, or another driver has it.
@@ -56,8 +65,7 @@ def drive(config: RunConfig, people: Callable[[RunConfig], People]) -> int:
     matcher = Matcher(load_rules(rules))
     ensure_token(config.token_path.absolute())
     with open_journal(config.journal_url, job=config.job_name) as journal:
-        joined = _Joined(config, folder, rules, matcher, people(config), journal)
-        return _run(joined.serve())
+        return _run(_Joined(config, folder, rules, matcher, show, journal).serve())
 
 
 def _run(work: Coroutine[Any, Any, int]) -> int:
@@ -77,7 +85,7 @@ class _Joined:
     folder: Path
     rules: list[Path]
     matcher: Matcher
-    people: People
+    show: Show
     journal: Journal
 
     async def serve(self) -> int:
@@ -85,14 +93,16 @@ class _Joined:
         config = self.config
         workers = workers_on(config.workers_per_host, len(os.sched_getaffinity(0)), 0)
         book = Book(self.journal, config.to_job(workers), config.policy.to_policy(), read_clocks().unix_s)
-        backend = self._backend()
-        orders = BackendOrders(backend, lambda problem: None)
+        hub = Hub()
+        environment = without_tokens(os.environ)
+        backend = make_backend(Ordered(config, self.folder, self._command, environment))
+        orders = BackendOrders(backend, lambda problem: hub.say("error", problem, read_clocks().unix_s))
         server = self._server(book, lambda: driver)
         driver = Driver(
             book,
             server,
             orders,
-            self.people,
+            hub,
             lambda ended: class_of(self.matcher, ended),
             suspects_named,
             self._settings(),
@@ -105,11 +115,16 @@ class _Joined:
             await backend.begin(driver.listener())
             driver.begin()
             ordering = asyncio.create_task(orders.run())
+            showing = asyncio.create_task(self.show(_Here(driver, book, hub)))
             try:
                 await keep_going(driver, changed)
             finally:
                 ordering.cancel()
-            return await self._leave(driver, server, backend)
+            try:
+                return await self._leave(driver, server, backend)
+            finally:
+                hub.close()
+                await asyncio.wait([showing], timeout=_LAST_LOOK_S)
 
     async def _leave(self, driver: Driver, server: ExecutorServer, backend: Backend) -> int:
         """End the job's hosts with the job; where only the driver has to end, leave them alone."""
@@ -120,14 +135,6 @@ class _Joined:
         server.send_all(messages.End(driver.finished.reason))
         await backend.end()
         return driver.finished.status
-
-    def _backend(self) -> Backend:
-        config = self.config
-        if config.backend != "local":
-            cure = "set run.backend to local"
-            raise UserError("there is no such back end", cure=cure, field="run.backend", value=config.backend)
-        most = config.hosts + config.spares + 1
-        return LocalBackend(self.folder / "executors", self._command, most, without_tokens(os.environ))
 
     def _command(self, host: str) -> list[str]:
         config = self.config
@@ -145,17 +152,19 @@ class _Joined:
         return [sys.executable, "-m", "phalanx.run.executor.main", text]
 
     def _server(self, book: Book, driver: Callable[[], Driver]) -> ExecutorServer:
-        host, _, port = self.config.listen.rpartition(":")  # checked by the config; port 0 is any
-        token = ensure_token(self.config.token_path.absolute()).reveal().encode()
+        config = self.config
+        host, _, port = config.listen.rpartition(":")  # checked by the config; port 0 is any
+        token = ensure_token(config.token_path.absolute()).reveal().encode()
         return ExecutorServer(
             token,
-            self.config.job_name,
+            config.job_name,
             host.strip("[]"),
             int(port),
             on_hello=lambda host, hello: driver().on_hello(host, hello),
             on_message=lambda host, message: driver().on_message(host, message),
             on_gone=lambda host, why: driver().on_disconnected(host, why),
             marks=book.marks,
+            ssl=server_context(config.tls.files) if config.tls.files else None,
             field="run.listen",
         )
 
@@ -166,6 +175,21 @@ class _Joined:
             [config.script, *config.arguments], config.module, folder, dict(config.environment), list(config.preload)
         )
         return Settings(config.heartbeat_s, config.limits, prepare=prepare)
+
+
+@dataclass(frozen=True)
+class _Here:
+    """The job of the driver in this process; implements `phalanx.run.people.source.Source`."""
+
+    driver: Driver
+    book: Book
+    hub: Hub
+
+    async def overview(self) -> Overview:
+        return overview(self.driver, self.book.addresses, read_clocks())
+
+    def follow(self, number: int) -> AsyncIterator[Item]:
+        return self.hub.follow(number)
 
 
 def _on_signals(driver: Driver) -> None:

@@ -1,0 +1,113 @@
+"""What has been said lately, in order, for all who read it: alerts, incidents, lines of ranks. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from typing import Literal
+
+import msgspec
+
+from phalanx.run.decide import actions
+from phalanx.run.decide.actions import Action
+from phalanx.run.messages import LogLine
+from phalanx.run.now import Now
+
+Level = Literal["info", "warning", "error", "good"]
+
+
+class Told(msgspec.Struct, frozen=True, tag="told", forbid_unknown_fields=True):
+    """Something for people.
+
+    Attributes:
+        incident: that it belongs to; 0: none.
+        by: who saw or decided it; empty: the driver.
+    """
+
+    number: int
+    unix_s: float
+    level: Level
+    text: str
+    host: str = ""
+    incident: int = 0
+    by: str = ""
+
+
+class Wrote(msgspec.Struct, frozen=True, tag="wrote", forbid_unknown_fields=True):
+    """A line that a rank wrote."""
+
+    number: int
+    unix_s: float
+    rank: int
+    text: str
+
+
+Item = Told | Wrote
+
+
+class Hub:
+    """The last items. For one event loop.
+
+    Args:
+        most: items that are kept; who is slower than that misses some, which the numbers show.
+    """
+
+    def __init__(self, most: int = 2000) -> None:
+        self._items: deque[Item] = deque(maxlen=most)
+        self._last = 0
+        self._changed = asyncio.Event()
+        self._is_over = False
+
+    @property
+    def last(self) -> int:
+        """Number of the newest; 0: there is none."""
+        return self._last
+
+    def tell(self, action: Action, at: Now) -> None:
+        """Keep what a driver's action says to people; implements `phalanx.run.driver.driver.People`."""
+        match action:
+            case actions.Alert():
+                self._add(Told(0, at.unix_s, action.level, action.text, action.host))
+            case actions.OpenIncident():
+                self._add(Told(0, at.unix_s, "warning", action.text, "", action.number, action.seen_by))
+            case actions.AddToIncident():
+                self._add(Told(0, at.unix_s, "info", action.text, "", action.number, action.by))
+            case actions.CloseIncident():
+                self._add(Told(0, at.unix_s, "good", action.text, "", action.number))
+
+    def say(self, level: Level, text: str, unix_s: float, host: str = "") -> None:
+        """Keep something that is no action's."""
+        self._add(Told(0, unix_s, level, text, host))
+
+    def wrote(self, lines: Sequence[LogLine], at: Now) -> None:
+        """Keep lines of ranks."""
+        for line in lines:
+            self._add(Wrote(0, at.unix_s, line.rank, line.text))
+
+    def since(self, number: int) -> list[Item]:
+        """Those that are newer than this number, as far as they are still kept."""
+        new = min(self._last - number, len(self._items))
+        return list(self._items)[-new:] if new > 0 else []
+
+    async def follow(self, number: int) -> AsyncIterator[Item]:
+        """Those that are newer than this number, until `close`."""
+        while True:
+            for item in self.since(number):
+                number = item.number
+                yield item
+            if self._is_over:
+                return
+            if self._last == number:
+                self._changed.clear()
+                await self._changed.wait()
+
+    def close(self) -> None:
+        """Nothing more will be said."""
+        self._is_over = True
+        self._changed.set()
+
+    def _add(self, item: Item) -> None:
+        self._last += 1
+        self._items.append(msgspec.structs.replace(item, number=self._last))
+        self._changed.set()
