@@ -19,6 +19,7 @@ VERSION = 1
 MAX_FRAME_BYTES = 1 << 20
 
 WorkerPhase = Literal["starting", "running", "stopping", "ended"]
+Severity = Literal["note", "alarm", "fatal"]
 EndKind = Literal["returned", "user", "raised", "interrupted", "signal", "status"]
 
 
@@ -107,12 +108,17 @@ class LogLine(Message, frozen=True):
 
 
 class Finding(Message, frozen=True):
-    """A rule has matched a line of a rank's output or of the kernel log (rank -1)."""
+    """A rule has matched a line of a rank's output or of the kernel log (rank -1).
+
+    Attributes:
+        fault, severity: of the rule; see `phalanx.run.judge.rules`.
+    """
 
     rank: int
     rule: str
     fault: str
     line: str
+    severity: Severity = "alarm"
 
 
 class CheckOutcome(Message, frozen=True):
@@ -136,6 +142,7 @@ class RankEvidence(Message, frozen=True):
         is_silent: it did not answer.
         state: of the process, as in /proc (``R``, ``S``, ``D``, ``T``, ``Z``).
         flight_record: of NCCL, where there is one, as JSON text.
+        note: for people: what it waits in, whether it used CPU time, and why something could not be learnt.
     """
 
     rank: int
@@ -146,6 +153,7 @@ class RankEvidence(Message, frozen=True):
     step: int = -1
     cpu_s: float = 0.0
     flight_record: str = ""
+    note: str = ""
 
 
 # From an executor
@@ -191,10 +199,16 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
 
 
 class Prepared(Message, frozen=True, tag="prepared"):
-    """The template process is ready to fork; or why not."""
+    """The template process is ready to fork; or why not. Sent again when it has learnt something.
+
+    Attributes:
+        seconds: from the command to the first of these messages; 0 in later ones.
+        learnt: modules that a template may import, for `Prepare.preload` of hosts that have not learnt them.
+    """
 
     seconds: float
     problem: str = ""
+    learnt: list[str] = []
 
 
 class StoreOpened(Message, frozen=True, tag="store-opened"):

@@ -82,14 +82,13 @@ def test_ranks_that_hang_in_different_ways_are_told_apart(ranks: Ranks, may_look
     os.kill(stopped.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
     all_pids = [process.pid for process in (sleeping, holding, stopped, spinning, other, gone)]
-    gathered = gather(
+    evidence = gather(
         [Subject(rank, pid, progress=lambda: ("backward", 7)) for rank, pid in enumerate(all_pids)],
         attempt=3,
         within_s=LIMIT_S,
         kernel_lines=lambda: ["NVRM: Xid"],
         accelerators=lambda: [Accelerator("GPU", 1)],
     )
-    evidence = gathered.evidence
     assert evidence.attempt == 3 and evidence.kernel_lines == ["NVRM: Xid"] and evidence.accelerators[0].name == "GPU"
     assert evidence.seconds < LIMIT_S
     by_rank = {one.rank: one for one in evidence.ranks}
@@ -100,8 +99,8 @@ def test_ranks_that_hang_in_different_ways_are_told_apart(ranks: Ranks, may_look
     assert "+gil" in by_rank[1].stacks and "+gil" not in by_rank[0].stacks
     assert [by_rank[rank].state for rank in (0, 1, 2, 4, 5)] == ["S", "S", "T", "S", ""]
     assert by_rank[3].cpu_s > 0
-    assert by_rank[4].stacks == "" and "py-spy" in gathered.notes[4]  # no Python: nothing that tells against it
-    assert "the process is gone" in gathered.notes[5]
+    assert by_rank[4].stacks == "" and "py-spy" in by_rank[4].note  # no Python: nothing that tells against it
+    assert "the process is gone" in by_rank[5].note
     other.kill()
     other.wait()
 
@@ -192,11 +191,11 @@ def test_everything_may_hang_and_the_limit_is_kept(tmp_path: Path) -> None:
     )
     took_s = time.monotonic() - begin_s
     never.set()
-    assert took_s < 60 and gathered.evidence.seconds == pytest.approx(took_s, abs=5)
-    assert all(one.is_silent and not one.stacks for one in gathered.evidence.ranks)
-    assert gathered.evidence.ranks[2].state == "D" and gathered.evidence.ranks[2].cpu_s > 0
-    assert "waits in nfs_wait_bit_killable" in gathered.notes[2] and "not done in time" in gathered.notes[2]
-    assert "/proc did not answer" in gathered.notes[0]
+    assert took_s < 60 and gathered.seconds == pytest.approx(took_s, abs=5)
+    assert all(one.is_silent and not one.stacks for one in gathered.ranks)
+    assert gathered.ranks[2].state == "D" and gathered.ranks[2].cpu_s > 0
+    assert "waits in nfs_wait_bit_killable" in gathered.ranks[2].note and "not done in time" in gathered.ranks[2].note
+    assert "/proc did not answer" in gathered.ranks[0].note
     assert [process.wait(60) for process in started] == [-signal.SIGKILL]
     for pid in ("71", "72"):  # lets the threads that still wait go
         os.close(os.open(tmp_path / pid / "stat", os.O_RDWR))
@@ -204,7 +203,7 @@ def test_everything_may_hang_and_the_limit_is_kept(tmp_path: Path) -> None:
 
 def test_what_is_gathered_is_bounded_however_much_there_is() -> None:
     gathered = gather([], attempt=1, within_s=LIMIT_S, kernel_lines=lambda: [str(number) for number in range(1000)])
-    assert gathered.evidence.kernel_lines == [str(number) for number in range(800, 1000)]
+    assert gathered.kernel_lines == [str(number) for number in range(800, 1000)]
 
 
 def test_a_fault_of_ours_does_not_tell_against_a_rank(ranks: Ranks) -> None:
@@ -213,7 +212,7 @@ def test_a_fault_of_ours_does_not_tell_against_a_rank(ranks: Ranks) -> None:
 
     process = ranks.start(SLEEPS)
     gathered = gather([Subject(0, process.pid)], attempt=1, within_s=LIMIT_S, start=start, program=Path("/bin/true"))
-    assert not gathered.evidence.ranks[0].is_silent and "no more threads" in gathered.notes[0]
+    assert not gathered.ranks[0].is_silent and "no more threads" in gathered.ranks[0].note
 
 
 def test_a_main_thread_has_its_name() -> None:

@@ -29,6 +29,8 @@ from phalanx.core.progress import own_progress
 page = own_progress(os.environ, int(os.environ["PHALANX_RUN_ATTEMPT"]))
 print("host", os.environ["PHALANX_HOST"], "world", os.environ["WORLD_SIZE"], flush=True)
 page.step(1, loss=1.0)
+import colorsys, torch
+torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step()
 time.sleep(600)
 """
 
@@ -152,6 +154,8 @@ async def attempt_one(executor: Executor, driver: Driver) -> list[int]:
     beat = await driver.until(messages.Heartbeat, lambda beat: all(w.steps_here for w in beat.workers) and beat.workers)
     assert beat.attempt == 1 and [worker.step for worker in beat.workers] == [1, 1] and beat.host.cpu_load == 0.5
     assert executor.hello().running == [0, 1] and executor.hello().attempt == 1
+    learnt = await driver.until(messages.Prepared)
+    assert "colorsys" in learnt.learnt and learnt.problem == ""
     executor.hear(messages.Gather(1))
     assert [rank.rank for rank in (await driver.until(messages.Evidence)).ranks] == [0, 1]
     os.kill(started.pids[1], signal.SIGKILL)

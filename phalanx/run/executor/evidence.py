@@ -23,6 +23,7 @@ _MARGIN_S = 0.15  # of the limit: for putting together what has come
 _WORD_S = 0.05  # of the limit: for saying that something was not done in time
 _REST_S = 0.25  # of the limit at most: between the two looks at CPU time
 _MAX_KERNEL_LINES = 200
+_NOTE_CHARACTERS = 1000
 
 
 @dataclass(frozen=True)
@@ -56,19 +57,6 @@ class _Look:
     has_state: bool = False
 
 
-@dataclass(frozen=True)
-class Gathered:
-    """The evidence, and what it has no room for.
-
-    Attributes:
-        notes: for people, by rank: the function of the kernel that it waits in, CPU time that passed between two looks,
-            and why something could not be learnt.
-    """
-
-    evidence: Evidence
-    notes: dict[int, str] = field(default_factory=dict)
-
-
 def gather(
     subjects: Sequence[Subject],
     *,
@@ -79,7 +67,7 @@ def gather(
     start: Start = lambda make: make(),
     program: Path | None = None,
     proc: Path = PROC,
-) -> Gathered:
+) -> Evidence:
     """Look at all ranks at once, for `within_s` seconds at most.
 
     Args:
@@ -101,14 +89,13 @@ def gather(
     for subject in subjects:
         tasks += _tasks(subject, looks[subject.rank], until_s - _WORD_S, program, start, proc)
     _run_all(tasks, until_s)
-    evidence = Evidence(
+    return Evidence(
         attempt=attempt,
         ranks=[_rank_evidence(subject.rank, looks[subject.rank]) for subject in subjects],
         kernel_lines=list(host.kernel_lines[-_MAX_KERNEL_LINES:]),
         accelerators=list(host.accelerators),
         seconds=time.monotonic() - begin_s,
     )
-    return Gathered(evidence, {subject.rank: _note(looks[subject.rank]) for subject in subjects})
 
 
 @dataclass
@@ -181,6 +168,7 @@ def _rank_evidence(rank: int, look: _Look) -> RankEvidence:
         step=look.progress[1],
         cpu_s=look.cpu_s,
         flight_record=look.flight[0],
+        note=_note(look)[:_NOTE_CHARACTERS],
     )
 
 

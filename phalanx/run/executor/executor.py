@@ -14,20 +14,21 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx.launch.script import Script
 from phalanx.launch.store import open_store_socket
-from phalanx.launch.warm import WarmTemplate, Word
+from phalanx.launch.warm import LEARNT, WarmTemplate, Word
 from phalanx.run import messages
 from phalanx.run.executor.evidence import Subject
 from phalanx.run.executor.reaper import Killed
 from phalanx.run.executor.workers import Workers
 from phalanx.run.logs.pump import Pump
 from phalanx.run.logs.tails import Tails
-from phalanx.run.wire.codec import LiveMessage
+from phalanx.run.wire.codec import LiveMessage, TooLargeError
 
 _log = logging.getLogger(__name__)
 
@@ -227,7 +228,12 @@ class Executor:
         script = Script(name, tuple(arguments), prepare.is_module, prepare.folder)
         environ = {**self.here.environ, **prepare.environment, "PHALANX_HOST": self.here.host}
         self._template = WarmTemplate(
-            script, environ, self._hear_template, learnt=tuple(prepare.preload), started=self.holder.contain
+            script,
+            environ,
+            self._hear_template,
+            learnt=(*LEARNT, *prepare.preload),
+            has_learnt=lambda learnt: self._tell_learnt(messages.Prepared(0.0, "", list(learnt))),
+            started=self.holder.contain,
         )
         self._template.start()
         self._do_beside(self._tell_prepared(self._template))
@@ -239,7 +245,11 @@ class Executor:
             await template.ready()
         except Exception as error:  # whatever it is, the driver has to hear it
             problem = str(error) or type(error).__name__
-        self.line.send(messages.Prepared(time.monotonic() - began_s, problem))
+        self.line.send(messages.Prepared(time.monotonic() - began_s, problem, list(template.learnt)))
+
+    def _tell_learnt(self, prepared: messages.Prepared) -> None:
+        with suppress(TooLargeError):
+            self.line.send(prepared)
 
     async def _open_store(self, order: messages.OpenStore) -> None:
         store = self._store

@@ -90,7 +90,7 @@ class Reader:
 
 def look(means: Means, subjects: Sequence[Subject], attempt: int, within_s: float) -> messages.Evidence:
     """Evidence of ranks; cut to what a message holds."""
-    gathered = gather(
+    evidence = gather(
         subjects,
         attempt=attempt,
         within_s=within_s,
@@ -98,7 +98,7 @@ def look(means: Means, subjects: Sequence[Subject], attempt: int, within_s: floa
         accelerators=means.accelerators.read,
         start=means.reaper.helper,
     )
-    return within(gathered.evidence, _EVIDENCE_BYTES)
+    return within(evidence, _EVIDENCE_BYTES)
 
 
 def within(evidence: messages.Evidence, most_bytes: int) -> messages.Evidence:

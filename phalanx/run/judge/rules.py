@@ -20,10 +20,9 @@ from pydantic import Field
 from phalanx.core.config import Config, validate
 from phalanx.core.errors import UserError
 from phalanx.run.judge.patterns import FLAGS, may_explode, required_texts
-from phalanx.run.messages import Finding
+from phalanx.run.messages import Finding, Severity
 
 Source = Literal["output", "kernel"]
-Severity = Literal["note", "alarm", "fatal"]
 Fault = Literal["user", "process", "host", "network", "storage", "unknown"]
 
 KERNEL_RANK = -1
@@ -232,7 +231,7 @@ class Watcher:
         self._said.move_to_end(key)
         if len(self._said) > self._capacity:
             self._said.popitem(last=False)
-        return Finding(rank, rule.name, rule.fault, shorten(line))
+        return Finding(rank, rule.name, rule.fault, shorten(line), rule.severity)
 
     def forget(self, is_kernel_too: bool = False) -> None:
         """A new attempt begins: its ranks may say again what those before have said."""
