@@ -29,7 +29,7 @@ from phalanx.core.progress import own_progress
 page = own_progress(os.environ, int(os.environ["PHALANX_RUN_ATTEMPT"]))
 print("host", os.environ["PHALANX_HOST"], "world", os.environ["WORLD_SIZE"], flush=True)
 page.step(1, loss=1.0)
-import colorsys, torch
+import own_part, torch
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step()
 time.sleep(600)
 """
@@ -103,6 +103,7 @@ SENSES = Senses(
 @asynccontextmanager
 async def an_executor(folder: Path) -> AsyncIterator[tuple[Executor, Driver]]:
     (folder / "script.py").write_text(SCRIPT)
+    (folder / "own_part.py").write_text("")
     (folder / "pages").mkdir()
     driver = Driver()
     here = Here("h", "127.0.0.1", "left", dict(os.environ), folder / "pages", folder / "logs")
@@ -155,7 +156,7 @@ async def attempt_one(executor: Executor, driver: Driver) -> list[int]:
     assert beat.attempt == 1 and [worker.step for worker in beat.workers] == [1, 1] and beat.host.cpu_load == 0.5
     assert executor.hello().running == [0, 1] and executor.hello().attempt == 1
     learnt = await driver.until(messages.Prepared)
-    assert "colorsys" in learnt.learnt and learnt.problem == ""
+    assert "own_part" in learnt.learnt and learnt.problem == ""
     executor.hear(messages.Gather(1))
     assert [rank.rank for rank in (await driver.until(messages.Evidence)).ranks] == [0, 1]
     os.kill(started.pids[1], signal.SIGKILL)
