@@ -34,15 +34,21 @@ UNKNOWN = -1
 """What a number is that nobody knows."""
 
 _MAGIC = b"PHLXPAGE"
-_HEADER = struct.Struct("<8sIII")  # magic, version, bytes of a slot's body, whether the script has claimed the page
+# magic, version, bytes of a slot's body, whether the script has claimed the page, whether it numbers its steps
+_HEADER = struct.Struct("<8sIIHH")
 _CLAIM_AT = 16
+_NUMBERS_AT = 18
 _SLOTS_AT = 64
 _SLOT_BYTES = 512
+_RING_AT = 2048
+_RING = 128
+"""Own times of the last so many steps, that of step n of this process at place n - 1 modulo this."""
 
 # pid, attempt, step, steps_here, step_ended, step_took, phase_began, expects, busy, busy_total, loss, has loss, texts
 _BODY = struct.Struct("<10qd?32p96p")
 _SEQUENCE = struct.Struct("<Q")
 _CHECK = struct.Struct("<I")
+_TIME = struct.Struct("<q")
 
 _READS = 3
 
@@ -65,6 +71,7 @@ class Progress:
         busy_total_ns: of all steps of this process; -1: not known.
         loss: of the last step; None: not known, NaN: that is what it was.
         message: a short one for people.
+        is_absolute: the script gives `step` its numbers, so that they go on where an earlier process has ended.
     """
 
     pid: int
@@ -80,6 +87,7 @@ class Progress:
     busy_total_ns: int = UNKNOWN
     loss: float | None = None
     message: str = ""
+    is_absolute: bool = False
 
 
 class ProgressWriter:
@@ -128,7 +136,7 @@ class ProgressWriter:
         self._loss = said.loss
         self._phase, self._message = said.phase.encode(), said.message.encode()
         claimed = claims or (continues and self.is_claimed)
-        self._page[: _HEADER.size] = _HEADER.pack(_MAGIC, VERSION, _BODY.size, claimed)
+        self._page[: _HEADER.size] = _HEADER.pack(_MAGIC, VERSION, _BODY.size, claimed, said.is_absolute)
         self._write()
 
     @property
@@ -145,6 +153,8 @@ class ProgressWriter:
             loss: its loss, where that is known.
         """
         numbers, now_ns = self._numbers, self._clock_ns()
+        if step is not None:
+            self._page[_NUMBERS_AT] = 1
         numbers[2] = numbers[2] + 1 if step is None else step
         numbers[3] += 1
         numbers[5] = now_ns - numbers[4] if numbers[4] >= 0 else UNKNOWN
@@ -152,6 +162,7 @@ class ProgressWriter:
         numbers[8] = busy_ns
         if busy_ns >= 0:
             numbers[9] = max(numbers[9], 0) + busy_ns
+        _TIME.pack_into(self._page, _RING_AT + _TIME.size * ((numbers[3] - 1) % _RING), busy_ns)
         self._loss = loss
         self._write()
 
@@ -195,6 +206,7 @@ class ProgressReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = path
         self._descriptor = -1
+        self._block = b""
 
     def read(self) -> Progress | None:
         """The newest that was written whole; None where there is no page of this version, or nothing on it."""
@@ -209,8 +221,21 @@ class ProgressReader:
             except OSError:
                 return None
             if (found := parse_page(block)) is not None:
+                self._block = block
                 return found
         return None
+
+    def busy_since(self, said: Progress, before: int) -> list[int]:
+        """Own times of the steps after the first `before` of this process, as far as they are known and still there.
+
+        Args:
+            said: what `read` gave last.
+        """
+        if said.busy_ns < 0 or len(self._block) < PAGE_BYTES:
+            return []
+        steps = range(max(before, said.steps_here - _RING, 0), said.steps_here)
+        times = (_TIME.unpack_from(self._block, _RING_AT + _TIME.size * (step % _RING))[0] for step in steps)
+        return [busy_ns for busy_ns in times if busy_ns >= 0]
 
     def close(self) -> None:
         """Let go of the file."""
@@ -252,11 +277,12 @@ def parse_page(block: bytes) -> Progress | None:
     """What the bytes of a page say: the newer of its whole slots."""
     if len(block) != PAGE_BYTES or _HEADER.unpack_from(block)[:3] != (_MAGIC, VERSION, _BODY.size):
         return None
-    slots = [slot for slot in (_parse_slot(block, _SLOTS_AT + n * _SLOT_BYTES) for n in (0, 1)) if slot is not None]
+    is_absolute = block[_NUMBERS_AT] != 0
+    slots = [found for n in (0, 1) if (found := _parse_slot(block, _SLOTS_AT + n * _SLOT_BYTES, is_absolute))]
     return max(slots, key=lambda slot: slot[0])[1] if slots else None
 
 
-def _parse_slot(block: bytes, begin: int) -> tuple[int, Progress] | None:
+def _parse_slot(block: bytes, begin: int, is_absolute: bool) -> tuple[int, Progress] | None:
     (sequence,) = _SEQUENCE.unpack_from(block, begin)
     (check,) = _CHECK.unpack_from(block, begin + _SEQUENCE.size)
     start = begin + _SEQUENCE.size + _CHECK.size
@@ -279,6 +305,7 @@ def _parse_slot(block: bytes, begin: int) -> tuple[int, Progress] | None:
         busy_total_ns=total,
         loss=loss if known else None,
         message=message.decode(errors="replace"),
+        is_absolute=is_absolute,
     )
 
 

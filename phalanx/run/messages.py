@@ -51,10 +51,12 @@ class WorkerState(Message, frozen=True):
         last_step_s: what the last one took.
         phase: what the rank says it is in (``step``, ``evaluate``, ``checkpoint`` …); empty: it says nothing.
         expects_s: for how long from the beginning of the phase the rank has said that no step need be expected.
-        busy_s: own time of the last step, without waiting in collectives; negative: not known.
+        busy_s: own time of a step, without waiting in collectives: the median over the steps since the heartbeat
+            before, or that of the last step where there are none; negative: not known.
         cpu_s: CPU time of the process so far.
         loss: of the last step; 0 where it is not known, and it may be no number.
         steps_here: how many steps this process has done.
+        is_absolute: `step` counts from the beginning of the training, not of this process.
     """
 
     rank: int
@@ -71,6 +73,7 @@ class WorkerState(Message, frozen=True):
     rss_bytes: int = 0
     loss: float = 0.0
     steps_here: int = 0
+    is_absolute: bool = False
 
 
 class Interface(Message, frozen=True):

@@ -67,6 +67,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         busy_ns=200,
         busy_total_ns=500,
         loss=1.5,
+        is_absolute=True,
         message="writes to disk",
     )
 
@@ -134,7 +135,7 @@ def test_a_page_of_another_version_says_nothing(tmp_path: Path, at: int) -> None
 def test_noise_says_nothing(seed: int) -> None:
     block = random.Random(seed).randbytes(PAGE_BYTES)
     assert parse_page(block) is None
-    with_header = progress._HEADER.pack(progress._MAGIC, progress.VERSION, progress._BODY.size, 0)
+    with_header = progress._HEADER.pack(progress._MAGIC, progress.VERSION, progress._BODY.size, 0, 0)
     parsed = parse_page(with_header + block[len(with_header) :])
     assert parsed is None
 
@@ -267,3 +268,32 @@ def test_a_script_that_claims_its_page_is_seen_by_the_other_writer(tmp_path: Pat
 def test_no_torch() -> None:
     program = "import sys, phalanx.core.progress; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_own_times_of_the_last_steps_are_kept(tmp_path: Path) -> None:
+    writer, reader = ProgressWriter(tmp_path / "page"), ProgressReader(tmp_path / "page")
+    for number in range(1, 301):
+        writer.step(number, busy_ns=1000 + number)
+    found = reader.read()
+    assert found is not None and found.is_absolute
+    assert reader.busy_since(found, 297) == [1298, 1299, 1300]
+    assert reader.busy_since(found, 300) == []
+    assert reader.busy_since(found, 0) == list(range(1173, 1301))  # those before are overwritten
+    writer.step()
+    found = reader.read()
+    assert found is not None and reader.busy_since(found, 299) == []  # the last step's is not known
+
+
+def test_steps_without_numbers_count_from_the_process(tmp_path: Path) -> None:
+    path = tmp_path / "page"
+    writer = ProgressWriter(path)
+    writer.step(busy_ns=5)
+    found = read_progress(path)
+    assert found is not None and not found.is_absolute
+    again = ProgressWriter(path, claims=True)
+    again.step(41)
+    found = read_progress(path)
+    assert found is not None and found.is_absolute and (found.step, found.steps_here) == (41, 2)
+    ProgressWriter(path, 1)
+    found = read_progress(path)
+    assert found is not None and not found.is_absolute

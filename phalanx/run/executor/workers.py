@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ class _Rank:
     Attributes:
         said: what it said of its end, before it was gone.
         is_over: its process is gone, and that has been told.
+        reported: how many of its steps were done at the last heartbeat.
     """
 
     rank: int
@@ -44,11 +46,18 @@ class _Rank:
     pid: int = 0
     said: Failure | Returned | None = None
     is_over: bool = False
+    reported: int = 0
 
     def progress(self, attempt: int) -> Progress | None:
         """What it last said of this attempt."""
         found = self.reader.read()
         return found if found is not None and found.attempt == attempt else None
+
+    def busy_s(self, progress: Progress) -> float:
+        """Own time of a step: the median since the last call, or that of the last step; -1: not known."""
+        times = self.reader.busy_since(progress, self.reported)
+        self.reported = progress.steps_here
+        return statistics.median_low(times or [progress.busy_ns]) * _NS if progress.busy_ns >= 0 else -1.0
 
 
 @dataclass
@@ -217,11 +226,12 @@ class Workers:
             phase=progress.phase,
             phase_age_s=(now_ns - progress.phase_began_ns) * _NS,
             expects_s=progress.expects_ns * _NS,
-            busy_s=progress.busy_ns * _NS if progress.busy_ns >= 0 else -1.0,
+            busy_s=rank.busy_s(progress),
             cpu_s=cpu_s,
             rss_bytes=rss_bytes,
             loss=0.0 if progress.loss is None else progress.loss,
             steps_here=progress.steps_here,
+            is_absolute=progress.is_absolute,
         )
 
     def _usage(self, rank: _Rank) -> tuple[float, int]:
