@@ -204,7 +204,7 @@ class World:
     def story(self) -> str:
         """What the incident reports say."""
         lines = [
-            getattr(a, "text", "")
+            f"{getattr(a, 'text', '')}: {getattr(a, 'why', '')}"
             for _, a in self.log
             if isinstance(a, act.OpenIncident | act.AddToIncident | act.CloseIncident)
         ]

@@ -103,8 +103,10 @@ def test_the_incident_says_what_was_seen_and_decided_and_how_long_each_phase_too
     assert isinstance(opened[0], act.OpenIncident) and opened[0].seen_by == "executor of b"
     (close,) = closed
     assert isinstance(close, act.CloseIncident)
-    assert set(close.seconds) == {"stopping", "checking", "opening", "starting"}
-    assert 0 <= close.lost_steps < 50
+    assert set(close.seconds) == {"stopping", "checking", "opening", "starting", "first step"}
+    assert 0 <= close.lost_steps < 50 and close.lost_steps == close.from_step - close.to_step
+    assert (close.result, close.status) == ("recovered", -1)
+    assert opened[0].where == act.Where("b", 3, close.from_step)
 
 
 def test_a_word_that_only_follows_waits_for_the_culprits():

@@ -9,6 +9,10 @@ import msgspec
 from phalanx.run.decide.policy import CheckKind
 
 
+IncidentResult = Literal["recovered", "gave up", "stopped", "false alarm"]
+"""How an incident has ended: training goes on; the job had to end; a person or the clock ended it; it was none."""
+
+
 class ActionBase(msgspec.Struct, frozen=True, tag_field="action", forbid_unknown_fields=True):
     """Any of them."""
 
@@ -100,6 +104,19 @@ class Alert(ActionBase, frozen=True, tag="alert"):
     host: str = ""
 
 
+class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where something was seen.
+
+    Attributes:
+        host, rank: empty and -1: not at one place.
+        step: that the rank was at; -1: not known.
+    """
+
+    host: str = ""
+    rank: int = -1
+    step: int = -1
+
+
 class OpenIncident(ActionBase, frozen=True, tag="open-incident"):
     """A report begins.
 
@@ -107,35 +124,51 @@ class OpenIncident(ActionBase, frozen=True, tag="open-incident"):
         number: from 1.
         attempt: which was hit.
         seen_by: who saw it, such as ``executor of node7``.
-        text: what was seen.
+        text: what was seen, with the place where it was.
     """
 
     number: int
     attempt: int
     seen_by: str
     text: str
+    where: Where = Where()
 
 
 class AddToIncident(ActionBase, frozen=True, tag="add-to-incident"):
-    """More of it: what else was seen (`by` an executor, the back end, a person), or what the driver decided and why."""
+    """More of it: what else was seen (`by` an executor, the back end, a person), or what the driver decided.
+
+    Attributes:
+        is_decision: it was decided, not seen.
+        why: it was decided; empty: there is nothing to say.
+    """
 
     number: int
     by: str
     text: str
+    where: Where = Where()
+    is_decision: bool = False
+    why: str = ""
 
 
 class CloseIncident(ActionBase, frozen=True, tag="close-incident"):
     """The job runs again, or has ended.
 
     Attributes:
-        seconds: by phase.
+        seconds: by phase; ``detecting`` was before the report began, ``first step`` is what ``starting`` was not over with
+            when all ranks had been started.
         lost_steps: that have to be made again; -1: not known.
+        from_step, to_step: training was at the one and goes on from the other; -1: not known.
+        status: with which the job has ended; -1: it goes on.
     """
 
     number: int
     text: str
     seconds: dict[str, float]
     lost_steps: int = -1
+    result: IncidentResult = "recovered"
+    from_step: int = -1
+    to_step: int = -1
+    status: int = -1
 
 
 class Finish(ActionBase, frozen=True, tag="finish"):

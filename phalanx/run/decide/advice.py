@@ -49,4 +49,5 @@ def would_do(state: State) -> str:
     if ending is not None:
         return f"all workers would be stopped and the job ended with status {ending.status}: {ending.reason}"
     first = "evidence would be gathered, then " if recovery.cause == "hang" else ""
-    return f"{first}all workers would be stopped, and then: {ladder.plan(state, recovery).why}"
+    plan = ladder.plan(state, recovery)
+    return f"{first}all workers would be stopped, and then: {plan.what} ({plan.why})"

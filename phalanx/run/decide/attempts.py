@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.run.decide import advice, brakes, endings, faults, recovery
-from phalanx.run.decide.actions import AskForHosts, OpenStore, Start
+from phalanx.run.decide.actions import AskForHosts, OpenStore, Start, Where
 from phalanx.run.decide.events import Advanced, Running, Started, Stopped, StoreOpened, WorkersReturned
 from phalanx.run.decide.placement import count_ready, missing_hosts, place, ready_hosts, size_to_start
 from phalanx.run.decide.state import Ending, Failure, Recovery, State
@@ -66,15 +66,20 @@ def _open(turn: Turn, placement: tuple[str, ...]) -> None:
             turn.set_host(name, state="spare", why="ready")
     attempt = max(state.attempt, state.highest_seen) + 1
     if state.placement and placement != state.placement:
-        turn.note("driver", _moves(state.placement, placement))
+        turn.decided(_moves(state.placement, placement), "these hosts are ready")
     turn.set(attempt=attempt, placement=placement, store_port=0, lacking_since_s=None)
     turn.set(progress=brakes.begun(state.progress), highest_seen=attempt)
     turn.enter("opening", state.policy.store_s)
-    turn.note("driver", f"attempt {attempt} begins on {advice.names(placement)}")
+    turn.decided(f"attempt {attempt} begins on {advice.names(placement)}", _ready(state, placement))
     turn.act(OpenStore(attempt, placement[0]))
     for leaver in turn.state.leaving:
         if leaver not in chosen:
             turn.release(leaver, turn.state.hosts[leaver].leaves)
+
+
+def _ready(state: State, placement: tuple[str, ...]) -> str:
+    count = len(placement)
+    return f"{count} of {state.job.hosts} hosts are ready" if count < state.job.hosts else "its hosts are ready"
 
 
 def _moves(before: tuple[str, ...], after: tuple[str, ...]) -> str:
@@ -118,9 +123,10 @@ def on_started(turn: Turn, event: Started) -> None:
     """One host more has started its ranks; the first step is what the others are waited for now."""
     if turn.state.phase != "starting":
         return
-    turn.no_longer_awaited(event.host)
-    if not turn.state.awaited:
+    if turn.state.awaited == (event.host,):
+        turn.all_started()
         turn.set(deadline_s=None)
+    turn.no_longer_awaited(event.host)
 
 
 def on_running(turn: Turn, event: Running) -> None:
@@ -148,7 +154,7 @@ def on_advanced(turn: Turn, event: Advanced) -> None:
     found = state.recovery
     if state.phase == "diagnosing" and is_new and _is_only_hang(found):
         turn.set(recovery=None)
-        turn.close_incident("steps advance again: nothing was done")
+        turn.close_incident("steps advance again: nothing was done", result="false alarm")
         turn.enter("running")
 
 
@@ -172,7 +178,7 @@ def on_stopped(turn: Turn, event: Stopped) -> None:
     if not event.stuck:
         return
     why = f"processes {', '.join(map(str, event.stuck[:8]))} do not end"
-    turn.note(f"executor of {event.host}", why)
+    turn.note(f"executor of {event.host}", why, Where(event.host))
     turn.alert("error", f"{why}: the host has to be restarted", event.host)
     if state.recovery is not None:
         recovery.learn(turn, stuck={**state.recovery.stuck, event.host: why})

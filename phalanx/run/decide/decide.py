@@ -78,7 +78,12 @@ def _handle(turn: Turn, event: Event) -> None:
 
 
 def _nothing(turn: Turn, event: Event) -> None:
-    """Time alone, or a beginning, changes nothing by itself."""
+    """Time alone changes nothing by itself."""
+
+
+def _begin(turn: Turn, event: JobBegun) -> None:
+    if turn.state.began_s is None:
+        turn.set(began_s=turn.now_s)
 
 
 def _on_restarted(turn: Turn, event: DriverRestarted) -> None:
@@ -86,7 +91,7 @@ def _on_restarted(turn: Turn, event: DriverRestarted) -> None:
 
 
 _ANSWERS: dict[type, Callable[[Turn, Any], None]] = {
-    JobBegun: _nothing,
+    JobBegun: _begin,
     Tick: _nothing,
     DriverRestarted: _on_restarted,
     HostJoined: hosts.on_joined,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.run.decide.actions import AskForHosts, Finish
+from phalanx.run.decide.actions import AskForHosts, Finish, IncidentResult
 from phalanx.run.decide.state import Ending
 from phalanx.run.decide.turn import Turn
 
@@ -17,9 +17,19 @@ TIME_SHORT = 6
 
 def finish(turn: Turn, ending: Ending) -> None:
     """The job is over; no process of it needs to be ended by hand any more."""
-    turn.close_incident(f"the job has ended with status {ending.status}: {ending.reason}")
+    turn.close_incident(
+        f"the job has ended with status {ending.status}: {ending.reason}",
+        result=_result(ending),
+        status=ending.status,
+    )
     if turn.state.asked:
         turn.act(AskForHosts(0))
     turn.enter("ended")
     turn.set(ending=ending, recovery=None, checks={}, asked=0, lacking_since_s=None)
     turn.act(Finish(ending.status, ending.reason, ending.requeue))
+
+
+def _result(ending: Ending) -> IncidentResult:
+    if ending.status == DONE:
+        return "recovered"
+    return "stopped" if ending.status in (STOPPED, TIME_SHORT) else "gave up"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phalanx.run.decide import advice, recovery
+from phalanx.run.decide.actions import Where
 from phalanx.run.decide.events import (
     Fault,
     LossBroken,
@@ -34,7 +35,8 @@ def of_host(turn: Turn, host: str, failure: Failure, seen_by: str) -> None:
     if going_on and state.has_workers and (failure.follows or host in state.recovery.failures):  # type: ignore[union-attr]
         recovery.add_failure(turn, host, failure)  # without a line in the report for each of many ranks
         return
-    if recovery.see(turn, "failure", seen_by, advice.of_failure(host, failure)):
+    where = Where(host, failure.rank, failure.step)
+    if recovery.see(turn, "failure", seen_by, advice.of_failure(host, failure), where):
         recovery.add_failure(turn, host, failure)
 
 
@@ -62,7 +64,7 @@ def on_no_progress(turn: Turn, event: NoProgress) -> None:
     if all_unknown(turn.state):
         turn.alert("warning", f"{text}; but no host is heard of, so it may be the driver that is cut off: it waits")
         return
-    recovery.see(turn, "hang", "step limit", text)
+    recovery.see(turn, "hang", "step limit", text, late_s=event.age_s)
 
 
 def all_unknown(state: State) -> bool:
@@ -80,7 +82,8 @@ def on_traffic_silent(turn: Turn, event: TrafficSilent) -> None:
     if not (event.is_total and event.without_progress) or all_unknown(state):
         turn.alert("warning", text)
         return
-    recovery.see(turn, "hang", "traffic of the training interfaces", f"{text}, and no step was made")
+    seen_by = "traffic of the training interfaces"
+    recovery.see(turn, "hang", seen_by, f"{text}, and no step was made", late_s=event.silent_s)
 
 
 def on_loss_broken(turn: Turn, event: LossBroken) -> None:
@@ -108,7 +111,9 @@ def on_suspects_named(turn: Turn, event: SuspectsNamed) -> None:
     suspects = {host: event.why for rank in event.ranks if (host := state.host_of(rank)) is not None}
     group = tuple(dict.fromkeys(host for rank in event.group_ranks if (host := state.host_of(rank)) is not None))
     who = ", ".join(f"rank {rank} on {state.host_of(rank)}" for rank in event.ranks[:8])
-    turn.note("judge of the evidence", f"suspected: {who}: {event.why}" if who else f"nobody stands out: {event.why}")
+    where = Where(state.host_of(event.ranks[0]) or "", event.ranks[0]) if len(event.ranks) == 1 else Where()
+    text = f"suspected: {who}: {event.why}" if who else f"nobody stands out: {event.why}"
+    turn.note("judge of the evidence", text, where)
     known = state.recovery
     recovery.learn(turn, suspects={**known.suspects, **suspects})
     if event.group:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.run.decide import attempts, faults, ladder, recovery
-from phalanx.run.decide.actions import Check, Evict, Gather, OpenStore, Release, Stop
+from phalanx.run.decide.actions import Check, Evict, Gather, OpenStore, Release, Stop, Where
 from phalanx.run.decide.events import CheckFailed, CheckPassed, HostGone, HostJoined, HostUnknown, SlowHost
 from phalanx.run.decide.state import Failure, Host
 from phalanx.run.decide.turn import Turn
@@ -80,7 +80,7 @@ def on_unknown(turn: Turn, event: HostUnknown) -> None:
     if host is None or host.state in ("unknown", "evicted", "gone"):
         return
     turn.set_host(event.host, state="unknown", why="nothing has been heard of it for a while")
-    turn.note("driver", f"nothing is heard of {event.host}")
+    turn.note("driver", f"nothing is heard of {event.host}", Where(event.host))
     if event.host in turn.state.placement and turn.state.phase in ("starting", "running"):
         turn.alert("warning", "nothing is heard of it; it stays in the job while steps advance", event.host)
 
@@ -94,10 +94,11 @@ def on_gone(turn: Turn, event: HostGone) -> None:
     why = f"gone: {event.why}" if event.why else "gone"
     takes_part = state.has_workers and name in state.placement
     turn.remove_host(name, "gone", why)
-    if takes_part and state.ending is None and recovery.see(turn, "failure", "back end", f"{name} is {why}"):
+    text = f"{name} is {why}"
+    if takes_part and state.ending is None and recovery.see(turn, "failure", "back end", text, Where(name)):
         recovery.add_lost(turn, name, why)
     elif not takes_part:
-        turn.note("back end", f"{name} is {why}")
+        turn.note("back end", text, Where(name))
 
 
 def on_check_passed(turn: Turn, event: CheckPassed) -> None:
@@ -109,7 +110,7 @@ def on_check_passed(turn: Turn, event: CheckPassed) -> None:
     turn.drop_check(name)
     host = state.hosts[name]
     if name in state.awaited:
-        turn.note(f"{check.kind} check of {name}", "passed")
+        turn.note(f"{check.kind} check of {name}", "passed", Where(name))
         turn.no_longer_awaited(name)
         turn.set_host(name, state="draining" if host.leaves else "active", why="")
     else:
@@ -129,11 +130,13 @@ def on_check_failed(turn: Turn, event: CheckFailed) -> None:
         turn.alert("warning", f"{why}; it would be evicted", name)
         return
     if _fail_together(turn, name, why):
-        turn.note(f"{check.kind} check of {name}", f"not passed, as on many others: it is given back: {event.why}")
+        turn.note(f"{check.kind} check of {name}", f"not passed: {event.why}", Where(name))
+        turn.decided(f"{name} is given back, not evicted", "many others have not passed their checks either")
         turn.alert("error", f"{why}; so have many others, so it is given back, not evicted", name)
         turn.release(name, why)
         return
-    turn.note(f"{check.kind} check of {name}", f"not passed, so it is evicted: {event.why}")
+    turn.note(f"{check.kind} check of {name}", f"not passed: {event.why}", Where(name))
+    turn.decided(f"{name} is evicted", f"it has not passed its {check.kind} check")
     turn.alert("error", f"{why}; it is evicted", name)
     turn.evict(name, why)
 
@@ -155,7 +158,7 @@ def not_checked(turn: Turn, name: str) -> None:
         turn.drop_check(name)
         turn.alert("warning", f"{why}; it would be given back", name)
         return
-    turn.note("driver", f"{name} is given back: {why}")
+    turn.decided(f"{name} is given back", why)
     turn.alert("warning", f"{why}; it is given back", name)
     turn.release(name, why)
 

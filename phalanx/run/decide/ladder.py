@@ -20,7 +20,8 @@ class Plan(msgspec.Struct, frozen=True):
     """What is to be done once no process of the attempt is left.
 
     Attributes:
-        why: in words for people.
+        what: is to be done, in words for people.
+        why: the same way.
         checks: hosts to be checked, and how.
         evict: hosts to be evicted, and why.
         use_previous: go on with the previous version of the code.
@@ -28,6 +29,7 @@ class Plan(msgspec.Struct, frozen=True):
         marks: keys of the history to which this fault is added.
     """
 
+    what: str
     why: str
     checks: dict[str, CheckKind] = {}
     evict: dict[str, str] = {}
@@ -44,7 +46,8 @@ def plan(state: State, recovery: Recovery) -> Plan:
         return _nobody(state, recovery, leave)
     if len(blamed) > most_to_blame(state):
         why = f"{len(blamed)} of {len(state.placement)} hosts at once: a common cause, no host is blamed"
-        return Plan(f"{why}; all of them are checked passively", dict.fromkeys(blamed, "passive"), leave)
+        what = "all of them restart in place after a passive check"
+        return Plan(what, why, dict.fromkeys(blamed, "passive"), leave)
     levels = {host: base + seen_before(state, recovery, host) for host, base in blamed.items()}
     marks = _marks(state, recovery, blamed)
     top = max(levels.values())
@@ -87,16 +90,18 @@ def _base(state: State, host: str, failures: list[Failure]) -> int:
 def _nobody(state: State, recovery: Recovery, leave: dict[str, str]) -> Plan:
     """Nobody who is still there is to blame."""
     if recovery.lost or leave:
-        return Plan("the hosts that are lost are replaced, the others restart in place", {}, leave)
+        what = "the hosts that are lost are replaced, the others restart in place"
+        return Plan(what, "nobody who is still there is to blame", {}, leave)
     count = _count(state, "everyone")
     everyone = [host for host in state.placement if state.hosts[host].state in ("active", "draining", "suspect")]
     if count == 0:
         checks: dict[str, CheckKind] = dict.fromkeys(everyone, "passive")
-        return Plan("nobody stands out: passive checks of all, and a restart in place", checks, marks=("everyone",))
+        what = "all restart in place after passive checks"
+        return Plan(what, "nobody stands out", checks, marks=("everyone",))
     if count == 1:
         active: dict[str, CheckKind] = dict.fromkeys(everyone, state.policy.active_check)
-        return Plan("again nobody stands out: active checks of all", active, marks=("everyone",))
-    return _last_rungs(state, Plan("nobody stands out, more than twice", marks=("everyone",)))
+        return Plan("active checks of all", "again nobody stands out", active, marks=("everyone",))
+    return _last_rungs(state, Plan("", "nobody stands out, more than twice", marks=("everyone",)))
 
 
 def _each(state: State, levels: dict[str, int], leave: dict[str, str], marks: tuple[str, ...]) -> Plan:
@@ -108,18 +113,21 @@ def _each(state: State, levels: dict[str, int], leave: dict[str, str], marks: tu
     checks: dict[str, CheckKind] = {
         host: "passive" if level == 0 else state.policy.active_check for host, level in levels.items() if level < 2
     }
-    evict = {host: words[host] for host, level in levels.items() if level == 2}
-    return Plan("; ".join(words.values()), checks, {**leave, **evict}, marks=marks)
+    evict = {host: words[host][1] for host, level in levels.items() if level == 2}
+    what, why = ("; ".join(parts) for parts in zip(*words.values(), strict=True))
+    return Plan(what, why, checks, {**leave, **evict}, marks=marks)
 
 
-def _words(state: State, host: str, level: int, is_bad: bool) -> str:
+def _words(state: State, host: str, level: int, is_bad: bool) -> tuple[str, str]:
+    """What is done with a host, and why."""
     if level == 0:
-        return f"{host}: first fault, restart in place after a passive check"
+        return f"{host} restarts in place after a passive check", f"{host}: first fault, of its process only"
     if level == 2:
-        return f"{host}: at fault again although its checks passed, evicted"
+        return f"{host} is replaced", f"{host}: at fault again although its checks passed"
     if is_bad:
-        return f"{host}: at fault again although its checks passed, but nothing can replace it: checked once more"
-    return f"{host}: suspected, so a {state.policy.active_check} check comes first"
+        why = f"{host}: at fault again although its checks passed, but nothing can replace it"
+        return f"{host} is checked once more", why
+    return f"a {state.policy.active_check} check of {host} comes first", f"{host}: suspected"
 
 
 def _shared(
@@ -129,21 +137,24 @@ def _shared(
     group = [host for host in recovery.group_hosts if state.hosts[host].state not in ("gone", "evicted")]
     is_first = _count(state, f"evicted group {recovery.group}") == 0
     if group and is_first and 2 * len(group) <= len(state.placement) and can_spare(state, {*group, *leave}):
-        why = f"the fault stays with {recovery.group} whichever host it has: all of its hosts are evicted"
+        why = f"the fault stays with {recovery.group} whichever host it has"
         evict = {**leave, **dict.fromkeys(group, why)}
-        return Plan(why, evict=evict, marks=(*marks, f"evicted group {recovery.group}"))
+        what = f"all hosts of {recovery.group} are replaced"
+        return Plan(what, why, evict=evict, marks=(*marks, f"evicted group {recovery.group}"))
     checks: dict[str, CheckKind] = {host: state.policy.active_check for host in levels if host not in leave}
-    return _last_rungs(state, Plan("the fault stays whichever host it meets", checks, leave, marks=marks))
+    return _last_rungs(state, Plan("", "the fault stays whichever host it meets", checks, leave, marks=marks))
 
 
 def _last_rungs(state: State, so_far: Plan) -> Plan:
     """The previous version of the code, if one is given; else stop, unless steps are made in spite of it all."""
     if state.job.previous_version and not state.version:
-        why = f"{so_far.why}: back to the previous version of the code ({state.job.previous_version})"
-        return msgspec.structs.replace(so_far, why=why, use_previous=True)
+        what = f"back to the previous version of the code ({state.job.previous_version})"
+        return msgspec.structs.replace(so_far, what=what, use_previous=True)
     if has_progressed(state.progress):
-        return msgspec.structs.replace(so_far, why=f"{so_far.why}, but new steps are made: restart in place")
-    return msgspec.structs.replace(so_far, why=f"{so_far.why}, and no new step is made", stop=True)
+        why = f"{so_far.why}, but new steps are made"
+        return msgspec.structs.replace(so_far, what="restart in place", why=why)
+    why = f"{so_far.why}, and no new step is made"
+    return msgspec.structs.replace(so_far, what="the job ends", why=why, stop=True)
 
 
 def _marks(state: State, recovery: Recovery, hosts: dict[str, int] | list[str]) -> tuple[str, ...]:

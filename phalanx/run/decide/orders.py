@@ -31,7 +31,7 @@ def on_time_short(turn: Turn, event: TimeShort) -> None:
 def _end(turn: Turn, ending: Ending, grace_s: float) -> None:
     """Stop what runs, and then end so."""
     phase = turn.state.phase
-    turn.note("driver", f"the job ends: {ending.reason}")
+    turn.decided("the job ends", ending.reason)
     if phase in ("waiting", "checking"):
         endings.finish(turn, ending)
         return

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from phalanx.run.decide import advice, brakes, endings, ladder, user_code
-from phalanx.run.decide.actions import Check, Gather, Stop
+from phalanx.run.decide.actions import Check, Gather, Stop, Where
 from phalanx.run.decide.placement import can_spare, count_ready, ready_hosts
 from phalanx.run.decide.policy import CheckKind
 from phalanx.run.decide.state import Cause, Ending, Failure, PendingCheck, Recovery, State
@@ -15,12 +15,16 @@ from phalanx.run.decide.turn import Turn
 
 _DECISIVE = ("signal", "interrupted", "start", "silent", "loss")
 _SUMMARY_CHARACTERS = 500
+_NOWHERE = Where()
 
 # Collect
 
 
-def see(turn: Turn, cause: Cause, seen_by: str, text: str) -> bool:
+def see(turn: Turn, cause: Cause, seen_by: str, text: str, where: Where = _NOWHERE, *, late_s: float = 0.0) -> bool:
     """Something is wrong with the present attempt: begin a recovery, or add to the one that goes on.
+
+    Args:
+        late_s: how long it was so before it was noticed, as far as that is known.
 
     Returns:
         False: the attempt is over anyway, and this changes nothing.
@@ -28,7 +32,7 @@ def see(turn: Turn, cause: Cause, seen_by: str, text: str) -> bool:
     state = turn.state
     is_calm = state.phase in ("opening", "starting", "running")
     if state.recovery is not None and not state.recovery.is_decided and not (is_calm and cause == "planned"):
-        turn.note(seen_by, text)
+        turn.note(seen_by, text, where)
         return state.has_workers
     if not is_calm:
         return False
@@ -38,7 +42,7 @@ def see(turn: Turn, cause: Cause, seen_by: str, text: str) -> bool:
         turn.set(recovery=replace(state.recovery, cause=cause, began_s=turn.now_s, why=text, is_decided=False))
     if state.policy.advise_only and cause != "planned":
         return True
-    turn.open_incident(seen_by, text)
+    turn.open_incident(seen_by, text, where, late_s)
     _first_phase(turn, cause)
     return True
 
@@ -47,9 +51,7 @@ def _first_phase(turn: Turn, cause: Cause) -> None:
     state = turn.state
     if cause == "hang":
         turn.enter("diagnosing", state.policy.evidence_s)
-        turn.note(
-            "driver", "evidence is gathered of all ranks before they are killed, since none of them says anything"
-        )
+        turn.decided("evidence of all ranks is gathered before they are killed", "none of them says what is wrong")
         turn.act(Gather(state.attempt, present(state)))
     elif cause == "planned":
         stop(turn)
@@ -143,7 +145,7 @@ def give_up_on_silent(turn: Turn) -> None:
     """Hosts that do not say that their processes are gone: the back end makes sure of it."""
     for host in turn.state.awaited:
         why = "it did not say in time that its processes are gone"
-        turn.note("driver", f"{host}: {why}; it is given back, so that nothing of the attempt goes on there")
+        turn.decided(f"{host} is given back, so that nothing of the attempt goes on there", why)
         turn.release(host, why)
         add_lost(turn, host, why)
     turn.set(awaited=())
@@ -165,7 +167,7 @@ def conclude(turn: Turn) -> None:
         return
     for host, why in (turn.state.recovery.evict if turn.state.recovery else {}).items():
         if turn.state.hosts[host].state != "evicted":
-            turn.note("driver", f"{host} is evicted: {why}")
+            turn.decided(f"{host} is evicted", why)
             turn.evict(host, why)
     let_leave(turn)
     if turn.state.awaited:
@@ -193,7 +195,7 @@ def _judge(turn: Turn, recovery: Recovery) -> None:
 
 
 def _climb(turn: Turn, plan: ladder.Plan) -> None:
-    turn.note("driver", f"decided: {plan.why}")
+    turn.decided(plan.what, plan.why)
     turn.set(history=ladder.with_marks(turn.state, plan.marks))
     learn(turn, evict=plan.evict, is_decided=True)
     if plan.use_previous:
@@ -240,5 +242,5 @@ def let_leave(turn: Turn) -> None:
         staying = len(turn.state.leaving) - 1
         if count_ready(turn.state) + staying >= turn.state.job.hosts or can_spare(turn.state, {host}):
             why = turn.state.hosts[host].leaves
-            turn.note("driver", f"{host} is given back: {why}")
+            turn.decided(f"{host} is given back", why)
             turn.release(host, why)

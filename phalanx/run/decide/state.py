@@ -114,12 +114,14 @@ class Incident(Value, frozen=True):
     Attributes:
         phase_s: seconds so far, by phase.
         step: the highest that was done before it; -1: not known.
+        counted_s: of the present phase the time until then is in `phase_s` already.
     """
 
     number: int
     began_s: float
     phase_s: dict[str, float] = {}
     step: int = -1
+    counted_s: float = 0.0
 
 
 class Ending(Value, frozen=True):
@@ -181,6 +183,8 @@ class State(Value, frozen=True):
         history: times of faults by ``host NAME``, ``place N`` and ``group NAME``.
         leaving: hosts with `Host.leaves`, to find them quickly.
         asked: for how many hosts the back end was asked last.
+        began_s: when the job did; None: it has not.
+        training_s: seconds that attempts have made steps, before the present phase.
     """
 
     policy: Policy
@@ -209,6 +213,8 @@ class State(Value, frozen=True):
     leaving: tuple[str, ...] = ()
     asked: int = 0
     ending: Ending | None = None
+    began_s: float | None = None
+    training_s: float = 0.0
 
     @property
     def world_size(self) -> int:

@@ -12,10 +12,15 @@ from phalanx.run.decide.actions import (
     Alert,
     CloseIncident,
     Evict,
+    IncidentResult,
     OpenIncident,
     Release,
+    Where,
 )
 from phalanx.run.decide.state import Host, HostState, Incident, Phase, State
+
+
+_NOWHERE = Where()
 
 
 class Turn:
@@ -95,6 +100,8 @@ class Turn:
         deadline_s = None if within_s is None else state.now_s + within_s
         if state.incident is not None:
             self.set(incident=_with_phase(state.incident, state))
+        if state.phase == "running":
+            self.set(training_s=state.training_s + max(state.now_s - state.phase_since_s, 0.0))
         self.set(phase=phase, phase_since_s=state.now_s, deadline_s=deadline_s, awaited=awaited)
 
     # What people read
@@ -103,36 +110,54 @@ class Turn:
         """Tell people."""
         self.act(Alert(level, text, host))
 
-    def open_incident(self, seen_by: str, text: str) -> None:
-        """Begin a report, or add to the one that is open."""
+    def open_incident(self, seen_by: str, text: str, where: Where = _NOWHERE, late_s: float = 0.0) -> None:
+        """Begin a report, or add to the one that is open; `late_s`: how long it was so before it was noticed."""
         state = self.state
         if state.incident is not None:
-            self.note(seen_by, text)
+            self.note(seen_by, text, where)
             return
         number = state.incident_count + 1
         step = state.progress.done if state.progress.is_absolute else -1
-        self.set(incident=Incident(number, state.now_s, step=step), incident_count=number)
-        self.act(OpenIncident(number, state.attempt, seen_by, text))
+        spent = {"detecting": round(late_s, 6)} if late_s > 0 else {}
+        self.set(incident=Incident(number, state.now_s, spent, step), incident_count=number)
+        self.act(OpenIncident(number, state.attempt, seen_by, text, where))
 
-    def note(self, by: str, text: str) -> None:
-        """Add to the report, if one is open."""
+    def note(self, by: str, text: str, where: Where = _NOWHERE) -> None:
+        """Add to the report what was seen, if one is open."""
         if self.state.incident is not None:
-            self.act(AddToIncident(self.state.incident.number, by, text))
+            self.act(AddToIncident(self.state.incident.number, by, text, where))
 
-    def close_incident(self, text: str, first_step: int = -1) -> None:
+    def decided(self, what: str, why: str) -> None:
+        """Add to the report what was decided, if one is open."""
+        if self.state.incident is not None:
+            self.act(AddToIncident(self.state.incident.number, "driver", what, is_decision=True, why=why))
+
+    def close_incident(
+        self, text: str, first_step: int = -1, result: IncidentResult = "recovered", status: int = -1
+    ) -> None:
         """End the report, if one is open; `first_step`: absolute, that was done first after it."""
         if self.state.incident is None:
             return
         incident = _with_phase(self.state.incident, self.state)
-        lost = max(0, incident.step - first_step + 1) if incident.step >= 0 and first_step >= 0 else -1
+        is_known = incident.step >= 0 and first_step >= 0
+        lost = max(0, incident.step - first_step + 1) if is_known else -1
+        to_step = first_step - 1 if is_known else -1
         self.set(incident=None)
-        self.act(CloseIncident(incident.number, text, incident.phase_s, lost))
+        self.act(CloseIncident(incident.number, text, incident.phase_s, lost, result, incident.step, to_step, status))
+
+    def all_started(self) -> None:
+        """What is left of the phase is the time to the first step."""
+        incident = self.state.incident
+        if incident is not None:
+            self.set(incident=replace(_with_phase(incident, self.state, "starting"), counted_s=self.now_s))
 
 
-def _with_phase(incident: Incident, state: State) -> Incident:
+def _with_phase(incident: Incident, state: State, name: str = "") -> Incident:
     """The report with the time of the phase that ends now."""
-    seconds = state.now_s - max(state.phase_since_s, incident.began_s)
+    seconds = state.now_s - max(state.phase_since_s, incident.began_s, incident.counted_s)
     if seconds <= 0:
         return incident
-    spent = {**incident.phase_s, state.phase: round(incident.phase_s.get(state.phase, 0.0) + seconds, 6)}
+    has_started = state.phase == "starting" and not state.awaited
+    key = name or ("first step" if has_started else state.phase)
+    spent = {**incident.phase_s, key: round(incident.phase_s.get(key, 0.0) + seconds, 6)}
     return replace(incident, phase_s=spent)

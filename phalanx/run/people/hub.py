@@ -72,7 +72,8 @@ class Hub:
             case actions.OpenIncident():
                 self._add(Told(0, at.unix_s, "warning", action.text, "", action.number, action.seen_by))
             case actions.AddToIncident():
-                self._add(Told(0, at.unix_s, "info", action.text, "", action.number, action.by))
+                why = f": {action.why}" if action.why else ""
+                self._add(Told(0, at.unix_s, "info", f"{action.text}{why}", "", action.number, action.by))
             case actions.CloseIncident():
                 self._add(Told(0, at.unix_s, "good", action.text, "", action.number))
 
