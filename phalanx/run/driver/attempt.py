@@ -35,12 +35,14 @@ class _Rank:
     Attributes:
         seen: its last report; None: there is none.
         has_stepped: in this attempt.
+        is_absolute: its steps are counted from the beginning of the training.
         broken: the step from which on its loss has been no number; -1: it is one.
     """
 
     seen: WorkerState | None = None
     step: int = -1
     has_stepped: bool = False
+    is_absolute: bool = False
     broken: int = -1
 
 
@@ -67,6 +69,9 @@ class AttemptWatch:
         self._ranks = {rank: _Rank() for rank in range(self.world_size)}
         self._ended: set[int] = set()
         self._returned: set[int] = set()
+        self._to_step = self._to_number = self.world_size
+        self._broken: dict[int, int] = {}
+        self._step = self._first = -1
         self._is_running = False
         self._is_broken = False
         self._told_s = -math.inf
@@ -76,12 +81,22 @@ class AttemptWatch:
     @property
     def step(self) -> int:
         """The newest step that any rank has done; -1: none has said so."""
-        return self._judge.front
+        return self._step
+
+    @property
+    def is_absolute(self) -> bool:
+        """Whether all ranks count their steps from the beginning of the training."""
+        return self._to_number == 0
 
     @property
     def workers(self) -> list[WorkerState]:
         """What ranks reported last, those that have."""
         return [rank.seen for rank in self._ranks.values() if rank.seen is not None]
+
+    def worker(self, rank: int) -> WorkerState | None:
+        """What a rank reported last; None: nothing yet."""
+        found = self._ranks.get(rank)
+        return None if found is None else found.seen
 
     def steps_per_s(self, now: Now) -> float | None:
         """Over the last minute; None: there are not two steps to tell it from."""
@@ -107,7 +122,8 @@ class AttemptWatch:
 
     def on_ended(self, ended: WorkerEnded, now: Now) -> list[Event]:
         """A rank's process is gone. One that we have killed ourselves, or that has been told before, is no news."""
-        if ended.attempt != self.attempt or ended.rank in self._ended or ended.rank not in self._ranks:
+        rank = self._ranks.get(ended.rank)
+        if ended.attempt != self.attempt or ended.rank in self._ended or rank is None:
             return []
         self._ended.add(ended.rank)
         if ended.by_us:
@@ -116,7 +132,9 @@ class AttemptWatch:
             self._returned.add(ended.rank)
             return [WorkersReturned(now.unix_s, self.attempt)] if len(self._returned) == self.world_size else []
         kind = "status" if ended.kind == "returned" else ended.kind
+        step = ended.step if ended.step >= 0 else rank.step
         return [
+            *self.catch_up(now, step if rank.has_stepped else -1),
             WorkerFailed(
                 now.unix_s,
                 self.attempt,
@@ -125,9 +143,17 @@ class AttemptWatch:
                 self.classify(ended),
                 ended.summary,
                 ended.follows,
-                ended.step if ended.step >= 0 else self._ranks[ended.rank].step,
-            )
+                step,
+            ),
         ]
+
+    def catch_up(self, now: Now, step: int = -1) -> list[Event]:
+        """The newest step, for whoever has to know what is lost; `step`: what a rank said at its end."""
+        newest = max(self.step, step)
+        if not self._is_running or newest <= self._told_step:
+            return []
+        self._told_s, self._told_step = now.monotonic_s, newest
+        return [Advanced(now.unix_s, self.attempt, newest, self.is_absolute)]
 
     def standing(self, now: Now) -> Standing:
         """Whether steps are made; see `phalanx.run.judge.limits.StepJudge`."""
@@ -148,12 +174,27 @@ class AttemptWatch:
         rank.seen = worker
         if worker.step < 0:
             return
-        rank.has_stepped |= worker.steps_here > 0
-        if worker.step > rank.step and not math.isfinite(worker.loss):
-            rank.broken = worker.step if rank.broken < 0 else rank.broken
-        elif math.isfinite(worker.loss):
-            rank.broken = -1
+        if worker.steps_here > 0 and not rank.has_stepped:
+            rank.has_stepped = True
+            self._to_step -= 1
+        if worker.is_absolute != rank.is_absolute:
+            rank.is_absolute = worker.is_absolute
+            self._to_number += -1 if worker.is_absolute else 1
+        if worker.steps_here > 0:
+            self._step = max(self._step, worker.step)
+            if not self._is_running:
+                first = worker.step - worker.steps_here + 1
+                self._first = first if self._first < 0 else min(self._first, first)
+        self._note_loss(rank, worker)
         rank.step = worker.step
+
+    def _note_loss(self, rank: _Rank, worker: WorkerState) -> None:
+        if math.isfinite(worker.loss):
+            if rank.broken >= 0:
+                rank.broken = -1
+                del self._broken[worker.rank]
+        elif worker.step > rank.step and rank.broken < 0:
+            rank.broken = self._broken[worker.rank] = worker.step
 
     def _count(self, now: Now) -> None:
         if self.step >= 0 and (not self._past or self.step > self._past[-1][1]):
@@ -162,20 +203,18 @@ class AttemptWatch:
             self._past.popleft()
 
     def _begin_running(self, now: Now) -> Iterable[Event]:
-        if self._is_running or not all(rank.has_stepped for rank in self._ranks.values()):
+        if self._is_running or self._to_step:
             return []
         self._is_running = True
-        self._told_s, self._told_step = now.monotonic_s, self.step
-        return [Running(now.unix_s, self.attempt, self.step)]
+        # What is lost is counted up to the first step, be the newest one further by now.
+        self._told_s, self._told_step = now.monotonic_s, self._first if self.is_absolute else self.step
+        return [Running(now.unix_s, self.attempt, self._told_step, self.is_absolute)]
 
     def _advance(self, now: Now) -> Iterable[Event]:
-        if not self._is_running or self.step <= self._told_step or now.monotonic_s - self._told_s < ADVANCED_S:
-            return []
-        self._told_s, self._told_step = now.monotonic_s, self.step
-        return [Advanced(now.unix_s, self.attempt, self.step)]
+        return self.catch_up(now) if now.monotonic_s - self._told_s >= ADVANCED_S else []
 
     def _break(self, now: Now) -> Iterable[Event]:
-        broken = {number: rank.broken for number, rank in self._ranks.items() if rank.broken >= 0}
+        broken = self._broken
         if self._is_broken or not broken or self.step < min(broken.values()) + BROKEN_STEPS:
             return []
         self._is_broken = True

@@ -23,7 +23,7 @@ from phalanx.run.decide.events import StopAsked
 from phalanx.run.driver.book import Book
 from phalanx.run.driver.classify import class_of, suspects_named
 from phalanx.run.driver.driver import Driver, Settings
-from phalanx.run.driver.overview import overview
+from phalanx.run.driver.overview import known, overview
 from phalanx.run.driver.serving import BackendOrders, keep_going
 from phalanx.run.executor.main import Settings as ExecutorSettings
 from phalanx.run.journal import Journal, open_journal
@@ -31,7 +31,7 @@ from phalanx.run.judge.rules import Matcher, load_rules
 from phalanx.run.now import read_clocks
 from phalanx.run.people.hub import Hub, Item
 from phalanx.run.people.overview import Overview
-from phalanx.run.people.source import Source
+from phalanx.run.people.source import SHOWN_HOSTS, Source
 from phalanx.run.secrets import ensure_token, server_context, without_tokens
 from phalanx.run.wire.addresses import publish
 from phalanx.run.wire.server import ExecutorServer
@@ -186,7 +186,7 @@ class _Here:
     hub: Hub
 
     async def overview(self) -> Overview:
-        return overview(self.driver, self.book.addresses, read_clocks())
+        return overview(known(self.driver, self.book.addresses), read_clocks(), SHOWN_HOSTS)
 
     def follow(self, number: int) -> AsyncIterator[Item]:
         return self.hub.follow(number)

@@ -1,29 +1,56 @@
-"""The job at this moment, out of all that the driver knows. Torch-free."""
+"""The job at this moment, out of all that the driver knows, or out of what its journal says. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from math import isfinite
 
 from phalanx.run.decide.actions import ranks_of
 from phalanx.run.decide.state import Host, State
+from phalanx.run.driver.attempt import AttemptWatch
 from phalanx.run.driver.driver import Driver
 from phalanx.run.driver.hosts import Heard
-from phalanx.run.messages import WorkerState
 from phalanx.run.now import Now
 from phalanx.run.people.overview import HostView, IncidentView, Overview
 
+_URGENT = ("suspect", "unknown", "draining", "joining", "evicted", "active", "spare", "gone")
+"""States of hosts, those first that people want to see when not all are shown."""
 
-def overview(driver: Driver, addresses: dict[str, str], now: Now) -> Overview:
+
+@dataclass(frozen=True)
+class Known:
+    """What a job is shown from.
+
+    Attributes:
+        addresses: of hosts, as `phalanx.run.driver.book.Book` has them.
+        attempt, heard: what the driver hears; nothing where there is none.
+    """
+
+    state: State
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    attempt: AttemptWatch | None = None
+    heard: Mapping[str, Heard] = field(default_factory=dict)
+
+
+def known(driver: Driver, addresses: Mapping[str, str]) -> Known:
+    """What this driver knows now."""
+    return Known(driver.state, addresses, driver.attempt, driver.hosts.hosts)
+
+
+def overview(known: Known, now: Now, most: int | None = None) -> Overview:
     """What people see.
 
     Args:
-        addresses: of hosts, as `phalanx.run.driver.book.Book` has them.
+        most: hosts that are shown, those in trouble first; None: all.
     """
-    state, attempt = driver.state, driver.attempt
-    is_watched = attempt is not None and state.phase == "running"
-    standing = attempt.standing(now) if attempt is not None and is_watched else None
-    rate = attempt.steps_per_s(now) if attempt is not None and is_watched else None
-    by_rank = {worker.rank: worker for worker in (attempt.workers if attempt is not None else ())}
+    state, attempt = known.state, known.attempt
+    watched = attempt if state.phase == "running" else None
+    standing = watched.standing(now) if watched is not None else None
+    rate = watched.steps_per_s(now) if watched is not None else None
+    ending = state.ending if state.phase == "ended" else None
     return Overview(
         job=state.job.name,
         unix_s=now.unix_s,
@@ -33,47 +60,59 @@ def overview(driver: Driver, addresses: dict[str, str], now: Now) -> Overview:
         world_size=state.world_size,
         hosts_wanted=state.job.hosts,
         workers_per_host=state.job.workers_per_host,
-        hosts=tuple(
-            _host(state, name, host, driver.hosts.hosts.get(name), addresses.get(name, ""), by_rank, now)
-            for name, host in state.hosts.items()
-        ),
-        step=attempt.step if attempt is not None else -1,
+        hosts=tuple(host_views(known, now, _chosen(state, most))),
+        hosts_by_state=dict(Counter(host.state for host in state.hosts.values())),
+        step=attempt.step if attempt is not None else state.progress.done,
         steps_per_s=-1.0 if rate is None else rate,
         quiet_s=-1.0 if standing is None else standing.quiet_s,
-        limit_s=-1.0 if standing is None else standing.limit_s,
+        limit_s=-1.0 if standing is None or not isfinite(standing.limit_s) else standing.limit_s,
         recoveries=state.brakes.recoveries,
         incidents=state.incident_count,
         incident=_incident(state, now),
         version=state.version,
         advise_only=state.policy.advise_only,
-        status=None if driver.finished is None else driver.finished.status,
-        ended="" if driver.finished is None else driver.finished.reason,
+        status=None if ending is None else ending.status,
+        ended="" if ending is None else ending.reason,
     )
 
 
-def _host(
-    state: State, name: str, host: Host, heard: Heard | None, address: str, by_rank: dict[int, WorkerState], now: Now
-) -> HostView:
-    place = state.place_of(name) if state.has_workers else -1
-    ranks = tuple(ranks_of(place, state.job.workers_per_host)) if place >= 0 else ()
+def host_views(known: Known, now: Now, names: Iterable[str]) -> Iterator[HostView]:
+    """These hosts, those that are still known."""
+    state = known.state
+    places = {host: place for place, host in enumerate(state.placement)} if state.has_workers else {}
+    for name in names:
+        if (host := state.hosts.get(name)) is not None:
+            yield _view(known, name, host, places.get(name, -1), now)
+
+
+def _chosen(state: State, most: int | None) -> list[str]:
+    if most is None or len(state.hosts) <= most:
+        return list(state.hosts)
+    by_state: dict[str, list[str]] = {name: [] for name in _URGENT}
+    for name, host in state.hosts.items():
+        by_state[host.state].append(name)
+    chosen = set(islice((name for names in by_state.values() for name in names), most))
+    return [name for name in state.hosts if name in chosen]
+
+
+def _view(known: Known, name: str, host: Host, place: int, now: Now) -> HostView:
+    heard, attempt = known.heard.get(name), known.attempt
+    ranks = tuple(ranks_of(place, known.state.job.workers_per_host)) if place >= 0 else ()
+    workers = [attempt.worker(rank) for rank in ranks] if attempt is not None else []
     return HostView(
         name=name,
         state=host.state,
         why=host.why,
         leaves=host.leaves,
         rack=host.rack,
-        address=address,
+        address=known.addresses.get(name, ""),
         place=place,
         ranks=ranks,
         silent_s=-1.0 if heard is None else max(now.monotonic_s - heard.last_s, 0.0),
-        is_checking=name in state.checks,
+        is_checking=name in known.state.checks,
         seen=None if heard is None else heard.state,
-        workers=tuple(_workers(ranks, by_rank)),
+        workers=tuple(worker for worker in workers if worker is not None),
     )
-
-
-def _workers(ranks: Iterable[int], by_rank: dict[int, WorkerState]) -> Iterable[WorkerState]:
-    return (by_rank[rank] for rank in ranks if rank in by_rank)
 
 
 def _incident(state: State, now: Now) -> IncidentView | None:

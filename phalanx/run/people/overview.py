@@ -57,6 +57,7 @@ class Overview(Value, frozen=True):
         phase: as `phalanx.run.decide.state.Phase`.
         phase_s: for so long.
         hosts_wanted: that take part when all is well.
+        hosts: all of them, or of very many only some, those in trouble first; hosts_by_state counts all.
         step: the newest that any rank has done; -1: none is known.
         steps_per_s: over the last minute, of this attempt; negative: not known.
         quiet_s: since the last step; limit_s: after which it is looked into; negative: not known.
@@ -75,6 +76,7 @@ class Overview(Value, frozen=True):
     hosts_wanted: int
     workers_per_host: int
     hosts: tuple[HostView, ...]
+    hosts_by_state: dict[str, int] = {}
     step: int = -1
     steps_per_s: float = -1.0
     quiet_s: float = -1.0

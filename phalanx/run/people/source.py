@@ -8,6 +8,9 @@ from typing import Protocol
 from phalanx.run.people.hub import Item
 from phalanx.run.people.overview import Overview
 
+SHOWN_HOSTS = 256
+"""So many hosts a source shows, those in trouble first: a view is looked at, and 12,500 rows are not."""
+
 
 class Source(Protocol):
     """One job."""
