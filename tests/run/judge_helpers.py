@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from phalanx.run.judge.limits import LimitConfig, StepJudge
 from phalanx.run.judge.still import compare
@@ -21,6 +22,11 @@ def py_spy(*frames: str, name: str = "MainThread") -> str:
     """A dump with one thread; frames as ``function (path:line)``, innermost first."""
     lines = "".join(f"    {frame}\n" for frame in frames)
     return f'Process 7: python train.py\nPython v3.11.7 (/usr/bin/python3.11)\n\nThread 7 (idle): "{name}"\n{lines}'
+
+
+def worker(rank: int, step: int = -1, *given: Any, state: Any = "running") -> WorkerState:
+    """A rank whose process has made so many steps."""
+    return WorkerState(rank, 100 + rank, state, step, *given, steps_here=max(step, 0))
 
 
 @dataclass(frozen=True)
@@ -59,10 +65,7 @@ class Job:
         phase, expects_s = (within[0][1].phase, within[0][1].expects_s) if within else ("step", 0.0)
         age = now_s - self.ends[done - 1] if done else 0.0
         took = self.took[done - 1] if done else 0.0
-        return [
-            WorkerState(rank, 100 + rank, "running", done or -1, age, took, phase, now_s - began, expects_s)
-            for rank in range(self.ranks)
-        ]
+        return [worker(rank, done or -1, age, took, phase, now_s - began, expects_s) for rank in range(self.ranks)]
 
     def looks(self, now_s: float, is_busy: bool = True) -> list[RankEvidence]:
         """While it goes on, stacks change and CPU time is used; after that neither."""

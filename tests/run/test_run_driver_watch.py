@@ -97,6 +97,27 @@ class TestProgress:
         assert attempt.on_heartbeat(beat(3, worker(0, 35)), at(36 + ADVANCED_S)) == [Advanced(5046.0, 3, 35)]
         assert attempt.on_heartbeat(beat(3, worker(0, 35)), at(36 + 2 * ADVANCED_S)) == []  # no step since
 
+    def test_steps_of_the_training_are_told_as_such_from_the_first_of_this_attempt(self) -> None:
+        attempt = watch()
+        told = attempt.on_heartbeat(
+            beat(3, worker(0, 45, steps_here=5, is_absolute=True), worker(1, 40, steps_here=0)), at(1)
+        )
+        assert told == [] and not attempt.is_absolute
+        told = attempt.on_heartbeat(beat(3, worker(1, 45, steps_here=5, is_absolute=True)), at(2))
+        assert told == [Running(5002.0, 3, 41, True)] and attempt.step == 45
+        assert attempt.catch_up(at(3)) == [Advanced(5003.0, 3, 45, True)]
+        assert attempt.catch_up(at(4)) == []
+
+    def test_how_far_it_was_is_told_before_its_end(self) -> None:
+        attempt = watch()
+        for second in range(1, 6):
+            attempt.on_heartbeat(
+                beat(3, *(worker(rank, 40 + second, steps_here=second) for rank in (0, 1))), at(second)
+            )
+        first, failed = attempt.on_ended(ended(1, step=48), at(5.5))
+        assert first == Advanced(5005.5, 3, 48) and isinstance(failed, WorkerFailed) and failed.step == 48
+        assert len(attempt.on_ended(ended(0, step=48), at(5.6))) == 1
+
     def test_reports_of_other_attempts_and_ranks_are_nothing(self) -> None:
         attempt = watch(1)
         assert attempt.on_heartbeat(beat(2, worker(0, 5)), at(1)) == []

@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judge_helpers import BACKWARD, Job, Pause, found_after_s, py_spy
+from judge_helpers import BACKWARD, Job, Pause, found_after_s, py_spy, worker
 
 from phalanx.core.config import validate
 from phalanx.core.errors import UserError
@@ -102,13 +102,13 @@ def test_patience_has_an_end_though_ranks_move() -> None:
 def test_a_script_that_reports_no_steps_is_not_ended_for_that() -> None:
     judge = StepJudge(1, 0.0)
     for second in range(0, 20_000, 10):
-        judge.observe(1, [WorkerState(0, 1, "running")], float(second))
+        judge.observe(1, [worker(0)], float(second))
         assert judge.standing(float(second)).kind != "hang"
     assert judge.standing(float(second)).kind == "due", "only both looks can say that it hangs"
 
 
 def test_a_checkpoint_that_began_in_an_earlier_attempt_does_not_count() -> None:
-    dangling = WorkerState(0, 1, "running", 7, 1.0, 1.0, "checkpoint", 5.0)
+    dangling = worker(0, 7, 1.0, 1.0, "checkpoint", 5.0)
     before = StepJudge(1, 0.0)
     before.observe(1, [dangling], 10.0)
     assert "checkpoint" in before.standing(11.0).why
@@ -116,7 +116,7 @@ def test_a_checkpoint_that_began_in_an_earlier_attempt_does_not_count() -> None:
     after.observe(1, [dangling], 21.0)
     assert (after.front, after.usual_s) == (-1, None)
     for second in range(22, 40):
-        after.observe(2, [WorkerState(0, 2, "running", second, 0.2, 1.0, "step", 0.2)], float(second))
+        after.observe(2, [worker(0, second, 0.2, 1.0, "step", 0.2)], float(second))
     assert after.standing(39.0).kind == "moving"
     assert after.standing(50.0).kind == "due"
 
@@ -124,10 +124,10 @@ def test_a_checkpoint_that_began_in_an_earlier_attempt_does_not_count() -> None:
 def test_a_checkpoint_whose_rank_has_ended_does_not_count() -> None:
     judge = StepJudge(1, 0.0)
     for second in range(10):
-        judge.observe(1, [WorkerState(r, 1, "running", second, 0.1, 1.0) for r in (0, 1)], float(second))
-    judge.observe(1, [WorkerState(0, 1, "running", 9, 1.1, 1.0, "checkpoint", 0.5)], 10.0)
+        judge.observe(1, [worker(r, second, 0.1, 1.0) for r in (0, 1)], float(second))
+    judge.observe(1, [worker(0, 9, 1.1, 1.0, "checkpoint", 0.5)], 10.0)
     assert judge.standing(20.0).kind == "moving"
-    judge.observe(1, [WorkerState(0, 1, "ended", 9)], 20.0)
+    judge.observe(1, [worker(0, 9, state="ended")], 20.0)
     assert judge.standing(20.0).kind == "due"
 
 
@@ -135,21 +135,21 @@ def test_one_host_that_is_not_heard_is_no_hang_while_others_go_on() -> None:
     judge = StepJudge(1, 0.0)
     for second in range(300):
         ranks = (0, 1) if second < 20 else (0,)
-        judge.observe(1, [WorkerState(r, 1, "running", second, 0.1, 1.0) for r in ranks], float(second))
+        judge.observe(1, [worker(r, second, 0.1, 1.0) for r in ranks], float(second))
         assert judge.standing(second + 0.9).kind == "moving"
 
 
 def test_a_dismissed_look_is_repeated_after_twice_the_time() -> None:
     judge = StepJudge(1, 0.0)
     for second in range(20):
-        judge.observe(1, [WorkerState(0, 1, "running", second, 0.0, 1.0)], float(second))
+        judge.observe(1, [worker(0, second, 0.0, 1.0)], float(second))
     assert judge.next_look_s(19.0) == pytest.approx(2.2)
     assert judge.next_look_s(22.0) == pytest.approx(2.5)
     assert judge.standing(24.6).kind == "due"
     judge.dismiss(24.6)
     assert judge.standing(24.6).limit_s == pytest.approx(11.2)
     assert judge.standing(30.0).kind == "watch" and judge.standing(30.3).kind == "due"
-    judge.observe(1, [WorkerState(0, 1, "running", 20, 0.0, 11.0)], 31.0)
+    judge.observe(1, [worker(0, 20, 0.0, 11.0)], 31.0)
     assert judge.standing(31.0).limit_s < 6
 
 
@@ -164,6 +164,7 @@ WORKERS = st.builds(
     st.sampled_from(["", "step", "evaluate", "x"]),
     st.floats(0, 1e6),
     st.floats(0, 1e6),
+    steps_here=st.integers(0, 50),
 )
 
 
@@ -179,6 +180,16 @@ def test_no_report_is_too_wild(reports: list[tuple[int, list[WorkerState], float
         if standing.kind == "due":
             judge.dismiss(now_s)
             assert judge.standing(now_s).kind != "due"
+
+
+def test_an_attempt_that_goes_on_at_a_high_step_learns_as_one_from_the_beginning() -> None:
+    """Steps of this process count, whatever number the run gives them."""
+    judges = [StepJudge(1, 0.0), StepJudge(1, 0.0)]
+    for second in range(1, 30):
+        for judge, before in zip(judges, (0, 70_000), strict=True):
+            report = WorkerState(0, 1, "running", before + second, 0.1, 1.0, steps_here=second, is_absolute=True)
+            judge.observe(1, [report], float(second) + 20)
+    assert judges[0].standing(52.0) == judges[1].standing(52.0) and judges[1].usual_s == 1.0
 
 
 def test_settings_have_bounds() -> None:

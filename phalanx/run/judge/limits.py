@@ -100,7 +100,7 @@ class StepJudge:
 
     @property
     def front(self) -> int:
-        """The newest step that any rank has done; -1: none has said so."""
+        """How many steps the foremost rank has done in this attempt; -1: none has said so."""
         return self._front
 
     def observe(self, attempt: int, workers: Iterable[WorkerState], now_s: float) -> None:
@@ -109,7 +109,7 @@ class StepJudge:
             return
         step_of, pauses = self._step_of, self._pauses  # this is done for every rank once a second
         for worker in workers:
-            rank, step = worker.rank, worker.step
+            rank, step = worker.rank, worker.steps_here if worker.step >= 0 else -1
             before = step_of.get(rank)
             if before != step:
                 step_of[rank] = step
@@ -118,7 +118,7 @@ class StepJudge:
                     if at_s > self._step_s:
                         self._step_s = at_s
                 if step > self._front:
-                    self._advance(worker, max(now_s - worker.step_age_s, self._front_s))
+                    self._advance(worker, step, max(now_s - worker.step_age_s, self._front_s))
             if worker.state == "ended":
                 step_of.pop(rank, None)
                 pauses.pop(rank, None)
@@ -136,15 +136,15 @@ class StepJudge:
         else:
             self._pauses.pop(worker.rank, None)
 
-    def _advance(self, worker: WorkerState, at_s: float) -> None:
+    def _advance(self, worker: WorkerState, step: int, at_s: float) -> None:
         """Steps that no rank had done before; the first one of the attempt is longer than others."""
-        new = worker.step - max(self._front, 0)
+        new = step - max(self._front, 0)
         if worker.last_step_s > 0:
             is_first = self._steps == 0 and new <= 1
             if not is_first and not self._was_excused:
                 self._learn(worker.last_step_s, at_s - self._front_s, new)
             self._steps += max(new, 1)
-        self._front, self._front_s = worker.step, at_s
+        self._front, self._front_s = step, at_s
         self._was_excused = False
         self._dismissed_s = 0.0
 
