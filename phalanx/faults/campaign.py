@@ -154,7 +154,7 @@ def _worker_cases(builder: _Builder) -> None:
             drawn = {"status": builder.random.choice([1, 2, 3, 70, 137])} if kind == "exit" else {}
             when = When(step=builder.step())
             one = _incident(kind, "ranks", (rank,), when, lasts=lasts, retrigger=retrigger, settings=settings | drawn)
-            builder.add(f"{name}--rank-{rank}", [one], _after_worker(builder.cluster, rank, actions))
+            builder.add(f"{name}--rank-{rank}", [one], _after_worker(builder.cluster, kind, rank, actions))
     everyone = tuple(range(builder.cluster.ranks))
     when = When(step=builder.step())
     one = _incident("exception", "ranks", everyone, when, retrigger="attempt", settings={"error": "KeyError"})
@@ -162,14 +162,17 @@ def _worker_cases(builder: _Builder) -> None:
     builder.add("exception-all", [one], stop)
 
 
-def _after_worker(cluster: Cluster, rank: int, actions: tuple[ActionName, ...]) -> Expected:
-    """Nobody's machine is to blame for what comes back at the same step."""
+def _after_worker(cluster: Cluster, kind: str, rank: int, actions: tuple[ActionName, ...]) -> Expected:
+    """Nobody's machine is to blame for what comes back at the same step; a host that is evicted stands for its ranks.
+
+    A loss that is the average of all ranks is no number on all of them at once, so that none of them is named.
+    """
     host = cluster.host_of(rank)
     responses = tuple(Response(action=name, hosts=(host,) if name == "evict" else ()) for name in actions)
-    if "stop" in actions:
-        return Expected(responses=responses, goes_on=False, same_layout=False)
-    evicted = (host,) if "evict" in actions else ()
-    return Expected(responses=responses, blame_ranks=(rank,), blame_hosts=evicted)
+    if "evict" in actions:
+        return Expected(responses=responses, blame_hosts=(host,))
+    goes_on, named = "stop" not in actions, () if kind == "nan" else (rank,)
+    return Expected(responses=responses, blame_ranks=named, goes_on=goes_on, same_layout=goes_on)
 
 
 def _host_cases(builder: _Builder) -> None:

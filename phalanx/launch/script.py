@@ -22,11 +22,13 @@ from phalanx.core.progress import PROGRESS_VARIABLE, ProgressWriter
 from phalanx.launch.cores import Share
 from phalanx.launch.environment import Worker
 from phalanx.launch.failures import frames_of_user
-from phalanx.launch.hooks import report_steps
+from phalanx.launch.hooks import report_steps, when_imported
 from phalanx.launch.learning import learnable, pieces
 from phalanx.launch.messages import Learnt, RankSpec
 
 _TARGET = "phalanx.launch.script:run_script"
+
+_AGENDA_VARIABLE = "PHALANX_AGENDA"
 
 ATTEMPT_VARIABLE = "PHALANX_RUN_ATTEMPT"
 """The number of the attempt, for the progress page; torchrun's variables count restarts only."""
@@ -182,6 +184,10 @@ def run_script(worker: Worker, say: Callable[[Any], None], name: str, is_module:
     os.chdir(folder)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True)  # type: ignore[union-attr]  # as python -u
+    if _AGENDA_VARIABLE in os.environ:
+        from phalanx.faults.inject import install_from_environment  # of no use to any other script
+
+        install_from_environment(when_imported=when_imported)
     known = frozenset(sys.modules)
     said: list[bool] = []
 

@@ -83,12 +83,13 @@ def test_every_case_can_be_written_and_has_time_to_go_on() -> None:
         assert len(agenda_of(case).orders) == sum(KINDS[one.kind].is_inside for one in case.incidents)
 
 
-def test_what_stops_a_job_blames_nobody_and_what_is_evicted_is_blamed() -> None:
+def test_what_stops_a_job_blames_no_machine_and_what_is_evicted_is_blamed() -> None:
     for case in CASES:
         evicted = {host for response in case.expected.responses for host in response.hosts}
         assert evicted == set(case.expected.blame_hosts)
         if any(response.action == "stop" for response in case.expected.responses):
-            assert not case.expected.blame_ranks
+            assert not case.expected.blame_hosts
+            assert bool(case.expected.blame_ranks) == (family_of(case) == "exception-recurring")
             assert not case.expected.goes_on
 
 

@@ -13,9 +13,11 @@ import psutil
 import pytest
 
 from phalanx.core.errors import UserError
-from phalanx.run.backends.base import Listener
-from phalanx.run.backends.local import LocalBackend
+from phalanx.run.backends import local as module
+from phalanx.run.backends.base import Listener, Ordered
+from phalanx.run.backends.local import LocalBackend, Options
 from phalanx.run.backends.watched import Identity, Watched, identity_of
+from phalanx.run.config import RunConfig
 
 GUARD_S = 60.0
 
@@ -184,3 +186,46 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         run(lambda: make(tmp_path / "file" / "x").begin(Told().listener))
     with pytest.raises(UserError, match="at least one host"):
         make(tmp_path, most=0)
+
+
+def test_no_more_hosts_than_there_are_in_all(tmp_path: Path) -> None:
+    async def story() -> None:
+        told, backend = Told(), make(tmp_path)
+        backend.options = Options(total_hosts=2)
+        await backend.begin(told.listener)
+        await backend.ask(3)
+        assert backend.hosts == ["host-1", "host-2"]
+        os.kill(pids(backend)[0], signal.SIGKILL)
+        await told.until("host-1")
+        await backend.ask(3)
+        assert backend.hosts == ["host-2"]
+        await backend.end()
+
+    run(story)
+
+
+SAYS = "import os, signal, sys; print(os.environ.get('WORD'), sys.argv[1], 'ready', flush=True); signal.pause()"
+
+
+def test_single_hosts_have_variables_and_a_door_of_their_own(tmp_path: Path) -> None:
+    async def story() -> None:
+        options = {"environment": {"host-2": {"WORD": "hello"}}, "driver_files": str(tmp_path)}
+        config = RunConfig(script="train.py", hosts=2, backend_options=options)
+        settings = '{"host": "h", "driver": "everywhere"}'
+        backend = module.make(Ordered(config, tmp_path, lambda host: [sys.executable, "-c", SAYS, settings], {}))
+        told = Told()
+        await backend.begin(told.listener)
+        await backend.ask(2)
+        await until_ready(tmp_path / "executors", *backend.hosts)
+        said = [(tmp_path / "executors" / f"host-{number}.err").read_text().split(None, 1) for number in (1, 2)]
+        assert [words[0] for words in said] == ["None", "hello"]
+        assert f'{{"host": "h", "driver": "{tmp_path}/host-2"}}' in said[1][1]
+        await backend.end()
+
+    run(story)
+
+
+def test_an_option_that_is_none_is_named(tmp_path: Path) -> None:
+    config = RunConfig(script="train.py", backend_options={"total": 3})
+    with pytest.raises(UserError, match="total_hosts"):
+        module.make(Ordered(config, tmp_path, lambda host: [], {}))

@@ -12,11 +12,14 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
+from phalanx.core.config import Config, validate
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_json
 from phalanx.run.backends.base import ExecutorCommand, Listener, Ordered
@@ -26,11 +29,41 @@ GRACE_S = 10.0
 """What an executor has after SIGTERM to end its workers and itself."""
 
 
+class Options(Config):
+    """``run.backend_options``."""
+
+    total_hosts: int = Field(
+        0, ge=0, description="hosts that are given in all, so that what is lost beyond is not replaced; 0: any number"
+    )
+    environment: dict[str, dict[str, str]] = Field(
+        default_factory=dict, description="variables of single hosts: a table by the name of the host, host-1 and on"
+    )
+    driver_files: str = Field(
+        "", description="folder with a file per host that says where it reaches the driver, as through a tunnel"
+    )
+
+
 def make(ordered: Ordered) -> LocalBackend:
-    """For `phalanx.run.backends.choose`."""
-    config = ordered.config
+    """For `phalanx.run.backends.choose`.
+
+    Raises:
+        UserError: an option is wrong.
+    """
+    config, options = ordered.config, validate(Options, ordered.config.backend_options)
+    folder = ordered.folder / "executors"
     most = config.hosts + config.spares + 1
-    return LocalBackend(ordered.folder / "executors", ordered.command, most, ordered.environment)
+
+    def command(host: str) -> list[str]:
+        given = {"driver": str(Path(options.driver_files).absolute() / host)} if options.driver_files else {}
+        return with_settings(ordered.command(host), given)
+
+    return LocalBackend(folder, command, most, ordered.environment, options=options)
+
+
+def with_settings(command: Sequence[str], changes: Mapping[str, str]) -> list[str]:
+    """The command of an executor, whose last argument is its settings as JSON, with some of them changed."""
+    *words, settings = command
+    return [*words, json.dumps({**json.loads(settings), **changes})] if changes else list(command)
 
 
 @dataclass
@@ -43,6 +76,7 @@ class LocalBackend:
         most: hosts that may be there at one time.
         environment: of executors.
         grace_s: between SIGTERM and SIGKILL of an executor.
+        options: what is given for this back end.
     """
 
     folder: Path
@@ -50,6 +84,7 @@ class LocalBackend:
     most: int
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     grace_s: float = GRACE_S
+    options: Options = field(default_factory=Options)
 
     def __post_init__(self) -> None:
         if self.most < 1:
@@ -83,7 +118,9 @@ class LocalBackend:
 
     async def ask(self, count: int) -> None:
         """Start so many executors, less those that are on their way, as far as there is room for them."""
-        for _ in range(min(count - len(self._coming), self.most - len(self._hosts))):
+        total = self.options.total_hosts
+        rooms = [self.most - len(self._hosts), *([total - self._last] if total else [])]
+        for _ in range(min(count - len(self._coming), *rooms)):
             self._start()
 
     def arrived(self, host: str) -> None:
@@ -121,7 +158,7 @@ class LocalBackend:
                 stdin=subprocess.DEVNULL,
                 stdout=errors,
                 stderr=errors,
-                env=dict(self.environment),
+                env={**self.environment, **self.options.environment.get(name, {})},
                 start_new_session=True,
             )
         identity = identity_of(process.pid)

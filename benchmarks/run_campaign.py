@@ -1,0 +1,70 @@
+"""The fault campaign: every case with the real ``phalanx run``, gloo ranks on this machine, scored by the referee.
+
+Four hosts of two ranks and a spare train a tiny model while one thing or two go wrong; see docs/faults.md. Each case
+leaves a JSON file; a campaign that was interrupted goes on with ``--resume``. Exit status 1: a case was not right.
+
+    python benchmarks/run_campaign.py --quick                       # three cases
+    python benchmarks/run_campaign.py --cases all --resume          # all of them, those with a result left out
+    python benchmarks/run_campaign.py --only sigkill slow --keep    # by the beginning of their names or numbers
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from support.campaign.running import run_case
+
+from phalanx.faults.campaign import ci_cases, family_of, generate
+from phalanx.faults.manifest import Manifest
+from phalanx.faults.results import Results, summary
+
+SEED = 7
+QUICK = ("sigkill--rank-1", "host-killed--host-2", "exception-recurring--rank-0")
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="three cases only")
+    parser.add_argument("--cases", choices=("ci", "all"), default="ci", help="the 12 of CI, or all 95")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="families, ids or numbers, of all cases")
+    parser.add_argument("--resume", action="store_true", help="leave out cases that have a result")
+    parser.add_argument("--folder", type=Path, default=Path("campaign"), help="of the results")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--guard", type=float, default=600.0, help="after so many seconds a case is ended")
+    parser.add_argument("--keep", action="store_true", help="keep the folders of the runs")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options, console = read_options(), Console()
+    cases, results = chosen(options), Results(options.folder)
+    todo = results.pending(cases) if options.resume else cases
+    for number, case in enumerate(todo, 1):
+        began_s = time.monotonic()
+        score = run_case(case, options.folder, guard_s=options.guard, keep=options.keep)
+        words = f"[{number}/{len(todo)}] {case.id}: {score.outcome} in {time.monotonic() - began_s:.0f} s"
+        console.print("; ".join([words, *score.problems]), soft_wrap=True, highlight=False, markup=False)
+    console.print(summary(cases, results))
+    found = [results.find(case) for case in cases]
+    return int(any(result is None or result.score.outcome != "right" for result in found))
+
+
+def chosen(options: argparse.Namespace) -> list[Manifest]:
+    every = generate(options.seed)
+    if options.only:
+        return [case for case in every if any(_is_named(case, name) for name in options.only)]
+    if options.quick:
+        return [case for case in every if case.id.split("-", 1)[1] in QUICK]
+    return ci_cases(every) if options.cases == "ci" else every
+
+
+def _is_named(case: Manifest, name: str) -> bool:
+    return name in (case.id, case.id.split("-", 1)[0], case.id.split("-", 1)[1], family_of(case))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

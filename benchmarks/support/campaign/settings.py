@@ -1,0 +1,122 @@
+"""How a case is run: the flags of ``phalanx run``, and what the script is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.faults.kinds import KINDS
+from phalanx.faults.manifest import Manifest
+from phalanx.run.config import toml_value
+
+DISK_BYTES = 64 << 20
+_SLOW_DRIVER = ("driver-killed", "driver-stopped", "link-cut", "link-silent", "link-delayed", "clock-jump")
+
+
+@dataclass(frozen=True)
+class Places:
+    """Files and folders of one run of a case; none of their names tells what it is for."""
+
+    folder: Path
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def script(self) -> Path:
+        return self.folder / "train.py"
+
+    @property
+    def losses(self) -> Path:
+        return self.folder / "losses.txt"
+
+    @property
+    def states(self) -> Path:
+        return self.folder / "states"
+
+    @property
+    def agenda(self) -> Path:
+        return self.folder / "notes.json"
+
+    @property
+    def doors(self) -> Path:
+        """Where each host reaches the driver."""
+        return self.folder / "doors"
+
+    def disk(self, host: str) -> Path:
+        return self.folder / "disks" / host
+
+    def clock(self, host: str) -> Path:
+        return self.folder / "clocks" / host
+
+
+def kinds_of(case: Manifest) -> set[str]:
+    return {incident.kind for incident in case.incidents}
+
+
+def hosts_of(case: Manifest) -> list[str]:
+    """Names of all machines, as the local back end gives them."""
+    return [f"host-{number}" for number in range(1, case.cluster.hosts + case.cluster.spares + 1)]
+
+
+def uses_links(case: Manifest) -> bool:
+    return any(incident.place.what == "links" for incident in case.incidents)
+
+
+def uses_namespaces(case: Manifest) -> bool:
+    return "link-down" in kinds_of(case)
+
+
+def script_arguments(case: Manifest, places: Places) -> list[str]:
+    kinds = kinds_of(case)
+    lasting = any(incident.lasts.unit == "seconds" for incident in case.incidents) or kinds & {*_SLOW_DRIVER}
+    pace_s = 0.4 if lasting else 0.05
+    from_outside = any(
+        incident.when.phase == "checkpoint" and not KINDS[incident.kind].is_inside for incident in case.incidents
+    )
+    arguments = [str(case.steps), "--losses", str(places.losses), "--states", str(places.states)]
+    arguments += ["--pace", str(pace_s), "--saving", "0.5" if from_outside else "0"]
+    return arguments
+
+
+def command(case: Manifest, places: Places, more: list[str]) -> list[str]:
+    """Of ``phalanx run``, after the program's name."""
+    cluster = case.cluster
+    words = ["run", "--hosts", str(cluster.hosts), "--spares", str(cluster.spares)]
+    words += ["--workers-per-host", str(cluster.workers_per_host), "--folder", str(places.run)]
+    for name, value in {**_settings(case, places)}.items():
+        words += ["--set", f"{name}={toml_value(value)}"]
+    return [*words, *more, "--", str(places.script), *script_arguments(case, places)]
+
+
+def _settings(case: Manifest, places: Places) -> dict[str, object]:
+    settings: dict[str, object] = {
+        "run.environment": {"PHALANX_AGENDA": str(places.agenda), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        "run.policy.replace_slow": True,
+        "run.backend_options": _backend(case, places),
+    }
+    if case.cluster.may_shrink:
+        settings |= {"run.policy.when_missing": "shrink", "run.policy.replace_wait_s": 2.0}
+    elif any(response.action == "wait" for response in case.expected.responses):
+        settings |= {"run.policy.give_up_s": 10.0}
+    if "spare-bad" in kinds_of(case):
+        settings |= {"run.policy.start_s": 60.0}
+    return settings
+
+
+def _backend(case: Manifest, places: Places) -> dict[str, object]:
+    options: dict[str, object] = {"total_hosts": len(hosts_of(case))}
+    environment: dict[str, dict[str, str]] = {host: {} for host in hosts_of(case)}
+    for host, variables in environment.items():
+        if "disk-full" in kinds_of(case):
+            variables["TMPDIR"] = str(places.disk(host))
+        if "clock-jump" in kinds_of(case):
+            variables["PHALANX_CLOCK"] = str(places.clock(host))
+    if any(environment.values()):
+        options["environment"] = environment
+    if uses_links(case):
+        options["driver_files"] = str(places.doors)
+    if uses_namespaces(case):
+        options["network"] = "namespaces"
+    return options
