@@ -112,6 +112,12 @@ class WarmTemplate:
             raise UserError(f"attempt {attempt} cannot be started: {spawned.problem}", cure="see what fills this host")
         return dict(spawned.pids)
 
+    def learn(self, names: Sequence[str]) -> None:
+        """Take what another host has learnt; attempts that run are not disturbed."""
+        known = {*self.learnt, *self._refused}
+        self.learnt = [*self.learnt, *(name for name in dict.fromkeys(names) if name not in known)]
+        self._catch_up()
+
     def signal(self, attempt: int, ranks: Sequence[int], number: int) -> None:
         """Send a signal to ranks of an attempt, those that still run."""
         process = self._owners.get(attempt)
@@ -165,8 +171,18 @@ class WarmTemplate:
             self._building = None
             if self._current is None or building.exception() is None:
                 self._replace(building.result())
+                self._catch_up()
         assert self._current is not None
         return self._current
+
+    def _catch_up(self) -> None:
+        """Build another process where the newest has not tried all that is learnt by now."""
+        process = self._current
+        if self._building is not None or process is None or process.is_gone or not (self.learns and self.forks):
+            return
+        untried = set(self.learnt) - self._refused - process.tried
+        if untried and process.ready.result().fork_refused is None:
+            self._build()
 
     def _replace(self, process: TemplateProcess | None) -> None:
         if self._current is not None:

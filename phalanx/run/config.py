@@ -189,6 +189,9 @@ class RunConfig(Config):
     )
 
     heartbeat_s: float = Field(1.0, ge=0.05, le=60, description="how often each host reports, seconds")
+    driver_lost_s: float = Field(
+        3600.0, ge=1.0, description="how long a host without running ranks waits for a driver before it leaves, seconds"
+    )
     policy: PolicyConfig = Field(default_factory=PolicyConfig, description="how recoveries are decided")
     limits: LimitConfig = Field(default_factory=LimitConfig, description="how long the job may make no step")
     slow: SlowConfig = Field(default_factory=SlowConfig, description="what counts as a slow rank")

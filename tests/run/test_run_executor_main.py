@@ -16,7 +16,8 @@ import pytest
 
 from phalanx.run import messages
 from phalanx.run.executor.evidence import Subject
-from phalanx.run.executor.executor import Executor, Here, Senses
+from phalanx.run.executor.executor import Executor
+from phalanx.run.executor.parts import Here, Senses
 from phalanx.run.executor.reaper import Killed
 
 GUARD_S = 60.0
@@ -57,6 +58,8 @@ class Holder:
 
 class Driver:
     """The other end."""
+
+    connected = True
 
     def __init__(self) -> None:
         self.heard: list[messages.FromExecutor] = []
@@ -100,14 +103,18 @@ SENSES = Senses(
 )
 
 
-@asynccontextmanager
-async def an_executor(folder: Path) -> AsyncIterator[tuple[Executor, Driver]]:
+def make_executor(folder: Path, clock: Callable[[], float] = time.monotonic) -> tuple[Executor, Driver]:
     (folder / "script.py").write_text(SCRIPT)
     (folder / "own_part.py").write_text("")
     (folder / "pages").mkdir()
     driver = Driver()
-    here = Here("h", "127.0.0.1", "left", dict(os.environ), folder / "pages", folder / "logs")
-    executor = Executor(here, driver, Holder(), SENSES)
+    here = Here("h", "127.0.0.1", "left", dict(os.environ), folder / "pages", folder / "logs", driver_lost_s=10.0)
+    return Executor(here, driver, Holder(), SENSES, clock=clock), driver
+
+
+@asynccontextmanager
+async def an_executor(folder: Path) -> AsyncIterator[tuple[Executor, Driver]]:
+    executor, driver = make_executor(folder)
     task = asyncio.create_task(executor.run())
     try:
         yield executor, driver
@@ -219,3 +226,86 @@ def test_a_script_that_cannot_be_prepared_is_told(tmp_path: Path) -> None:
             assert (await driver.until(messages.Started)).problem
 
     run(story)
+
+
+@pytest.mark.slow
+def test_a_driver_that_comes_again_disturbs_nothing_of_its_attempt(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with an_executor(tmp_path) as (executor, driver):
+            executor.hear(messages.Welcome(1, "j", 0, 0.05))
+            prepare = messages.Prepare(["script.py"], False, str(tmp_path), {}, [])
+            executor.hear(prepare)
+            assert "torch._dynamo" in (await driver.until(messages.Prepared)).learnt
+            executor.hear(start(2))
+            pids = (await driver.until(messages.Started)).pids
+            executor.hear(messages.Welcome(1, "j", 2, 0.05))
+            executor.hear(prepare)
+            assert (await driver.until(messages.Prepared, lambda told: told.seconds > 0)).problem == ""
+            executor.hear(messages.Prepare(["script.py"], False, str(tmp_path), {}, ["colorsys"]))
+            assert "colorsys" in (await driver.until(messages.Prepared, lambda told: told.seconds > 0)).learnt
+            executor.hear(messages.Prepare(["script.py"], False, str(tmp_path), {"NEW": "1"}, []))
+            assert (await driver.until(messages.Prepared, lambda told: told.seconds > 0)).problem == ""
+            assert executor.hello().running == [0, 1] and all(psutil.pid_exists(pid) for pid in pids.values())
+            executor.hear(messages.Welcome(1, "j", 3, 0.05))
+            assert executor.hello().running == []
+            ended = [await driver.until(messages.WorkerEnded) for _ in range(2)]
+            assert all(one.by_us for one in ended)
+            executor.hear(start(2))
+            assert (await driver.until(messages.Refused)).problem == "attempt 3 has begun"
+            executor.hear(start(3))  # by the newest template
+            assert (await driver.until(messages.Started)).problem == ""
+            assert not any(psutil.pid_exists(pid) for pid in pids.values())
+
+    run(story)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.slow
+def test_an_executor_without_driver_stays_as_long_as_something_runs(tmp_path: Path) -> None:
+    async def story() -> None:
+        clock = Clock()
+        executor, driver = make_executor(tmp_path, clock)
+        task = asyncio.create_task(executor.run())
+        executor.hear(messages.Welcome(1, "j", 0, 0.02))
+        executor.hear(messages.Prepare(["script.py"], False, str(tmp_path), {}, []))
+        executor.hear(start(1))
+        pids = (await driver.until(messages.Started)).pids
+        driver.connected = False
+        clock.now_s = 1000.0
+        await beats(driver, 3)
+        assert not task.done() and all(psutil.pid_exists(pid) for pid in pids.values())
+        for pid in pids.values():
+            os.kill(pid, signal.SIGKILL)
+        for _ in pids:
+            await driver.until(messages.WorkerEnded)
+        clock.now_s = 1009.0
+        await beats(driver, 3)
+        assert not task.done()
+        clock.now_s = 1011.0
+        assert await asyncio.wait_for(task, GUARD_S) == 1
+
+    run(story)
+
+
+def test_an_executor_that_no_driver_ever_wanted_leaves(tmp_path: Path) -> None:
+    async def story() -> None:
+        clock = Clock()
+        executor, driver = make_executor(tmp_path, clock)
+        driver.connected = False
+        clock.now_s = 10.0
+        assert await asyncio.wait_for(executor.run(), GUARD_S) == 1
+
+    run(story)
+
+
+async def beats(driver: Driver, count: int) -> None:
+    driver.heard = [one for one in driver.heard if not isinstance(one, messages.Heartbeat)]
+    for _ in range(count):
+        await driver.until(messages.Heartbeat)

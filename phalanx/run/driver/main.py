@@ -147,6 +147,7 @@ class _Joined:
             logs=str(config.log_folder.absolute()),
             rules=tuple(map(str, self.rules)),
             is_only_host=True,
+            driver_lost_s=config.driver_lost_s,
         )
         text = msgspec.json.encode(settings).decode()
         return [sys.executable, "-m", "phalanx.run.executor.main", text]

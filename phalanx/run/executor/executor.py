@@ -13,95 +13,28 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+import msgspec
 
 from phalanx.launch.script import Script
 from phalanx.launch.store import open_store_socket
 from phalanx.launch.warm import LEARNT, WarmTemplate, Word
 from phalanx.run import messages
-from phalanx.run.executor.evidence import Subject
-from phalanx.run.executor.reaper import Killed
+from phalanx.run.executor.alone import Alone
+from phalanx.run.executor.checking import Checking
+from phalanx.run.executor.parts import Here, Holder, Line, Senses
 from phalanx.run.executor.workers import Workers
 from phalanx.run.logs.pump import Pump
 from phalanx.run.logs.tails import Tails
-from phalanx.run.wire.codec import LiveMessage, TooLargeError
+from phalanx.run.wire.codec import TooLargeError
 
 _log = logging.getLogger(__name__)
 
 KILL_S = 10.0
 """How long the end of killed processes is waited for; one that takes longer is stuck in the kernel."""
-
-
-class Line(Protocol):
-    """What it needs of `phalanx.run.wire.link.DriverLink`."""
-
-    def send(self, message: LiveMessage) -> bool:
-        """Send, or keep until it can be sent."""
-        ...
-
-
-class Holder(Protocol):
-    """What it needs of `phalanx.run.executor.reaper.Reaper`."""
-
-    def contain(self, pid: int) -> None:
-        """Hold a template process."""
-        ...
-
-    def end_attempt(self, within_s: float) -> Killed:
-        """Kill all but templates and keepers."""
-        ...
-
-    def end_all(self, within_s: float) -> Killed:
-        """Kill all but keepers."""
-        ...
-
-    def reap(self) -> None:
-        """Let ended orphans go."""
-        ...
-
-
-@dataclass(frozen=True)
-class Here:
-    """What an executor knows of its host and job from its start.
-
-    Attributes:
-        host: its name.
-        address: where workers of other hosts reach it.
-        rack: what it may fail together with; empty: not known.
-        environ: of workers; without secrets.
-        pages: folder for progress pages.
-        logs: folder for logs of ranks.
-    """
-
-    host: str
-    address: str
-    rack: str
-    environ: Mapping[str, str]
-    pages: Path
-    logs: Path
-
-
-@dataclass(frozen=True)
-class Senses:
-    """How it looks at its host; each may block, and is called in a thread but for `state`.
-
-    Attributes:
-        state: of the host; quick.
-        look: evidence of ranks, within so many seconds.
-        check: tests the host: the kind, addresses of peers, and process ids that are the job's own.
-        findings: what rules say of lines of a rank.
-        hello: what the host has.
-    """
-
-    state: Callable[[], messages.HostState]
-    look: Callable[[Sequence[Subject], int, float], messages.Evidence]
-    check: Callable[[str, Sequence[str], Sequence[int]], list[messages.CheckOutcome]]
-    findings: Callable[[int, Sequence[str]], list[messages.Finding]]
-    hello: Callable[[], messages.Hello]
 
 
 @dataclass
@@ -123,9 +56,10 @@ class Executor:
         holder: of processes.
         senses: for the host.
         unix_s: time for people.
+        clock: seconds, monotonic; by which a lost driver is waited for.
 
     Attributes:
-        ended: set when the driver has ended this executor, with the status to leave with in `status`.
+        ended: set when this executor shall leave, with the status to leave with in `status`.
     """
 
     here: Here
@@ -133,11 +67,13 @@ class Executor:
     holder: Holder
     senses: Senses
     unix_s: Callable[[], float] = time.time
+    clock: Callable[[], float] = time.monotonic
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     status: int = 0
     attempt: int = 0
     workers: Workers | None = None
     _template: WarmTemplate | None = None
+    _former: list[WarmTemplate] = field(default_factory=list)
     _prepared: messages.Prepare | None = None
     _store: _Store | None = None
     _started: messages.Started | None = None
@@ -145,25 +81,27 @@ class Executor:
     _tails: Tails = field(default_factory=Tails)
     _heartbeat_s: float = 1.0
     _sequence: int = 0
-    _answers: dict[int, messages.Checked] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._commands: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._beside: set[asyncio.Task[None]] = set()
-        self._checking: set[int] = set()
+        self._checking = Checking(self.senses.check, self.line.send)
+        self._alone = Alone(self.here.driver_lost_s, self.clock)
 
     # What the driver says
 
     def hello(self) -> messages.Hello:
         """How it introduces itself now."""
-        running = [] if self.workers is None else self.workers.running
-        return _with(self.senses.hello(), attempt=self.attempt, running=running)
+        workers = self.workers
+        running = workers.running if workers is not None and workers.attempt == self.attempt else []
+        return msgspec.structs.replace(self.senses.hello(), attempt=self.attempt, running=running)
 
     def hear(self, message: messages.FromDriver) -> None:
         """Take a command; it is carried out later."""
         match message:
             case messages.Welcome():
                 self._heartbeat_s = message.heartbeat_s
+                self._leave_behind(message.attempt)
             case messages.Prepare():
                 self._commands.put_nowait(lambda: self._prepare(message))
             case messages.OpenStore():
@@ -177,7 +115,7 @@ class Executor:
             case messages.Gather():
                 self._do_beside(self._gather(message))
             case messages.Check():
-                self._check(message)
+                self._do_beside(self._checking.answer(message, self._own_pids()))
             case messages.End():
                 self._commands.put_nowait(lambda: self._end(message))
 
@@ -217,26 +155,50 @@ class Executor:
         self.attempt = attempt
         self._commands.put_nowait(command)
 
-    async def _prepare(self, prepare: messages.Prepare) -> None:
-        if prepare == self._prepared:
-            return
-        if self._template is not None:
+    def _leave_behind(self, attempt: int) -> None:
+        """The driver is at this attempt: what is left of lower ones ends, the attempt itself goes on."""
+        self.attempt = max(self.attempt, attempt)
+        if self.workers is not None and self.workers.attempt < attempt:
+            self.workers.is_stopping = True
+        self._commands.put_nowait(lambda: self._end_lower(attempt))
+
+    async def _end_lower(self, attempt: int) -> None:
+        if self.workers is not None and self.workers.attempt < attempt:
+            _log.info("attempt %d has begun: what is left of attempt %d ends", attempt, self.workers.attempt)
             await self._end_workers(0.0)
-            await self._template.close()
-        self._prepared = prepare
+        if self._store is not None and self._store.attempt < attempt:
+            self._close_store()
+
+    async def _prepare(self, prepare: messages.Prepare) -> None:
+        """Start a template for the script; what runs goes on, with the template that it has."""
+        before, self._prepared = self._prepared, prepare
+        template = self._template
+        if template is not None and before is not None and _same_script(prepare, before):
+            template.learn(prepare.preload)
+        else:
+            await self._let_template_go()
+            template = self._template = self._make_template(prepare)
+            template.start()
+        self._do_beside(self._tell_prepared(template))
+
+    def _make_template(self, prepare: messages.Prepare) -> WarmTemplate:
         name, *arguments = prepare.script
-        script = Script(name, tuple(arguments), prepare.is_module, prepare.folder)
-        environ = {**self.here.environ, **prepare.environment, "PHALANX_HOST": self.here.host}
-        self._template = WarmTemplate(
-            script,
-            environ,
+        return WarmTemplate(
+            Script(name, tuple(arguments), prepare.is_module, prepare.folder),
+            {**self.here.environ, **prepare.environment, "PHALANX_HOST": self.here.host},
             self._hear_template,
-            learnt=(*LEARNT, *prepare.preload),
+            learnt=(*LEARNT, *(name for name in prepare.preload if name not in LEARNT)),
             has_learnt=lambda learnt: self._tell_learnt(messages.Prepared(0.0, "", list(learnt))),
             started=self.holder.contain,
         )
-        self._template.start()
-        self._do_beside(self._tell_prepared(self._template))
+
+    async def _let_template_go(self) -> None:
+        """It ends now, or with the workers that it has."""
+        if self._template is not None and self.workers is not None:
+            self._former.append(self._template)
+        elif self._template is not None:
+            await self._template.close()
+        self._template = None
 
     async def _tell_prepared(self, template: WarmTemplate) -> None:
         began_s = time.monotonic()
@@ -245,11 +207,13 @@ class Executor:
             await template.ready()
         except Exception as error:  # whatever it is, the driver has to hear it
             problem = str(error) or type(error).__name__
-        self.line.send(messages.Prepared(time.monotonic() - began_s, problem, list(template.learnt)))
+        self._tell_learnt(messages.Prepared(time.monotonic() - began_s, problem, list(template.learnt)))
 
     def _tell_learnt(self, prepared: messages.Prepared) -> None:
-        with suppress(TooLargeError):
+        try:
             self.line.send(prepared)
+        except TooLargeError:  # only a help for other hosts
+            self.line.send(msgspec.structs.replace(prepared, learnt=[]))
 
     async def _open_store(self, order: messages.OpenStore) -> None:
         store = self._store
@@ -296,7 +260,7 @@ class Executor:
         self.line.send(messages.Stopped(stop.attempt, time.monotonic() - began_s, stuck))
 
     async def _end(self, end: messages.End) -> None:
-        _log.info("the driver ends this executor: %s", end.reason)
+        _log.info("this executor ends: %s", end.reason)
         self.status = end.status
         self.ended.set()
 
@@ -317,19 +281,19 @@ class Executor:
         if workers is not None:
             workers.close()
             self.workers = None
+        await asyncio.gather(*(template.close() for template in self._former))
+        self._former.clear()
         return killed.stuck
 
     async def _ask_to_end(self, workers: Workers, grace_s: float) -> None:
-        assert self._template is not None
-        self._template.signal(workers.attempt, workers.running, signal.SIGTERM)
+        workers.template.signal(workers.attempt, workers.running, signal.SIGTERM)
         until_s = time.monotonic() + grace_s
         while workers.running and time.monotonic() < until_s:
             await asyncio.sleep(0.02)
 
     async def _kill(self, workers: Workers) -> None:
-        assert self._template is not None
         try:
-            await asyncio.wait_for(self._template.kill(workers.attempt), KILL_S)
+            await asyncio.wait_for(workers.template.kill(workers.attempt), KILL_S)
         except TimeoutError:
             _log.warning("processes of attempt %d do not end", workers.attempt)
 
@@ -349,9 +313,16 @@ class Executor:
             try:
                 self.line.send(self._beat())
                 self.holder.reap()
+                self._look_for_driver()
             except Exception:
                 _log.exception("a heartbeat could not be sent")
             await asyncio.sleep(self._heartbeat_s)
+
+    def _look_for_driver(self) -> None:
+        """Without workers nobody needs this executor but a driver; nothing is left for ever."""
+        has_workers = self.workers is not None and bool(self.workers.running)
+        if self._alone.is_over(has_driver=self.line.connected, has_workers=has_workers) and not self.ended.is_set():
+            self.hear(messages.End(f"no driver has come for {self.here.driver_lost_s:g} s, and nothing runs here", 1))
 
     def _beat(self) -> messages.Heartbeat:
         self._sequence += 1
@@ -371,21 +342,9 @@ class Executor:
         evidence = await asyncio.to_thread(self.senses.look, subjects, order.attempt, order.within_s)
         self.line.send(evidence)
 
-    def _check(self, order: messages.Check) -> None:
-        """One that has been answered is answered again; one that is under way will be."""
-        if order.number in self._answers:
-            self.line.send(self._answers[order.number])
-        elif order.number not in self._checking:
-            self._checking.add(order.number)
-            self._do_beside(self._test(order))
-
-    async def _test(self, order: messages.Check) -> None:
-        began_s = time.monotonic()
-        own = [os.getpid(), *([] if self.workers is None else [s.pid for s in self.workers.subjects()])]
-        outcomes = await asyncio.to_thread(self.senses.check, order.kind, order.peers, own)
-        self._answers[order.number] = messages.Checked(order.number, outcomes, time.monotonic() - began_s)
-        self._checking.discard(order.number)
-        self.line.send(self._answers[order.number])
+    def _own_pids(self) -> list[int]:
+        """Process ids that are the job's."""
+        return [os.getpid(), *([] if self.workers is None else [s.pid for s in self.workers.subjects()])]
 
     def _do_beside(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -398,6 +357,6 @@ class Executor:
             _log.error("what went on beside the commands failed", exc_info=error)
 
 
-def _with(hello: messages.Hello, *, attempt: int, running: list[int]) -> messages.Hello:
-    fields = {name: getattr(hello, name) for name in hello.__struct_fields__}
-    return messages.Hello(**{**fields, "attempt": attempt, "running": running})
+def _same_script(one: messages.Prepare, other: messages.Prepare) -> bool:
+    """Whether they differ in what is imported beforehand only."""
+    return msgspec.structs.replace(one, preload=other.preload) == other

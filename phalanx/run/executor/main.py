@@ -18,8 +18,9 @@ import msgspec
 from phalanx.core.errors import UserError
 from phalanx.run import messages
 from phalanx.run.executor.accelerators import Accelerators
-from phalanx.run.executor.executor import Executor, Here
+from phalanx.run.executor.executor import Executor
 from phalanx.run.executor.kernel_log import KernelLog, open_sources
+from phalanx.run.executor.parts import Here
 from phalanx.run.executor.reaper import Reaper, choose_way, run_guarded
 from phalanx.run.executor.senses import Means, follow_kernel, make_senses
 from phalanx.run.secrets import read_token, without_tokens
@@ -45,6 +46,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rules: files with log rules.
         checkpoints: where checkpoints go; empty: not known.
         is_only_host: the job has no other.
+        driver_lost_s: how long it waits for a driver when nothing runs here.
     """
 
     job: str
@@ -58,6 +60,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rules: tuple[str, ...] = ()
     checkpoints: str = ""
     is_only_host: bool = False
+    driver_lost_s: float = 3600.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,7 +88,15 @@ def serve(settings: Settings, reaper: Reaper) -> int:
 
 
 async def _serve(settings: Settings, reaper: Reaper, pages: Path) -> int:
-    here = Here(settings.host, settings.address, settings.rack, without_tokens(os.environ), pages, Path(settings.logs))
+    here = Here(
+        settings.host,
+        settings.address,
+        settings.rack,
+        without_tokens(os.environ),
+        pages,
+        Path(settings.logs),
+        driver_lost_s=settings.driver_lost_s,
+    )
     accelerators = Accelerators()
     reaper.release = accelerators.released
     kernel = KernelLog(open_sources(reaper.helper))

@@ -17,9 +17,9 @@ from phalanx.checks.runner import choose, run_checks
 from phalanx.run import messages
 from phalanx.run.executor.accelerators import Accelerators
 from phalanx.run.executor.evidence import Subject, gather
-from phalanx.run.executor.executor import Here, Senses
 from phalanx.run.executor.interfaces import choose_interfaces, find_interfaces, interface_of, wanted_by
 from phalanx.run.executor.kernel_log import KernelLog
+from phalanx.run.executor.parts import Here, Senses
 from phalanx.run.executor.reaper import Reaper
 from phalanx.run.executor.sensors import Sensors
 from phalanx.run.judge.rules import KERNEL_RANK, Matcher, Watcher, load_rules
