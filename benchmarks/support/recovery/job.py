@@ -107,6 +107,14 @@ class Job:
         """Of the process that stands for a host."""
         return int(json.loads((self.run_folder / "executors" / f"{host}.json").read_text())["pid"])
 
+    def rank_pid(self, rank: int) -> int | None:
+        """Of the process that is this rank now; None: there is none just now."""
+        for process in self.processes():
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{process.pid}/comm").read_text().strip() == f"phalanx rank {rank}":
+                    return process.pid
+        return None
+
     def processes(self) -> list[psutil.Process]:
         """All that belong to it and run, but for `phalanx` processes that only hold checkpoints in memory."""
         found = []
