@@ -3,7 +3,8 @@
     phalanx run --hosts 2 --workers-per-host 1 -- examples/run_hugging_face.py out 200
     torchrun --nproc-per-node 2 examples/run_hugging_face.py out 200
 
-It takes up its newest checkpoint, as Hugging Face's own examples do, so it may be killed at any time between two of them.
+It takes up its newest checkpoint, as Hugging Face's own examples do, so it may be killed at any time
+between two of them.
 """
 
 import sys
@@ -26,6 +27,7 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def main():
+    """Train, and save the result."""
     output, steps = sys.argv[1], int(sys.argv[2])
     arguments = TrainingArguments(
         output,
