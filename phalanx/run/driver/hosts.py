@@ -39,10 +39,14 @@ class HostWatch:
 
     Args:
         heartbeat_s: how often each reports.
+
+    Attributes:
+        heartbeats: that were heard, of all hosts.
     """
 
     heartbeat_s: float
     hosts: dict[str, Heard] = field(default_factory=dict)
+    heartbeats: int = 0
 
     def on_hello(self, hello: Hello, now: Now) -> list[Event]:
         """A host has connected, for the first time or again."""
@@ -56,6 +60,7 @@ class HostWatch:
         heard = self.hosts.get(host)
         if heard is None:  # it has been forgotten meanwhile
             return []
+        self.heartbeats += 1
         was_unknown, heard.is_unknown = heard.is_unknown, False
         heard.last_s, heard.state = now.monotonic_s, beat.host
         if not was_unknown:

@@ -1,0 +1,189 @@
+"""A job from elsewhere: over the interface of its driver. Torch-free.
+
+The address and the token are read from the run folder each time that a connection is made anew, so that a driver which
+was started again is found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+
+from phalanx.core.errors import UserError
+from phalanx.run.api import bodies
+from phalanx.run.card import Card, read_card
+from phalanx.run.incidents.facts import Incident
+from phalanx.run.people.hub import Item
+from phalanx.run.people.overview import Overview
+from phalanx.run.people.source import SHOWN_HOSTS
+from phalanx.run.secrets import TlsFiles, client_context, read_token
+
+_ANSWER_S = 10.0
+_QUIET_S = 35.0
+"""A stream says something at least every ten seconds."""
+
+Body = TypeVar("Body")
+
+
+class Client:
+    """One job; implements `phalanx.run.people.source.Source`.
+
+    Args:
+        folder: of the run.
+
+    Raises:
+        UserError: from every method: what was asked for is not there or cannot be done, or the token is not ours.
+        ConnectionError: from every method: the driver does not answer; it may again.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._http: httpx.AsyncClient | None = None
+
+    async def overview(self) -> Overview:
+        """The job now."""
+        return await self.status(SHOWN_HOSTS)
+
+    async def status(self, most: int) -> bodies.Status:
+        """The job now, with so many of its hosts."""
+        return await self._get("/api/status", bodies.Status, most=most)
+
+    async def hosts(self) -> list[bodies.HostBody]:
+        """All hosts."""
+        found: list[bodies.HostBody] = []
+        after = ""
+        while True:
+            page = await self._get("/api/hosts", bodies.Hosts, after=after, most=500)
+            found += page.hosts
+            if not (after := page.next):
+                return found
+
+    async def follow(self, number: int) -> AsyncIterator[Item]:
+        """What is said after this number; ends with the job."""
+        async for line in self._stream("/api/items/follow", since=number, seconds=86_400):
+            yield msgspec.json.decode(line, type=Item)
+
+    async def incidents(self) -> list[bodies.IncidentLine]:
+        """All of them, the oldest first."""
+        return (await self._get("/api/incidents", bodies.Incidents, last=1000)).incidents
+
+    async def incident(self, number: int) -> Incident:
+        """One of them."""
+        return await self._get(f"/api/incidents/{number}", Incident)
+
+    async def logs(self, rank: int | None, last: int) -> list[bodies.LogLine]:
+        """The newest lines of a rank, or of all together."""
+        return (await self._get("/api/logs", bodies.LogLines, **_rank(rank), last=last)).lines
+
+    async def follow_logs(self, rank: int | None, last: int) -> AsyncIterator[bodies.LogLine]:
+        """The newest lines and those that come; ends with the job."""
+        async for line in self._stream("/api/logs/follow", **_rank(rank), last=last, seconds=86_400):
+            yield msgspec.json.decode(line, type=bodies.LogLine)
+
+    async def stop(self, who: str, without_grace: bool = False) -> str:
+        """Stop the job; what was done."""
+        return await self._post("/api/stop", {"who": who, "without_grace": without_grace})
+
+    async def order(self, what: str, host: str, who: str) -> str:
+        """``drain``, ``evict`` or ``return`` a host; what was done."""
+        return await self._post(f"/api/hosts/{_quoted(host)}/{what}", {"who": who})
+
+    async def close(self) -> None:
+        """End the connection; the next call makes a new one."""
+        if self._http is not None:
+            await self._http.aclose()
+            self._http = None
+
+    async def __aenter__(self) -> Client:
+        """Nothing yet: connections are made when they are needed."""
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        """Close."""
+        await self.close()
+
+    async def _get(self, path: str, body: type[Body], **query: Any) -> Body:
+        with _told():
+            answer = await self._connection().get(path, params=query)
+            _check(answer)
+            return msgspec.json.decode(answer.content, type=body)
+
+    async def _post(self, path: str, content: dict[str, Any]) -> str:
+        with _told():
+            answer = await self._connection().post(path, json=content)
+            _check(answer)
+            return msgspec.json.decode(answer.content, type=bodies.Done).done
+
+    async def _stream(self, path: str, **query: Any) -> AsyncIterator[str]:
+        with _told():
+            async with self._connection().stream("GET", path, params=query, timeout=_QUIET_S) as answer:
+                if answer.status_code != 200:
+                    await answer.aread()
+                    _check(answer)
+                async for line in answer.aiter_lines():
+                    if line:
+                        yield line
+
+    def _connection(self) -> httpx.AsyncClient:
+        if self._http is None:
+            card = read_card(self._folder)
+            if card is None or not card.http:
+                raise ConnectionError("the driver has not said yet where it can be reached")
+            token = read_token(card.token_path(self._folder))
+            self._http = httpx.AsyncClient(
+                base_url=card.http,
+                headers={"Authorization": token.header()},
+                verify=_context(card),
+                trust_env=False,
+                timeout=_ANSWER_S,
+            )
+        return self._http
+
+
+def _context(card: Card) -> ssl.SSLContext | bool:
+    """What the driver's certificate is checked by: the authority of the job, or the certificate itself."""
+    if not card.certificate:
+        return False  # on loopback, without TLS: see run.http
+    context = client_context(TlsFiles(authority=Path(card.authority) if card.authority else None))
+    with contextlib.suppress(OSError):  # another host does not have the file
+        context.load_verify_locations(cafile=card.certificate)
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except httpx.TransportError as error:
+        raise ConnectionError(f"the driver does not answer ({error or type(error).__name__})") from error
+    except msgspec.DecodeError as error:
+        raise ConnectionError(f"what answers is no driver of this version ({error})") from error
+
+
+def _check(answer: httpx.Response) -> None:
+    if answer.is_success:
+        return
+    try:
+        wrong = msgspec.json.decode(answer.content, type=bodies.Wrong)
+    except msgspec.DecodeError:
+        wrong = bodies.Wrong(f"the driver answers {answer.status_code}", "look into driver.log in the run folder")
+    if answer.status_code >= 500:
+        raise ConnectionError(f"{wrong.problem}; {wrong.cure}")
+    raise UserError(wrong.problem, cure=wrong.cure)
+
+
+def _rank(rank: int | None) -> dict[str, int]:
+    return {} if rank is None else {"rank": rank}
+
+
+def _quoted(host: str) -> str:
+    if not host or "/" in host or host in (".", ".."):
+        raise UserError("is no name of a host", cure="see `phalanx run status` for their names", value=host)
+    return host

@@ -1,0 +1,174 @@
+"""Who may come in, and how much they may bring: before any route is looked at. Torch-free.
+
+Every path but ``/health`` and ``/login`` needs the job's token as a bearer token. A browser gets a session for it, in a
+cookie that only reads: no request that changes something is taken with a cookie, whichever site it comes from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable, MutableMapping
+from http.cookies import CookieError, SimpleCookie
+from typing import Any
+
+import msgspec
+
+from phalanx.run.api.bodies import Wrong
+from phalanx.run.secrets import Token
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+BODY_BYTES = 64 << 10
+BODY_S = 10.0
+SESSION_S = 12 * 3600.0
+
+OPEN_PATHS = frozenset({"/health", "/login"})
+_READING = frozenset({"GET", "HEAD"})
+_LABEL = "phalanx run: session until "
+
+_HEADERS = [
+    (b"cache-control", b"no-store"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (
+        b"content-security-policy",
+        b"default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'self'; frame-ancestors 'none'; "
+        b"base-uri 'none'",
+    ),
+]
+
+
+class Sessions:
+    """Proofs that somebody has shown the token, without the token in them; they outlive the driver, not the token.
+
+    Args:
+        job: whose cookie it is: cookies do not tell the ports of a host apart.
+        unix_s: the clock.
+    """
+
+    def __init__(self, token: Token, job: str, unix_s: Callable[[], float]) -> None:
+        self._token, self._unix_s = token, unix_s
+        self.cookie = f"phalanx-{job}"
+
+    def issue(self) -> str:
+        """A new one."""
+        until = str(int(self._unix_s() + SESSION_S))
+        return f"{until}.{self._proof(until)}"
+
+    def admits(self, cookies: str) -> bool:
+        """Whether a ``Cookie`` header has a session that is still good."""
+        try:
+            found = SimpleCookie(cookies).get(self.cookie)
+        except CookieError:
+            return False
+        until, _, proof = (found.value if found is not None else "").partition(".")
+        is_proven = hmac.compare_digest(proof.encode(errors="replace"), self._proof(until).encode())
+        return is_proven and int(until) > self._unix_s()
+
+    def _proof(self, until: str) -> str:
+        said = f"{_LABEL}{until}".encode(errors="replace")
+        return hmac.digest(self._token.reveal().encode(), said, "sha256").hex()
+
+
+class Guard:
+    """An ASGI application in front of another.
+
+    Args:
+        body_bytes: of a request at most.
+        body_s: within which it has to be there.
+    """
+
+    def __init__(
+        self, app: App, token: Token, sessions: Sessions, *, body_bytes: int = BODY_BYTES, body_s: float = BODY_S
+    ) -> None:
+        self._app, self._token, self._sessions = app, token, sessions
+        self._body_bytes, self._body_s = body_bytes, body_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let it through, or answer 401, 408 or 413."""
+        if scope["type"] != "http":
+            return
+        if scope["path"] not in OPEN_PATHS and not self._admits(scope):
+            await self._refuse_stranger(scope, send)
+            return
+        try:
+            async with asyncio.timeout(self._body_s):
+                body = await self._body(scope, receive)
+        except TimeoutError:
+            await refuse(send, 408, Wrong("the request does not come to its end", "send it faster"))
+            return
+        if body is None:
+            await refuse(send, 413, Wrong("the request is too large", f"send {self._body_bytes} bytes at most"))
+            return
+        await self._app(scope, _again(body, receive), _with_headers(send))
+
+    def _admits(self, scope: Scope) -> bool:
+        headers = _headers(scope)
+        if "authorization" in headers:
+            return self._token.admits(headers["authorization"])
+        return scope["method"] in _READING and self._sessions.admits(headers.get("cookie", ""))
+
+    async def _refuse_stranger(self, scope: Scope, send: Send) -> None:
+        if scope["method"] == "GET" and scope["path"] == "/" and "text/html" in _headers(scope).get("accept", ""):
+            start = {"type": "http.response.start", "status": 303, "headers": [(b"location", b"/login"), *_HEADERS]}
+            await send(start)
+            await send({"type": "http.response.body", "body": b""})
+            return
+        cure = "send the header Authorization: Bearer TOKEN, with the token of the job's token file"
+        await refuse(send, 401, Wrong("this needs the job's token", cure))
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
+        """All of the request's body; None: it is too large."""
+        length = _headers(scope).get("content-length", "0")
+        if length.isdecimal() and int(length) > self._body_bytes:
+            return None
+        body = bytearray()
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if len(body) > self._body_bytes:
+                return None
+            if not message.get("more_body", False):
+                return bytes(body)
+
+
+async def refuse(send: Send, status: int, wrong: Wrong) -> None:
+    """Answer that something is wrong, and end the connection."""
+    body = msgspec.json.encode(wrong)
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+        *([(b"www-authenticate", b'Bearer realm="phalanx"')] if status == 401 else []),
+        *_HEADERS,
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """`receive` that gives a body that was received already, and then what comes after it."""
+    unread = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> Message:
+        return unread.pop() if unread else await receive()
+
+    return again
+
+
+def _with_headers(send: Send) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", []), *_HEADERS]
+        await send(message)
+
+    return sending
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}

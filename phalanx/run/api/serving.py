@@ -1,0 +1,165 @@
+"""The HTTP server in the driver's event loop, bounded against clients that are slow or many. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from phalanx.core.errors import UserError
+from phalanx.run.api.guard import App
+from phalanx.run.wire.addresses import Address
+
+MOST_CONNECTIONS = 256
+HEADERS_S = 10.0
+WRITE_S = 30.0
+_HEADER_BYTES = 16 << 10
+_LEAVE_S = 2
+
+
+class BoundedProtocol(H11Protocol):
+    """HTTP/1.1 for a client that has to send its headers, and to take what it asked for, within some seconds.
+
+    uvicorn itself would wait for both for ever.
+    """
+
+    _late: asyncio.TimerHandle | None = None
+    _stuck: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for headers, unless there are too many connections."""
+        super().connection_made(transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.abort()
+        self._wait_for_headers()
+
+    def data_received(self, data: bytes) -> None:
+        """Go on waiting for headers only between two requests."""
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._cancel_late()
+        elif self.timeout_keep_alive_task is None:
+            self._wait_for_headers()
+
+    def pause_writing(self) -> None:
+        """The client does not take what it gets."""
+        super().pause_writing()
+        self._stuck = self.loop.call_later(WRITE_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It does again."""
+        super().resume_writing()
+        self._cancel_stuck()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is waited for any more."""
+        self._cancel_late()
+        self._cancel_stuck()
+        super().connection_lost(exc)
+
+    def _wait_for_headers(self) -> None:
+        if self._late is None:
+            self._late = self.loop.call_later(HEADERS_S, self.transport.abort)
+
+    def _cancel_late(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _cancel_stuck(self) -> None:
+        if self._stuck is not None:
+            self._stuck.cancel()
+            self._stuck = None
+
+
+class _Server(uvicorn.Server):
+    """One that leaves signals to the driver."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """For use as an asynchronous context: listens within it.
+
+    Args:
+        app: that answers.
+        wanted: address; port 0: any.
+        before: an address that an earlier driver had, taken again if the port is free and `wanted` names none.
+        tls: None: no TLS.
+
+    Raises:
+        UserError: the address cannot be listened at.
+    """
+
+    def __init__(self, app: App, wanted: Address, before: Address | None, tls: ssl.SSLContext | None) -> None:
+        self._socket = _listen(wanted, before)
+        self.address = Address(wanted.host, self._socket.getsockname()[1])
+        config = uvicorn.Config(
+            app,
+            http=BoundedProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=MOST_CONNECTIONS,
+            timeout_keep_alive=5,
+            timeout_graceful_shutdown=_LEAVE_S,
+            h11_max_incomplete_event_size=_HEADER_BYTES,
+        )
+        config.load()
+        config.ssl = tls
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> HttpServer:
+        """Listen."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        while not self._server.started and not self._task.done():
+            await asyncio.sleep(0.01)
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        """Stop listening; those that are being answered have some seconds."""
+        self._server.should_exit = True
+        if self._task is not None:
+            with contextlib.suppress(Exception):
+                await self._task
+        self._socket.close()
+
+
+def _listen(wanted: Address, before: Address | None) -> socket.socket:
+    again = before is not None and not wanted.port and before.host == wanted.host
+    if again and before is not None:
+        with contextlib.suppress(OSError):
+            return _bound(before)
+    try:
+        return _bound(wanted)
+    except OSError as error:
+        cure = "give another HOST:PORT, or port 0 for any"
+        problem = f"cannot be listened at ({error.strerror or error})"
+        raise UserError(problem, cure=cure, field="run.http", value=str(wanted)) from error
+
+
+def _bound(address: Address) -> socket.socket:
+    found: list[Any] = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    listening = socket.socket(found[0][0], socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(found[0][4])
+        listening.listen(MOST_CONNECTIONS)
+        listening.setblocking(False)
+    except OSError:
+        listening.close()
+        raise
+    return listening
