@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import trustme
 
 from phalanx.core.errors import UserError
 from phalanx.faults.agenda import Memory, write_agenda
@@ -28,9 +29,20 @@ from phalanx.faults.hosts import Machine, NotDoneError, happen, is_time, kill, s
 from phalanx.faults.kinds import KINDS
 from phalanx.faults.manifest import Incident, Manifest
 from phalanx.faults.proxy import Link
+from phalanx.run.backends.local import number_of
+from phalanx.run.backends.namespaces import INTERFACE, Network
 from phalanx.run.journal import JournalError, read_journal
 from phalanx.run.wire.addresses import parse, publish
-from support.campaign.settings import DISK_BYTES, Places, command, hosts_of, kinds_of, uses_links
+from support.campaign.settings import (
+    DISK_BYTES,
+    SUBNET,
+    Places,
+    command,
+    hosts_of,
+    kinds_of,
+    uses_links,
+    uses_namespaces,
+)
 from support.campaign.story import Story
 
 SCRIPT = Path(__file__).with_name("train.py")
@@ -125,6 +137,8 @@ class Run:
             set_offset(self.places.clock(host), 0.0)
         shutil.copyfile(SCRIPT, self.places.script)
         write_agenda(agenda_of(self.case), self.places.agenda)
+        if uses_namespaces(self.case):
+            write_certificates(self.places.certificates, Network(self.places.run, SUBNET).address)
 
     def _follow(self, stack: ExitStack) -> int | None:
         """Until the job has ended; its status, None: it did not end."""
@@ -199,12 +213,12 @@ class Run:
     def _machine(self, host: str) -> Machine:
         guard = self._guard_of(host)
         inner = [child.pid for child in psutil.Process(guard).children()] if guard else []
-        namespace = f"{_namespace_prefix(self.places.run)}{host.rpartition('-')[2]}"
+        network = Network(self.places.run, SUBNET)
         return Machine(
             executor=inner[0] if inner else guard,
             others=(guard,) if guard else (),
-            interface="eth0",
-            namespace=namespace,
+            interface=INTERFACE,
+            namespace=network.name_of(number_of(host)),
             disk=self.places.disk(host),
             clock=self.places.clock(host),
             link=self.links.get(host),
@@ -259,10 +273,19 @@ class Run:
         for _ in range(3):
             with contextlib.suppress(NotDoneError):
                 kill(tree_of(processes_of(self.places.folder)))
+        if uses_namespaces(self.case):
+            Network(self.places.run, SUBNET).end()
 
 
-def _namespace_prefix(folder: Path) -> str:
-    return f"px-{abs(hash(str(folder)))}-"
+def write_certificates(folder: Path, address: str) -> None:
+    """For a driver that other hosts reach: of an authority of this run alone."""
+    authority, key = trustme.CA(), folder / "key.pem"
+    folder.mkdir()
+    own = authority.issue_cert(address)
+    key.touch(0o600)
+    own.private_key_pem.write_to_path(str(key))
+    own.cert_chain_pems[0].write_to_path(str(folder / "certificate.pem"))
+    authority.cert_pem.write_to_path(str(folder / "authority.pem"))
 
 
 def processes_of(folder: Path) -> list[int]:

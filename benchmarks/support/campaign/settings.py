@@ -10,6 +10,7 @@ from phalanx.faults.manifest import Manifest
 from phalanx.run.config import toml_value
 
 DISK_BYTES = 64 << 20
+SUBNET = "100.64.7.0/24"
 _SLOW_DRIVER = ("driver-killed", "driver-stopped", "link-cut", "link-silent", "link-delayed", "clock-jump")
 
 
@@ -43,6 +44,10 @@ class Places:
     def doors(self) -> Path:
         """Where each host reaches the driver."""
         return self.folder / "doors"
+
+    @property
+    def certificates(self) -> Path:
+        return self.folder / "certificates"
 
     def disk(self, host: str) -> Path:
         return self.folder / "disks" / host
@@ -96,6 +101,10 @@ def _settings(case: Manifest, places: Places) -> dict[str, object]:
         "run.policy.replace_slow": True,
         "run.backend_options": _backend(case, places),
     }
+    if uses_namespaces(case):
+        own = places.certificates
+        settings |= {"run.listen": f"{SUBNET.rpartition('.')[0]}.1:0"}
+        settings |= {f"run.tls.{name}": str(own / f"{name}.pem") for name in ("certificate", "key", "authority")}
     if case.cluster.may_shrink:
         settings |= {"run.policy.when_missing": "shrink", "run.policy.replace_wait_s": 2.0}
     elif any(response.action == "wait" for response in case.expected.responses):
@@ -118,5 +127,5 @@ def _backend(case: Manifest, places: Places) -> dict[str, object]:
     if uses_links(case):
         options["driver_files"] = str(places.doors)
     if uses_namespaces(case):
-        options["network"] = "namespaces"
+        options |= {"network": "namespaces", "subnet": SUBNET}
     return options

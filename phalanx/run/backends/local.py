@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -23,7 +23,9 @@ from phalanx.core.config import Config, validate
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_json
 from phalanx.run.backends.base import ExecutorCommand, Listener, Ordered
+from phalanx.run.backends.namespaces import INTERFACE, Network
 from phalanx.run.backends.watched import Identity, Watched, identity_of
+from phalanx.run.secrets import host_of
 
 GRACE_S = 10.0
 """What an executor has after SIGTERM to end its workers and itself."""
@@ -32,6 +34,12 @@ GRACE_S = 10.0
 class Options(Config):
     """``run.backend_options``."""
 
+    network: Literal["loopback", "namespaces"] = Field(
+        "loopback", description="where hosts reach each other; namespaces: each has a network of its own (root)"
+    )
+    subnet: str = Field(
+        "100.64.7.0/24", description="addresses for namespaces; the first is the driver's, for run.listen"
+    )
     total_hosts: int = Field(
         0, ge=0, description="hosts that are given in all, so that what is lost beyond is not replaced; 0: any number"
     )
@@ -50,14 +58,31 @@ def make(ordered: Ordered) -> LocalBackend:
         UserError: an option is wrong.
     """
     config, options = ordered.config, validate(Options, ordered.config.backend_options)
-    folder = ordered.folder / "executors"
-    most = config.hosts + config.spares + 1
+    network = _network(ordered, options) if options.network == "namespaces" else None
 
     def command(host: str) -> list[str]:
-        given = {"driver": str(Path(options.driver_files).absolute() / host)} if options.driver_files else {}
-        return with_settings(ordered.command(host), given)
+        changes = {"driver": str(Path(options.driver_files).absolute() / host)} if options.driver_files else {}
+        if network is None:
+            return with_settings(ordered.command(host), changes)
+        number = number_of(host)
+        changes["address"] = network.address_of(number)
+        return network.command(number, with_settings(ordered.command(host), changes))
 
-    return LocalBackend(folder, command, most, ordered.environment, options=options)
+    most = config.hosts + config.spares + 1
+    # Gloo would take the address that the machine's name stands for.
+    environment = {**({"GLOO_SOCKET_IFNAME": INTERFACE} if network is not None else {}), **ordered.environment}
+    return LocalBackend(ordered.folder / "executors", command, most, environment, options=options, network=network)
+
+
+def _network(ordered: Ordered, options: Options) -> Network:
+    """Made here, since the driver listens there before the back end begins."""
+    network = Network(ordered.folder, options.subnet)
+    listen = ordered.config.listen
+    if host_of(listen) != network.address:
+        cure = f"set it to {network.address}:0, with TLS (run.tls)"
+        raise UserError("hosts in namespaces do not reach it", cure=cure, field="run.listen", value=listen)
+    network.begin()
+    return network
 
 
 def with_settings(command: Sequence[str], changes: Mapping[str, str]) -> list[str]:
@@ -77,6 +102,7 @@ class LocalBackend:
         environment: of executors.
         grace_s: between SIGTERM and SIGKILL of an executor.
         options: what is given for this back end.
+        network: of the hosts; None: the machine's own.
     """
 
     folder: Path
@@ -85,6 +111,7 @@ class LocalBackend:
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     grace_s: float = GRACE_S
     options: Options = field(default_factory=Options)
+    network: Network | None = None
 
     def __post_init__(self) -> None:
         if self.most < 1:
@@ -112,8 +139,8 @@ class LocalBackend:
         except OSError as error:
             cure = "give run.folder a place where files can be made"
             raise UserError(f"cannot be used ({error.strerror})", cure=cure, value=str(self.folder)) from error
-        self._last = max(map(_number, self.folder.glob("host-*")), default=0)
-        for path in sorted(self.folder.glob("host-*.json"), key=_number):
+        self._last = max((number_of(path.stem) for path in self.folder.glob("host-*")), default=0)
+        for path in sorted(self.folder.glob("host-*.json"), key=lambda path: number_of(path.stem)):
             self._take_over(path.stem)
 
     async def ask(self, count: int) -> None:
@@ -148,10 +175,14 @@ class LocalBackend:
         for host in list(self._hosts):
             self._end(host)
         await asyncio.gather(*self._ending.values())
+        if self.network is not None:
+            self.network.end()
 
     def _start(self) -> None:
         self._last += 1
         name = f"host-{self._last}"
+        if self.network is not None:
+            self.network.join(self._last)
         with (self.folder / f"{name}.err").open("ab") as errors:
             process = subprocess.Popen(
                 list(self.command(name)),
@@ -211,6 +242,8 @@ class LocalBackend:
 
     def _forget(self, name: str) -> None:
         self._path(name).unlink(missing_ok=True)
+        if self.network is not None:
+            self.network.leave(number_of(name))
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.json"
@@ -222,8 +255,9 @@ class LocalBackend:
         return "it said nothing"
 
 
-def _number(path: Path) -> int:
-    digits = path.stem.rpartition("-")[2]
+def number_of(host: str) -> int:
+    """The number in the name of a host; 0: there is none."""
+    digits = host.rpartition("-")[2]
     return int(digits) if digits.isdecimal() else 0
 
 
