@@ -78,6 +78,7 @@ class Town:
 
     Attributes:
         told: what people were told.
+        explained: what executors have said that may explain a fault, with their hosts.
         orders: what the back end was told.
     """
 
@@ -87,6 +88,7 @@ class Town:
         self.job, self.policy = job, policy or Policy()
         self.now_s = 1000.0
         self.told: list[actions.Action] = []
+        self.explained: list[tuple[str, messages.Evidence | messages.WorkerEnded]] = []
         self.lines: list[messages.LogLine] = []
         self.orders: list[actions.Action] = []
         self.here: list[str] = []
@@ -114,6 +116,9 @@ class Town:
 
     def tell(self, action: actions.Action, at: Now) -> None:
         self.told.append(action)
+
+    def heard(self, host: str, message: messages.Evidence | messages.WorkerEnded, at: Now) -> None:
+        self.explained.append((host, message))
 
     def wrote(self, lines: Sequence[messages.LogLine], at: Now) -> None:
         self.lines.extend(lines)

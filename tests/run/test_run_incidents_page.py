@@ -79,7 +79,7 @@ def test_what_is_known_of_it() -> None:
 def test_an_open_incident_and_one_of_nothing() -> None:
     open_one = Incident(number=1, job="j", attempt=1, facts=KILLED.facts[:2])
     page = to_markdown(open_one)
-    assert page.startswith("# Incident 1: killed by SIGKILL\n")
+    assert page.startswith("# Incident 1: rank 5 on node-b: killed by SIGKILL\n")
     assert "It is still open." in page
     assert "Wait: it is being dealt with." in page
     assert "something went wrong" in to_markdown(Incident(number=1, job="j", attempt=1, facts=[]))

@@ -8,7 +8,6 @@ import msgspec
 
 from phalanx.run.decide.policy import CheckKind
 
-
 IncidentResult = Literal["recovered", "gave up", "stopped", "false alarm"]
 """How an incident has ended: training goes on; the job had to end; a person or the clock ended it; it was none."""
 
@@ -154,11 +153,12 @@ class CloseIncident(ActionBase, frozen=True, tag="close-incident"):
     """The job runs again, or has ended.
 
     Attributes:
-        seconds: by phase; ``detecting`` was before the report began, ``first step`` is what ``starting`` was not over with
-            when all ranks had been started.
+        seconds: by phase; ``detecting`` was before the report began; ``first step`` is since the last rank was started.
         lost_steps: that have to be made again; -1: not known.
         from_step, to_step: training was at the one and goes on from the other; -1: not known.
         status: with which the job has ended; -1: it goes on.
+        ranks: of the attempt that was hit.
+        hosts: that have left the job meanwhile, and why.
     """
 
     number: int
@@ -169,6 +169,8 @@ class CloseIncident(ActionBase, frozen=True, tag="close-incident"):
     from_step: int = -1
     to_step: int = -1
     status: int = -1
+    ranks: int = 0
+    hosts: dict[str, str] = {}
 
 
 class Finish(ActionBase, frozen=True, tag="finish"):

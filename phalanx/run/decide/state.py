@@ -115,6 +115,8 @@ class Incident(Value, frozen=True):
         phase_s: seconds so far, by phase.
         step: the highest that was done before it; -1: not known.
         counted_s: of the present phase the time until then is in `phase_s` already.
+        ranks: of the attempt that was hit.
+        hosts: that have left since, and why.
     """
 
     number: int
@@ -122,6 +124,8 @@ class Incident(Value, frozen=True):
     phase_s: dict[str, float] = {}
     step: int = -1
     counted_s: float = 0.0
+    ranks: int = 0
+    hosts: dict[str, str] = {}
 
 
 class Ending(Value, frozen=True):

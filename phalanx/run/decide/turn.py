@@ -19,7 +19,6 @@ from phalanx.run.decide.actions import (
 )
 from phalanx.run.decide.state import Host, HostState, Incident, Phase, State
 
-
 _NOWHERE = Where()
 
 
@@ -73,6 +72,9 @@ class Turn:
 
     def remove_host(self, name: str, state: HostState, why: str) -> None:
         """Let it be ``gone`` or ``evicted``; nothing is awaited from it any more."""
+        incident = self.state.incident
+        if incident is not None:
+            self.set(incident=replace(incident, hosts={**incident.hosts, name: why}))
         self.set_host(name, state=state, why=why, leaves="")
         self.drop_check(name)
         self.no_longer_awaited(name)
@@ -119,7 +121,8 @@ class Turn:
         number = state.incident_count + 1
         step = state.progress.done if state.progress.is_absolute else -1
         spent = {"detecting": round(late_s, 6)} if late_s > 0 else {}
-        self.set(incident=Incident(number, state.now_s, spent, step), incident_count=number)
+        incident = Incident(number, state.now_s, spent, step, ranks=state.world_size)
+        self.set(incident=incident, incident_count=number)
         self.act(OpenIncident(number, state.attempt, seen_by, text, where))
 
     def note(self, by: str, text: str, where: Where = _NOWHERE) -> None:
@@ -140,10 +143,20 @@ class Turn:
             return
         incident = _with_phase(self.state.incident, self.state)
         is_known = incident.step >= 0 and first_step >= 0
-        lost = max(0, incident.step - first_step + 1) if is_known else -1
-        to_step = first_step - 1 if is_known else -1
+        close = CloseIncident(
+            incident.number,
+            text,
+            incident.phase_s,
+            max(0, incident.step - first_step + 1) if is_known else -1,
+            result,
+            incident.step,
+            first_step - 1 if is_known else -1,
+            status,
+            incident.ranks,
+            incident.hosts,
+        )
         self.set(incident=None)
-        self.act(CloseIncident(incident.number, text, incident.phase_s, lost, result, incident.step, to_step, status))
+        self.act(close)
 
     def all_started(self) -> None:
         """What is left of the phase is the time to the first step."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from phalanx.run import messages
 from phalanx.run.backends.base import Listener
@@ -16,11 +15,16 @@ from phalanx.run.decide import actions, events
 from phalanx.run.decide.actions import Action, ranks_of
 from phalanx.run.decide.events import Event, SuspectsNamed
 from phalanx.run.decide.state import State, next_deadline
-from phalanx.run.driver.attempt import AttemptWatch, Classify
+from phalanx.run.driver.around import Line, Orders, People
+from phalanx.run.driver.attempt import AttemptWatch
 from phalanx.run.driver.book import Book
+from phalanx.run.driver.classify import by_its_end
 from phalanx.run.driver.commands import commands
+from phalanx.run.driver.findings import BEFORE_S, Findings
 from phalanx.run.driver.hosts import HostWatch
 from phalanx.run.driver.looks import Look, Looks
+from phalanx.run.driver.peers import Peers, PeersConfig
+from phalanx.run.driver.preparing import Preparing
 from phalanx.run.journal import JournalError, JournalLostError
 from phalanx.run.judge.limits import LimitConfig
 from phalanx.run.now import Now, read_clocks
@@ -28,45 +32,15 @@ from phalanx.run.wire.peer import Mark
 
 _log = logging.getLogger(__name__)
 
+NO_PROGRESS_AGAIN_S = 60.0
+"""That no step is made is told again if nothing was decided then."""
+
 _JUDGE_S = 1.0
 """Of the time for evidence, what is left for judging it."""
 
 
-class Line(Protocol):
-    """What the driver needs of `phalanx.run.wire.server.ExecutorServer`."""
-
-    def send(self, host: str, message: messages.FromDriver) -> bool:
-        """Send, if the host is connected."""
-        ...
-
-    def mark(self, host: str) -> Mark | None:
-        """How far the messages of this host were received."""
-        ...
-
-
-class People(Protocol):
-    """Who is told."""
-
-    def tell(self, action: Action, at: Now) -> None:
-        """An alert, or something about an incident."""
-        ...
-
-    def wrote(self, lines: Sequence[messages.LogLine], at: Now) -> None:
-        """Ranks have written lines; with very many not all of them are told."""
-        ...
-
-
-class Orders(Protocol):
-    """Where what the back end shall do is put, to be done in this order."""
-
-    def arrived(self, host: str) -> None:
-        """An executor has connected."""
-        ...
-
-    def put(self, action: actions.AskForHosts | actions.Evict | actions.Release) -> None:
-        """The back end's part."""
-        ...
-
+ClassOf = Callable[[messages.WorkerEnded], events.Fault | None]
+"""The class of the fault that ended a rank, by its own last words; None: they do not tell."""
 
 NameSuspects = Callable[[State, Sequence[messages.RankEvidence], float], SuspectsNamed]
 """Who is to blame, by the evidence; at a time of the events' clock."""
@@ -79,14 +53,14 @@ class Settings:
     Attributes:
         heartbeat_s: how often executors report.
         limits: how long a job may make no step.
-        versions: what a version of the code adds to the environment of the workers, by its name.
-        prepare: what executors are told to run; None: they know.
+        peers: how hosts are held against each other; the heartbeat is that above.
+        versions: what executors are told to run, by the version of the code; empty: they know.
     """
 
     heartbeat_s: float = 1.0
     limits: LimitConfig = field(default_factory=LimitConfig)
-    versions: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    prepare: messages.Prepare | None = None
+    peers: PeersConfig = field(default_factory=PeersConfig)
+    versions: Mapping[str, messages.Prepare] = field(default_factory=dict)
 
 
 class Driver:
@@ -117,7 +91,7 @@ class Driver:
         line: Line,
         orders: Orders,
         people: People,
-        classify: Classify,
+        classify: ClassOf,
         name_suspects: NameSuspects,
         settings: Settings,
         clocks: Callable[[], Now] = read_clocks,
@@ -132,7 +106,10 @@ class Driver:
         self.on_change: Callable[[], None] = lambda: None
         self._looks = Looks()
         self._gathering: Look | None = None
-        self._has_told_hang = False
+        self._told_hang_s: float | None = None
+        self._findings, self._preparing = Findings(), Preparing(settings.versions)
+        self._peers: Peers | None = None
+        self._dismissed: dict[str, tuple[str, int]] = {}
 
     @property
     def state(self) -> State:
@@ -155,14 +132,17 @@ class Driver:
     def on_hello(self, host: str, hello: messages.Hello) -> None:
         """An executor has connected, for the first time or again."""
         now = self._clocks()
+        if self._dismissed.get(host) == (hello.boot_id, hello.pid):  # it has not heard it, or not yet ended
+            self._line.send(host, messages.End("this host is no part of the job any more"))
+            return
         self._orders.arrived(host)
         self._book.meet(host, hello.address, now.unix_s)
         welcome = messages.Welcome(
             messages.VERSION, self.state.job.name, self.state.attempt, self._settings.heartbeat_s
         )
         self._line.send(host, welcome)
-        if self._settings.prepare is not None:
-            self._line.send(host, self._settings.prepare)
+        if (prepare := self._preparing.on_hello(host, hello, self.state.version)) is not None:
+            self._line.send(host, prepare)
         self._feed(self.hosts.on_hello(hello, now), host)
 
     def on_message(self, host: str, message: messages.FromExecutor) -> None:
@@ -190,7 +170,10 @@ class Driver:
         now = self._clocks()
         self._feed(self.hosts.tick(now))
         self._look_at_progress(now)
+        self._look_at_peers(now)
         self._judge_evidence(now)
+        for host, prepare in self._preparing.renew(self._is_idle, self.state.version, now):
+            self._line.send(host, prepare)
         due_s = next_deadline(self.state)
         if due_s is not None and due_s <= now.unix_s:
             self._feed([events.Tick(now.unix_s)])
@@ -210,8 +193,11 @@ class Driver:
     # From the back end
 
     def _on_host_gone(self, host: str, why: str) -> None:
+        now = self._clocks()
         self.hosts.on_gone(host)
-        self._feed([events.HostGone(self._clocks().unix_s, host, why)])
+        self._findings.forget(host)
+        self._preparing.forget(host)
+        self._feed([*self._caught_up(now), events.HostGone(now.unix_s, host, why)])
 
     def _on_time_short(self, left_s: float) -> None:
         self._feed([events.TimeShort(self._clocks().unix_s, left_s)])
@@ -223,9 +209,12 @@ class Driver:
             case messages.Heartbeat():
                 if message.lines:
                     self._people.wrote(message.lines, now)
+                if self._peers is not None:
+                    self._peers.on_heartbeat(host, message, now)
                 heard = self.hosts.on_heartbeat(host, message, now)
                 return [*heard, *(self.attempt.on_heartbeat(message, now) if self.attempt else [])]
             case messages.WorkerEnded():
+                self._people.heard(host, message, now)
                 return self.attempt.on_ended(message, now) if self.attempt else []
             case messages.StoreOpened(attempt=attempt, problem=problem) if problem:
                 return [events.StoreFailed(now.unix_s, attempt, problem)]
@@ -239,7 +228,12 @@ class Driver:
                 return [events.Stopped(now.unix_s, message.attempt, host, tuple(message.stuck))]
             case messages.Checked():
                 return [_judged(host, message, now)]
+            case messages.Prepared():
+                return self._preparing.answered(host, message, self.state.version, now)
+            case messages.Found():
+                return self._findings.take(host, message.findings, self._report, now)
             case messages.Evidence():
+                self._people.heard(host, message, now)
                 self._take_evidence(host, message)
         return []
 
@@ -252,11 +246,16 @@ class Driver:
 
     @property
     def _is_watched(self) -> bool:
-        return self.state.phase == "running" and not self._has_told_hang
+        """Whether steps are expected: of processes that have all been started."""
+        return self.state.phase == "running" or (self.state.phase == "starting" and not self.state.awaited)
 
     def _look_at_progress(self, now: Now) -> None:
         if self.attempt is None or not self._is_watched:
             return
+        if self._told_hang_s is not None:
+            if self.state.recovery is not None or now.monotonic_s - self._told_hang_s < NO_PROGRESS_AGAIN_S:
+                return
+            self._told_hang_s = None  # nothing came of it: nobody was heard of, or steps were made again
         self._looks.done(now)
         standing = self.attempt.standing(now)
         wish = self._looks.wish(standing)
@@ -265,9 +264,39 @@ class Driver:
         elif wish == "dismiss":
             self.attempt.dismiss(now)
         elif wish == "hang":
-            self._has_told_hang = True
+            self._told_hang_s, self._looks = now.monotonic_s, Looks()
             told = events.NoProgress(now.unix_s, self.attempt.attempt, standing.quiet_s, standing.limit_s)
-            self._feed([told])
+            self._feed([*self._caught_up(now), told])
+
+    def _caught_up(self, now: Now) -> list[Event]:
+        """How far the attempt was, for whoever has to know what is lost."""
+        return self.attempt.catch_up(now) if self.attempt is not None else []
+
+    def _look_at_peers(self, now: Now) -> None:
+        """Hold the hosts of the attempt against each other, while it runs."""
+        attempt, heard = self.attempt, self.hosts.hosts
+        if attempt is None or self.state.phase != "running":
+            return
+        if self._peers is None and all(host in heard for host in self.state.placement):
+            machines = {host: heard[host].hello.boot_id for host in self.state.placement}
+            self._peers = Peers(attempt.attempt, machines, self._settings.peers, now)
+        if self._peers is not None:
+            self._feed(self._peers.look(attempt.standing(now), attempt.is_paused(now), now))
+
+    # Hosts
+
+    def _is_idle(self, host: str) -> bool:
+        """Whether it may be told to prepare anew: not where ranks run, nor where they are about to."""
+        return self.state.has_workers and host not in self.state.placement
+
+    def _fault_of(self, ended: messages.WorkerEnded) -> events.Fault:
+        host, said = self.state.host_of(ended.rank) or "", self._classify(ended)
+        return self._findings.fault_of(host, ended, said, self._clocks()) or by_its_end(ended)
+
+    @property
+    def _report(self) -> int:
+        """The incident that is open; 0: none."""
+        return self.state.incident.number if self.state.incident is not None else 0
 
     def _judge_evidence(self, now: Now) -> None:
         look = self._gathering
@@ -293,13 +322,22 @@ class Driver:
         """
         if self.problem is not None:
             raise self.problem
+        if not told:
+            return
         mark = self._line.mark(host) if host else None
         received = {host: mark} if mark is not None else None
         for event in told:
-            for action in self._apply(event, received):
-                self._perform(action)
-        if told:
-            self.on_change()
+            self._take(event, received)
+        if self._report:
+            now = self._clocks()
+            quiet_s = self.attempt.standing(now).quiet_s if self.attempt is not None else 0.0
+            for event in self._findings.led_to(self._report, BEFORE_S + quiet_s, now):
+                self._take(event, None)
+        self.on_change()
+
+    def _take(self, event: Event, received: Mapping[str, Mark] | None) -> None:
+        for action in self._apply(event, received):
+            self._perform(action)
 
     def _apply(self, event: Event, received: Mapping[str, Mark] | None) -> list[Action]:
         try:
@@ -309,11 +347,11 @@ class Driver:
             raise
 
     def _perform(self, action: Action) -> None:
+        self._people.tell(action, self._clocks())
         match action:
             case actions.AskForHosts() | actions.Evict() | actions.Release():
+                self._command(action)
                 self._orders.put(action)
-            case actions.Alert() | actions.OpenIncident() | actions.AddToIncident() | actions.CloseIncident():
-                self._people.tell(action, self._clocks())
             case actions.Gather():
                 self._gathering = self._gather(action.hosts, self._clocks())
             case actions.Finish():
@@ -324,14 +362,19 @@ class Driver:
     def _command(self, action: Action) -> None:
         if isinstance(action, actions.Start):
             self._watch(action.attempt, len(action.placement) * action.workers_per_host)
-        for command in commands(action, self._book.addresses, self._settings.versions):
+            for host in action.hosts:
+                if (prepare := self._preparing.before_start(host, action.version)) is not None:
+                    self._line.send(host, prepare)
+        elif isinstance(action, actions.Evict | actions.Release) and (heard := self.hosts.hosts.get(action.host)):
+            self._dismissed[action.host] = (heard.hello.boot_id, heard.hello.pid)
+        for command in commands(action, self._book.addresses):
             self._line.send(command.host, command.message)
 
     def _watch(self, attempt: int, world_size: int) -> None:
         """Begin to watch an attempt, unless it is watched already."""
         if self.attempt is None or self.attempt.attempt != attempt:
-            self.attempt = AttemptWatch(attempt, world_size, self._clocks(), self._classify, self._settings.limits)
-            self._looks, self._gathering, self._has_told_hang = Looks(), None, False
+            self.attempt = AttemptWatch(attempt, world_size, self._clocks(), self._fault_of, self._settings.limits)
+            self._looks, self._gathering, self._told_hang_s, self._peers = Looks(), None, None, None
 
 
 def _judged(host: str, checked: messages.Checked, now: Now) -> Event:

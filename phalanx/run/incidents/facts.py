@@ -40,6 +40,13 @@ class Seen(Fact, frozen=True, tag="seen"):
     rank: int = -1
     step: int = -1
 
+    @property
+    def place(self) -> str:
+        """Such as ``rank 5 on node-b``; empty: not at one place."""
+        if self.rank < 0:
+            return self.host
+        return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
+
 
 class Decided(Fact, frozen=True, tag="decided"):
     """Somebody, mostly the driver, decided something.
@@ -105,12 +112,14 @@ class Incident(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         number: of the job's incidents, from 1.
         attempt: in which it began.
         facts: in order.
+        evidence: names of the files in the folder beside the page.
     """
 
     number: int
     job: str
     attempt: int
     facts: list[AnyFact]
+    evidence: list[str] = []
     version: int = VERSION
 
     @property
@@ -138,8 +147,8 @@ class Incident(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """In a few words."""
         if self.outcome is not None:
             return self.outcome.summary
-        seen = next((fact.what for fact in self.facts if isinstance(fact, Seen)), "")
-        return seen or "something went wrong"
+        seen = next((fact for fact in self.facts if isinstance(fact, Seen)), None)
+        return "something went wrong" if seen is None else f"{seen.place}: {seen.what}" if seen.place else seen.what
 
 
 def to_json(incident: Incident) -> str:

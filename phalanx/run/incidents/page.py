@@ -83,7 +83,14 @@ def lay_out(incident: Incident) -> Page:
     return Page(
         f"Incident {incident.number}: {incident.title}",
         _intro(incident),
-        [_seen(incident), _decided(incident), _times(incident), _lost(incident), _to_do(incident)],
+        [
+            _seen(incident),
+            _decided(incident),
+            _times(incident),
+            _lost(incident),
+            *_evidence(incident),
+            _to_do(incident),
+        ],
     )
 
 
@@ -144,6 +151,14 @@ def _lost(incident: Incident) -> Section:
     if len(facts) > _ITEMS:
         texts.append(f"and {len(facts) - _ITEMS} more")
     return Section("What was lost", texts=tuple(texts) or ("Nothing that is known.",))
+
+
+def _evidence(incident: Incident) -> list[Section]:
+    if not incident.evidence:
+        return []
+    more = len(incident.evidence) - _ITEMS
+    names = ", ".join(incident.evidence[:_ITEMS]) + (f" and {more} more" if more > 0 else "")
+    return [Section("Evidence", texts=(f"In the folder {incident.number:04d} beside this page: {names}",))]
 
 
 def _to_do(incident: Incident) -> Section:

@@ -38,6 +38,16 @@ def incidents_folder(run_folder: Path) -> Path:
     return run_folder / "incidents"
 
 
+def beside(run_folder: Path, number: int) -> Path:
+    """The folder with the evidence of an incident; there may be none."""
+    return incidents_folder(run_folder) / f"{number:04d}"
+
+
+def page_of(run_folder: Path, number: int) -> Path:
+    """Where the page of an incident is."""
+    return incidents_folder(run_folder) / f"{number:04d}.md"
+
+
 def store(run_folder: Path, incident: Incident) -> Path:
     """Write page and JSON, each durably and all at once, in the place of earlier ones of this number; gives the page.
 
@@ -46,7 +56,7 @@ def store(run_folder: Path, incident: Incident) -> Path:
     """
     folder = incidents_folder(run_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    page = folder / f"{incident.number:04d}.md"
+    page = page_of(run_folder, incident.number)
     write_bytes(page, to_markdown(incident).encode(errors="replace"))
     write_bytes(page.with_suffix(".json"), to_json(incident).encode(errors="replace"))
     return page
@@ -76,7 +86,7 @@ def listed(run_folder: Path) -> list[Summary]:
 
 
 def _summary(run_folder: Path, number: int) -> Summary:
-    page = incidents_folder(run_folder) / f"{number:04d}.md"
+    page = page_of(run_folder, number)
     try:
         incident = load(run_folder, number)
     except UserError as error:

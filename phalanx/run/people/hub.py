@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from typing import Literal
 
 import msgspec
 
 from phalanx.run.decide import actions
 from phalanx.run.decide.actions import Action
-from phalanx.run.messages import LogLine
+from phalanx.run.messages import Evidence, LogLine, WorkerEnded
 from phalanx.run.now import Now
 
 Level = Literal["info", "warning", "error", "good"]
@@ -77,6 +78,9 @@ class Hub:
             case actions.CloseIncident():
                 self._add(Told(0, at.unix_s, "good", action.text, "", action.number))
 
+    def heard(self, host: str, message: Evidence | WorkerEnded, at: Now) -> None:
+        """It is for reports only."""
+
     def say(self, level: Level, text: str, unix_s: float, host: str = "") -> None:
         """Keep something that is no action's."""
         self._add(Told(0, unix_s, level, text, host))
@@ -102,6 +106,19 @@ class Hub:
             if self._last == number:
                 self._changed.clear()
                 await self._changed.wait()
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more will be said."""
+        return self._is_over
+
+    async def changed(self, number: int, timeout_s: float) -> bool:
+        """Wait until there is something after this number, or there will be nothing; False: not in this time."""
+        if self._last <= number and not self._is_over:
+            self._changed.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), timeout_s)
+        return self._last > number or self._is_over
 
     def close(self) -> None:
         """Nothing more will be said."""

@@ -1,0 +1,185 @@
+"""Keeps the reports of incidents on disk as they grow, in a thread: no disk makes the driver wait. Torch-free."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from phalanx.core.errors import UserError
+from phalanx.core.files import write_bytes
+from phalanx.run.decide.actions import Action, AddToIncident, CloseIncident, Finish, OpenIncident
+from phalanx.run.incidents import report
+from phalanx.run.incidents.evidence import Exhibits, of_end, of_evidence
+from phalanx.run.incidents.facts import Incident
+from phalanx.run.incidents.report import IncidentAction
+from phalanx.run.incidents.store import beside, load, store
+from phalanx.run.messages import Evidence, WorkerEnded
+from phalanx.run.now import Now
+from phalanx.run.secrets import Token, scrub_text
+
+_log = logging.getLogger(__name__)
+
+RETRY_S = 5.0
+"""After a report could not be stored."""
+
+_MOST_WAITING = 1024
+"""Of what only explains; decisions are always taken."""
+
+Stored = Callable[[Incident, Path], None]
+"""Is told, in the keeper's thread, of a report that has begun or ended and is stored, and of its page."""
+
+
+def _nobody(incident: Incident, page: Path) -> None:
+    pass
+
+
+class Keeper:
+    """Page and JSON of each incident, stored anew when something has been added.
+
+    After a restart of the driver an incident that is open goes on from what is stored.
+
+    Args:
+        run_folder: of the job.
+        job: its name.
+        known: secrets that are taken out wherever they stand.
+        stored: is told when an incident begins and when it has ended.
+
+    Attributes:
+        problem: why the last report could not be stored; empty: it was.
+    """
+
+    def __init__(self, run_folder: Path, job: str, known: Iterable[Token | str] = (), stored: Stored = _nobody) -> None:
+        self._folder, self._job, self._known, self._stored = run_folder, job, tuple(known), stored
+        self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._exhibits = Exhibits()
+        self._open: dict[int, Incident] = {}
+        self._unsaved: dict[int, bool] = {}  # and whether it has to be told of
+        self._last_words: WorkerEnded | None = None
+        self.problem = ""
+        self._thread = threading.Thread(target=self._work, name="incidents", daemon=True)
+        self._thread.start()
+
+    # On the driver's loop
+
+    def tell(self, action: Action, at: Now) -> None:
+        """Take what an action says of an incident."""
+        if isinstance(action, OpenIncident | AddToIncident | CloseIncident):
+            self._waiting.put(lambda: self._take(action, at.unix_s))
+
+    def heard(self, host: str, message: Evidence | WorkerEnded, at: Now) -> None:
+        """Take what may explain a fault; with very much of it some is left out."""
+        if isinstance(message, WorkerEnded):
+            if message.by_us or (message.kind == "returned" and message.code == 0):
+                return
+            self._remember(message)
+        if self._waiting.qsize() < _MOST_WAITING:
+            self._waiting.put(lambda: self._explain(host, message))
+
+    def last_words(self, finish: Finish) -> str:
+        """What the rank said whose fault ended the job: its traceback, or its last lines; empty: nothing is known."""
+        ended = self._last_words
+        if ended is None or finish.status not in (1, 2) or not ended.text:
+            return ""
+        return self._scrub(f"rank {ended.rank} has ended with this:\n{ended.text.rstrip()}")
+
+    def close(self, within_s: float = 5.0) -> None:
+        """Store what is waiting, and end; blocks for so long at most."""
+        self._waiting.put(None)
+        self._thread.join(within_s)
+
+    def _remember(self, ended: WorkerEnded) -> None:
+        """Of one attempt the first rank that speaks of itself."""
+        last = self._last_words
+        if last is None or ended.attempt > last.attempt or (last.follows and not ended.follows):
+            self._last_words = ended
+
+    # In the thread
+
+    def _work(self) -> None:
+        while True:
+            is_over = self._take_all()
+            for number in sorted(self._unsaved):
+                self._store(number)
+            if is_over:
+                return
+
+    def _take_all(self) -> bool:
+        """Wait for something, and take in all that has come; whether there will be nothing more."""
+        with suppress(queue.Empty):
+            job = self._waiting.get(timeout=RETRY_S if self._unsaved else None)
+            while job is not None:
+                try:
+                    job()
+                except Exception:  # whatever is wrong with this, what comes next is kept
+                    _log.exception("something of an incident could not be kept")
+                job = self._waiting.get_nowait()
+            return True
+        return False
+
+    def _take(self, action: IncidentAction, unix_s: float) -> None:
+        before = self._so_far(action.number)
+        incident = before or Incident(number=action.number, job=self._job, attempt=0, facts=[])
+        match action:
+            case OpenIncident():
+                incident = before or report.opened(action, self._job, unix_s, self._scrub)
+            case AddToIncident():
+                if action.where.host:
+                    self._exhibits.want(action.where.host)
+                incident = report.added(incident, action, unix_s, self._scrub)
+            case CloseIncident():
+                incident = report.closed(incident, action, unix_s, self._scrub)
+        is_news = not isinstance(action, AddToIncident) and incident is not before
+        self._open[action.number] = incident
+        self._unsaved[action.number] = is_news or self._unsaved.get(action.number, False)
+
+    def _explain(self, host: str, message: Evidence | WorkerEnded) -> None:
+        if isinstance(message, WorkerEnded):
+            self._exhibits.add(message.attempt, of_end(host, message, self._scrub))
+        else:
+            self._exhibits.add(message.attempt, of_evidence(host, message, self._scrub))
+        for number in self._open:
+            self._unsaved.setdefault(number, False)
+
+    def _so_far(self, number: int) -> Incident | None:
+        if number in self._open:
+            return self._open[number]
+        with suppress(UserError):
+            return load(self._folder, number)
+        return None
+
+    def _store(self, number: int) -> None:
+        incident = self._open[number]
+        try:
+            incident = self._with_exhibits(incident)
+            page = store(self._folder, incident)
+        except OSError as error:
+            if not self.problem:
+                _log.warning("incident %d cannot be stored, which is tried again: %s", number, error)
+            self.problem = str(error)
+            return
+        self.problem = ""
+        self._open[number] = incident
+        is_news = self._unsaved.pop(number)
+        if incident.outcome is not None:
+            del self._open[number]
+            self._exhibits.clear()
+        if is_news:
+            self._stored(incident, page)
+
+    def _with_exhibits(self, incident: Incident) -> Incident:
+        names = list(incident.evidence)
+        for exhibit in self._exhibits.take(names):
+            path = beside(self._folder, incident.number) / exhibit.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(path, exhibit.text.encode(errors="replace"))
+            names += [exhibit.name] if exhibit.name not in names else []
+        return replace(incident, evidence=names)
+
+    def _scrub(self, text: str) -> str:
+        return scrub_text(text, self._known)

@@ -1,0 +1,122 @@
+"""What the driver decides about an incident becomes facts of its report. Pure, torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from phalanx.run.decide import endings
+from phalanx.run.decide.actions import AddToIncident, CloseIncident, OpenIncident, Where
+from phalanx.run.incidents.facts import AnyFact, Decided, Incident, Lost, Outcome, Seen, Took
+
+MOST_FACTS = 300
+"""Of a report; with very many hosts nobody reads what each of them has said."""
+
+PHASES = {
+    "detecting": "detect",
+    "diagnosing": "evidence",
+    "stopping": "stop",
+    "checking": "check",
+    "waiting": "wait for hosts",
+    "opening": "open the store",
+    "starting": "start",
+    "first step": "first step",
+    "running": "going on",
+}
+"""Names of the phases for people, in the order in which a recovery has them."""
+
+IncidentAction = OpenIncident | AddToIncident | CloseIncident
+Scrub = Callable[[str], str]
+"""Takes secrets out of a text."""
+
+
+def opened(action: OpenIncident, job: str, unix_s: float, scrub: Scrub) -> Incident:
+    """A report that begins."""
+    seen = _seen(action.seen_by, action.text, action.where, unix_s, scrub)
+    return Incident(number=action.number, job=job, attempt=action.attempt, facts=[seen])
+
+
+def added(incident: Incident, action: AddToIncident, unix_s: float, scrub: Scrub) -> Incident:
+    """The report with what was seen or decided since."""
+    if len(incident.facts) >= MOST_FACTS:
+        return incident
+    if action.is_decision:
+        fact: AnyFact = Decided(unix_s=unix_s, what=scrub(action.text), why=scrub(action.why), by=action.by)
+    else:
+        fact = _seen(action.by, action.text, action.where, unix_s, scrub)
+    return _with(incident, fact)
+
+
+def closed(incident: Incident, action: CloseIncident, unix_s: float, scrub: Scrub) -> Incident:
+    """The report with its end. What is closed already stays as it is."""
+    if incident.outcome is not None:
+        return incident
+    times = [
+        Took(unix_s=incident.began_unix_s, phase=name, seconds=action.seconds[phase])
+        for phase, name in PHASES.items()
+        if phase in action.seconds
+    ]
+    result = Outcome(
+        unix_s=unix_s,
+        result=action.result,
+        summary=f"{incident.title}; {_how(action)}",
+        to_do=[scrub(text) for text in _to_do(incident, action)],
+    )
+    return _with(incident, *times, *_lost(action, unix_s, scrub), result)
+
+
+def _with(incident: Incident, *facts: AnyFact) -> Incident:
+    return replace(incident, facts=[*incident.facts, *facts])
+
+
+def _seen(by: str, text: str, where: Where, unix_s: float, scrub: Scrub) -> Seen:
+    """What stands in columns of its own is not said twice."""
+    what = text.removeprefix(f"rank {where.rank} on ") if where.rank >= 0 else text
+    what = what.removeprefix(f"{where.host}: ") if where.host else what
+    what = what.removesuffix(f" (step {where.step})")
+    return Seen(unix_s=unix_s, by=by, what=scrub(what), host=where.host, rank=where.rank, step=where.step)
+
+
+def _how(action: CloseIncident) -> str:
+    """The end in a few words."""
+    if action.status > 0:
+        return f"the job ended with status {action.status}"
+    if action.result == "false alarm":
+        return "nothing was done"
+    return f"{action.text}, without {', '.join(list(action.hosts)[:3])}" if action.hosts else action.text
+
+
+def _lost(action: CloseIncident, unix_s: float, scrub: Scrub) -> list[Lost]:
+    """Work and hosts."""
+    lost = [Lost(unix_s=unix_s, what=f"{host}: {scrub(why)}") for host, why in action.hosts.items()]
+    if action.result == "false alarm":
+        return lost
+    seconds = sum(action.seconds.values()) * action.ranks if action.ranks else -1.0
+    if action.to_step >= 0:
+        return [Lost(unix_s=unix_s, from_step=action.from_step, to_step=action.to_step, seconds=seconds), *lost]
+    steps = "" if action.status >= 0 else "the steps since the script's last checkpoint (it does not say how many)"
+    return [Lost(unix_s=unix_s, seconds=seconds, what=steps), *lost]
+
+
+def _to_do(incident: Incident, action: CloseIncident) -> list[str]:
+    """What a person should do."""
+    to_do = [
+        f"have {host} looked at before other jobs use it: {why}"
+        for host, why in action.hosts.items()
+        if not why.startswith(("drained", "stopped"))
+    ]
+    if action.result != "gave up":
+        return to_do
+    first = next((fact for fact in incident.facts if isinstance(fact, Seen) and fact.rank >= 0), None)
+    if first is not None:
+        to_do.insert(0, f"read the log of rank {first.rank}: phalanx run logs {first.rank}")
+    return [_ADVICE[action.status], *to_do] if action.status in _ADVICE else to_do
+
+
+_ADVICE = {
+    endings.USER_CODE: "mend the script: the same would happen again on any host, so do not queue it again as it is",
+    endings.BAD_INPUT: "mend what the script was given: it refuses it before the first step",
+    endings.NO_HOSTS: "see why there are too few hosts; the job can be queued again as it is",
+    endings.NO_PROGRESS: "find out why no new step is made, before you queue the job again",
+}
