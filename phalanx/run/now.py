@@ -1,13 +1,16 @@
-"""The driver's two clocks, read together. Torch-free."""
+"""The clocks of the run room. Torch-free."""
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import NamedTuple
 
+from phalanx.faults.clock import wall_clock
+
 
 class Now(NamedTuple):
-    """One moment.
+    """One moment, of the driver's two clocks.
 
     Attributes:
         monotonic_s: for durations; means nothing to another process.
@@ -20,4 +23,16 @@ class Now(NamedTuple):
 
 def read_clocks() -> Now:
     """This moment."""
-    return Now(time.monotonic(), time.time())
+    return Now(time.monotonic(), unix_s())
+
+
+def unix_s() -> float:
+    """Seconds since 1970, by the wall clock that this process was given at its start; a campaign can make it jump.
+
+    Raises:
+        UserError: it was given none that can be read.
+    """
+    return _wall()()
+
+
+_wall = functools.cache(wall_clock)

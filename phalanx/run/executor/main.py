@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import ssl
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -23,7 +24,8 @@ from phalanx.run.executor.kernel_log import KernelLog, open_sources
 from phalanx.run.executor.parts import Here
 from phalanx.run.executor.reaper import Reaper, choose_way, run_guarded
 from phalanx.run.executor.senses import Means, follow_kernel, make_senses
-from phalanx.run.secrets import read_token, without_tokens
+from phalanx.run.now import unix_s
+from phalanx.run.secrets import TlsFiles, client_context, read_token, without_tokens
 from phalanx.run.wire.addresses import published
 from phalanx.run.wire.link import DriverLink, ReplacedError
 
@@ -47,6 +49,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         checkpoints: where checkpoints go; empty: not known.
         is_only_host: the job has no other.
         driver_lost_s: how long it waits for a driver when nothing runs here.
+        uses_tls: to the driver.
+        authority: file with certificates that the driver's has to be signed by; empty: those of the system.
+        certificate, key: files with what this side shows; empty: nothing.
     """
 
     job: str
@@ -61,6 +66,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checkpoints: str = ""
     is_only_host: bool = False
     driver_lost_s: float = 3600.0
+    uses_tls: bool = False
+    authority: str = ""
+    certificate: str = ""
+    key: str = ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,8 +127,9 @@ async def _serve(settings: Settings, reaper: Reaper, pages: Path) -> int:
         settings.job,
         lambda: executor.hello(),
         lambda message: executor.hear(message),
+        ssl=_tls(settings),
     )
-    executor = Executor(here, link, reaper, senses)
+    executor = Executor(here, link, reaper, senses, unix_s=unix_s)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, executor.hear, messages.End(signal.Signals(number).name, 128 + number))
@@ -134,6 +144,11 @@ async def _serve(settings: Settings, reaper: Reaper, pages: Path) -> int:
     await linking
     kernel.close()
     return status
+
+
+def _tls(settings: Settings) -> ssl.SSLContext | None:
+    given = (Path(name) if name else None for name in (settings.certificate, settings.key, settings.authority))
+    return client_context(TlsFiles(*given)) if settings.uses_tls else None
 
 
 async def _keep_linked(link: DriverLink, executor: Executor) -> None:

@@ -23,6 +23,7 @@ from phalanx.run.executor.parts import Here, Senses
 from phalanx.run.executor.reaper import Reaper
 from phalanx.run.executor.sensors import Sensors
 from phalanx.run.judge.rules import KERNEL_RANK, Matcher, Watcher, load_rules
+from phalanx.run.now import unix_s
 
 _EVIDENCE_BYTES = 900_000
 """Of stacks and flight records together; a message holds 1 MiB."""
@@ -125,6 +126,7 @@ def check(means: Means, kind: str, peers: Sequence[str], own: Sequence[int]) -> 
         folder=means.checkpoints,
         peers=(),  # executors do not serve each other yet
         own_pids=frozenset(own),
+        unix_s=unix_s,
     )
     results = run_checks(choose(CHECKS, kind), host)  # type: ignore[arg-type]
     return [messages.CheckOutcome(**asdict(result)) for result in results]
