@@ -5,7 +5,8 @@ leaves a JSON file; a campaign that was interrupted goes on with ``--resume``. E
 
     python benchmarks/run_campaign.py --quick                       # three cases
     python benchmarks/run_campaign.py --cases all --resume          # all of them, those with a result left out
-    python benchmarks/run_campaign.py --only sigkill slow --keep    # by the beginning of their names or numbers
+    python benchmarks/run_campaign.py --only sigkill 049 --keep     # by family, id, or number
+    python benchmarks/run_campaign.py --healthy --minutes 10        # ten runs of which nothing must come
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from pathlib import Path
 
 from rich.console import Console
 from support.campaign.running import run_case
+from support.campaign.settings import PACE_S
 
-from phalanx.faults.campaign import ci_cases, family_of, generate
+from phalanx.faults.campaign import STEPS, ci_cases, family_of, generate, healthy
 from phalanx.faults.manifest import Manifest
 from phalanx.faults.results import Results, summary
 
@@ -31,10 +33,17 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="three cases only")
     parser.add_argument("--cases", choices=("ci", "all"), default="ci", help="the 12 of CI, or all 95")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="families, ids or numbers, of all cases")
+    parser.add_argument("--healthy", action="store_true", help="ten runs with innocent disturbances instead")
+    parser.add_argument("--minutes", type=float, default=1.0, help="that each of those trains, about")
     parser.add_argument("--resume", action="store_true", help="leave out cases that have a result")
     parser.add_argument("--folder", type=Path, default=Path("campaign"), help="of the results")
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--guard", type=float, default=600.0, help="after so many seconds a case is ended")
+    parser.add_argument(
+        "--guard",
+        type=float,
+        default=600.0,
+        help="seconds until a case is ended; healthy ones have more",
+    )
     parser.add_argument("--keep", action="store_true", help="keep the folders of the runs")
     return parser.parse_args()
 
@@ -45,7 +54,8 @@ def main() -> int:
     todo = results.pending(cases) if options.resume else cases
     for number, case in enumerate(todo, 1):
         began_s = time.monotonic()
-        score = run_case(case, options.folder, guard_s=options.guard, keep=options.keep)
+        guard_s = options.guard + (options.minutes * 120 if options.healthy else 0)
+        score = run_case(case, options.folder, guard_s=guard_s, keep=options.keep)
         words = f"[{number}/{len(todo)}] {case.id}: {score.outcome} in {time.monotonic() - began_s:.0f} s"
         console.print("; ".join([words, *score.problems]), soft_wrap=True, highlight=False, markup=False)
     console.print(summary(cases, results))
@@ -55,6 +65,9 @@ def main() -> int:
 
 def chosen(options: argparse.Namespace) -> list[Manifest]:
     every = generate(options.seed)
+    if options.healthy:
+        every = healthy(options.seed, steps=max(round(options.minutes * 60 / PACE_S), STEPS))
+        return [case for case in every if not options.only or case.id in options.only]
     if options.only:
         return [case for case in every if any(_is_named(case, name) for name in options.only)]
     if options.quick:
@@ -63,7 +76,8 @@ def chosen(options: argparse.Namespace) -> list[Manifest]:
 
 
 def _is_named(case: Manifest, name: str) -> bool:
-    return name in (case.id, case.id.split("-", 1)[0], case.id.split("-", 1)[1], family_of(case))
+    number, words = case.id.split("-", 1)
+    return name in (case.id, number, words, family_of(case))
 
 
 if __name__ == "__main__":

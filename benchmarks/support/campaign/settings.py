@@ -10,6 +10,8 @@ from phalanx.faults.manifest import Manifest
 from phalanx.run.config import toml_value
 
 DISK_BYTES = 64 << 20
+PACE_S = 0.4
+"""Rest in each step where something lasts for seconds, or nothing happens for minutes."""
 SUBNET = "100.64.7.0/24"
 _SLOW_DRIVER = ("driver-killed", "driver-stopped", "link-cut", "link-silent", "link-delayed", "clock-jump")
 
@@ -76,7 +78,7 @@ def uses_namespaces(case: Manifest) -> bool:
 def script_arguments(case: Manifest, places: Places) -> list[str]:
     kinds = kinds_of(case)
     lasting = any(incident.lasts.unit == "seconds" for incident in case.incidents) or kinds & {*_SLOW_DRIVER}
-    pace_s = 0.4 if lasting else 0.05
+    pace_s = PACE_S if lasting or case.id.startswith("healthy") else 0.05
     from_outside = any(
         incident.when.phase == "checkpoint" and not KINDS[incident.kind].is_inside for incident in case.incidents
     )
