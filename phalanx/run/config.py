@@ -17,6 +17,7 @@ from phalanx.core.errors import UserError
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.judge.limits import LimitConfig
 from phalanx.run.judge.slow import SlowConfig
+from phalanx.run.judge.traffic import TrafficConfig
 from phalanx.run.secrets import OWN_VARIABLES, TlsFiles, host_of, require_tls_unless_loopback
 
 Devices = Literal["auto", "gpu", "cpu"]
@@ -195,6 +196,9 @@ class RunConfig(Config):
     policy: PolicyConfig = Field(default_factory=PolicyConfig, description="how recoveries are decided")
     limits: LimitConfig = Field(default_factory=LimitConfig, description="how long the job may make no step")
     slow: SlowConfig = Field(default_factory=SlowConfig, description="what counts as a slow rank")
+    traffic: TrafficConfig = Field(
+        default_factory=TrafficConfig, description="when the training interfaces carry too little"
+    )
     rules: tuple[str, ...] = Field((), description="TOML files with log rules beside those that come along")
     checks: ChecksConfig = Field(default_factory=ChecksConfig, description="self-tests of hosts")
     previous: PreviousConfig = Field(
@@ -243,8 +247,13 @@ class RunConfig(Config):
         Args:
             workers_per_host: as `workers_on` has it for the hosts of the job.
         """
-        previous = self.previous.script or self.previous.working_folder or ("given" if self.previous.is_given else "")
-        return Job(self.job_name, self.hosts, workers_per_host, self.spares, self.allowed_hosts, previous)
+        return Job(self.job_name, self.hosts, workers_per_host, self.spares, self.allowed_hosts, self.previous_version)
+
+    @property
+    def previous_version(self) -> str:
+        """What the earlier version of the code is called; empty: there is none."""
+        previous = self.previous
+        return previous.script or previous.working_folder or ("given" if previous.is_given else "")
 
     @field_validator("workers_per_host", mode="before")
     @classmethod

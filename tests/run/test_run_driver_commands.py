@@ -5,18 +5,16 @@ from __future__ import annotations
 import typing
 
 import msgspec
-import pytest
 
 from phalanx.run import messages
 from phalanx.run.decide import actions
 from phalanx.run.driver.commands import commands
 
 ADDRESSES = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
-VERSIONS = {"yesterday": {"PYTHONPATH": "/old"}}
 
 
 def made(action: actions.Action) -> list[tuple[str, messages.FromDriver]]:
-    return [tuple(command) for command in commands(action, ADDRESSES, VERSIONS)]  # type: ignore[misc]
+    return [tuple(command) for command in commands(action, ADDRESSES)]  # type: ignore[misc]
 
 
 def test_each_host_is_told_its_ranks_and_where_all_meet() -> None:
@@ -30,21 +28,16 @@ def test_each_host_is_told_its_ranks_and_where_all_meet() -> None:
     assert typing.cast(messages.Start, told["a"]).ranks == [2, 3]
 
 
-@pytest.mark.parametrize(("version", "environment"), [("yesterday", {"PYTHONPATH": "/old"}), ("unknown", {}), ("", {})])
-def test_a_version_of_the_code_has_its_environment(version: str, environment: dict[str, str]) -> None:
-    [(_, start)] = made(actions.Start(1, ("a",), ("a",), 1, 1, 0, version))
-    assert isinstance(start, messages.Start) and start.environment == environment
-
-
 def test_every_other_order() -> None:
     assert made(actions.OpenStore(3, "b")) == [("b", messages.OpenStore(3))]
     assert made(actions.Stop(3, ("a",), 1.5)) == [("a", messages.Stop(3, 1.5))]
+    assert made(actions.Evict("a", "bad")) == made(actions.Release("a", "bad")) == [("a", messages.End("bad"))]
     check = actions.Check("a", 7, "full", ("b", "never met"))
     assert made(check) == [("a", messages.Check(7, "full", ["10.0.0.2"]))]
 
 
 def test_what_is_not_for_executors_gives_no_message() -> None:
-    others = [actions.Evict("a", "bad"), actions.Release("a", "x"), actions.AskForHosts(2), actions.Gather(3, ("a",))]
+    others: list[actions.Action] = [actions.AskForHosts(2), actions.Gather(3, ("a",))]
     others += [actions.Alert("info", "text"), actions.Finish(0, "done")]
     assert [made(action) for action in others] == [[]] * len(others)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.run.decide import attempts, endings, faults, hosts, orders, recovery, restarted, user_code
+from phalanx.run.decide import attempts, endings, faults, hosts, noticed, orders, recovery, restarted, user_code
 from phalanx.run.decide.actions import Action
 from phalanx.run.decide.advice import would_do
 from phalanx.run.decide.events import (
@@ -26,6 +26,7 @@ from phalanx.run.decide.events import (
     JobBegun,
     LossBroken,
     NoProgress,
+    Noticed,
     ReturnAsked,
     Running,
     SlowHost,
@@ -39,6 +40,7 @@ from phalanx.run.decide.events import (
     Tick,
     TimeShort,
     TrafficSilent,
+    Unprepared,
     WorkerFailed,
     WorkersReturned,
 )
@@ -100,6 +102,8 @@ _ANSWERS: dict[type, Callable[[Turn, Any], None]] = {
     CheckPassed: hosts.on_check_passed,
     CheckFailed: hosts.on_check_failed,
     SlowHost: hosts.on_slow,
+    Unprepared: noticed.on_unprepared,
+    Noticed: noticed.on_noticed,
     StoreOpened: attempts.on_store_opened,
     StoreFailed: faults.on_store_failed,
     Started: attempts.on_started,

@@ -86,6 +86,37 @@ class CheckFailed(EventBase, frozen=True, tag="check-failed"):
     why: str = ""
 
 
+class Unprepared(EventBase, frozen=True, tag="unprepared"):
+    """A host cannot get ready to run the script.
+
+    Attributes:
+        is_common: most hosts say the same and none has got ready, so it is the script; else others have.
+    """
+
+    host: str
+    problem: str = ""
+    is_common: bool = False
+
+
+class Noticed(EventBase, frozen=True, tag="noticed"):
+    """A log rule has matched a line of a rank or of a kernel log; said now and then of what repeats.
+
+    Attributes:
+        rule: its name.
+        text: the line.
+        rank: -1: it is of the kernel log.
+        fault: class of fault that it stands for; None: not known.
+        is_fatal: training cannot go on with it.
+    """
+
+    host: str
+    rule: str = ""
+    text: str = ""
+    rank: int = -1
+    fault: Fault | None = None
+    is_fatal: bool = False
+
+
 class SlowHost(EventBase, frozen=True, tag="slow-host"):
     """A host's own time per step is longer than that of the others.
 
@@ -296,6 +327,8 @@ Event = (
     | HostGone
     | CheckPassed
     | CheckFailed
+    | Unprepared
+    | Noticed
     | SlowHost
     | StoreOpened
     | StoreFailed

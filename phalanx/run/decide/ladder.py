@@ -13,7 +13,7 @@ from phalanx.run.decide.placement import can_spare
 from phalanx.run.decide.policy import CheckKind
 from phalanx.run.decide.state import Failure, Recovery, State
 
-_OF_THE_HOST = ("host", "network", "storage")
+OF_THE_HOST = ("host", "network", "storage")
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -84,7 +84,7 @@ def seen_before(state: State, recovery: Recovery, host: str) -> int:
 
 def _base(state: State, host: str, failures: list[Failure]) -> int:
     """0: restart in place; 1: check it actively, since the fault is of the host, or it has never run anything well."""
-    return int(any(failure.fault in _OF_THE_HOST for failure in failures) or not state.hosts[host].is_proven)
+    return int(any(failure.fault in OF_THE_HOST for failure in failures) or not state.hosts[host].is_proven)
 
 
 def _nobody(state: State, recovery: Recovery, leave: dict[str, str]) -> Plan:

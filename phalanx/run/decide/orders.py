@@ -16,7 +16,7 @@ def on_stop_asked(turn: Turn, event: StopAsked) -> None:
         turn.enter("stopping", state.policy.stop_s, awaited=state.awaited)
         turn.act(Stop(state.attempt, state.awaited))
         return
-    _end(turn, Ending(endings.STOPPED, f"stopped by {event.who or 'a person'}", by_person=True), state.policy.grace_s)
+    end(turn, Ending(endings.STOPPED, f"stopped by {event.who or 'a person'}", by_person=True), state.policy.grace_s)
 
 
 def on_time_short(turn: Turn, event: TimeShort) -> None:
@@ -25,10 +25,10 @@ def on_time_short(turn: Turn, event: TimeShort) -> None:
         return
     grace_s = max(0.0, min(turn.state.policy.grace_s, event.left_s / 2))
     reason = f"only {event.left_s:.0f} s of its time were left"
-    _end(turn, Ending(endings.TIME_SHORT, reason, requeue=True), grace_s)
+    end(turn, Ending(endings.TIME_SHORT, reason, requeue=True), grace_s)
 
 
-def _end(turn: Turn, ending: Ending, grace_s: float) -> None:
+def end(turn: Turn, ending: Ending, grace_s: float) -> None:
     """Stop what runs, and then end so."""
     phase = turn.state.phase
     turn.decided("the job ends", ending.reason)

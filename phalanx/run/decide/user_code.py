@@ -56,7 +56,7 @@ def of_one(state: State, failure: Failure) -> Ending | None:
     """What follows from one failure, whatever the other ranks say."""
     if not speaks_of_itself(failure):
         return None
-    if failure.kind == "user" and _has_never_run(state):
+    if failure.kind == "user" and has_never_run(state):
         return Ending(2, f"bad input: rank {failure.rank} said so before the first step: {failure.summary}")
     if not _is_again(state.last_word, failure):
         return None
@@ -71,7 +71,7 @@ def last_word(state: State) -> LastWord | None:
     return None if first is None else LastWord(words_of(first), first.step, first.kind)
 
 
-def _has_never_run(state: State) -> bool:
+def has_never_run(state: State) -> bool:
     """No attempt has ever made a step."""
     return state.progress.done < 0 and state.progress.best < 0 and state.progress.last_done < 0
 

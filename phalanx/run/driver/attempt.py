@@ -159,6 +159,10 @@ class AttemptWatch:
         """Whether steps are made; see `phalanx.run.judge.limits.StepJudge`."""
         return self._judge.standing(now.monotonic_s)
 
+    def is_paused(self, now: Now) -> bool:
+        """Whether a rank says that it evaluates, writes a checkpoint or the like."""
+        return self._judge.is_paused(now.monotonic_s)
+
     def dismiss(self, now: Now) -> None:
         """What stood still has been looked at, and moves."""
         self._judge.dismiss(now.monotonic_s)

@@ -12,15 +12,20 @@ from phalanx.run.judge.suspects import find_suspects
 from phalanx.run.messages import RankEvidence, WorkerEnded
 
 
-def class_of(matcher: Matcher, ended: WorkerEnded) -> Fault:
-    """The class of the fault that ended a rank: by its last telling line, else by how it ended.
-
-    A Python exception that no rule knows is taken for the program's; the decision needs more than that to blame it.
-    """
+def class_of(matcher: Matcher, ended: WorkerEnded) -> Fault | None:
+    """The class of the fault that ended a rank, by the last of its lines that a rule knows; None: there is none."""
     for line in reversed([*ended.text.splitlines(), ended.summary]):
         rule = matcher.find(line, "output")
         if rule is not None and rule.severity != "note" and rule.fault != "unknown":
             return rule.fault
+    return None
+
+
+def by_its_end(ended: WorkerEnded) -> Fault:
+    """The same, where nothing else tells, by how it ended.
+
+    A Python exception is taken for the program's; the decision needs more than that to blame it.
+    """
     return "user" if ended.kind in ("user", "raised") else "process"
 
 

@@ -17,21 +17,21 @@ class Command(NamedTuple):
     message: messages.FromDriver
 
 
-def commands(action: Action, addresses: Mapping[str, str], versions: Mapping[str, Mapping[str, str]]) -> list[Command]:
-    """The messages that perform an action; none where it is the back end's, the judge's or for people.
+def commands(action: Action, addresses: Mapping[str, str]) -> list[Command]:
+    """The messages that perform an action; none where it is the back end's alone, the judge's or for people.
 
     Args:
         addresses: of hosts, as workers of other hosts reach them; that of the host with the store is among them.
-        versions: what a version of the code adds to the environment of the workers, by its name in `Start`.
     """
     match action:
         case actions.OpenStore():
             return [Command(action.host, messages.OpenStore(action.attempt))]
         case actions.Start():
-            environment = dict(versions.get(action.version, {}))
-            return [Command(host, _start(action, host, addresses, environment)) for host in action.hosts]
+            return [Command(host, _start(action, host, addresses)) for host in action.hosts]
         case actions.Stop():
             return [Command(host, messages.Stop(action.attempt, action.grace_s)) for host in action.hosts]
+        case actions.Evict() | actions.Release():
+            return [Command(action.host, messages.End(action.why))]
         case actions.Check():
             peers = [addresses[peer] for peer in action.peers if peer in addresses]
             return [Command(action.host, messages.Check(action.number, action.kind, peers))]
@@ -39,9 +39,7 @@ def commands(action: Action, addresses: Mapping[str, str], versions: Mapping[str
             return []
 
 
-def _start(
-    action: actions.Start, host: str, addresses: Mapping[str, str], environment: dict[str, str]
-) -> messages.Start:
+def _start(action: actions.Start, host: str, addresses: Mapping[str, str]) -> messages.Start:
     place = action.placement.index(host)
     return messages.Start(
         attempt=action.attempt,
@@ -52,5 +50,4 @@ def _start(
         store_host=addresses[action.placement[0]],
         store_port=action.store_port,
         restarts=action.restarts,
-        environment=environment,
     )

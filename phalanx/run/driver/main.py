@@ -24,6 +24,7 @@ from phalanx.run.driver.book import Book
 from phalanx.run.driver.classify import class_of, suspects_named
 from phalanx.run.driver.driver import Driver, Settings
 from phalanx.run.driver.overview import known, overview
+from phalanx.run.driver.peers import PeersConfig
 from phalanx.run.driver.serving import BackendOrders, keep_going
 from phalanx.run.executor.main import Settings as ExecutorSettings
 from phalanx.run.journal import Journal, open_journal
@@ -175,7 +176,21 @@ class _Joined:
         prepare = messages.Prepare(
             [config.script, *config.arguments], config.module, folder, dict(config.environment), list(config.preload)
         )
-        return Settings(config.heartbeat_s, config.limits, prepare=prepare)
+        peers = PeersConfig(config.slow, config.traffic, config.heartbeat_s)
+        return Settings(config.heartbeat_s, config.limits, peers, _versions(config, prepare))
+
+
+def _versions(config: RunConfig, present: messages.Prepare) -> dict[str, messages.Prepare]:
+    """What executors are told to run, by the version of the code as the decision names it."""
+    previous, name = config.previous, config.previous_version
+    if not name:
+        return {"": present}
+    script = [
+        previous.script or config.script,
+        *(config.arguments if previous.arguments is None else previous.arguments),
+    ]
+    folder = str(Path(previous.working_folder).absolute()) if previous.working_folder else present.folder
+    return {"": present, name: msgspec.structs.replace(present, script=script, folder=folder)}
 
 
 @dataclass(frozen=True)

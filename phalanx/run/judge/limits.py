@@ -179,6 +179,10 @@ class StepJudge:
             return Standing("watch", quiet_s, limit_s, usual_s, why)
         return Standing("moving", quiet_s, limit_s, usual_s, "making steps" if self._steps else "before its first step")
 
+    def is_paused(self, now_s: float) -> bool:
+        """Whether a rank says that it evaluates, writes a checkpoint or the like."""
+        return self._pause(now_s) is not None
+
     def next_look_s(self, now_s: float) -> float:
         """Seconds until the standing changes if nothing is reported; at least 0."""
         quiet_s = self._quiet_s(now_s)

@@ -137,7 +137,7 @@ class SlowJudge:
         self._block = {}
         values, signed = np.full(len(self._units), np.nan), np.full(len(self._units), np.nan)
         for members in self._peers:
-            enough = self._config.block_steps // 2
+            enough = max(self._config.block_steps // 2, 1)
             values[members] = _values(times[:, members], enough)
             signed[members] = values[members] if len(members) >= _ENOUGH_UNITS else _signed(times[:, members], enough)
         return self._add(values, signed, first, last)
@@ -148,7 +148,7 @@ class SlowJudge:
         if max(self._block) - min(self._block) < wanted - 1:
             return False
         known = (~np.isnan(np.array(list(self._block.values())))).sum(axis=0)
-        return len(self._block) >= wanted and bool(np.median(known) >= wanted // 2)
+        return len(self._block) >= wanted and bool(np.median(known) >= max(wanted // 2, 1))
 
     def _add(self, values: Values, signed: Values, first: int, last: int) -> list[SlowUnit]:
         config, known = self._config, ~np.isnan(values)
