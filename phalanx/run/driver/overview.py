@@ -66,6 +66,8 @@ def overview(known: Known, now: Now, most: int | None = None) -> Overview:
         steps_per_s=-1.0 if rate is None else rate,
         quiet_s=-1.0 if standing is None else standing.quiet_s,
         limit_s=-1.0 if standing is None or not isfinite(standing.limit_s) else standing.limit_s,
+        age_s=_age_s(state, now),
+        training_s=_training_s(state, now),
         recoveries=state.brakes.recoveries,
         incidents=state.incident_count,
         incident=_incident(state, now),
@@ -74,6 +76,17 @@ def overview(known: Known, now: Now, most: int | None = None) -> Overview:
         status=None if ending is None else ending.status,
         ended="" if ending is None else ending.reason,
     )
+
+
+def _age_s(state: State, now: Now) -> float:
+    """Since the job began; of one that has ended, for how long it went on."""
+    end_s = state.phase_since_s if state.phase == "ended" else now.unix_s
+    return 0.0 if state.began_s is None else max(end_s - state.began_s, 0.0)
+
+
+def _training_s(state: State, now: Now) -> float:
+    """While attempts have made steps."""
+    return state.training_s + (max(now.unix_s - state.phase_since_s, 0.0) if state.phase == "running" else 0.0)
 
 
 def host_views(known: Known, now: Now, names: Iterable[str]) -> Iterator[HostView]:

@@ -61,6 +61,8 @@ class Overview(Value, frozen=True):
         step: the newest that any rank has done; -1: none is known.
         steps_per_s: over the last minute, of this attempt; negative: not known.
         quiet_s: since the last step; limit_s: after which it is looked into; negative: not known.
+        age_s: since the job began.
+        training_s: of that, while an attempt has made steps.
         recoveries: so far.
         incidents: so far.
         status: with which the job has ended; None: it has not.
@@ -81,6 +83,8 @@ class Overview(Value, frozen=True):
     steps_per_s: float = -1.0
     quiet_s: float = -1.0
     limit_s: float = -1.0
+    age_s: float = 0.0
+    training_s: float = 0.0
     recoveries: int = 0
     incidents: int = 0
     incident: IncidentView | None = None
