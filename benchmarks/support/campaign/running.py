@@ -57,7 +57,9 @@ def undisturbed(case: Manifest, folder: Path, guard_s: float) -> Mapping[int, st
     path = folder / f"undisturbed-{hashlib.sha256(what.encode()).hexdigest()[:12]}.json"
     if not path.exists():
         with work_folder() as work:
-            facts = Run(quiet, work / "job", guard_s, []).facts_of_it()
+            run = Run(quiet, work / "job", guard_s, [])
+            facts = run.facts_of_it()
+            explain(run, folder / "explained" / "quiet")
         losses = {fact.step: fact.loss for fact in facts if fact.what == "loss"}
         if sorted(losses) != list(range(1, case.steps + 1)) or any(fact.what == "detected" for fact in facts):
             raise RuntimeError(f"the undisturbed training did not run well: {len(losses)} of {case.steps} losses")
