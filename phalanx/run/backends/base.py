@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from phalanx.run.config import RunConfig
 
@@ -79,4 +79,13 @@ class Backend(Protocol):
 
     async def end(self) -> None:
         """The job is over: end every executor, and return when all are gone."""
+        ...
+
+
+@runtime_checkable
+class Movable(Protocol):
+    """A back end under which the driver may be ended alone, and started again somewhere else."""
+
+    async def goes_on(self) -> bool:
+        """The driver's process is being ended from outside: whether the job goes on without it."""
         ...

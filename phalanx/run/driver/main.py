@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from phalanx.run import messages
-from phalanx.run.backends.base import Backend, Ordered
+from phalanx.run.api.house import open_house
+from phalanx.run.backends.base import Backend, Movable, Ordered
 from phalanx.run.backends.choose import make_backend
 from phalanx.run.config import RunConfig, workers_on
 from phalanx.run.decide.events import StopAsked
@@ -110,8 +111,8 @@ class _Joined:
         )
         changed = asyncio.Event()
         driver.on_change = changed.set
-        _on_signals(driver)
-        async with server:
+        _on_signals(driver, backend)
+        async with server, open_house(config, self.folder, driver, book, hub):
             publish(self.folder / "driver", server.address)
             await backend.begin(driver.listener())
             driver.begin()
@@ -149,9 +150,19 @@ class _Joined:
             rules=tuple(map(str, self.rules)),
             is_only_host=True,
             driver_lost_s=config.driver_lost_s,
+            **self._tls(),
         )
         text = msgspec.json.encode(settings).decode()
         return [sys.executable, "-m", "phalanx.run.executor.main", text]
+
+    def _tls(self) -> dict[str, Any]:
+        """With what executors reach the driver: where both sides show a certificate, with the driver's own."""
+        tls = self.config.tls
+        found: dict[str, Any] = {"uses_tls": bool(tls.certificate)}
+        if tls.authority:
+            files = {"authority": tls.authority, "certificate": tls.certificate, "key": tls.key}
+            found |= {name: str(Path(file).absolute()) for name, file in files.items()}
+        return found
 
     def _server(self, book: Book, driver: Callable[[], Driver]) -> ExecutorServer:
         config = self.config
@@ -208,13 +219,30 @@ class _Here:
         return self.hub.follow(number)
 
 
-def _on_signals(driver: Driver) -> None:
+class _MovedError(Exception):
+    """This driver is ended, and its job is not."""
+
+
+def _on_signals(driver: Driver, backend: Backend) -> None:
+    """SIGINT and SIGTERM stop the job; but where a SIGTERM may mean this driver alone, the back end is asked first."""
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        name = signal.Signals(number).name
-        loop.add_signal_handler(
-            number, driver.ask, lambda at_s, name=name: StopAsked(at_s, f"{name} at {socket.gethostname()}")
-        )
+
+    def stop(number: signal.Signals) -> None:
+        driver.ask(lambda at_s: StopAsked(at_s, f"{number.name} at {socket.gethostname()}"))
+
+    async def ask_first(movable: Movable) -> None:
+        if await movable.goes_on():
+            driver.problem = _MovedError("its process is ended, and the next one takes over")
+            driver.on_change()
+        else:
+            stop(signal.SIGTERM)
+
+    loop.add_signal_handler(signal.SIGINT, stop, signal.SIGINT)
+    if isinstance(backend, Movable):
+        asked: list[asyncio.Task[None]] = []  # a task that nobody holds may be dropped
+        loop.add_signal_handler(signal.SIGTERM, lambda: asked.append(loop.create_task(ask_first(backend))))
+    else:
+        loop.add_signal_handler(signal.SIGTERM, stop, signal.SIGTERM)
 
 
 def _allow_many_files() -> None:
