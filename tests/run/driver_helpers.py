@@ -115,7 +115,8 @@ class Town:
         self.orders.append(action)
 
     def tell(self, action: actions.Action, at: Now) -> None:
-        self.told.append(action)
+        if isinstance(action, actions.Alert | actions.OpenIncident | actions.AddToIncident | actions.CloseIncident):
+            self.told.append(action)
 
     def heard(self, host: str, message: messages.Evidence | messages.WorkerEnded, at: Now) -> None:
         self.explained.append((host, message))
