@@ -67,13 +67,17 @@ class Job:
         """What the command has said so far."""
         return "".join(path.read_text() for path in sorted(self.folder.glob("said-*")))
 
+    def environment(self) -> dict[str, str]:
+        """What the command is given."""
+        return {**os.environ, "OMP_NUM_THREADS": "1", **self.environ, _MARK: self._mark}
+
     def start(self) -> subprocess.Popen:
         """Give the command, the first time or again."""
         with (self.folder / f"said-{len(self.commands)}").open("wb") as said:
             command = subprocess.Popen(
                 [sys.executable, "-m", "phalanx.cli.main", "run", "--folder", str(self.run_folder), *self.words],
                 cwd=self.folder,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **self.environ, _MARK: self._mark},
+                env=self.environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=subprocess.STDOUT,

@@ -1,0 +1,284 @@
+"""Seconds from a SIGKILL of one rank until both have made a new step, and until the driver knows of faults.
+
+Two local hosts with a gloo rank each run `support/recovery/training.py`, a DDP script whose state (weights and AdamW's
+moments) has the size named. `phalanx run` with the state in the keepers' memory, and with a file that the script has
+saved, against torchrun with two agents and the same file. All are measured in the same way: ranks write down the time
+after each thing that they have done. The cases take turns in each round; a run loses one rank of each host.
+
+For detection, the time until the driver has written the fault into its journal: from the signal, or from what the rank
+did last. A host that is dead has lost all of its processes; one that is silent has all of them stopped.
+
+    python benchmarks/run_recovery.py --rounds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+from support.recovery.job import Job
+from support.recovery.marks import PARTS, decided, parts, read_marks, stage_ends, stepped
+from support.recovery.torchrun import Torchrun
+
+SCRIPT = Path(__file__).parent / "support" / "recovery" / "training.py"
+HOSTS = ("--hosts", "2", "--workers-per-host", "1")
+STEP_S = 0.1
+"""That the script sleeps in each step."""
+
+CASES = {
+    "phalanx run, state in memory": "memory",
+    "phalanx run, state in a file": "file",
+    "torchrun, state in a file": "torchrun",
+}
+STEPS_BEFORE = 20
+WITHIN_S = 300.0
+FAULTS = ("killed rank", "crashed rank", "dead host", "silent host", "stopped rank (SIGSTOP)", "deadlock in one rank")
+NOTICED = {
+    "killed rank": "worker-failed",
+    "crashed rank": "worker-failed",
+    "dead host": "host-gone",
+    "silent host": "host-unknown",
+    "stopped rank (SIGSTOP)": "no-progress",
+    "deadlock in one rank": "no-progress",
+}
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One.
+
+    Attributes:
+        parts_s: by the names of `PARTS`.
+        total_s: from the signal to the first step of the rank that made it last.
+    """
+
+    case: str
+    state_mb: int
+    parts_s: dict[str, float]
+    total_s: float
+
+
+@dataclass(frozen=True)
+class Detection:
+    """One fault; `step_s` is the usual step time of the run before it."""
+
+    fault: str
+    seconds: float
+    step_s: float
+
+
+def make_job(folder: Path, case: str, state_mb: int) -> Job:
+    """A job that has not been started."""
+    kind = CASES[case]
+    script = [str(SCRIPT), str(folder), str(state_mb), "file" if kind == "torchrun" else kind, str(STEP_S)]
+    return Torchrun(folder, script) if kind == "torchrun" else Job(folder, [*HOSTS, "--", *script])
+
+
+def recoveries(case: str, state_mb: int, rest_s: float) -> list[Recovery]:
+    """Kill a rank, and once all is well again the other."""
+    with tempfile.TemporaryDirectory() as name:
+        job = make_job(Path(name), case, state_mb)
+        with job:
+            known = until_stepped(job, 0.0, set())
+            job.wait_for(lambda: is_calm(job, known), WITHIN_S)
+            found = []
+            for rank in (1, 0):
+                time.sleep(rest_s)  # what is learnt in the first attempt is imported meanwhile
+                found.append(recovery(job, case, state_mb, rank, known))
+                job.wait_for(lambda: is_calm(job, known), WITHIN_S)
+            return found
+
+
+def recovery(job: Job, case: str, state_mb: int, rank: int, known: set[int]) -> Recovery:
+    """Kill a rank; `known` are the processes there have been, to which those that come are added."""
+    victim = max((mark for mark in read_marks(job.folder) if mark.rank == rank), key=lambda mark: mark.unix_s).pid
+    kill_s = time.time()
+    os.kill(victim, signal.SIGKILL)
+    new = until_stepped(job, kill_s, known)
+    known |= new
+    ends = stage_ends(read_marks(job.folder), new)
+    if not isinstance(job, Torchrun):
+        ends |= decided(job.events(), kill_s)
+    return Recovery(case, state_mb, parts(kill_s, ends), ends["step"] - kill_s)
+
+
+def until_stepped(job: Job, since_s: float, known: set[int]) -> set[int]:
+    """Wait until two new processes have made a step; who they are."""
+
+    def both() -> set[int]:
+        found = stepped(read_marks(job.folder), since_s, known)
+        return found if len(found) == 2 else set()
+
+    found: set[int] = job.wait_for(both, WITHIN_S)
+    return found
+
+
+def is_calm(job: Job, known: set[int]) -> bool:
+    """Whether every process that there is has saved its state and made some steps since it began."""
+    marks = read_marks(job.folder)
+    newest = {mark.rank: mark.pid for mark in marks if mark.pid in known and mark.what == "script"}
+    counts = [sum(mark.pid == pid and mark.what == "step" for mark in marks) for pid in newest.values()]
+    return min(counts) >= STEPS_BEFORE and any(mark.what == "saved" for mark in marks)
+
+
+def detection(fault: str) -> Detection:
+    """Have a fault happen in a run of its own, and wait until it has been written down."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        job = make_job(folder, "phalanx run, state in a file", 1)
+        with job:
+            known = until_stepped(job, 0.0, set())
+            job.wait_for(lambda: is_calm(job, known) and job.events("running"), WITHIN_S)
+            usual_s = step_s(folder)
+            begun_s = _ACTS[fault](job)
+            (event, *_) = job.wait_for(
+                lambda: [event for event in job.events(NOTICED[fault]) if event.unix_s >= begun_s], WITHIN_S
+            )
+            return Detection(fault, event.unix_s - begun_s, usual_s)
+
+
+def step_s(folder: Path) -> float:
+    """The usual time of a step: the median of those of rank 0."""
+    ends = [mark.unix_s for mark in read_marks(folder) if mark.rank == 0 and mark.what == "step"]
+    return statistics.median(after - before for before, after in itertools.pairwise(ends))
+
+
+def _kill_rank(job: Job) -> float:
+    return _signal([_rank(job)], signal.SIGKILL)
+
+
+def _stop_rank(job: Job) -> float:
+    return _signal([_rank(job)], signal.SIGSTOP)
+
+
+def _kill_host(job: Job) -> float:
+    return _signal(_host(job), signal.SIGKILL)
+
+
+def _stop_host(job: Job) -> float:
+    return _signal(_host(job), signal.SIGSTOP)
+
+
+def _rank(job: Job) -> int:
+    return max(mark.pid for mark in read_marks(job.folder) if mark.rank == 1)
+
+
+def _host(job: Job) -> list[int]:
+    """All processes of the second host, its executor first."""
+    executor = psutil.Process(job.executor_pid("host-2"))
+    return [executor.pid, *(process.pid for process in executor.children(recursive=True))]
+
+
+def _signal(pids: Sequence[int], number: signal.Signals) -> float:
+    begun_s = time.time()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # it went with the one before
+            os.kill(pid, number)
+    return begun_s
+
+
+def _asked(job: Job, what: str) -> float:
+    """Have rank 1 do something by itself; when it began to."""
+    (job.folder / f"{what}-1").touch()
+    mark = job.wait_for(lambda: next((mark for mark in read_marks(job.folder) if mark.what == what), None))
+    begun_s: float = mark.unix_s
+    return begun_s
+
+
+_ACTS: dict[str, Callable[[Job], float]] = {
+    "killed rank": _kill_rank,
+    "crashed rank": lambda job: _asked(job, "crash"),
+    "dead host": _kill_host,
+    "silent host": _stop_host,
+    "stopped rank (SIGSTOP)": _stop_rank,
+    "deadlock in one rank": lambda job: _asked(job, "deadlock"),
+}
+
+
+def table_of_recoveries(found: Sequence[Recovery]) -> str:
+    """In Markdown, a row for each case and size."""
+    lines = [
+        "| state | | s from SIGKILL to a new step, median (range) | n | against torchrun |",
+        "|---|---|---|---|---|",
+    ]
+    for state_mb in dict.fromkeys(one.state_mb for one in found):
+        totals = {
+            case: [one.total_s for one in found if (one.case, one.state_mb) == (case, state_mb)] for case in CASES
+        }
+        peer = totals["torchrun, state in a file"]
+        for case, seconds in totals.items():
+            if seconds:
+                ratio = f"{statistics.median(peer) / statistics.median(seconds):.1f} x" if peer else "not measured"
+                lines.append(f"| {state_mb} MB | {case} | {spread(seconds)} | {len(seconds)} | {ratio} |")
+    return "\n".join(lines)
+
+
+def table_of_parts(found: Sequence[Recovery]) -> str:
+    """In Markdown: medians of the parts, a column for each case and size."""
+    columns = list(dict.fromkeys((one.case, one.state_mb) for one in found))
+    lines = ["| until | " + " | ".join(f"{case}, {state_mb} MB" for case, state_mb in columns) + " |"]
+    lines.append("|---|" + "---|" * len(columns))
+    for part, words in PARTS.items():
+        cells = [
+            [one.parts_s[part] for one in found if (one.case, one.state_mb) == column and part in one.parts_s]
+            for column in columns
+        ]
+        lines.append(f"| {words} | " + " | ".join(f"{statistics.median(s):.3f}" if s else "" for s in cells) + " |")
+    return "\n".join(lines)
+
+
+def table_of_detections(found: Sequence[Detection]) -> str:
+    """In Markdown, a row for each kind of fault."""
+    lines = [
+        "| fault | s until the driver has written it down, median (range) | n | usual step, s |",
+        "|---|---|---|---|",
+    ]
+    for fault in dict.fromkeys(one.fault for one in found):
+        mine = [one for one in found if one.fault == fault]
+        step = statistics.median(one.step_s for one in mine)
+        lines.append(f"| {fault} | {spread([one.seconds for one in mine])} | {len(mine)} | {step:.2f} |")
+    return "\n".join(lines)
+
+
+def spread(seconds: Sequence[float]) -> str:
+    return f"{statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="each gives two recoveries of each case and size")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[50, 600], help="of the state, MB")
+    parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--faults", nargs="*", choices=FAULTS, default=list(FAULTS), help="to detect, once a round")
+    parser.add_argument("--rest", type=float, default=10.0, help="seconds between a good step and the next kill")
+    parser.add_argument("--json", type=Path, help="write each recovery and detection here too")
+    parser.add_argument("--quick", action="store_true", help="one round of 50 MB, and a killed rank to be detected")
+    args = parser.parse_args()
+    rounds, sizes, faults = (1, [50], ["killed rank"]) if args.quick else (args.rounds, args.sizes, args.faults)
+    found: list[Recovery] = []
+    noticed: list[Detection] = []
+    for number in range(rounds):
+        for case, size in [(case, size) for size in sizes for case in args.cases]:
+            found += recoveries(case, size, args.rest)
+            print(f"round {number + 1}: {case}, {size} MB: {[round(one.total_s, 2) for one in found[-2:]]}", flush=True)
+        noticed += [detection(fault) for fault in faults]
+    print(f"\n{len(os.sched_getaffinity(0))} CPUs, load {os.getloadavg()[0]:.1f}, {rounds} rounds\n")
+    print("\n\n".join([table_of_recoveries(found), table_of_parts(found), table_of_detections(noticed)]))
+    if args.json:
+        every: list[Recovery | Detection] = [*found, *noticed]
+        args.json.write_text(json.dumps([asdict(one) for one in every], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
