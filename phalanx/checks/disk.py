@@ -25,7 +25,7 @@ def run(host: Host) -> CheckResult:
     """Write where the checkpoints go, else where temporary files do."""
     if "://" in host.folder:
         return skipped(_NAME, "checkpoints go to an object store; see storage")
-    folder = existing(Path(host.folder or tempfile.gettempdir()).absolute())
+    folder = existing(Path(host.folder or host.environment.get("TMPDIR") or tempfile.gettempdir()).absolute())
     try:
         with OtherWork(host.proc) as other:
             written, write_s, read_s = measure(folder)

@@ -20,10 +20,12 @@ _ACTION = "delete old checkpoints (phalanx checkpoint prune) or choose another d
 
 
 def run(host: Host) -> CheckResult:
-    """Ask for free bytes and files where the checkpoints go, else in the present folder."""
+    """Ask for free bytes and files where the checkpoints go, else where TMPDIR says, else in the present folder."""
     if "://" in host.folder:
         return skipped(_NAME, "checkpoints go to an object store")
-    folder = Path(host.folder or ".").absolute()  # not resolve(): that would touch the disk
+    folder = Path(
+        host.folder or host.environment.get("TMPDIR") or "."
+    ).absolute()  # not resolve(): that would touch the disk
     mount = mount_of(str(folder), read_text(host.proc / "self/mountinfo") or "")
     if mount and "ro" in mount[1].split(","):
         return failed(_NAME, f"{mount[0]} is mounted read-only", "look for disk errors: dmesg; then remount it")

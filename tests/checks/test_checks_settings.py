@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,6 +139,17 @@ def test_full_disks_by_bytes_and_by_files(host: Host, tmp_path: Path) -> None:
     assert "inodes" in space.run(df(good, "/dev/vda 100 100 0 100% /")).reason
     assert space.run(df(good, "btrfs 0 0 0 - /")).outcome == "pass"
     assert space.run(df(good, "weird")).outcome == "pass"
+
+
+def test_without_checkpoints_the_disk_of_temporary_files_is_looked_at(host: Host, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def df(command: Sequence[str], limit_s: float) -> str:
+        asked.append(command[-1])
+        return "/dev/vda 1000000 1000000 0 100% /"
+
+    result = space.run(replace(host, environment={"TMPDIR": str(tmp_path)}, run=df))
+    assert result.outcome == "fail" and set(asked) == {str(tmp_path)}
 
 
 def test_a_read_only_disk_is_seen_without_touching_it(host: Host) -> None:

@@ -9,7 +9,7 @@ from phalanx.faults.kinds import KINDS
 from phalanx.faults.manifest import Manifest
 from phalanx.run.config import toml_value
 
-DISK_BYTES = 64 << 20
+DISK_BYTES = 512 << 20
 PACE_S = 0.4
 """Rest in each step where something lasts for seconds, or nothing happens for minutes."""
 SUBNET = "100.64.7.0/24"
