@@ -116,7 +116,8 @@ class Job:
         for process in self.processes():
             with contextlib.suppress(OSError):
                 if Path(f"/proc/{process.pid}/comm").read_text().strip() == f"phalanx rank {rank}":
-                    return process.pid
+                    pid: int = process.pid
+                    return pid
         return None
 
     def processes(self) -> list[psutil.Process]:
