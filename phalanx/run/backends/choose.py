@@ -7,9 +7,23 @@ from typing import cast
 
 from phalanx.core.errors import UserError
 from phalanx.run.backends.base import Backend, Ordered
+from phalanx.run.config import RunConfig
 
-BACKENDS = {"local": "phalanx.run.backends.local"}
+BACKENDS = {"local": "phalanx.run.backends.local", "kubernetes": "phalanx.run.backends.kubernetes.backend"}
 """Each a module with ``make(ordered: Ordered) -> Backend``, imported where it is chosen."""
+
+ELSEWHERE = {"kubernetes": "phalanx.run.backends.kubernetes.submit"}
+"""Whose driver may have to run somewhere else: each a module with ``submit(config: RunConfig) -> int | None``."""
+
+
+def submit_job(config: RunConfig) -> int | None:
+    """Have the driver started where the back end wants it, and return an exit status; None: it is to run here.
+
+    Raises:
+        UserError: an option is wrong, or the driver cannot be started there.
+    """
+    module = ELSEWHERE.get(config.backend)
+    return None if module is None else cast("int | None", importlib.import_module(module).submit(config))
 
 
 def make_backend(ordered: Ordered) -> Backend:
