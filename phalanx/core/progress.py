@@ -44,8 +44,9 @@ _RING_AT = 2048
 _RING = 128
 """Own times of the last so many steps, that of step n of this process at place n - 1 modulo this."""
 
-# pid, attempt, step, steps_here, step_ended, step_took, phase_began, expects, busy, busy_total, loss, has loss, texts
-_BODY = struct.Struct("<10qd?32p96p")
+# pid, attempt, step, steps_here, step_ended, step_took, phase_began, expects, busy, busy_total, broken, loss, has loss,
+# texts
+_BODY = struct.Struct("<11qd?32p96p")
 _SEQUENCE = struct.Struct("<Q")
 _CHECK = struct.Struct("<I")
 _TIME = struct.Struct("<q")
@@ -71,6 +72,7 @@ class Progress:
         busy_total_ns: of all steps of this process; -1: not known.
         loss: of the last step; None: not known, NaN: that is what it was.
         message: a short one for people.
+        broken_step: the first step of those in a row until now whose loss is no finite number; -1: the last one's is.
         is_absolute: the script gives `step` its numbers, so that they go on where an earlier process has ended.
     """
 
@@ -87,6 +89,7 @@ class Progress:
     busy_total_ns: int = UNKNOWN
     loss: float | None = None
     message: str = ""
+    broken_step: int = UNKNOWN
     is_absolute: bool = False
 
 
@@ -132,6 +135,7 @@ class ProgressWriter:
             said.expects_ns,
             said.busy_ns,
             said.busy_total_ns,
+            said.broken_step,
         ]
         self._loss = said.loss
         self._phase, self._message = said.phase.encode(), said.message.encode()
@@ -163,6 +167,10 @@ class ProgressWriter:
         if busy_ns >= 0:
             numbers[9] = max(numbers[9], 0) + busy_ns
         _TIME.pack_into(self._page, _RING_AT + _TIME.size * ((numbers[3] - 1) % _RING), busy_ns)
+        if loss is None or math.isfinite(loss):
+            numbers[10] = UNKNOWN
+        elif numbers[10] < 0:
+            numbers[10] = numbers[2]
         self._loss = loss
         self._write()
 
@@ -290,7 +298,7 @@ def _parse_slot(block: bytes, begin: int, is_absolute: bool) -> tuple[int, Progr
     if sequence == 0 or sequence % 2 or check != _checksum(sequence, body):
         return None
     *numbers, loss, known, phase, message = _BODY.unpack(body)
-    pid, attempt, step, here, ended, took, began, expects, busy, total = numbers
+    pid, attempt, step, here, ended, took, began, expects, busy, total, broken = numbers
     return sequence, Progress(
         pid,
         attempt,
@@ -305,6 +313,7 @@ def _parse_slot(block: bytes, begin: int, is_absolute: bool) -> tuple[int, Progr
         busy_total_ns=total,
         loss=loss if known else None,
         message=message.decode(errors="replace"),
+        broken_step=broken,
         is_absolute=is_absolute,
     )
 

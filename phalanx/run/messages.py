@@ -55,6 +55,8 @@ class WorkerState(Message, frozen=True):
             before, or that of the last step where there are none; negative: not known.
         cpu_s: CPU time of the process so far.
         loss: of the last step; 0 where it is not known, and it may be no number.
+        broken_step: the first step of those in a row until now whose loss is no finite number; -1: that of the
+            last one is, or it is not known.
         steps_here: how many steps this process has done.
         is_absolute: `step` counts from the beginning of the training, not of this process.
     """
@@ -72,6 +74,7 @@ class WorkerState(Message, frozen=True):
     cpu_s: float = 0.0
     rss_bytes: int = 0
     loss: float = 0.0
+    broken_step: int = -1
     steps_here: int = 0
     is_absolute: bool = False
 

@@ -39,6 +39,18 @@ class Clock:
         return self.now_ns
 
 
+def test_the_step_at_which_the_loss_broke_is_kept_until_it_is_a_number_again(tmp_path: Path) -> None:
+    page = tmp_path / "page"
+    writer = ProgressWriter(page)
+    seen = []
+    for loss in (1.0, math.nan, math.inf, math.nan, 2.0, math.nan, None):
+        writer.step(loss=loss)
+        found = read_progress(page)
+        assert found is not None
+        seen.append(found.broken_step)
+    assert seen == [-1, 2, 2, 2, -1, 6, -1]
+
+
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     clock = Clock()
     writer = ProgressWriter(tmp_path / "page", 3, clock_ns=clock)

@@ -208,6 +208,24 @@ def test_a_loss_that_is_no_number_goes_back_once_and_stops_when_it_comes_back_at
     assert finish(world).status == 1 and not world.taken("Evict")
 
 
+def test_a_loss_of_one_rank_that_breaks_at_the_same_step_again_is_no_host():
+    world = four_hosts()
+    world.deliver(ev.LossBroken(world.now_s, 1, 210, (0,)))
+    world.run_until(attempt_runs(2))
+    world.deliver(ev.LossBroken(world.now_s, 2, 210, (0,)))
+    world.run_until(ended)
+    assert finish(world).status == 1 and not world.taken("Evict")
+
+
+def test_a_state_that_was_broken_when_it_was_written_is_not_gone_on_from_for_ever():
+    world = four_hosts()
+    world.deliver(ev.LossBroken(world.now_s, 1, 210))
+    world.run_until(attempt_runs(2))
+    world.deliver(ev.LossBroken(world.now_s, 2, 226, is_from_start=True))
+    world.run_until(ended)
+    assert finish(world).status == 1 and not world.taken("Evict")
+
+
 # The ladder
 
 

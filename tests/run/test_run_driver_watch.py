@@ -158,6 +158,24 @@ class TestLoss:
             told += attempt.on_heartbeat(beat(3, *both), at(step))
         assert [event.ranks for event in told if isinstance(event, LossBroken)] == [()]
 
+    def test_it_began_where_the_rank_says_and_others_reports_are_waited_for(self) -> None:
+        attempt = watch(2)
+        told: list[Event] = []
+        broken = {"loss": math.nan, "broken_step": 17}
+        told += attempt.on_heartbeat(beat(3, worker(0, 10, loss=1.0), worker(1, 10, loss=1.0)), at(1))
+        told += attempt.on_heartbeat(beat(3, worker(0, 40, **broken)), at(2))
+        assert not [event for event in told if isinstance(event, LossBroken)]
+        told += attempt.on_heartbeat(beat(3, worker(1, 43, **broken)), at(3))
+        [found] = [event for event in told if isinstance(event, LossBroken)]
+        assert (found.step, found.ranks, found.is_from_start) == (17, (), False)
+
+    def test_an_attempt_that_never_had_a_number_says_so(self) -> None:
+        attempt = watch(1)
+        told: list[Event] = []
+        for step in range(1, 9):
+            told += attempt.on_heartbeat(beat(3, worker(0, step, loss=math.nan, broken_step=1)), at(step))
+        assert [event.is_from_start for event in told if isinstance(event, LossBroken)] == [True]
+
     def test_one_that_comes_back_is_nothing(self) -> None:
         attempt = watch(1)
         told: list[Event] = []

@@ -247,11 +247,13 @@ class LossBroken(EventBase, frozen=True, tag="loss-broken"):
 
     Attributes:
         ranks: whose own loss broke first; empty: all have the same.
+        is_from_start: it has been none since the first step of this attempt.
     """
 
     attempt: int
     step: int
     ranks: tuple[int, ...] = ()
+    is_from_start: bool = False
 
 
 class SuspectsNamed(EventBase, frozen=True, tag="suspects-named"):

@@ -91,7 +91,10 @@ def on_loss_broken(turn: Turn, event: LossBroken) -> None:
     if turn.state.phase != "running":
         return
     text = f"the loss is no finite number since step {event.step}"
-    ranks = event.ranks or (0,)
+    ranks, step, last = event.ranks or (0,), event.step, turn.state.last_word
+    if event.is_from_start and last is not None and last.kind == "loss":
+        text += ", the first of this attempt: what it went on from was broken already"
+        step = last.step  # so it is the same place
     if not recovery.see(turn, "failure", "losses of the ranks", text):
         return
     for rank in ranks:
@@ -99,7 +102,7 @@ def on_loss_broken(turn: Turn, event: LossBroken) -> None:
         if host is not None:
             # Where all have the same loss none of them is to blame: it follows from something else.
             fault: Fault = "host" if event.ranks else "process"
-            failure = Failure(rank, "loss", fault, "the loss is no finite number", step=event.step)
+            failure = Failure(rank, "loss", fault, "the loss is no finite number", step=step)
             recovery.add_failure(turn, host, failure)
 
 

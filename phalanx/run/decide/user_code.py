@@ -20,7 +20,8 @@ def words_of(failure: Failure) -> str:
 
 def speaks_of_itself(failure: Failure) -> bool:
     """Whether a rank speaks of itself, of something that no host can be blamed for."""
-    return failure.kind in _OWN_WORD and not failure.follows and failure.fault not in _NOT_BY_ITSELF
+    is_of_a_host = failure.fault in _NOT_BY_ITSELF and failure.kind != "loss"  # which would come at another step
+    return failure.kind in _OWN_WORD and not failure.follows and not is_of_a_host
 
 
 def counted(words: dict[str, int], failure: Failure, ranks: int) -> dict[str, int]:

@@ -24,6 +24,9 @@ RATE_S = 60.0
 BROKEN_STEPS = 5
 """After so many steps in a row whose loss is no number it does not come back."""
 
+PATIENT_STEPS = 200
+"""For so many steps the reports of ranks that have not come to such a step are waited for."""
+
 Classify = Callable[[WorkerEnded], Fault]
 """The class of the fault that ended a rank."""
 
@@ -198,7 +201,9 @@ class AttemptWatch:
                 rank.broken = -1
                 del self._broken[worker.rank]
         elif worker.step > rank.step and rank.broken < 0:
-            rank.broken = self._broken[worker.rank] = worker.step
+            # Between two reports there may be many steps: the rank itself knows at which it began.
+            rank.broken = worker.broken_step if worker.broken_step >= 0 else worker.step
+            self._broken[worker.rank] = rank.broken
 
     def _count(self, now: Now) -> None:
         if self.step >= 0 and (not self._past or self.step > self._past[-1][1]):
@@ -221,7 +226,10 @@ class AttemptWatch:
         broken = self._broken
         if self._is_broken or not broken or self.step < min(broken.values()) + BROKEN_STEPS:
             return []
-        self._is_broken = True
         first = min(broken.values())
+        if self.step < first + PATIENT_STEPS and any(0 <= rank.step < first for rank in self._ranks.values()):
+            return []  # what others say of that step is on its way
+        self._is_broken = True
         ranks = tuple(sorted(number for number, step in broken.items() if step == first))
-        return [LossBroken(now.unix_s, self.attempt, first, () if len(ranks) == self.world_size else ranks)]
+        named = () if len(ranks) == self.world_size else ranks
+        return [LossBroken(now.unix_s, self.attempt, first, named, is_from_start=first <= self._first)]
