@@ -18,7 +18,6 @@ from phalanx.run.now import Now
 from phalanx.run.wire.peer import Mark
 
 STEP_S = 1.0
-STATE = messages.HostState(0.0, 0, 0, 0)
 
 
 @dataclass
@@ -28,6 +27,10 @@ class FakeHost:
     Attributes:
         is_mute: neither hears nor says anything; its ranks go on.
         stalled: its ranks make no step, and their stacks do not change.
+        boot: its machine.
+        saved: steps that were done before this attempt; with `is_absolute` they are counted.
+        busy_s: own time per step; negative: it is not reported.
+        sent_bytes: of its training interface; None: it has none.
     """
 
     name: str
@@ -38,10 +41,18 @@ class FakeHost:
     is_mute: bool = False
     stalled: bool = False
     sequence: int = 0
+    pid: int = 1
+    boot: str = "boot"
+    saved: int = 0
+    is_absolute: bool = False
+    busy_s: float = -1.0
+    sent_bytes: int | None = None
     heard: list[messages.FromDriver] = field(default_factory=list)
 
     def hello(self) -> messages.Hello:
-        return messages.Hello(1, self.name, f"at-{self.name}", 2, 0, [], "", "boot", 1, self.attempt, self.ranks)
+        return messages.Hello(
+            1, self.name, f"at-{self.name}", 2, 0, [], "", self.boot, self.pid, self.attempt, self.ranks
+        )
 
     def answer(self, message: messages.FromDriver, now_s: float) -> list[messages.FromExecutor]:
         self.heard.append(message)
@@ -66,26 +77,45 @@ class FakeHost:
             self.steps = int((now_s - self.began_s) / STEP_S)
         age_s = now_s - self.began_s - self.steps * STEP_S
         workers = [
-            messages.WorkerState(rank, 100 + rank, "running", self.steps, age_s, STEP_S, steps_here=self.steps)
+            messages.WorkerState(
+                rank,
+                100 + rank,
+                "running",
+                self.saved + self.steps,
+                age_s,
+                STEP_S,
+                busy_s=self.busy_s,
+                steps_here=self.steps,
+                is_absolute=self.is_absolute,
+            )
             for rank in self.ranks
         ]
         self.sequence += 1
-        return messages.Heartbeat(self.sequence, now_s, self.attempt, workers, STATE)
+        found = [] if self.sent_bytes is None else [messages.Interface("ib0", self.sent_bytes, self.sent_bytes)]
+        state = messages.HostState(0.0, 0, 0, 0, found)
+        return messages.Heartbeat(self.sequence, now_s, self.attempt, workers, state)
 
 
 class Town:
     """A driver and its hosts.
 
     Attributes:
-        told: what people were told.
+        told: what people were told: alerts, and what is about incidents.
         explained: what executors have said that may explain a fault, with their hosts.
         orders: what the back end was told.
     """
 
-    def __init__(self, folder: Path, hosts: Sequence[str], job: Job, policy: Policy | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        hosts: Sequence[str],
+        job: Job,
+        policy: Policy | None = None,
+        settings: Settings | None = None,
+    ) -> None:
         self.path = str(folder / "journal.db")
         self.hosts = {name: FakeHost(name) for name in hosts}
-        self.job, self.policy = job, policy or Policy()
+        self.job, self.policy, self.settings = job, policy or Policy(), settings or Settings()
         self.now_s = 1000.0
         self.told: list[actions.Action] = []
         self.explained: list[tuple[str, messages.Evidence | messages.WorkerEnded]] = []
@@ -182,7 +212,7 @@ class Town:
 
     def _make(self) -> Driver:
         book = Book(self.journal, self.job, self.policy, self._clocks().unix_s)
-        return Driver(book, self, self, self, lambda ended: "process", blame_the_silent, Settings(), self._clocks)
+        return Driver(book, self, self, self, lambda ended: None, blame_the_silent, self.settings, self._clocks)
 
 
 def blame_the_silent(state: State, evidence: Sequence[messages.RankEvidence], at_s: float) -> SuspectsNamed:

@@ -159,7 +159,7 @@ class Watcher:
             was_let = isinstance(event, ev.ReturnAsked) and event.host == name
             assert host.state != "evicted" or after.hosts[name].state == "evicted" or was_let
         assert before.phase != "ended" or after.phase == "ended"
-        self._follow_ranks(event, after, actions)
+        self._follow_ranks(before, event, after, actions)
         self._count_restarts(before, event, after, actions)
         if self.policy.advise_only and not isinstance(event, ev.DriverRestarted) and not self.orders:
             assert not any(isinstance(a, act.Evict | act.Gather | act.OpenIncident) for a in actions)
@@ -167,7 +167,7 @@ class Watcher:
     def _seen(self, event: ev.Event) -> tuple[int, ...]:
         return (event.attempt,) if isinstance(event, ev.HostJoined) else (0,)
 
-    def _follow_ranks(self, event: ev.Event, after: State, actions: list[act.Action]) -> None:
+    def _follow_ranks(self, before: State, event: ev.Event, after: State, actions: list[act.Action]) -> None:
         """Nobody gets ranks of an attempt while a host may still have ranks of one before."""
         if isinstance(event, ev.Stopped) and event.attempt >= self.alive.get(event.host, 0):
             self.alive.pop(event.host, None)
@@ -176,8 +176,10 @@ class Watcher:
         for action in actions:
             if isinstance(action, act.Evict | act.Release):
                 self.alive.pop(action.host, None)
-            if isinstance(action, act.OpenStore | act.Start | act.Gather | act.Stop):
+            if isinstance(action, act.OpenStore | act.Start | act.Gather):
                 assert action.attempt == after.attempt
+            if isinstance(action, act.Stop):  # of the attempt before, where the next one begins at once
+                assert action.attempt in (before.attempt, after.attempt)
             if isinstance(action, act.Start):
                 assert all(attempt == action.attempt for attempt in self.alive.values())
                 assert not any(after.hosts[name].state == "evicted" for name in action.hosts)
