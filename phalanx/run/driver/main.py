@@ -31,6 +31,7 @@ from phalanx.run.executor.main import Settings as ExecutorSettings
 from phalanx.run.journal import Journal, open_journal
 from phalanx.run.judge.rules import Matcher, load_rules
 from phalanx.run.now import read_clocks
+from phalanx.run.people.audience import Audience, secrets_among
 from phalanx.run.people.hub import Hub, Item
 from phalanx.run.people.overview import Overview
 from phalanx.run.people.source import SHOWN_HOSTS, Source
@@ -96,6 +97,7 @@ class _Joined:
         workers = workers_on(config.workers_per_host, len(os.sched_getaffinity(0)), 0)
         book = Book(self.journal, config.to_job(workers), config.policy.to_policy(), read_clocks().unix_s)
         hub = Hub()
+        people = self._people(hub)
         environment = without_tokens(os.environ)
         backend = make_backend(Ordered(config, self.folder, self._command, environment))
         orders = BackendOrders(backend, lambda problem: hub.say("error", problem, read_clocks().unix_s))
@@ -104,7 +106,7 @@ class _Joined:
             book,
             server,
             orders,
-            hub,
+            people,
             lambda ended: class_of(self.matcher, ended),
             suspects_named,
             self._settings(),
@@ -125,6 +127,7 @@ class _Joined:
             try:
                 return await self._leave(driver, server, backend)
             finally:
+                await people.close()
                 hub.close()
                 await asyncio.wait([showing], timeout=_LAST_LOOK_S)
 
@@ -137,6 +140,13 @@ class _Joined:
         server.send_all(messages.End(driver.finished.reason))
         await backend.end()
         return driver.finished.status
+
+    def _people(self, hub: Hub) -> Audience:
+        """Everybody who is told; no report holds a secret that the job was given."""
+        config = self.config
+        token = ensure_token(config.token_path.absolute())
+        known = [token, *secrets_among({**os.environ, **config.environment})]
+        return Audience(hub, self.folder, config.job_name, known, config.webhook)
 
     def _command(self, host: str) -> list[str]:
         config = self.config
