@@ -14,6 +14,8 @@ from phalanx.faults.manifest import ActionName, Cluster, Expected, Incident, Las
 
 CLUSTER = Cluster(hosts=4, workers_per_host=2, spares=1)
 STEPS = 60
+SLOW_STEPS = 300
+"""Of cases in which a rank is slow: noise has to be told from slowness first."""
 
 _FOREVER = Lasts(unit="forever", amount=1)
 
@@ -79,13 +81,13 @@ class _Builder:
         """At which something happens: late enough for a checkpoint before it, early enough to see training go on."""
         return self.random.randint(STEPS // 4, STEPS // 2)
 
-    def add(self, name: str, incidents: list[Incident], expected: Expected, **cluster: Any) -> None:
+    def add(self, name: str, incidents: list[Incident], expected: Expected, steps: int = STEPS, **cluster: Any) -> None:
         """One more case."""
         size = self.cluster.model_copy(update=cluster)
         number = f"{len(self.cases) + 1:03d}"
         seed = self.random.getrandbits(32)
         made = Manifest(
-            id=f"{number}-{name}", seed=seed, cluster=size, steps=STEPS, incidents=tuple(incidents), expected=expected
+            id=f"{number}-{name}", seed=seed, cluster=size, steps=steps, incidents=tuple(incidents), expected=expected
         )
         self.cases.append(made)
 
@@ -154,7 +156,8 @@ def _worker_cases(builder: _Builder) -> None:
             drawn = {"status": builder.random.choice([1, 2, 3, 70, 137])} if kind == "exit" else {}
             when = When(step=builder.step())
             one = _incident(kind, "ranks", (rank,), when, lasts=lasts, retrigger=retrigger, settings=settings | drawn)
-            builder.add(f"{name}--rank-{rank}", [one], _after_worker(builder.cluster, kind, rank, actions))
+            steps = SLOW_STEPS if kind == "slow" else STEPS
+            builder.add(f"{name}--rank-{rank}", [one], _after_worker(builder.cluster, kind, rank, actions), steps)
     everyone = tuple(range(builder.cluster.ranks))
     when = When(step=builder.step())
     one = _incident("exception", "ranks", everyone, when, retrigger="attempt", settings={"error": "KeyError"})

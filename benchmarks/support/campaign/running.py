@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from phalanx.core.files import write_json
+from phalanx.faults.campaign import SLOW_STEPS
 from phalanx.faults.manifest import Manifest
 from phalanx.faults.referee import Score, judge
 from phalanx.faults.results import Result, Results
 from support.campaign.control import SCRIPT, Run, work_folder
+from support.campaign.settings import QUIET
 
 KEPT = ("driver.txt", "losses.txt")
 
@@ -52,7 +54,7 @@ def explain(run: Run, folder: Path) -> None:
 def undisturbed(case: Manifest, folder: Path, guard_s: float) -> Mapping[int, str]:
     """The loss of every step when nothing goes wrong; run once for each number of ranks and kept in `folder`."""
     cluster = case.cluster.model_copy(update={"spares": 0, "may_shrink": False})
-    quiet = Manifest(id="quiet", seed=0, cluster=cluster, steps=case.steps)
+    quiet = Manifest(id=QUIET, seed=0, cluster=cluster, steps=max(case.steps, SLOW_STEPS))
     what = f"{quiet.model_dump_json()} {SCRIPT.read_text()}"
     path = folder / f"undisturbed-{hashlib.sha256(what.encode()).hexdigest()[:12]}.json"
     if not path.exists():
@@ -61,8 +63,8 @@ def undisturbed(case: Manifest, folder: Path, guard_s: float) -> Mapping[int, st
             facts = run.facts_of_it()
             explain(run, folder / "explained" / "quiet")
         losses = {fact.step: fact.loss for fact in facts if fact.what == "loss"}
-        if sorted(losses) != list(range(1, case.steps + 1)) or any(fact.what == "detected" for fact in facts):
-            raise RuntimeError(f"the undisturbed training did not run well: {len(losses)} of {case.steps} losses")
+        if sorted(losses) != list(range(1, quiet.steps + 1)) or any(fact.what == "detected" for fact in facts):
+            raise RuntimeError(f"the undisturbed training did not run well: {len(losses)} of {quiet.steps} losses")
         folder.mkdir(parents=True, exist_ok=True)
         write_json(path, losses)
     return {int(step): loss for step, loss in json.loads(path.read_text()).items()}

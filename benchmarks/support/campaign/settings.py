@@ -12,6 +12,8 @@ from phalanx.run.config import toml_value
 DISK_BYTES = 512 << 20
 PACE_S = 0.4
 """Rest in each step where something lasts for seconds, or nothing happens for minutes."""
+QUIET = "quiet"
+"""Name of the case in which nothing happens."""
 SUBNET = "100.64.7.0/24"
 _SLOW_DRIVER = ("driver-killed", "driver-stopped", "link-cut", "link-silent", "link-delayed", "clock-jump")
 
@@ -79,11 +81,16 @@ def script_arguments(case: Manifest, places: Places) -> list[str]:
     kinds = kinds_of(case)
     lasting = any(incident.lasts.unit == "seconds" for incident in case.incidents) or kinds & {*_SLOW_DRIVER}
     pace_s = PACE_S if lasting or case.id.startswith("healthy") else 0.05
+    if case.id == QUIET:
+        pace_s = 0.0
+    if "slow" in kinds:
+        pace_s = 0.15
     from_outside = any(
         incident.when.phase == "checkpoint" and not KINDS[incident.kind].is_inside for incident in case.incidents
     )
     arguments = [str(case.steps), "--losses", str(places.losses), "--states", str(places.states)]
     arguments += ["--pace", str(pace_s), "--saving", "0.5" if from_outside else "0"]
+    arguments += ["--work", "20"] if "slow" in kinds else []
     return arguments
 
 
@@ -111,6 +118,8 @@ def _settings(case: Manifest, places: Places) -> dict[str, object]:
         settings |= {"run.policy.when_missing": "shrink", "run.policy.replace_wait_s": 2.0}
     elif any(response.action == "wait" for response in case.expected.responses):
         settings |= {"run.policy.give_up_s": 10.0}
+    if "slow" in kinds_of(case):
+        settings |= {"run.heartbeat_s": 0.5}
     if "spare-bad" in kinds_of(case):
         settings |= {"run.policy.start_s": 60.0}
     return settings

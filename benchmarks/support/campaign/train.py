@@ -32,7 +32,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--states", type=Path, required=True, help="folder of checkpoints")
     parser.add_argument("--pace", type=float, default=0.05, help="rest in every step, seconds")
     parser.add_argument("--saving", type=float, default=0.0, help="rest in every checkpoint, seconds")
-    parser.add_argument("--size", type=int, default=32, help="width of the model")
+    parser.add_argument("--work", type=int, default=0, help="more to compute in every step, of no consequence")
     return parser.parse_args()
 
 
@@ -43,8 +43,8 @@ class Training:
         self.attempt = int(os.environ.get("PHALANX_RUN_ATTEMPT", "0"))
         self.page = own_progress(os.environ, self.attempt)
         torch.manual_seed(0)
-        size = options.size
-        self.model = torch.nn.Sequential(torch.nn.Linear(size, size), torch.nn.Tanh(), torch.nn.Linear(size, 1))
+        self.model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+        self.weight = torch.full((256, 256), 0.01)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
     def run(self) -> None:
@@ -52,36 +52,40 @@ class Training:
         self.phase("train")
         for step in range(first, self.options.steps + 1):
             began_ns = time.monotonic_ns()
-            loss, waited_ns = self.train(step)
+            loss, idle_ns = self.train(step)
             if self.page is not None:
-                self.page.step(step, busy_ns=time.monotonic_ns() - began_ns - waited_ns, loss=loss)
+                self.page.step(step, busy_ns=time.monotonic_ns() - began_ns - idle_ns, loss=loss)
             self.note(f"{step} {loss.hex()}")
             if step % SAVE_STEPS == 0:
                 self.save(step)
 
     def train(self, step: int) -> tuple[float, int]:
-        """One step; its loss, averaged over the ranks, and how long others were waited for."""
+        """One step; its loss, averaged over the ranks, and how long this rank rested or waited for others."""
         torch.manual_seed(1_000 * step + self.rank)
-        loss = (self.model(torch.randn(8, self.options.size)) - 1).square().mean()
+        loss = (self.model(torch.randn(8, 32)) - 1).square().mean()
         self.optimizer.zero_grad()
         loss.backward()
         self.use_own_disk(step)
-        time.sleep(self.options.pace)
+        burden = torch.ones(64, 256)
+        for _ in range(self.options.work):
+            burden = torch.tanh(burden @ self.weight)
         parts = [parameter.grad.flatten() for parameter in self.model.parameters()]
         whole = torch.cat([*parts, loss.detach().reshape(1)]) / self.ranks
         began_ns = time.monotonic_ns()
+        time.sleep(self.options.pace)
         dist.all_reduce(whole)
-        waited_ns = time.monotonic_ns() - began_ns
+        idle_ns = time.monotonic_ns() - began_ns
         for parameter, part in zip(self.model.parameters(), whole[:-1].split([p.numel() for p in parts]), strict=True):
             parameter.grad.copy_(part.view_as(parameter))
         self.optimizer.step()
-        return whole[-1].item(), waited_ns
+        return whole[-1].item(), idle_ns
 
     def use_own_disk(self, step: int) -> None:
         """As scripts do that keep samples at hand on the disk of their host."""
         if "TMPDIR" in os.environ:
-            path = Path(os.environ["TMPDIR"]) / f"samples-{self.rank}"
-            path.write_bytes(step.to_bytes(4, "little") * 4096)
+            folder = Path(os.environ["TMPDIR"])
+            (folder / f"samples-{self.rank}-{step}").write_bytes(step.to_bytes(4, "little") * 4096)
+            (folder / f"samples-{self.rank}-{step - 1}").unlink(missing_ok=True)
 
     def save(self, step: int) -> None:
         self.phase("checkpoint", 60.0)
