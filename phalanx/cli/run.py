@@ -1,77 +1,97 @@
-"""`phalanx run`: keep any torchrun-style script running. Torch-free."""
+"""`phalanx run`: keep any torchrun-style script running, and look after what runs. Torch-free."""
 
 from __future__ import annotations
 
-import os
-import sys
-import time
-from pathlib import Path
-
 import click
-from rich.console import Console
-from rich.markup import escape
 
-from phalanx.run.config import load_job
-from phalanx.run.driver.main import drive
-from phalanx.run.flags import read_flags
-from phalanx.run.people.hub import Told
-from phalanx.run.people.source import Source
+from phalanx.cli.lazy import LazyGroup
 
-_OURS = {"--hosts": True, "--spares": True, "--workers-per-host": True, "--folder": True, "--job": True, "--set": True}
-_COLOURS = {"info": "default", "warning": "yellow", "error": "bold red", "good": "green"}
+SUBCOMMANDS: dict[str, tuple[str, str]] = {
+    "status": ("phalanx.cli.run_status:status", "How a job is: hosts, attempt, steps, incidents."),
+    "attach": ("phalanx.cli.run_attach:attach", "Watch a job as if it had been started here; Ctrl-C leaves it alone."),
+    "logs": ("phalanx.cli.run_logs:logs", "What ranks have written; -f goes on as they write."),
+    "incidents": ("phalanx.cli.run_incidents:incidents", "What went wrong and what was done; with a number, its page."),
+    "stop": ("phalanx.cli.run_orders:stop", "End a job; asked again, at once."),
+    "drain": ("phalanx.cli.run_orders:drain", "Let a host leave as soon as another can take its place."),
+    "evict": ("phalanx.cli.run_orders:evict", "Let a host leave at once, and not come back."),
+    "return": ("phalanx.cli.run_orders:give_back", "Let an evicted host come back, or a draining one stay."),
+}
 
+DRIVE = ":drive"
+SUPERVISE = ":supervise"
+_HIDDEN = {
+    "": ("phalanx.cli.run_start:start", ""),
+    DRIVE: ("phalanx.cli.run_start:drive_here", ""),
+    SUPERVISE: ("phalanx.cli.run_start:supervise_here", ""),
+}
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS] [--] SCRIPT [ARGUMENTS]…")
-def command(arguments: tuple[str, ...]) -> None:
-    """Run SCRIPT on several hosts, and keep it running: what dies, hangs or slows is found and replaced.
+_USAGE = "[OPTIONS] [--] SCRIPT [ARGUMENTS]…"
 
-    \b
-    --hosts N             hosts that take part
-    --spares N            hosts kept ready beside those
-    --workers-per-host N  ranks on each
-    --folder PATH         run folder
-    --job FILE            job file, TOML
-    --set KEY=VALUE       one setting of the job file, such as run.policy.max_restarts=3
+_EXAMPLES = """\
+phalanx run --workers-per-host 8 -- train.py --lr 3e-4
+phalanx run --hosts 4 --spares 1 --workers-per-host 2 -- train.py
+phalanx run --detach --job job.toml
+phalanx run --nnodes 2:4 --nproc-per-node 8 -m package.train    as torchrun has it
+phalanx run status                                              of the job under runs/ that lives
+phalanx run -- status                                           a script that is called so"""
 
-    torchrun's flags are understood too.
-    """
-    flags = read_flags(arguments, os.environ, _OURS)
-    changes = dict(flags.changes)
-    job, overrides = _ours(flags.ours, changes)
-    for note in flags.notes:
-        click.echo(note, err=True)
-    loaded = load_job(job, overrides, changes)
-    config = loaded.value.run
-    if config.backend == "local" and loaded.origin("run.policy.joining_check") == "default":
-        # One machine is one host as far as its hardware goes: no need to measure it once for each executor.
-        config = config.model_copy(update={"policy": config.policy.model_copy(update={"joining_check": "passive"})})
-    console = Console(stderr=True)
-    console.print(f"job {escape(config.job_name)}: {config.hosts} hosts, folder {escape(str(config.run_folder))}")
-    sys.exit(drive(config, lambda source: tell_on(source, console)))
-
-
-def _ours(words: list[str], changes: dict[str, object]) -> tuple[Path | None, list[str]]:
-    """Our own options: into `changes`; and the job file, and single settings."""
-    names = {"--hosts": "run.hosts", "--spares": "run.spares", "--workers-per-host": "run.workers_per_host"}
-    job, overrides = None, []
-    for flag, value in zip(words[::2], words[1::2], strict=True):
-        if flag == "--job":
-            job = Path(value)
-        elif flag == "--set":
-            overrides.append(value)
-        elif flag == "--folder":
-            changes["run.folder"] = value
-        else:
-            changes[names[flag]] = int(value) if value.isdecimal() else value
-    return job, overrides
+OPTIONS = (
+    ("--hosts N", "hosts that take part [1]"),
+    ("--spares N", "hosts kept ready beside those [0]"),
+    ("--workers-per-host N", "ranks on each: a number, gpu, cpu or auto [1]"),
+    ("--folder PATH", "run folder: journal, logs, incidents [runs/NAME]"),
+    ("--job FILE", "job file, TOML; its settings are in docs/run_config.md"),
+    ("--set KEY=VALUE", "one setting of it, such as run.policy.max_restarts=3"),
+    ("-d, --detach", "run in the background; a closed terminal or lost SSH session does not matter"),
+    ("--fresh", "begin a new job, although the one in the folder has not ended"),
+    ("--no-supervisor", "leave it to somebody else, such as systemd, to restart the driver"),
+)
 
 
-async def tell_on(source: Source, console: Console) -> None:
-    """Tell a person at a terminal what the driver says, line by line."""
-    async for item in source.follow(0):
-        if isinstance(item, Told):
-            clock = time.strftime("%H:%M:%S", time.localtime(item.unix_s))
-            about = f"incident {item.incident}: " if item.incident else ""
-            text = escape(f"{about}{item.text}")
-            console.print(f"[dim]{clock}[/dim] [{_COLOURS[item.level]}]{text}[/]", highlight=False)
+class _Run(LazyGroup):
+    """A group whose first word may also be an option, or a script: then a job is started."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take words that are no subcommand for those of a job."""
+        if not args:
+            args = ["--help"]
+        if args[0] not in self.lazy and args[0] not in _HIDDEN and args[0] not in ("-h", "--help"):
+            args = ["", *args]
+        return super().parse_args(ctx, args)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """One of those that are listed, or of those that are not."""
+        if cmd_name in _HIDDEN:
+            return _imported(*_HIDDEN[cmd_name][0].split(":"))
+        return super().get_command(ctx, cmd_name)
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Starting a job first, then looking after it."""
+        formatter.write_usage(ctx.command_path, _USAGE)
+        formatter.write_usage(ctx.command_path, "COMMAND …", prefix="       ")
+        formatter.write_paragraph()
+        formatter.write_text("Run SCRIPT on several hosts, and keep it running: what dies, hangs or slows is found and")
+        formatter.write_text("replaced. Any script that runs under torchrun does.")
+        with formatter.section("Options before the script"):
+            formatter.write_dl([*OPTIONS, ("torchrun's flags", "are understood too: --nnodes, --nproc-per-node, -m …")])
+        self.format_commands(ctx, formatter)
+        with formatter.section("Examples"):
+            for line in _EXAMPLES.splitlines():
+                formatter.write(f"{'':{formatter.current_indent}}{line}\n")
+        formatter.write_paragraph()
+        formatter.write_text("Commands find the job by --folder, else the newest under runs/ whose driver lives.")
+        formatter.write_text("Exit statuses: 0 done, 1 the script failed, 2 bad input, 3 not enough hosts,")
+        formatter.write_text("4 no progress, 5 stopped by a person, 6 its time was short. See docs/run.md.")
+
+
+def _imported(module: str, name: str) -> click.Command:
+    import importlib
+
+    command = getattr(importlib.import_module(module), name)
+    assert isinstance(command, click.Command)
+    return command
+
+
+@click.group(cls=_Run, lazy=SUBCOMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+def command() -> None:
+    """Keep any distributed script running, and look after what runs."""

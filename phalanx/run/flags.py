@@ -87,7 +87,7 @@ _TORCHRUN = (
     _Flag("local-addr", note="an executor says by itself where it is reached"),
     _Flag("logs-specs", note="logs are those of phalanx run"),
     _Flag("numa-binding", choices=("node", "socket", "exclusive", "core-complex"), note="ranks are not bound to cores"),
-    _Flag("signals-to-handle", note="SIGINT and SIGTERM stop the job, SIGHUP does not"),
+    _Flag("signals-to-handle", note="SIGINT, SIGTERM and SIGHUP stop the job"),
     _Flag("shutdown-timeout", kind=int),
     _Flag("virtual-local-rank", is_switch=True),
 )

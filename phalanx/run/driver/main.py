@@ -114,6 +114,8 @@ class _Joined:
         changed = asyncio.Event()
         driver.on_change = changed.set
         _on_signals(driver, backend)
+        # Whoever supervises a driver starts it with these blocked: one that comes too early waits for us.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
         async with server, open_house(config, self.folder, driver, book, hub):
             publish(self.folder / "driver", server.address)
             await backend.begin(driver.listener())

@@ -1,0 +1,256 @@
+"""`phalanx run … SCRIPT`: a job is started, in the foreground or not, and its driver is kept alive. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import click
+from rich.console import Console
+from rich.markup import escape
+
+from phalanx.cli.run import DRIVE, SUPERVISE
+from phalanx.cli.run_telling import tell_on
+from phalanx.core.errors import UserError
+from phalanx.run.aside import set_aside
+from phalanx.run.card import Card, life, read_card
+from phalanx.run.config import RunConfig, load_job
+from phalanx.run.flags import read_flags
+from phalanx.run.supervise import Supervisor, end_with
+
+_OURS = {
+    **dict.fromkeys(("--hosts", "--spares", "--workers-per-host", "--folder", "--job", "--set"), True),
+    **dict.fromkeys(("--detach", "-d", "--fresh", "--no-supervisor"), False),
+}
+_NUMBERS = {"--hosts": "run.hosts", "--spares": "run.spares", "--workers-per-host": "run.workers_per_host"}
+
+_BEGIN_S = 120.0
+_LOG_BYTES = 16 << 20
+
+
+class _Raw(click.Command):
+    """A command that gets its words as they are: those of the script are nobody else's business."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Leave them alone, but for a question for help before the script."""
+        if args[:1] in (["-h"], ["--help"]):
+            assert ctx.parent is not None
+            click.echo(ctx.parent.get_help())
+            ctx.exit()
+        ctx.params["arguments"] = tuple(args)
+        return []
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A command line that starts a job, understood."""
+
+    config: RunConfig
+    words: tuple[str, ...]
+    notes: list[str]
+    is_detached: bool
+    is_fresh: bool
+    is_supervised: bool
+
+    @property
+    def folder(self) -> Path:
+        return self.config.run_folder.absolute()
+
+    def command(self, hidden: str) -> list[str]:
+        """Of this program, given the same words."""
+        return [sys.executable, "-m", "phalanx.cli.main", "run", hidden, *self.words]
+
+
+@click.command(cls=_Raw)
+def start(arguments: tuple[str, ...]) -> None:
+    """Start a job."""
+    given = _read(arguments)
+    for note in given.notes:
+        click.echo(note, err=True)
+    _make_room(given)
+    config, console = given.config, _console()
+    console.print(f"job {escape(config.job_name)}: {config.hosts} hosts, folder {escape(str(config.run_folder))}")
+    if given.is_detached:
+        _detach(given)
+    elif given.is_supervised:
+        end_with(_supervise(given))
+    else:
+        end_with(_drive(given))
+
+
+@click.command(cls=_Raw)
+def supervise_here(arguments: tuple[str, ...]) -> None:
+    """Supervise, in a session of its own."""
+    end_with(_supervise(_read(arguments)))
+
+
+@click.command(cls=_Raw)
+def drive_here(arguments: tuple[str, ...]) -> None:
+    """Be the driver, in a process group of its own, which a terminal takes for one in the background."""
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    end_with(_drive(_read(arguments)))
+
+
+def _drive(given: _Given) -> int:
+    from phalanx.run.driver.main import drive
+
+    return drive(given.config, lambda source: tell_on(source, _console()))
+
+
+def _supervise(given: _Given) -> int:
+    def has_begun(pid: int) -> bool:
+        card = _card(given.folder)
+        return card is not None and card.pid == pid
+
+    supervisor = Supervisor(given.command(DRIVE), has_begun, _say)
+    return supervisor.run()
+
+
+# Before the start
+
+
+def _make_room(given: _Given) -> None:
+    """See that no driver lives in the folder, and put aside what a job that is over has left there.
+
+    Raises:
+        UserError: a driver lives there, or may.
+    """
+    folder, shown = given.folder, given.config.run_folder
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".starting").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two commands at once, one finds what the other has left
+        card = read_card(folder)
+        if card is not None:
+            _make_room_beside(given, card, folder, shown)
+
+
+def _make_room_beside(given: _Given, card: Card, folder: Path, shown: Path) -> None:
+    found = life(card)
+    if found == "lives":
+        cure = f"watch it with `phalanx run attach --folder {shown}`, or give this one another --folder"
+        raise UserError(f"the job {card.job!r} runs there already (driver: process {card.pid})", cure=cure)
+    if given.is_fresh or _is_over(folder, card):
+        if found == "elsewhere" and card.status is None:
+            cure = "give another --folder, or remove job.json from it"
+            raise UserError(f"its driver was started on {card.driver_host} and may live there", cure=cure)
+        how = f"ended with status {card.status}" if card.status is not None else "is over"
+        _say(f"the job before {how}; what it left is in {_near(set_aside(folder, card), shown)}")
+    else:
+        _say(f"the job in {shown} has not ended, and its driver is dead: this one takes over (--fresh begins anew)")
+
+
+def _is_over(folder: Path, card: Card) -> bool:
+    from phalanx.run.driver.past import is_over
+
+    return is_over(folder, card)
+
+
+def _near(place: Path, shown: Path) -> Path:
+    return shown / place.relative_to(shown.absolute())
+
+
+# Detached
+
+
+def _detach(given: _Given) -> None:
+    """Start the supervisor in a session of its own, and return when its driver has begun."""
+    folder, shown = given.folder, given.config.run_folder
+    before = _card(folder)
+    with _log(folder / "driver.log") as log:
+        process = subprocess.Popen(
+            given.command(SUPERVISE), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    card = _until_begun(folder, before, process)
+    process.returncode = 0  # it is nobody's child from now on
+    at = "" if given.config.folder == "" and len(list(Path("runs").glob("*/job.json"))) == 1 else f" --folder {shown}"
+    click.echo(f"it runs detached: driver {card.pid}, kept alive by {process.pid}, said in {shown / 'driver.log'}")
+    click.echo(f"  watch it   phalanx run attach{at}\n  look at it phalanx run status{at}")
+    click.echo(f"  its ranks  phalanx run logs -f{at}\n  end it     phalanx run stop{at}")
+
+
+def _until_begun(folder: Path, before: Card | None, process: subprocess.Popen[bytes]) -> Card:
+    until_s = time.monotonic() + _BEGIN_S
+    try:
+        while time.monotonic() < until_s:
+            card = _card(folder)
+            if card is not None and card != before and (card.status is not None or life(card) == "lives"):
+                return card
+            if process.poll() is not None:
+                sys.stderr.write((folder / "driver.log").read_text(errors="replace")[-4000:])
+                end_with(process.returncode)
+            time.sleep(0.05)
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGTERM)
+        raise
+    cure = f"look into {folder / 'driver.log'}; it may still come"
+    raise UserError(f"the driver has not begun within {_BEGIN_S:g} s", cure=cure)
+
+
+def _log(path: Path) -> BinaryIO:
+    """To append to; one that has grown large is put beside."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.stat().st_size > _LOG_BYTES:
+            path.replace(path.with_name(f"{path.name}.1"))
+    return path.open("ab")
+
+
+# Reading the command line
+
+
+def _read(arguments: tuple[str, ...]) -> _Given:
+    flags = read_flags(arguments, os.environ, _OURS)
+    changes, switches = dict(flags.changes), set[str]()
+    job, overrides = _ours(flags.ours, changes, switches)
+    loaded = load_job(job, overrides, changes)
+    config = loaded.value.run
+    if config.backend == "local" and loaded.origin("run.policy.joining_check") == "default":
+        # One machine is one host as far as its hardware goes: no need to measure it once for each executor.
+        config = config.model_copy(update={"policy": config.policy.model_copy(update={"joining_check": "passive"})})
+    is_detached = bool(switches & {"--detach", "-d"})
+    is_supervised = "--no-supervisor" not in switches
+    if is_detached and not is_supervised:
+        raise UserError("--detach and --no-supervisor contradict each other", cure="give one of them")
+    return _Given(config, arguments, flags.notes, is_detached, "--fresh" in switches, is_supervised)
+
+
+def _ours(words: list[str], changes: dict[str, Any], switches: set[str]) -> tuple[Path | None, list[str]]:
+    """Our own options: into `changes` and `switches`; and the job file, and single settings."""
+    job, overrides, rest = None, [], list(words)
+    while rest:
+        flag = rest.pop(0)
+        if not _OURS[flag]:
+            switches.add(flag)
+            continue
+        value = rest.pop(0)
+        if flag == "--job":
+            job = Path(value)
+        elif flag == "--set":
+            overrides.append(value)
+        elif flag == "--folder":
+            changes["run.folder"] = value
+        else:
+            changes[_NUMBERS[flag]] = int(value) if value.isdecimal() else value
+    return job, overrides
+
+
+def _card(folder: Path) -> Card | None:
+    with contextlib.suppress(UserError):
+        return read_card(folder)
+    return None
+
+
+def _console() -> Console:
+    return Console(stderr=True)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        click.echo(f"phalanx run: {text}", err=True)

@@ -1,0 +1,144 @@
+"""Keeps a driver alive: starts it again when it dies, and passes signals on, each once. Torch-free.
+
+The driver has a process group of its own. So a Ctrl-C, or a signal for a whole group, reaches this process only, and
+the driver hears it once: the first asks for a stop with grace, the second for one without. SIGHUP, of a terminal that
+is closed, is passed on as SIGTERM. The driver starts with both blocked and takes them when it is ready, so that none
+kills it on its way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+TO_BE_STARTED_AGAIN = 75
+"""Exit status of a driver that had to end although the job goes on (EX_TEMPFAIL of sysexits.h)."""
+
+_PASSED_ON = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
+_BLOCKED = (signal.SIGINT, signal.SIGTERM)
+_MOST_FALSE_STARTS = 5
+
+
+@dataclass
+class Supervisor:
+    """Of one driver.
+
+    Args:
+        command: that runs it.
+        has_begun: whether the driver with this process number has begun.
+        say: tells people.
+        pause_s: before the first restart; doubles with each until `most_pause_s`, and begins anew after a driver that
+            lived for `settled_s`.
+    """
+
+    command: Sequence[str]
+    has_begun: Callable[[int], bool]
+    say: Callable[[str], None]
+    pause_s: float = 0.2
+    most_pause_s: float = 30.0
+    settled_s: float = 60.0
+    _pending: list[signal.Signals] = field(default_factory=list)
+    _sent: list[signal.Signals] = field(default_factory=list)
+    _ever_begun: bool = False
+    _gives_up: bool = False
+
+    def run(self) -> int:
+        """Supervise until the driver has ended by itself; its exit status, as a shell gives it."""
+        waited_for = {number for number in _PASSED_ON if signal.getsignal(number) != signal.SIG_IGN} | {signal.SIGCHLD}
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)
+        try:
+            return self._run(waited_for)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _run(self, waited_for: set[signal.Signals]) -> int:
+        pause_s, false_starts = self.pause_s, 0
+        while True:
+            began_s = time.monotonic()
+            pid = self._start()
+            status, has_begun = self._watch(pid, waited_for)
+            self._ever_begun |= has_begun
+            false_starts = 0 if has_begun else false_starts + 1
+            if not self._is_to_start_again(status) or false_starts >= _MOST_FALSE_STARTS:
+                return status if status >= 0 else 128 - status
+            if time.monotonic() - began_s > self.settled_s:
+                pause_s = self.pause_s
+            self.say(
+                f"the driver (process {pid}) {_how(status)}; it is started again in {pause_s:g} s, the job goes on"
+            )
+            self._rest(pause_s, waited_for)
+            pause_s = min(2 * pause_s, self.most_pause_s)
+
+    def _start(self) -> int:
+        pid = os.posix_spawn(
+            self.command[0], list(self.command), os.environ, setpgroup=0, setsigmask=_BLOCKED, setsigdef=[signal.SIGHUP]
+        )
+        self._sent = []
+        for number in self._pending:
+            self._send(pid, number)
+        self._pending = []
+        return pid
+
+    def _watch(self, pid: int, waited_for: set[signal.Signals]) -> tuple[int, bool]:
+        """Until it has ended: its status, negative for a signal, and whether it had begun."""
+        while True:
+            info = signal.sigwaitinfo(waited_for)
+            if info.si_signo != signal.SIGCHLD:
+                self._pass_on(pid, signal.Signals(info.si_signo))
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                has_begun = self.has_begun(pid)
+                if not has_begun:  # what it was told it has not heard
+                    self._pending = self._sent
+                return os.waitstatus_to_exitcode(status), has_begun
+
+    def _pass_on(self, pid: int, number: signal.Signals) -> None:
+        if self._sent and not self._ever_begun and not self.has_begun(pid):
+            self._gives_up = True  # asked a second time, and nothing runs yet that would have to be ended in order
+            self._send(pid, signal.SIGKILL)
+        else:
+            self._send(pid, _PASSED_ON[number])
+
+    def _send(self, pid: int, number: signal.Signals) -> None:
+        self._sent.append(number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    def _is_to_start_again(self, status: int) -> bool:
+        if self._gives_up:
+            return False
+        if status == TO_BE_STARTED_AGAIN:  # unless whoever ends us, such as a back end that moves us, has ended it too
+            return not self._sent
+        return status < 0
+
+    def _rest(self, seconds: float, waited_for: set[signal.Signals]) -> None:
+        """Wait; a signal ends that, for the next driver has to hear of it."""
+        until_s = time.monotonic() + seconds
+        while (left_s := until_s - time.monotonic()) > 0:
+            info = signal.sigtimedwait(waited_for, left_s)
+            if info is not None and info.si_signo != signal.SIGCHLD:
+                self._pending.append(_PASSED_ON[signal.Signals(info.si_signo)])
+                return
+
+
+def end_with(status: int) -> NoReturn:
+    """End this process with a status, whatever its streams can still take: a terminal may be gone."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
+def _how(status: int) -> str:
+    if status >= 0:
+        return "had to end"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-status}"
