@@ -230,6 +230,7 @@ class Workers:
             cpu_s=cpu_s,
             rss_bytes=rss_bytes,
             loss=0.0 if progress.loss is None else progress.loss,
+            broken_step=progress.broken_step,
             steps_here=progress.steps_here,
             is_absolute=progress.is_absolute,
         )
