@@ -19,6 +19,7 @@ from typing import Any
 
 from phalanx.core.errors import UserError
 from phalanx.core.progress import PROGRESS_VARIABLE, ProgressWriter
+from phalanx.core.stack_dump import dump_beside, register
 from phalanx.launch.cores import Share
 from phalanx.launch.environment import Worker
 from phalanx.launch.failures import frames_of_user
@@ -198,6 +199,7 @@ def run_script(worker: Worker, say: Callable[[Any], None], name: str, is_module:
                 for piece, is_last in pieces(learnable(dict(sys.modules), known)):
                     say(Learnt(worker.rank, piece, is_last))
 
+    _offer_stacks(os.environ)
     report_steps(_open_page(os.environ), learn)
     try:
         _run_module(name) if is_module else _run_file(name)
@@ -226,6 +228,13 @@ def _open_page(environ: Mapping[str, str]) -> ProgressWriter | None:
     except OSError as error:
         print(f"steps are not reported: {path}: {error.strerror}", file=sys.stderr)
         return None
+
+
+def _offer_stacks(environ: Mapping[str, str]) -> None:
+    """Have this process write its stacks beside its page whenever the executor asks for them."""
+    if path := environ.get(PROGRESS_VARIABLE):
+        with contextlib.suppress(OSError):  # py-spy may do without
+            register(dump_beside(path))
 
 
 def _run_file(name: str) -> None:

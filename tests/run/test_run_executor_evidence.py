@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.core.stack_dump import dump_signal
 from phalanx.run.executor.evidence import Subject, gather
 from phalanx.run.executor.flight_recorder import FlightSource
 from phalanx.run.executor.reaping.tree import read_process
-from phalanx.run.executor.stacks import Stacks, dump_signal, format_py_spy, py_spy_program, stacks_of
+from phalanx.run.executor.stacks import Stacks, format_py_spy, py_spy_program, stacks_of
 from phalanx.run.judge.stack_text import main_stack
 from phalanx.run.messages import Accelerator
 
@@ -70,8 +71,8 @@ def may_look() -> None:
 
 
 def registered(path: Path, program: str) -> str:
-    setup = "from pathlib import Path\nfrom phalanx.run.executor.stacks import register\n"
-    return f"{setup}kept = register(Path({str(path)!r}))\n{program}"
+    setup = "from pathlib import Path\nfrom phalanx.core.stack_dump import register\n"
+    return f"{setup}register(Path({str(path)!r}))\n{program}"
 
 
 def test_ranks_that_hang_in_different_ways_are_told_apart(ranks: Ranks, may_look: None) -> None:
@@ -194,7 +195,9 @@ def test_everything_may_hang_and_the_limit_is_kept(tmp_path: Path) -> None:
     assert took_s < 60 and gathered.seconds == pytest.approx(took_s, abs=5)
     assert all(one.is_silent and not one.stacks for one in gathered.ranks)
     assert gathered.ranks[2].state == "D" and gathered.ranks[2].cpu_s > 0
-    assert "waits in nfs_wait_bit_killable" in gathered.ranks[2].note and "not done in time" in gathered.ranks[2].note
+    assert (
+        "waits in nfs_wait_bit_killable" in gathered.ranks[2].note and "did not answer within" in gathered.ranks[2].note
+    )
     assert "/proc did not answer" in gathered.ranks[0].note
     assert [process.wait(60) for process in started] == [-signal.SIGKILL]
     for pid in ("71", "72"):  # lets the threads that still wait go

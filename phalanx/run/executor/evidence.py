@@ -31,7 +31,7 @@ class Subject:
     """A rank that is looked at.
 
     Attributes:
-        dump: the file to which it writes its stacks, if it has called `phalanx.run.executor.stacks.register`.
+        dump: the file to which it writes its stacks, if it has called `phalanx.core.stack_dump.register`.
         progress: gives its last phase and step.
         flight: where its flight recorder's dumps are.
     """
@@ -181,6 +181,6 @@ def _note(look: _Look) -> str:
         parts.append(f"used {look.moved_s:.2f} s of CPU between two looks")
     elif not look.has_state:
         parts.append("/proc did not answer")
-    stacks = look.stacks or Stacks(problem="stacks were not read in time")
+    stacks = look.stacks or Stacks(problem="its stacks could not be read in time")
     parts += [words for words in (stacks.problem, look.flight[1]) if words]
     return "; ".join(parts)

@@ -1,16 +1,14 @@
 """Stacks of a Python process that may hang, be stopped or hold the GIL: by py-spy, else by faulthandler. Torch-free.
 
 py-spy reads the memory of the process, so that has not to do anything. Where it may not (a container without
-SYS_PTRACE), a rank that has called `register` writes its stacks itself when it gets `dump_signal`.
+SYS_PTRACE), a rank that has called `phalanx.core.stack_dump.register` writes its stacks itself when it is asked to.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -18,13 +16,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from phalanx.core.stack_dump import dump_signal
 from phalanx.run.executor.reaping.tree import PROC, read_process, send
 
 _POLL_S = 0.02
 _QUIET_S = 0.06  # without a new byte, and with a whole line at its end, what faulthandler writes is complete
 _STOPPED = "Tt"
+_SHARE = 0.6  # of the time, for py-spy where the process can be asked too
 _MAX_BYTES = 128 << 10  # of one rank: a message of all ranks of a host has to fit into a frame
 
 Start = Callable[[Callable[[], subprocess.Popen]], subprocess.Popen]
@@ -47,28 +47,6 @@ class Stacks:
     is_silent: bool = False
 
 
-def dump_signal() -> int:
-    """The signal on which a rank that has called `register` writes its stacks: nothing else uses it."""
-    return int(signal.SIGRTMAX) - 3
-
-
-def register(path: Path) -> TextIO:
-    """Have this process add the stacks of all its threads to a file whenever it gets `dump_signal`.
-
-    It does so although Python does not run. What it waits for in the kernel goes on, as after any signal that restarts
-    system calls; sleeping and polling in C, which are never restarted, return early.
-
-    Returns:
-        The open file, which has to stay open.
-
-    Raises:
-        OSError: it cannot be written to.
-    """
-    file = path.open("a")
-    faulthandler.register(dump_signal(), file=file, all_threads=True, chain=False)
-    return file
-
-
 def py_spy_program() -> Path | None:
     """Where py-spy is; beside this Python first. None: nowhere."""
     beside = Path(sys.executable).with_name("py-spy")
@@ -89,17 +67,20 @@ def stacks_of(
 
     Args:
         program: py-spy; None: there is none.
-        dump: the file of `register`, if the process has called that.
+        dump: the file of `phalanx.core.stack_dump.register`, if the process may have called that.
     """
     process = read_process(pid, proc)
     if process is None or not process.is_alive:
         return Stacks(problem="the process is gone", is_silent=True)
     by_py_spy = Stacks(problem="py-spy is not installed")
+    is_stopped = process.state in _STOPPED
+    may_write = dump is not None and not is_stopped and _catches(pid, dump_signal(), proc)
     if program is not None:
-        by_py_spy = _by_py_spy(program, pid, process.state in _STOPPED, until_s, start)
+        share = _SHARE if may_write else 1.0
+        by_py_spy = _by_py_spy(program, pid, is_stopped, share * until_s + (1 - share) * time.monotonic(), start)
     if by_py_spy.text or dump is None:
         return by_py_spy
-    itself = _by_itself(pid, dump, until_s, proc)
+    itself = _stopped() if is_stopped else _by_itself(pid, dump, until_s, proc)
     if itself.text:
         return itself
     problem = f"{by_py_spy.problem}; {itself.problem}"
@@ -108,13 +89,14 @@ def stacks_of(
 
 def _by_py_spy(program: Path, pid: int, is_stopped: bool, until_s: float, start: Start) -> Stacks:
     """py-spy halts a process to look at it; one that is stopped already it can only look at without that."""
+    began_s = time.monotonic()
     ways: tuple[list[str], ...] = (["--nonblocking"],) if is_stopped else ([], ["--nonblocking"])
     problem = ""
     for options in ways:
         command = [str(program), "dump", "--json", *options, "--pid", str(pid)]
         output, errors = _run(command, until_s, start)
         if output is None:
-            return Stacks(problem="py-spy was not done in time", is_silent=True)
+            return Stacks(problem=f"py-spy did not answer within {time.monotonic() - began_s:.1f} s", is_silent=True)
         with suppress(ValueError, KeyError, TypeError):
             if text := format_py_spy(json.loads(output), pid):
                 return Stacks(text)
@@ -137,11 +119,16 @@ def format_py_spy(threads: Any, pid: int) -> str:
     return "\n".join(lines)[:_MAX_BYTES]
 
 
+def _stopped() -> Stacks:
+    return Stacks(problem="the rank is stopped, so it cannot write its stacks", is_silent=True)
+
+
 def _by_itself(pid: int, dump: Path, until_s: float, proc: Path) -> Stacks:
     """Have the process write its stacks, if it waits for the signal; else that would end it."""
     process = read_process(pid, proc)
     if process is None or not _catches(pid, dump_signal(), proc):
         return Stacks(problem="the rank does not write its stacks itself")
+    began_s = time.monotonic()
     try:
         with dump.open("rb") as file:
             file.seek(0, os.SEEK_END)
@@ -150,7 +137,8 @@ def _by_itself(pid: int, dump: Path, until_s: float, proc: Path) -> Stacks:
     except OSError as error:
         return Stacks(problem=f"{dump}: {error.strerror}")
     if not written:
-        return Stacks(problem="the rank did not write its stacks", is_silent=True)
+        waited_s = time.monotonic() - began_s
+        return Stacks(problem=f"the rank did not write its stacks within {waited_s:.1f} s", is_silent=True)
     return Stacks(written.decode(errors="replace").strip()[:_MAX_BYTES])
 
 

@@ -9,12 +9,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from phalanx.core.errors import UserError
 from phalanx.core.progress import Progress, ProgressReader, create_page
+from phalanx.core.stack_dump import dump_beside
 from phalanx.launch.cores import local_shares
 from phalanx.launch.failures import Failure, failure_of_exit
 from phalanx.launch.messages import Exited, Over, Returned
@@ -137,13 +139,14 @@ class Workers:
     def subjects(self, ranks: Sequence[int] = ()) -> list[Subject]:
         """Those of `ranks` (none: all) whose processes are there, to be looked at."""
         wanted = [r for r in self._ranks.values() if r.pid and not r.is_over and (not ranks or r.rank in ranks)]
-        return [Subject(rank.rank, rank.pid, progress=lambda rank=rank: self._where(rank)) for rank in wanted]  # type: ignore[misc]
+        return [Subject(rank.rank, rank.pid, dump_beside(rank.page), partial(self._where, rank)) for rank in wanted]
 
     def close(self) -> None:
         """Let go of pages and store; the processes are gone."""
         for rank in self._ranks.values():
             rank.reader.close()
             rank.page.unlink(missing_ok=True)
+            dump_beside(rank.page).unlink(missing_ok=True)
         self._close_store()
 
     async def _spawn(self) -> dict[int, int]:

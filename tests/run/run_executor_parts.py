@@ -1,0 +1,97 @@
+"""An executor whose driver, hold on processes and senses are a test's; its template and ranks are real."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from phalanx.run import messages
+from phalanx.run.executor.evidence import Subject
+from phalanx.run.executor.executor import Executor
+from phalanx.run.executor.parts import Here, Senses
+from phalanx.run.executor.reaper import Killed
+
+GUARD_S = 60.0
+M = TypeVar("M")
+
+
+class Holder:
+    """Holds nothing; counts."""
+
+    def __init__(self) -> None:
+        self.contained: list[int] = []
+        self.ended = 0
+
+    def contain(self, pid: int) -> None:
+        self.contained.append(pid)
+
+    def end_attempt(self, within_s: float) -> Killed:
+        self.ended += 1
+        return Killed([], [], [], [], 0.0)
+
+    def end_all(self, within_s: float) -> Killed:
+        return self.end_attempt(within_s)
+
+    def reap(self) -> None: ...
+
+
+class Driver:
+    """The other end."""
+
+    connected = True
+
+    def __init__(self) -> None:
+        self.heard: list[messages.FromExecutor] = []
+        self.changed = asyncio.Event()
+
+    def send(self, message: messages.FromExecutor) -> bool:
+        self.heard.append(message)
+        self.changed.set()
+        return True
+
+    async def until(self, kind: type[M], wanted: Callable[[M], bool] = lambda _: True) -> M:
+        """The first message of this kind that has not been asked for yet."""
+        async with asyncio.timeout(GUARD_S):
+            while True:
+                for place, message in enumerate(self.heard):
+                    if isinstance(message, kind) and wanted(message):
+                        del self.heard[place]
+                        return message
+                self.changed.clear()
+                await self.changed.wait()
+
+
+def look(subjects: Sequence[Subject], attempt: int, within_s: float) -> messages.Evidence:
+    return messages.Evidence(attempt, [messages.RankEvidence(subject.rank, "here") for subject in subjects])
+
+
+def check(kind: str, peers: Sequence[str], own: Sequence[int]) -> list[messages.CheckOutcome]:
+    return [messages.CheckOutcome(kind, "pass", reason=f"{len(peers)} peers, {len(own)} own")]
+
+
+def findings(rank: int, lines: Sequence[str]) -> list[messages.Finding]:
+    return [messages.Finding(rank, "greeting", "unknown", line) for line in lines if "host" in line]
+
+
+SENSES = Senses(
+    state=lambda: messages.HostState(0.5, 2, 1, 3),
+    look=look,
+    check=check,
+    findings=findings,
+    hello=lambda: messages.Hello(1, "h", "127.0.0.1", 2, 2, [], "left", "boot", os.getpid(), 0, []),
+)
+
+
+def make_executor(
+    folder: Path, script: str, senses: Senses = SENSES, clock: Callable[[], float] = time.monotonic
+) -> tuple[Executor, Driver]:
+    (folder / "script.py").write_text(script)
+    (folder / "own_part.py").write_text("")
+    (folder / "pages").mkdir()
+    driver = Driver()
+    here = Here("h", "127.0.0.1", "left", dict(os.environ), folder / "pages", folder / "logs", driver_lost_s=10.0)
+    return Executor(here, driver, Holder(), senses, clock=clock), driver
