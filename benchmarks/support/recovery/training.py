@@ -117,6 +117,7 @@ def train_with_memory(model, optimizer):
 
 if "PHALANX_HOST" in os.environ:  # each host has a keeper of its own, although both are this machine
     keeper = f"keeper-{FOLDER.name}-{os.environ['PHALANX_HOST']}"
+    os.environ["PHALANX_INTERFACE"] = "lo"
     os.environ["PHALANX_KEEPER"] = f"{tempfile.gettempdir()}/phalanx-{os.geteuid()}/{keeper}"
 mark("imported")
 dist.init_process_group("gloo")
