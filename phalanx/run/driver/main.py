@@ -35,7 +35,7 @@ from phalanx.run.people.audience import Audience, secrets_among
 from phalanx.run.people.hub import Hub, Item
 from phalanx.run.people.overview import Overview
 from phalanx.run.people.source import SHOWN_HOSTS, Source
-from phalanx.run.secrets import ensure_token, server_context, without_tokens
+from phalanx.run.secrets import Token, ensure_token, server_context, without_tokens
 from phalanx.run.wire.addresses import publish
 from phalanx.run.wire.server import ExecutorServer
 
@@ -147,7 +147,7 @@ class _Joined:
         """Everybody who is told; no report holds a secret that the job was given."""
         config = self.config
         token = ensure_token(config.token_path.absolute())
-        known = [token, *secrets_among({**os.environ, **config.environment})]
+        known: list[Token | str] = [token, *secrets_among({**os.environ, **config.environment})]
         return Audience(hub, self.folder, config.job_name, known, config.webhook)
 
     def _command(self, host: str) -> list[str]:
