@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.run.decide.events import Advanced, Event, Fault, LossBroken, Running, WorkerFailed, WorkersReturned
@@ -33,20 +33,15 @@ Classify = Callable[[WorkerEnded], Fault]
 
 @dataclass
 class _Rank:
-    """What is known of a rank.
+    """What is known of a rank until all have made a step.
 
     Attributes:
-        seen: its last report; None: there is none.
         has_stepped: in this attempt.
         is_absolute: its steps are counted from the beginning of the training.
-        broken: the step from which on its loss has been no number; -1: it is one.
     """
 
-    seen: WorkerState | None = None
-    step: int = -1
     has_stepped: bool = False
     is_absolute: bool = False
-    broken: int = -1
 
 
 @dataclass
@@ -69,11 +64,13 @@ class AttemptWatch:
 
     def __post_init__(self) -> None:
         self._judge = StepJudge(self.attempt, self.began.monotonic_s, self.limits)
-        self._ranks = {rank: _Rank() for rank in range(self.world_size)}
+        self._ranks = [_Rank() for _ in range(self.world_size)]
+        self._seen: list[WorkerState | None] = [None] * self.world_size
         self._ended: set[int] = set()
         self._returned: set[int] = set()
         self._to_step = self._to_number = self.world_size
         self._broken: dict[int, int] = {}
+        """Steps from which on the losses of ranks have been no numbers."""
         self._step = self._first = -1
         self._is_running = False
         self._is_broken = False
@@ -94,12 +91,11 @@ class AttemptWatch:
     @property
     def workers(self) -> list[WorkerState]:
         """What ranks reported last, those that have."""
-        return [rank.seen for rank in self._ranks.values() if rank.seen is not None]
+        return [seen for seen in self._seen if seen is not None]
 
     def worker(self, rank: int) -> WorkerState | None:
         """What a rank reported last; None: nothing yet."""
-        found = self._ranks.get(rank)
-        return None if found is None else found.seen
+        return self._seen[rank] if 0 <= rank < self.world_size else None
 
     def steps_per_s(self, now: Now) -> float | None:
         """Over the last minute; None: there are not two steps to tell it from."""
@@ -118,15 +114,21 @@ class AttemptWatch:
         if beat.attempt != self.attempt:
             return []
         self._judge.observe(beat.attempt, beat.workers, now.monotonic_s)
-        for worker in beat.workers:
-            self._note(worker)
-        self._count(now)
-        return [*self._begin_running(now), *self._advance(now), *self._break(now)]
+        before = self._step
+        if not self._is_running:
+            for worker in beat.workers:
+                self._note_first(worker)
+        self._note(beat.workers)
+        if self._step > before:
+            self._count(now)
+        told = [] if self._is_running or self._to_step else self._begin_running(now)
+        if self._step > self._told_step and now.monotonic_s - self._told_s >= ADVANCED_S:
+            told += self.catch_up(now)
+        return told + self._break(now) if self._broken and not self._is_broken else told
 
     def on_ended(self, ended: WorkerEnded, now: Now) -> list[Event]:
         """A rank's process is gone. One that we have killed ourselves, or that has been told before, is no news."""
-        rank = self._ranks.get(ended.rank)
-        if ended.attempt != self.attempt or ended.rank in self._ended or rank is None:
+        if ended.attempt != self.attempt or ended.rank in self._ended or not 0 <= ended.rank < self.world_size:
             return []
         self._ended.add(ended.rank)
         if ended.by_us:
@@ -135,9 +137,11 @@ class AttemptWatch:
             self._returned.add(ended.rank)
             return [WorkersReturned(now.unix_s, self.attempt)] if len(self._returned) == self.world_size else []
         kind = "status" if ended.kind == "returned" else ended.kind
-        step = ended.step if ended.step >= 0 else rank.step
+        has_stepped, seen = self._ranks[ended.rank].has_stepped, self._seen[ended.rank]
+        step = max(ended.step, -1 if seen is None else seen.step)
+        step = step if step > 0 or has_stepped else -1
         return [
-            *self.catch_up(now, step if rank.has_stepped else -1),
+            *self.catch_up(now, step if has_stepped else -1),
             WorkerFailed(
                 now.unix_s,
                 self.attempt,
@@ -174,60 +178,63 @@ class AttemptWatch:
         """Seconds until the standing changes if nothing is reported."""
         return self._judge.next_look_s(now.monotonic_s)
 
-    def _note(self, worker: WorkerState) -> None:
-        rank = self._ranks.get(worker.rank)
-        if rank is None:
+    def _note(self, workers: Sequence[WorkerState]) -> None:
+        """Take in the reports of one host: of a thousand hosts this is done a thousand times a second."""
+        seen, size, newest, losses = self._seen, self.world_size, self._step, 0.0
+        for worker in workers:
+            losses += worker.loss
+        if self._broken or not math.isfinite(losses):
+            self._note_losses(workers)
+        for worker in workers:
+            if 0 <= worker.rank < size:
+                seen[worker.rank] = worker
+                if worker.step > newest and worker.steps_here > 0:
+                    newest = worker.step
+        self._step = newest
+
+    def _note_first(self, worker: WorkerState) -> None:
+        """What counts until all ranks have made a step."""
+        if not 0 <= worker.rank < self.world_size or worker.step < 0:
             return
-        rank.seen = worker
-        if worker.step < 0:
-            return
-        if worker.steps_here > 0 and not rank.has_stepped:
-            rank.has_stepped = True
-            self._to_step -= 1
+        rank = self._ranks[worker.rank]
         if worker.is_absolute != rank.is_absolute:
             rank.is_absolute = worker.is_absolute
             self._to_number += -1 if worker.is_absolute else 1
         if worker.steps_here > 0:
-            self._step = max(self._step, worker.step)
-            if not self._is_running:
-                first = worker.step - worker.steps_here + 1
-                self._first = first if self._first < 0 else min(self._first, first)
-        self._note_loss(rank, worker)
-        rank.step = worker.step
+            first = worker.step - worker.steps_here + 1
+            self._first = first if self._first < 0 else min(self._first, first)
+            self._to_step -= not rank.has_stepped
+            rank.has_stepped = True
 
-    def _note_loss(self, rank: _Rank, worker: WorkerState) -> None:
-        if math.isfinite(worker.loss):
-            if rank.broken >= 0:
-                rank.broken = -1
-                del self._broken[worker.rank]
-        elif worker.step > rank.step and rank.broken < 0:
-            # Between two reports there may be many steps: the rank itself knows at which it began.
-            rank.broken = worker.broken_step if worker.broken_step >= 0 else worker.step
-            self._broken[worker.rank] = rank.broken
+    def _note_losses(self, workers: Sequence[WorkerState]) -> None:
+        for worker in workers:
+            rank = worker.rank
+            if not 0 <= rank < self.world_size or worker.step < 0:
+                continue
+            before = self._seen[rank]
+            if math.isfinite(worker.loss):
+                self._broken.pop(rank, None)
+            elif worker.step > (-1 if before is None else before.step) and rank not in self._broken:
+                # Between two reports there may be many steps: the rank itself knows at which it began.
+                self._broken[rank] = worker.broken_step if worker.broken_step >= 0 else worker.step
 
     def _count(self, now: Now) -> None:
-        if self.step >= 0 and (not self._past or self.step > self._past[-1][1]):
-            self._past.append((now.monotonic_s, self.step))
+        self._past.append((now.monotonic_s, self.step))
         while len(self._past) > 2 and self._past[1][0] < now.monotonic_s - RATE_S:
             self._past.popleft()
 
-    def _begin_running(self, now: Now) -> Iterable[Event]:
-        if self._is_running or self._to_step:
-            return []
+    def _begin_running(self, now: Now) -> list[Event]:
         self._is_running = True
         # What is lost is counted up to the first step, be the newest one further by now.
         self._told_s, self._told_step = now.monotonic_s, self._first if self.is_absolute else self.step
         return [Running(now.unix_s, self.attempt, self._told_step, self.is_absolute)]
 
-    def _advance(self, now: Now) -> Iterable[Event]:
-        return self.catch_up(now) if now.monotonic_s - self._told_s >= ADVANCED_S else []
-
-    def _break(self, now: Now) -> Iterable[Event]:
+    def _break(self, now: Now) -> list[Event]:
         broken = self._broken
-        if self._is_broken or not broken or self.step < min(broken.values()) + BROKEN_STEPS:
-            return []
         first = min(broken.values())
-        if self.step < first + PATIENT_STEPS and any(0 <= rank.step < first for rank in self._ranks.values()):
+        if self.step < first + BROKEN_STEPS:
+            return []
+        if self.step < first + PATIENT_STEPS and any(0 <= seen.step < first for seen in self.workers):
             return []  # what others say of that step is on its way
         self._is_broken = True
         ranks = tuple(sorted(number for number, step in broken.items() if step == first))

@@ -6,6 +6,7 @@ it is gone.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from phalanx.run.decide.events import Event, HostJoined, HostUnknown
@@ -46,6 +47,8 @@ class HostWatch:
 
     heartbeat_s: float
     hosts: dict[str, Heard] = field(default_factory=dict)
+    _order: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    """Those that are not unknown, whoever was heard of longest ago first."""
     heartbeats: int = 0
 
     def on_hello(self, hello: Hello, now: Now) -> list[Event]:
@@ -53,6 +56,8 @@ class HostWatch:
         before = self.hosts.get(hello.host)
         state = before.state if before is not None else None
         self.hosts[hello.host] = Heard(hello, now.monotonic_s, state)
+        self._order[hello.host] = None
+        self._order.move_to_end(hello.host)
         return [HostJoined(now.unix_s, hello.host, hello.rack, hello.attempt, tuple(hello.running))]
 
     def on_heartbeat(self, host: str, beat: Heartbeat, now: Now) -> list[Event]:
@@ -63,6 +68,8 @@ class HostWatch:
         self.heartbeats += 1
         was_unknown, heard.is_unknown = heard.is_unknown, False
         heard.last_s, heard.state = now.monotonic_s, beat.host
+        self._order[host] = None
+        self._order.move_to_end(host)
         if not was_unknown:
             return []
         running = tuple(worker.rank for worker in beat.workers if worker.state != "ended")
@@ -71,20 +78,25 @@ class HostWatch:
     def on_gone(self, host: str) -> None:
         """The back end says that it is gone: nothing is expected of it any more."""
         self.hosts.pop(host, None)
+        self._order.pop(host, None)
 
     def tick(self, now: Now) -> list[Event]:
         """Those of which nothing has been heard for too long, once each."""
         events: list[Event] = []
-        for name, heard in self.hosts.items():
-            if not heard.is_unknown and now.monotonic_s - heard.last_s > self._limit_s:
-                heard.is_unknown = True
-                events.append(HostUnknown(now.unix_s, name))
+        while self._order:
+            name = next(iter(self._order))
+            if now.monotonic_s - self.hosts[name].last_s <= self._limit_s:
+                break
+            del self._order[name]
+            self.hosts[name].is_unknown = True
+            events.append(HostUnknown(now.unix_s, name))
         return events
 
     def next_look_s(self, now: Now) -> float:
         """Seconds until the next host may be unknown; infinite where none can be."""
-        lasts = [heard.last_s for heard in self.hosts.values() if not heard.is_unknown]
-        return max(min(lasts) + self._limit_s - now.monotonic_s, 0.0) if lasts else float("inf")
+        if not self._order:
+            return float("inf")
+        return max(self.hosts[next(iter(self._order))].last_s + self._limit_s - now.monotonic_s, 0.0)
 
     @property
     def _limit_s(self) -> float:

@@ -6,7 +6,7 @@ Soft state of the driver: only what is found becomes an event. Torch-free.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.run.decide.events import Event, SlowHost, TrafficSilent
@@ -59,9 +59,11 @@ class SlowWatch:
         self._per_round = 1
         self._told_s: dict[str, float] = {}
 
-    def on_heartbeat(self, host: str, workers: Iterable[WorkerState], now: Now) -> None:
+    def on_heartbeat(self, host: str, workers: Sequence[WorkerState], now: Now) -> None:
         """What the ranks of one host report."""
         longest_s, steps = -1.0, 0
+        if not workers or workers[0].busy_s < 0:  # a script that does not report it
+            return
         for worker in workers:
             if worker.busy_s > longest_s:
                 longest_s = worker.busy_s

@@ -81,6 +81,8 @@ class StepJudge:
         self._step_of: dict[int, int] = {}
         self._pauses: dict[int, tuple[float, str]] = {}
         """Until when a rank's phase excuses the job, and its name."""
+        self._longest: tuple[float, str] | None = None
+        self._is_longest_known = True
         self._step_s = self._progress_s = now_s
         """When any rank's last step ended, and the same or when a phase began, if that is later."""
         self._front = -1
@@ -108,7 +110,18 @@ class StepJudge:
         if attempt != self.attempt:
             return
         step_of, pauses = self._step_of, self._pauses  # this is done for every rank once a second
+        like: WorkerState | None = None
         for worker in workers:
+            if (
+                like is not None
+                and not pauses
+                and worker.steps_here == like.steps_here
+                and worker.phase == like.phase
+                and worker.state == like.state
+                and worker.expects_s == like.expects_s
+            ):
+                continue  # it says nothing new
+            like = worker
             rank, step = worker.rank, worker.steps_here if worker.step >= 0 else -1
             before = step_of.get(rank)
             if before != step:
@@ -121,7 +134,7 @@ class StepJudge:
                     self._advance(worker, step, max(now_s - worker.step_age_s, self._front_s))
             if worker.state == "ended":
                 step_of.pop(rank, None)
-                pauses.pop(rank, None)
+                self._drop_pause(rank)
             elif worker.phase not in ORDINARY_PHASES or worker.expects_s > 0 or rank in pauses:
                 self._look_for_pause(worker, now_s)
         self._progress_s = max(self._progress_s, self._step_s)
@@ -131,10 +144,21 @@ class StepJudge:
         began_s = now_s - worker.phase_age_s
         self._progress_s = max(self._progress_s, began_s)
         if wanted_s > 0:
-            self._pauses[worker.rank] = (began_s + wanted_s, worker.phase)
+            pause = began_s + wanted_s, worker.phase
+            before = self._pauses.get(worker.rank)
+            self._pauses[worker.rank] = pause
+            if self._longest is None or pause >= self._longest:
+                self._longest = pause
+            elif before == self._longest:
+                self._is_longest_known = False
             self._was_excused |= began_s + wanted_s > now_s
         else:
-            self._pauses.pop(worker.rank, None)
+            self._drop_pause(worker.rank)
+
+    def _drop_pause(self, rank: int) -> None:
+        before = self._pauses.pop(rank, None)
+        if before is not None and before == self._longest:
+            self._is_longest_known = False
 
     def _advance(self, worker: WorkerState, step: int, at_s: float) -> None:
         """Steps that no rank had done before; the first one of the attempt is longer than others."""
@@ -193,7 +217,9 @@ class StepJudge:
 
     def _pause(self, now_s: float) -> tuple[str, float] | None:
         """The phase that excuses the job for longest, and for how many seconds more."""
-        until_s, phase = max(self._pauses.values(), default=(now_s, ""))
+        if not self._is_longest_known:  # only now: a thousand ranks may have left a checkpoint together
+            self._longest, self._is_longest_known = max(self._pauses.values(), default=None), True
+        until_s, phase = self._longest or (now_s, "")
         return (phase or "a pause", until_s - now_s) if until_s > now_s else None
 
     def _limit_s(self) -> float:
