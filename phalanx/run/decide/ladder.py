@@ -121,7 +121,7 @@ def _each(state: State, levels: dict[str, int], leave: dict[str, str], marks: tu
 def _words(state: State, host: str, level: int, is_bad: bool) -> tuple[str, str]:
     """What is done with a host, and why."""
     if level == 0:
-        return f"{host} restarts in place after a passive check", f"{host}: first fault, of its process only"
+        return f"{host} restarts in place after a passive check", f"{host}: first fault, and only of a process"
     if level == 2:
         return f"{host} is replaced", f"{host}: at fault again although its checks passed"
     if is_bad:

@@ -84,7 +84,8 @@ def _how(action: CloseIncident) -> str:
         return f"the job ended with status {action.status}"
     if action.result == "false alarm":
         return "nothing was done"
-    return f"{action.text}, without {', '.join(list(action.hosts)[:3])}" if action.hosts else action.text
+    text = "training has returned" if action.status == 0 else action.text
+    return f"{text}, without {', '.join(list(action.hosts)[:3])}" if action.hosts else text
 
 
 def _lost(action: CloseIncident, unix_s: float, scrub: Scrub) -> list[Lost]:

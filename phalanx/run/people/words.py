@@ -53,8 +53,8 @@ def line(item: Item) -> Text:
 def said(item: Told) -> str:
     """What was said, with whom it is about; of several lines each stays one."""
     about = f"incident {item.incident}: " if item.incident else f"{item.host}: " if item.host else ""
-    by = f" (by {item.by})" if item.by not in ("", "driver") else ""
-    return "\n".join(harmless(part) for part in f"{about}{item.text}{by}".split("\n"))
+    by = "" if item.by in ("", "driver") or item.by.startswith("executor of ") else f"{item.by}: "
+    return "\n".join(harmless(part) for part in f"{about}{by}{item.text}".split("\n"))
 
 
 def progress(now: Overview) -> str:
