@@ -22,6 +22,9 @@ MOST_RANKS = 64
 """Logs of so many ranks together are read from files; of more, what executors have told is shown."""
 
 QUIET_S = 10.0
+_AT_ONCE = 100
+"""Lines that are handed over together: what a slow client does not take must not pile up."""
+
 _POLL_S = 0.25
 
 
@@ -29,9 +32,10 @@ async def follow_items(hub: Hub, number: int, seconds: float) -> AsyncIterator[b
     """Items after this number."""
     until_s = time.monotonic() + seconds
     while True:
-        if new := hub.since(number):
+        if new := hub.since(number)[:_AT_ONCE]:
             number = new[-1].number
             yield _lines(new)
+            continue
         left_s = until_s - time.monotonic()
         if left_s <= 0 or (hub.is_over and hub.last <= number):
             return
@@ -60,7 +64,8 @@ async def follow_lines(job: Job, rank: int | None, last: int, seconds: float) ->
         while True:
             was_over = is_over()
             if lines := await asyncio.to_thread(follower.poll):
-                yield _lines(map(line_body, lines))
+                for start in range(0, len(lines), _AT_ONCE):
+                    yield _lines(map(line_body, lines[start : start + _AT_ONCE]))
                 quiet_s = time.monotonic()
             elif was_over:
                 return
