@@ -21,6 +21,7 @@ from phalanx.cli.run import DRIVE, SUPERVISE
 from phalanx.cli.run_telling import tell_on
 from phalanx.core.errors import UserError
 from phalanx.run.aside import set_aside
+from phalanx.run.backends.choose import submit_job
 from phalanx.run.card import Card, life, read_card
 from phalanx.run.config import RunConfig, load_job
 from phalanx.run.flags import read_flags
@@ -75,6 +76,8 @@ def start(arguments: tuple[str, ...]) -> None:
     given = _read(arguments)
     for note in given.notes:
         click.echo(note, err=True)
+    if (status := submit_job(given.config)) is not None:
+        end_with(status)
     _make_room(given)
     config, console = given.config, _console()
     console.print(f"job {escape(config.job_name)}: {config.hosts} hosts, folder {escape(str(config.run_folder))}")

@@ -20,8 +20,13 @@ from typing import NoReturn
 TO_BE_STARTED_AGAIN = 75
 """Exit status of a driver that had to end although the job goes on (EX_TEMPFAIL of sysexits.h)."""
 
-_PASSED_ON = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
-_BLOCKED = (signal.SIGINT, signal.SIGTERM)
+_PASSED_ON = {
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGHUP: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGUSR1,  # Slurm's warning that the time is short; without such a back end it stays blocked
+}
+_BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _MOST_FALSE_STARTS = 5
 
 

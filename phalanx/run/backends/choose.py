@@ -9,11 +9,32 @@ from phalanx.core.errors import UserError
 from phalanx.run.backends.base import Backend, Ordered
 from phalanx.run.config import RunConfig
 
-BACKENDS = {"local": "phalanx.run.backends.local", "kubernetes": "phalanx.run.backends.kubernetes.backend"}
+BACKENDS = {
+    "local": "phalanx.run.backends.local",
+    "slurm": "phalanx.run.backends.slurm.backend",
+    "kubernetes": "phalanx.run.backends.kubernetes.backend",
+}
 """Each a module with ``make(ordered: Ordered) -> Backend``, imported where it is chosen."""
 
-ELSEWHERE = {"kubernetes": "phalanx.run.backends.kubernetes.submit"}
+ELSEWHERE = {
+    "slurm": "phalanx.run.backends.slurm.submit",
+    "kubernetes": "phalanx.run.backends.kubernetes.submit",
+}
 """Whose driver may have to run somewhere else: each a module with ``submit(config: RunConfig) -> int | None``."""
+
+
+SETTLING = {"slurm": "phalanx.run.backends.slurm.settling"}
+"""Who knows better than a default: each a module with ``settle(config: RunConfig) -> RunConfig``."""
+
+
+def settle(config: RunConfig) -> RunConfig:
+    """The job as its driver shall have it, with what only the back end can know where the job says nothing.
+
+    Raises:
+        UserError: it cannot be found out.
+    """
+    module = SETTLING.get(config.backend)
+    return config if module is None else cast(RunConfig, importlib.import_module(module).settle(config))
 
 
 def submit_job(config: RunConfig) -> int | None:

@@ -18,7 +18,7 @@ import msgspec
 from phalanx.run import messages
 from phalanx.run.api.house import open_house
 from phalanx.run.backends.base import Backend, Movable, Ordered
-from phalanx.run.backends.choose import make_backend
+from phalanx.run.backends.choose import make_backend, settle
 from phalanx.run.config import RunConfig, workers_on
 from phalanx.run.decide.events import StopAsked
 from phalanx.run.driver.book import Book
@@ -62,6 +62,7 @@ def drive(config: RunConfig, show: Show) -> int:
         UserError: something is wrong with the job, or another driver has it.
     """
     _allow_many_files()
+    config = settle(config)
     folder = config.run_folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     rules = [Path(rule).absolute() for rule in config.rules]
@@ -115,7 +116,7 @@ class _Joined:
         driver.on_change = changed.set
         _on_signals(driver, backend)
         # Whoever supervises a driver starts it with these blocked: one that comes too early waits for us.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
         async with server, open_house(config, self.folder, driver, book, hub):
             publish(self.folder / "driver", server.address)
             await backend.begin(driver.listener())
@@ -160,7 +161,8 @@ class _Joined:
             token=str(config.token_path.absolute()),
             logs=str(config.log_folder.absolute()),
             rules=tuple(map(str, self.rules)),
-            is_only_host=True,
+            address="127.0.0.1" if config.backend == "local" else "auto",
+            is_only_host=config.backend == "local",
             driver_lost_s=config.driver_lost_s,
             **self._tls(),
         )

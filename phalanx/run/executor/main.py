@@ -26,7 +26,7 @@ from phalanx.run.executor.reaper import Reaper, choose_way, run_guarded
 from phalanx.run.executor.senses import Means, follow_kernel, make_senses
 from phalanx.run.now import unix_s
 from phalanx.run.secrets import TlsFiles, client_context, read_token, without_tokens
-from phalanx.run.wire.addresses import published
+from phalanx.run.wire.addresses import address_towards, parse, published
 from phalanx.run.wire.link import DriverLink, ReplacedError
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         folder: of the run.
         driver: file in which the driver says where it listens.
         token: file with the job's token.
-        address: where workers of other hosts reach this one.
+        address: where workers of other hosts reach this one; ``auto``: from where this one reaches the driver.
         rack: what it may fail together with; empty: not known.
         logs: folder for logs of ranks.
         rules: files with log rules.
@@ -99,7 +99,7 @@ def serve(settings: Settings, reaper: Reaper) -> int:
 async def _serve(settings: Settings, reaper: Reaper, pages: Path) -> int:
     here = Here(
         settings.host,
-        settings.address,
+        _address(settings),
         settings.rack,
         without_tokens(os.environ),
         pages,
@@ -144,6 +144,13 @@ async def _serve(settings: Settings, reaper: Reaper, pages: Path) -> int:
     await linking
     kernel.close()
     return status
+
+
+def _address(settings: Settings) -> str:
+    if settings.address != "auto":
+        return settings.address
+    drivers = published(Path(settings.driver))()
+    return address_towards(parse(drivers[0]).host)
 
 
 def _tls(settings: Settings) -> ssl.SSLContext | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -46,3 +47,19 @@ def publish(path: Path, address: Address) -> None:
 def published(path: Path) -> Callable[[], list[str]]:
     """What reads that file each time that it is called: one address a line. It raises OSError while there is none."""
     return lambda: path.read_text(encoding="utf-8").split()
+
+
+def address_towards(target: str) -> str:
+    """The address of this machine from which `target` is reached; nothing is sent.
+
+    Raises:
+        UserError: it is not reached.
+    """
+    try:
+        kind, _, _, _, place = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        cure = "see whether this machine knows the name, and has a way to it"
+        raise UserError(f"is not reached from here ({error})", cure=cure, field="address", value=target) from None

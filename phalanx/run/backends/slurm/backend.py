@@ -1,0 +1,370 @@
+"""Hosts that are nodes of a Slurm job: the allocation in which the driver runs. Torch-free.
+
+Each executor is a step of its own on one node, kept by one ``srun`` on the driver's machine. srun's outlive the driver.
+A node that Slurm takes out of the job is gone; a step that ends is gone as soon as Slurm does not list it any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.errors import UserError
+from phalanx.run.backends.base import Listener, Ordered
+from phalanx.run.backends.slurm import commands
+from phalanx.run.backends.slurm.commands import Allocation, SlurmError, StepList
+from phalanx.run.backends.slurm.nodes import Notes, Rests
+from phalanx.run.backends.slurm.options import SlurmOptions, read_options
+from phalanx.run.backends.watched import Identity, Watched, identity_of
+
+_log = logging.getLogger(__name__)
+
+GRACE_S = 10.0
+"""What an executor has after SIGTERM to end its workers and itself."""
+
+CERTAIN_S = 20.0
+"""How long the end of a killed step is waited for; a node on which it takes longer does not answer."""
+
+_LOOK_S = 0.2
+_LONGEST_LOOK_S = 2.0
+
+Stages = tuple[tuple[float, str], ...]
+"""Which signal a step is sent after so many seconds."""
+
+_ASKED: Stages = ((0.0, "TERM"), (GRACE_S, "KILL"))
+_TOLD: Stages = ((3.0, "TERM"), (GRACE_S, "KILL"))  # the driver has said it to the executors
+_AT_ONCE: Stages = ((0.0, "KILL"),)
+
+
+def make(ordered: Ordered) -> SlurmBackend:
+    """For `phalanx.run.backends.choose`.
+
+    Raises:
+        UserError: this is no allocation, or an option is wrong.
+    """
+    options = read_options(ordered.config)
+    job = commands.in_allocation(os.environ)
+    if not job:
+        cure = "run this inside sbatch or salloc; `phalanx run` on a login node submits the job by itself"
+        raise UserError("there is no allocation here (SLURM_JOB_ID)", cure=cure, field="run.backend", value="slurm")
+    commands.require_programs("srun", "squeue", "scancel")
+    backend = SlurmBackend(ordered, options, job)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, backend.warn)
+    return backend
+
+
+@dataclass
+class SlurmBackend:
+    """Implements `phalanx.run.backends.base.Backend` and `Movable`.
+
+    Args:
+        ordered: the run.
+        options: of this back end.
+        job: id of the Slurm job.
+    """
+
+    ordered: Ordered
+    options: SlurmOptions
+    job: str
+    _coming: dict[str, float] = field(default_factory=dict)
+    _watched: dict[str, Watched] = field(default_factory=dict)
+    _ending: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _beside: set[asyncio.Task[None]] = field(default_factory=set)
+    _rests: Rests = field(default_factory=Rests)
+    _wanted: int = 0
+    _is_closing: bool = False
+
+    def __post_init__(self) -> None:
+        self.folder: Path = self.ordered.folder / "executors"
+        self._notes = Notes(self.folder / "slurm.json")
+        self._allocation = Allocation("RUNNING", (), float("inf"))
+        self._listener = Listener(lambda host, why: None, lambda left_s: None)
+        self._is_short = False
+        self._begun = asyncio.Event()
+        self._steps = StepList(self.job)
+
+    @property
+    def hosts(self) -> list[str]:
+        """Those that are there, or whose end is not certain."""
+        return list(self._notes.hosts)
+
+    # As Backend has it
+
+    async def begin(self, listener: Listener) -> None:
+        """Read the allocation, and take over the steps that an earlier driver has started.
+
+        Raises:
+            UserError: the allocation or the folder cannot be used.
+        """
+        self._listener = listener
+        self._read_notes()
+        self._allocation = self._usable(await commands.allocation(self.job))
+        for host, started in list(self._notes.hosts.items()):
+            self._take_over(host, started.srun if started.machine == socket.gethostname() else None)
+        self._do(self._poll())
+        self._begun.set()
+
+    async def ask(self, count: int) -> None:
+        """Start so many executors, less those on their way, as far as there are nodes; the rest when there are."""
+        self._wanted = count
+        self._fill()
+
+    def arrived(self, host: str) -> None:
+        """It is not on its way any more."""
+        if self._coming.pop(host, None) is not None:
+            self._wanted = max(self._wanted - 1, 0)
+            self._rests.wake(self._notes.hosts[host].node)
+
+    async def evict(self, host: str, why: str) -> None:
+        """End the step; its node is not used again for this job."""
+        node = self._notes.hosts[host].node if host in self._notes.hosts else host
+        if node not in self._notes.evicted and node in self._notes.uses:
+            self._notes.evicted[node] = why
+            self._notes.write()
+        self._end(host, "it was ended", _ASKED)
+
+    async def release(self, host: str, why: str) -> None:
+        """End the step; its node may be used again, after others."""
+        if host in self._notes.hosts:
+            self._rests.rest(self._notes.hosts[host].node, time.monotonic())
+        self._end(host, "it was ended", _ASKED)
+
+    async def leave(self) -> None:
+        """Let go of all steps; they go on."""
+        self._close()
+        for task in self._ending.values():
+            task.cancel()
+
+    async def end(self) -> None:
+        """End all steps, and wait until they are gone."""
+        self._wanted = 0
+        for host in list(self._notes.hosts):
+            self._end(host, "it was ended", _TOLD)
+        await asyncio.gather(*self._ending.values(), return_exceptions=True)
+        self._close()
+
+    def warn(self) -> None:
+        """Slurm, or whoever passes its signal on, says that the time is short."""
+        self._do(self._on_warning())
+
+    async def goes_on(self) -> bool:
+        """As `phalanx.run.backends.base.Movable`: Slurm ends the whole job, so a person did not mean this driver."""
+        with suppress(SlurmError):
+            now = await commands.allocation(self.job)
+            return now is None or now.state != "RUNNING"
+        return True
+
+    # Starting
+
+    def _fill(self) -> None:
+        """Start what is wanted and not on its way, as far as there are nodes."""
+        lacking = self._wanted - len(self._coming)
+        if lacking <= 0 or self._is_closing:
+            return
+        free = [node for node in self._allocation.nodes if node not in self._notes.busy | self._notes.evicted.keys()]
+        names = [self._notes.begin(node) for node in self._rests.ready(free, time.monotonic())[:lacking]]
+        if names:
+            self._notes.write()
+            for name in names:
+                self._start(name)
+            self._notes.write()
+
+    def _start(self, host: str) -> None:
+        node = self._notes.hosts[host].node
+        srun = commands.srun_command(self.job, node, self._step(host), self.options.srun)
+        with (self.folder / f"{host}.err").open("ab") as output:
+            process = subprocess.Popen(
+                [*srun, *self.ordered.command(host)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=commands.srun_environment(self.ordered.environment),
+                start_new_session=True,
+            )
+        identity = identity_of(process.pid)
+        process.returncode = 0  # it is watched by its descriptor; subprocess is not to wait for it
+        self._notes.hosts[host].srun = identity
+        self._notes.hosts[host].machine = socket.gethostname()
+        self._coming[host] = time.monotonic() + self.options.start_s
+        self._watch(host, identity)
+
+    def _take_over(self, host: str, identity: Identity | None) -> None:
+        self._coming[host] = time.monotonic() + self.options.start_s
+        self._watch(host, identity)
+
+    def _watch(self, host: str, identity: Identity | None) -> None:
+        with suppress(ProcessLookupError):
+            if identity is not None:
+                self._watched[host] = Watched(identity, lambda: self._on_srun_ended(host))
+                return
+        self._on_srun_ended(host)
+
+    # Ending
+
+    def _end(self, host: str, why: str, stages: Stages) -> None:
+        if host in self._notes.hosts and host not in self._ending:
+            self._ending[host] = asyncio.get_running_loop().create_task(self._terminate(host, why, stages))
+
+    def _on_srun_ended(self, host: str) -> None:
+        """Its step has ended, or will, or runs on without anybody who keeps it: see that it is gone."""
+        self._watched.pop(host, None)
+        if not self._is_closing:
+            self._end(host, f"its executor has ended: {self._last_words(host)}", _AT_ONCE)
+
+    async def _terminate(self, host: str, why: str, stages: Stages) -> None:
+        """Signal the step until it is gone, or the node does not answer; then say so."""
+        began_s, look_s, signalled = time.monotonic(), _LOOK_S, ""
+        while (number := await self._step_of(host)) is not None:
+            spent_s = time.monotonic() - began_s
+            if spent_s > stages[-1][0] + CERTAIN_S:
+                why += "; its step does not end" if number else "; Slurm does not say whether its step has ended"
+                break
+            name = next((name for after_s, name in reversed(stages) if spent_s >= after_s), "")
+            if name != signalled and await self._signal(host, number, name):
+                signalled = name
+            await asyncio.sleep(look_s)
+            look_s = min(1.5 * look_s, _LONGEST_LOOK_S)
+        self._gone(host, why)
+
+    async def _signal(self, host: str, number: str, name: str) -> bool:
+        """Send a signal to a step, or to what wants to begin it; whether it was sent."""
+        if not number:
+            watched = self._watched.get(host)
+            if watched is not None and name == "KILL":
+                watched.send(signal.SIGKILL)
+            return False
+        with suppress(SlurmError):
+            await commands.signal_step(number, name)
+            return True
+        return False
+
+    async def _step_of(self, host: str) -> str | None:
+        """Id of the step of this host; empty: not known; None: there is none any more."""
+        if self._notes.hosts[host].node not in self._allocation.nodes:
+            return None
+        try:
+            found = (await self._steps.read()).get(self._step(host))
+        except SlurmError as error:
+            return None if "Invalid job id" in str(error) else ""
+        # While its srun lives, a step that is not listed yet will be.
+        return found if found is not None or host not in self._watched else ""
+
+    def _gone(self, host: str, why: str) -> None:
+        watched = self._watched.pop(host, None)
+        if watched is not None:
+            watched.send(signal.SIGKILL)
+            watched.close()
+        node = self._notes.hosts.pop(host).node
+        self._notes.write()
+        self._ending.pop(host, None)
+        if self._coming.pop(host, None) is not None:
+            self._rests.rest(node, time.monotonic())
+        self._listener.gone(host, why)
+        self._fill()
+
+    # Watching
+
+    async def _poll(self) -> None:
+        """Ask Slurm for news, for ever."""
+        while not self._is_closing:
+            try:
+                now = await commands.allocation(self.job)
+            except SlurmError as error:
+                _log.warning("Slurm cannot be asked for news of job %s: %s", self.job, error)
+            else:
+                self._on_news(now)
+            left_s = self._allocation.left_s - self.options.stop_before_s
+            await asyncio.sleep(min(self.options.poll_s, max(left_s, _LOOK_S)))
+
+    def _on_news(self, now: Allocation | None) -> None:
+        if now is None or (now.state != "RUNNING" and not now.nodes):
+            return  # the whole job ends: Slurm ends this process too, and what it says of nodes means nothing
+        self._allocation = now
+        for host, started in list(self._notes.hosts.items()):
+            if started.node not in now.nodes:
+                self._end(host, f"Slurm has taken node {started.node} out of the job", _AT_ONCE)
+        self._give_up_late()
+        self._fill()
+        if now.left_s <= self.options.stop_before_s:
+            self._tell_short(now.left_s)
+
+    def _give_up_late(self) -> None:
+        for host, limit_s in list(self._coming.items()):
+            if time.monotonic() > limit_s:
+                why = f"its executor has not connected within {self.options.start_s:.0f} s: {self._last_words(host)}"
+                self._end(host, why, _ASKED)
+
+    async def _on_warning(self) -> None:
+        await self._begun.wait()
+        left_s = self._allocation.left_s
+        with suppress(SlurmError):
+            now = await commands.allocation(self.job)
+            left_s = now.left_s if now is not None else 0.0
+        self._tell_short(min(left_s, self.options.stop_before_s))
+
+    def _tell_short(self, left_s: float) -> None:
+        if not self._is_short:
+            self._is_short = True
+            self._listener.time_is_short(left_s)
+
+    # The rest
+
+    def _usable(self, found: Allocation | None) -> Allocation:
+        """The allocation, if the job can begin in it."""
+        job, options = self.ordered.config, self.options
+        if found is None or not found.nodes:
+            cure = "run this inside a job that runs, and unset SLURM_JOB_ID elsewhere"
+            raise UserError("is no Slurm job that has nodes", cure=cure, field="SLURM_JOB_ID", value=self.job)
+        if found.left_s <= options.stop_before_s:
+            cure = "give the allocation more time, or lower run.backend_options.stop_before_s"
+            raise UserError(f"only {found.left_s:.0f} s of the allocation are left", cure=cure, value=self.job)
+        usable = [node for node in found.nodes if node not in self._notes.evicted]
+        if len(found.nodes) < job.hosts:
+            cure = f"ask Slurm for {job.hosts + job.spares} nodes, or lower run.hosts"
+            raise UserError(
+                f"the allocation has {len(found.nodes)} nodes", cure=cure, field="run.hosts", value=job.hosts
+            )
+        if len(usable) < job.hosts + job.spares:
+            _log.warning("%d of the allocation's nodes can be used, for %d hosts", len(usable), job.hosts)
+        return found
+
+    def _read_notes(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._notes = Notes.read(self._notes.path)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            cure = "give run.folder a place on a file system that all nodes share"
+            raise UserError(f"cannot be used ({error})", cure=cure, value=str(self.folder)) from error
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+
+    def _close(self) -> None:
+        self._is_closing = True
+        for task in self._beside:
+            task.cancel()
+        for watched in self._watched.values():
+            watched.close()
+        self._watched.clear()
+
+    def _last_words(self, host: str) -> str:
+        with suppress(OSError):
+            lines = (self.folder / f"{host}.err").read_text(errors="replace").split("\n")
+            return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+        return "it said nothing"
+
+    def _step(self, host: str) -> str:
+        """Name of a host's step, by which it is found again."""
+        return f"phalanx:{self.ordered.config.job_name}:{host}"
