@@ -76,11 +76,17 @@ class Returned:
 
 @dataclass(frozen=True)
 class Exited:
-    """From the template: the process of a rank is gone; `code` as subprocess has it, negative for a signal."""
+    """From the template: the process of a rank is gone.
+
+    Attributes:
+        code: as subprocess has it, negative for a signal.
+        is_killed: the template had been told to kill it by then.
+    """
 
     rank: int
     time_ns: int
     code: int
+    is_killed: bool = False
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,7 @@ class _Attempt:
 
     children: dict[int, Child] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
+    is_killed: bool = False
 
     def running(self) -> list[Child]:
         return [child for rank, child in self.children.items() if rank not in self.ended]
@@ -111,6 +112,9 @@ class _Template:
                     os.kill(child.pid, message.signal)
         elif isinstance(message, Kill):
             if message.attempt in self._attempts:
+                self._hear(message.attempt, self._attempts[message.attempt])  # who is gone already was not killed here
+            if message.attempt in self._attempts:
+                self._attempts[message.attempt].is_killed = True
                 _kill(self._attempts[message.attempt])
             else:
                 self._line.send(Over(message.attempt))
@@ -151,7 +155,7 @@ class _Template:
             if (code := child.peek()) is not None:
                 child.pass_words_on(say)  # the last ones, written before it ended
                 attempt.ended.add(child.rank)
-                say(Exited(child.rank, time.monotonic_ns(), code))
+                say(Exited(child.rank, time.monotonic_ns(), code, attempt.is_killed))
         if not attempt.running():
             self._bury(attempt)
             del self._attempts[number]

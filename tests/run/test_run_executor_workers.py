@@ -117,6 +117,7 @@ def test_attempts_one_after_another(tmp_path: Path) -> None:
     async def story() -> None:
         async with a_host(tmp_path) as host:
             await killed(host)
+            await killed_while_stopping(host)
             await raised(host)
             await left(host)
             await template_killed(host)
@@ -149,6 +150,19 @@ async def killed(host: Host) -> None:
     await host.until_over(2)
     assert host.ended[2].by_us and host.workers.running == []
     assert not any(psutil.pid_exists(pid) for pid in started.pids.values())
+
+
+async def killed_while_stopping(host: Host) -> None:
+    """What has killed a rank before we did is told, though the others are being stopped by then."""
+    started = await host.start(9, "wait")
+    await host.until_stepped()
+    assert host.workers is not None
+    host.workers.is_stopping = True
+    os.kill(started.pids[2], signal.SIGKILL)
+    await host.until_over(2)
+    await host.template.kill(9)
+    await host.until_over(3)
+    assert not host.ended[2].by_us and host.ended[3].by_us
 
 
 async def raised(host: Host) -> None:

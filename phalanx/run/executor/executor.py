@@ -286,6 +286,7 @@ class Executor:
         return killed.stuck
 
     async def _ask_to_end(self, workers: Workers, grace_s: float) -> None:
+        workers.is_asked = True
         workers.template.signal(workers.attempt, workers.running, signal.SIGTERM)
         until_s = time.monotonic() + grace_s
         while workers.running and time.monotonic() < until_s:

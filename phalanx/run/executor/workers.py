@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import statistics
 import time
@@ -30,6 +31,9 @@ from phalanx.run.logs.files import RankLog
 from phalanx.run.logs.pump import Pump
 
 _NS = 1e-9
+
+_NO_CONSEQUENCE = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+"""By these no rank dies just because its peers are being stopped."""
 
 
 @dataclass
@@ -88,6 +92,7 @@ class Workers:
     tell: Callable[[messages.WorkerEnded], object]
     store: socket.socket | None = None
     is_stopping: bool = False
+    is_asked: bool = False
     _ranks: dict[int, _Rank] = field(default_factory=dict)
     _cpu: dict[int, psutil.Process] = field(default_factory=dict)
 
@@ -128,7 +133,8 @@ class Workers:
             return
         if isinstance(word, Exited):
             lines = self.pump.last_lines(rank.rank)
-            self._end(rank, word.code, rank.said or failure_of_exit(rank.rank, word.time_ns, word.code, lines))
+            own = not word.is_killed and not self.is_asked and -word.code in _NO_CONSEQUENCE
+            self._end(rank, word.code, rank.said or failure_of_exit(rank.rank, word.time_ns, word.code, lines), own)
         else:
             rank.said = rank.said or word
 
@@ -189,20 +195,22 @@ class Workers:
             restarts=start.restarts,
         )
 
-    def _end(self, rank: _Rank, code: int, said: Failure | Returned) -> None:
+    def _end(self, rank: _Rank, code: int, said: Failure | Returned, is_own: bool = False) -> None:
+        """A rank has ended; `is_own`: certainly not because this attempt is being stopped."""
         if rank.is_over:
             return
         rank.is_over = True
+        by_us = self.is_stopping and not is_own
         step = self._where(rank)[1]
         if isinstance(said, Returned):
             code = said.status if code == 0 else code
             words = "" if code == 0 else f"returned exit status {code}"
             ended = messages.WorkerEnded(
-                self.attempt, rank.rank, code, "returned", words, by_us=self.is_stopping, step=step
+                self.attempt, rank.rank, code, "returned", words, by_us=by_us, step=step
             )
         else:
             ended = messages.WorkerEnded(
-                self.attempt, rank.rank, code, said.kind, said.summary, said.text, said.follows, self.is_stopping, step
+                self.attempt, rank.rank, code, said.kind, said.summary, said.text, said.follows, by_us, step
             )
         self.tell(ended)
 
