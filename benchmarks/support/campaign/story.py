@@ -142,7 +142,8 @@ class Story:
         """What was done in the end, and to whom."""
         assert self.state is not None
         ending = self.state.ending
-        if ending is not None and ending.status in (0, STOPPED_BY_PERSON) and not opened.gone and not opened.ranks:
+        is_calm_end = ending is not None and ending.status in (0, NO_HOSTS, STOPPED_BY_PERSON)
+        if is_calm_end and not opened.gone and not opened.ranks:
             return
         hosts = sorted(self.number_of(host) for host in opened.gone)
         is_stop = ending is not None and ending.status not in (0, NO_HOSTS)
