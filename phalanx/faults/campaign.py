@@ -33,7 +33,7 @@ _WORKER_FAULTS: tuple[tuple[str, str, dict[str, Any], Lasts, str, tuple[ActionNa
     ("sleep", "sleep", {}, _FOREVER, "once", ("restart",)),
     ("out-of-memory", "out-of-memory", {"limit_mb": 64}, Lasts(), "once", ("restart",)),
     ("nan", "nan", {}, _FOREVER, "attempt", ("restart", "stop")),
-    ("slow", "slow", {"factor": 3.0}, _FOREVER, "host", ("evict",)),
+    ("slow", "slow", {"factor": 3.0, "burn": 1}, _FOREVER, "host", ("evict",)),
 )
 
 _HOST_FAULTS = ("executor-killed", "host-killed", "link-down", "disk-full", "clock-jump")
