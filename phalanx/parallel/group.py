@@ -10,6 +10,7 @@ Shapes: the gathered or scattered dimension is always the first one, so that blo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from torch.distributed import ReduceOp
 
 from phalanx.core.layout import Axis, Layout
 from phalanx.parallel.place import CollectiveError, Place
+from phalanx.parallel.waits import Waits
 
 
 @dataclass
@@ -52,8 +54,10 @@ class Work:
         finish: Callable[[], None] | None = None,
         explain: Callable[[Exception], Exception] | None = None,
         ended: Callable[[], None] | None = None,
+        waits: Waits | None = None,
     ) -> None:
         self._handles = list(handles)
+        self._waits = waits
         self._finish = finish
         self._explain = explain
         self._ended = ended
@@ -66,8 +70,9 @@ class Work:
         """
         handles, self._handles = self._handles, []
         try:
-            for handle in handles:
-                handle.wait()
+            with self._waits.counted() if self._waits is not None and handles else nullcontext():
+                for handle in handles:
+                    handle.wait()
         except RuntimeError as error:
             if self._explain is None:
                 raise
@@ -93,6 +98,7 @@ class Group:
         backend: torch's process group of the members, made when it is first needed; never for a group of one.
         axes: what the group spans, for messages.
         place: which rank of which layout this is, for messages.
+        waits: where it is counted how long this rank waits for the others.
 
     Attributes:
         traffic: what it has carried.
@@ -105,12 +111,13 @@ class Group:
         backend: Callable[[], Any] | None,
         axes: Sequence[Axis] = (),
         place: Place | None = None,
+        waits: Waits | None = None,
     ) -> None:
         self.ranks = tuple(ranks)
         self.index = index
         self.axes = tuple(axes)
         self.traffic = Traffic()
-        self._place = place
+        self._place, self._waits = place, waits
         self._under_way = 0
         self._make = backend
         self._made: Any = None
@@ -235,7 +242,8 @@ class Group:
         backend = self.backend
         self._under_way += 1
         try:
-            return Work([call(backend)], finish, lambda error: self._failure(operation, error), self._ended)
+            explain = lambda error: self._failure(operation, error)  # noqa: E731
+            return Work([call(backend)], finish, explain, self._ended, self._waits)
         except RuntimeError as error:
             raise self._failure(operation, error) from error
 

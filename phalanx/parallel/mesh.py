@@ -27,6 +27,7 @@ from phalanx.core.phases import Phases
 from phalanx.parallel import backends
 from phalanx.parallel.group import Group
 from phalanx.parallel.place import Place
+from phalanx.parallel.waits import Waits
 
 _Key = tuple[str, tuple[int, ...]]
 
@@ -44,6 +45,7 @@ class Mesh:
         host: name of this host, for messages; its own idea of it by default.
         make: makes one backend; torch's by default.
         phases: where the seconds that each group took are added, as ``mesh/<axes or name>``.
+        waits: where it is counted how long this rank waits for others.
     """
 
     def __init__(
@@ -58,13 +60,14 @@ class Mesh:
         host: str | None = None,
         make: backends.Maker | None = None,
         phases: Phases | None = None,
+        waits: Waits | None = None,
     ) -> None:
         layout.coordinates(rank)  # raises for a rank that the layout does not have
         self._layout, self._rank, self._store, self._device = layout, rank, store, device
         self._timeout_s, self._later_timeout_s = first_timeout_s, timeout_s
         self._place = Place(rank, host or socket.gethostname(), layout)
         self._make = make or backends.maker(device)
-        self.phases = phases or Phases()
+        self.phases, self._waits = phases or Phases(), waits
         self._lock = threading.Lock()
         self._groups: dict[tuple[_Key, tuple[Axis, ...]], Group] = {}
         self._backends: dict[_Key, Any] = {}
@@ -149,7 +152,7 @@ class Mesh:
         if (key, axes) not in self._groups:
             ranks = key[1]
             make = None if len(ranks) == 1 else lambda: self._backend(key)
-            self._groups[key, axes] = Group(ranks, ranks.index(self._rank), make, axes, self._place)
+            self._groups[key, axes] = Group(ranks, ranks.index(self._rank), make, axes, self._place, self._waits)
         return self._groups[key, axes]
 
     def _backend(self, key: _Key) -> Any:

@@ -34,6 +34,7 @@ from phalanx.train.derived.memory import described, require_memory, smaller_mode
 from phalanx.train.device import Device, choose_device, measure_peak
 from phalanx.train.failures import explained
 from phalanx.train.micro_batch import choose_micro_batch
+from phalanx.train.pulse import START_S
 from phalanx.train.ranks import Ranks
 from phalanx.train.run import Run
 from phalanx.train.run_folder import RunFolder, note_hardware
@@ -98,9 +99,11 @@ def _note_start(run: Run, config: RunConfig, say: Say) -> None:
 def _prepare_once(config: RunConfig, ranks: Ranks, progress: Callable[[PrepareProgress], None] | None) -> Prepared:
     """The prepared text; one rank of every host prepares it, the others find it done."""
     with ranks.phases.phase("data"):
+        ranks.pulse.enter("prepare")
         if ranks.is_first_of_host:
             prepare(config.data, progress=progress)
         ranks.peers.barrier()
+        ranks.pulse.enter("start", START_S)
         return prepare(config.data)
 
 

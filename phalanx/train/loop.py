@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+
+from torch import Tensor
 
 from phalanx.checkpoint.policy.deadline import deadline_due, find_deadline
 from phalanx.optim.schedule import lr_factor
@@ -41,7 +44,7 @@ def train(run: Run, reporter: Reporter) -> Outcome:
     Raises:
         UserError: too many bad steps in a row, no memory or disk left.
     """
-    config, progress = run.config, run.progress
+    config, progress, pulse = run.config, run.progress, run.ranks.pulse
     _keep_the_last_step(run, reporter)
     _evaluate_if_due(run, reporter)  # a clean stop may have left it out
     record = StepRecord()
@@ -51,6 +54,7 @@ def train(run: Run, reporter: Reporter) -> Outcome:
         GarbageCollection(config.train.garbage_collect_steps) as garbage,
         run.batches() as batches,
     ):
+        pulse.begin_steps()
         for batch in batches:
             step = progress.step + 1
             stop.ask()
@@ -77,21 +81,40 @@ def train(run: Run, reporter: Reporter) -> Outcome:
             if ending or config.logging.due(step) or run.judge.hopeless:
                 reporter.report(record.flush())
                 run.judge.raise_if_hopeless()
+            pulse.step(step, _loss_at_hand(run, loss))
             if not ending and _evaluate_if_due(run, reporter):
                 record.resume_clock()
-            run.keep(partial(_write_down, reporter, record), ending=ending)
-            if reporter.kept(run.saver.events()) and run.saver.blocks:
-                record.resume_clock()
+            _keep(run, reporter, record, ending=ending)
             if ending:
                 break
     profiler.close()
-    if progress.step < run.total_steps:
-        return Outcome(stop.name, None)
+    return _at_end(run, reporter, stop.name)
+
+
+def _keep(run: Run, reporter: Reporter, record: StepRecord, *, ending: bool) -> None:
+    """Take a checkpoint if one is due; training stands still for it in some modes, and for the last one."""
+    stands_still = ending or run.saver.blocks
+    with run.ranks.pulse.aside("checkpoint", run.saver.expected_durable_s) if stands_still else nullcontext():
+        run.keep(partial(_write_down, reporter, record), ending=ending)
+    if reporter.kept(run.saver.events()) and run.saver.blocks:
+        record.resume_clock()
+
+
+def _at_end(run: Run, reporter: Reporter, stopped_by: str) -> Outcome:
+    """After the last step; the whole held-out text is looked at where that was the last one of the run."""
+    run.ranks.pulse.enter("end")
+    if run.progress.step < run.total_steps:
+        return Outcome(stopped_by, None)
     if not run.has_validation:
         return Outcome("", None)
-    final = run.evaluate(config.evaluate.final_tokens)
-    reporter.evaluated(progress.step, final)
+    final = run.evaluate(run.config.evaluate.final_tokens)
+    reporter.evaluated(run.progress.step, final)
     return Outcome("", final)
+
+
+def _loss_at_hand(run: Run, loss: Tensor) -> float | None:
+    """The loss of a step, for whoever supervises the rank, where reading it waits for no device."""
+    return loss.item() if run.ranks.pulse.is_read and loss.device.type == "cpu" else None
 
 
 class _Deadline:
@@ -134,6 +157,7 @@ def _evaluate_if_due(run: Run, reporter: Reporter) -> bool:
     config, progress = run.config.evaluate, run.progress
     if not config.due(progress.step) or progress.evaluated >= progress.step or progress.step >= run.total_steps:
         return False
-    progress.metrics = reporter.evaluated(progress.step, run.evaluate(config.tokens))
+    with run.ranks.pulse.aside("evaluate"):
+        progress.metrics = reporter.evaluated(progress.step, run.evaluate(config.tokens))
     progress.evaluated = progress.step
     return True

@@ -6,6 +6,7 @@ then, when the layout is known, in the groups of its axes.
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -20,6 +21,8 @@ from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.peers import GroupPeers
 from phalanx.parallel.store import open_store
+from phalanx.parallel.waits import Waits
+from phalanx.train.pulse import NO_PULSE, START_S, Pulse, open_page
 
 _CPU = torch.device("cpu")
 
@@ -34,6 +37,8 @@ class Ranks:
         phases: seconds that each phase of starting up took.
         mesh: the groups of the layout, once `join` was called; None with one rank.
         at_end: what is to be closed with this.
+        waits: how long this rank has waited for others.
+        pulse: how far it is, for whoever supervises it.
     """
 
     peers: Peers = ALONE
@@ -41,6 +46,8 @@ class Ranks:
     phases: Phases = field(default_factory=Phases)
     mesh: Mesh | None = None
     at_end: ExitStack = field(default_factory=ExitStack)
+    waits: Waits = field(default_factory=Waits)
+    pulse: Pulse = NO_PULSE
     _is_under_way: bool = False
     _store: Store | None = None
     _control: Mesh | None = None
@@ -71,9 +78,13 @@ class Ranks:
         Args:
             config: with every axis given.
         """
+        if device.type != "cpu":
+            self.pulse.without_own_time()
         if self._store is not None:
             times = config.timeout_s, config.first_timeout_s
-            self.mesh = Mesh(config.layout, self.rank, self._store, device, *times, phases=self.phases)
+            self.mesh = Mesh(
+                config.layout, self.rank, self._store, device, *times, phases=self.phases, waits=self.waits
+            )
 
     def after_step(self) -> None:
         """After the first step, other ranks are waited for less long."""
@@ -99,7 +110,9 @@ def meet(worker: Worker | None, config: ParallelConfig) -> Ranks:
     """
     if worker is None:
         return Ranks()
-    phases = Phases()
+    phases, waits = Phases(), Waits()
+    pulse = Pulse(open_page(os.environ), lambda: waits.waited_ns)
+    pulse.enter("start", START_S)
     for name, seconds in worker.phases_s.items():
         phases.add(name, seconds)
     with phases.phase("store"):
@@ -114,6 +127,7 @@ def meet(worker: Worker | None, config: ParallelConfig) -> Ranks:
             attempt=worker.attempt,
         )
     everyone = Layout(replicate=worker.world_size)
-    control = Mesh(everyone, worker.rank, store, _CPU, config.timeout_s, config.first_timeout_s, phases=phases)
+    times = config.timeout_s, config.first_timeout_s
+    control = Mesh(everyone, worker.rank, store, _CPU, *times, phases=phases, waits=waits)
     peers = GroupPeers(control.named("control", range(worker.world_size)))
-    return Ranks(peers, worker, phases, _store=store, _control=control)
+    return Ranks(peers, worker, phases, waits=waits, pulse=pulse, _store=store, _control=control)
