@@ -90,10 +90,10 @@ def kill(pids: Iterable[int]) -> list[int]:
     return list(handles)
 
 
-def kill_host(machine: Machine) -> list[int]:
-    """SIGKILL to all processes of a host: they are stopped first, so that none can start another meanwhile."""
+def kill_host(*machines: Machine) -> list[int]:
+    """SIGKILL to all processes of hosts at once: they are stopped first, so that none can start another meanwhile."""
     seen: set[int] = set()
-    while fresh := set(machine.processes()) - seen:
+    while fresh := {pid for machine in machines for pid in machine.processes()} - seen:
         for pid in fresh:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
@@ -203,8 +203,13 @@ def happen(incident: Incident, machines: Sequence[Machine], driver: int) -> Iter
                 stack.enter_context(stopped(driver))
             elif not kill([driver]):
                 raise NotDoneError("the driver was gone before")
-        for number in incident.place.numbers:
-            _to_machine(incident, machines[number], stack)
+        chosen = [machines[number] for number in incident.place.numbers]
+        if incident.kind == "host-killed":
+            if not kill_host(*chosen):
+                raise NotDoneError(f"no process of the hosts of executors {[one.executor for one in chosen]} was there")
+        else:
+            for machine in chosen:
+                _to_machine(incident, machine, stack)
         yield
 
 
@@ -216,9 +221,6 @@ def _to_machine(incident: Incident, machine: Machine, stack: ExitStack) -> None:
             raise NotDoneError(f"executor {machine.executor} was gone before")
     elif stops:
         stack.enter_context(stopped(machine.executor))
-    elif kind == "host-killed":
-        if not kill_host(machine):
-            raise NotDoneError(f"no process of the host of executor {machine.executor} was there")
     elif kind == "link-down":
         stack.enter_context(link_down(machine.interface, machine.namespace))
     elif kind == "disk-full":

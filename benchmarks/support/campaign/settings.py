@@ -115,7 +115,7 @@ def _settings(case: Manifest, places: Places) -> dict[str, object]:
         settings |= {"run.listen": f"{SUBNET.rpartition('.')[0]}.1:0"}
         settings |= {f"run.tls.{name}": str(own / f"{name}.pem") for name in ("certificate", "key", "authority")}
     if case.cluster.may_shrink:
-        settings |= {"run.policy.when_missing": "shrink", "run.policy.replace_wait_s": 2.0}
+        settings |= {"run.policy.when_missing": "shrink", "run.policy.replace_wait_s": 20.0}
     elif any(response.action == "wait" for response in case.expected.responses):
         settings |= {"run.policy.give_up_s": 10.0}
     if "slow" in kinds_of(case):

@@ -22,6 +22,7 @@ from pydantic import Field
 from phalanx.core.config import Config, validate
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_json
+from phalanx.launch.failures import signal_name
 from phalanx.run.backends.base import ExecutorCommand, Listener, Ordered
 from phalanx.run.backends.namespaces import INTERFACE, Network
 from phalanx.run.backends.watched import Identity, Watched, identity_of
@@ -230,11 +231,15 @@ class LocalBackend:
             await watched.wait()
 
     def _gone(self, name: str) -> None:
-        self._hosts.pop(name, None)
+        watched = self._hosts.pop(name, None)
         self._coming.discard(name)
         self._forget(name)
-        was_wanted = self._ending.pop(name, None) is not None
-        self._tell_gone(name, "it was ended" if was_wanted else f"its executor has ended: {self._last_words(name)}")
+        if self._ending.pop(name, None) is not None:
+            self._tell_gone(name, "it was ended")
+        elif watched is not None and watched.code is not None and watched.code < 0:
+            self._tell_gone(name, f"its executor was killed by {signal_name(-watched.code)}")
+        else:
+            self._tell_gone(name, f"its executor has ended: {self._last_words(name)}")
 
     def _tell_gone(self, name: str, why: str) -> None:
         if self._listener is not None:

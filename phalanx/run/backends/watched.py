@@ -56,6 +56,8 @@ class Watched:
             os.close(self._descriptor)
             raise ProcessLookupError(f"process {identity.pid} is another one now")
         self._ended = asyncio.Event()
+        self.code: int | None = None
+        """How it ended, as subprocess has it; None: it has not, or is no child of this process."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._descriptor, self._end)
 
@@ -82,7 +84,8 @@ class Watched:
 
     def _end(self) -> None:
         with contextlib.suppress(ChildProcessError):  # reaped where it is our child, so that it does not stay a zombie
-            os.waitpid(self.identity.pid, os.WNOHANG)
+            pid, status = os.waitpid(self.identity.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
         self.close()
         self._ended.set()
         self._on_end()
