@@ -9,13 +9,13 @@ from phalanx.faults.kinds import KINDS
 from phalanx.faults.manifest import Manifest
 from phalanx.run.config import toml_value
 
-DISK_BYTES = 512 << 20
+DISK_BYTES = 320 << 20  # more than a test of a disk writes
 PACE_S = 0.4
 """Rest in each step where something lasts for seconds, or nothing happens for minutes."""
 QUIET = "quiet"
 """Name of the case in which nothing happens."""
 SUBNET = "100.64.7.0/24"
-_SLOW_DRIVER = ("driver-killed", "driver-stopped", "link-cut", "link-silent", "link-delayed", "clock-jump")
+_UNHURRIED = ("disk-full", "driver-killed", "driver-stopped", "link-cut", "link-silent", "link-delayed", "clock-jump")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def uses_namespaces(case: Manifest) -> bool:
 
 def script_arguments(case: Manifest, places: Places) -> list[str]:
     kinds = kinds_of(case)
-    lasting = any(incident.lasts.unit == "seconds" for incident in case.incidents) or kinds & {*_SLOW_DRIVER}
+    lasting = any(incident.lasts.unit == "seconds" for incident in case.incidents) or kinds & {*_UNHURRIED}
     pace_s = PACE_S if lasting or case.id.startswith("healthy") else 0.05
     if case.id == QUIET:
         pace_s = 0.0
