@@ -158,7 +158,8 @@ class Watcher:
         for name, host in before.hosts.items():
             was_let = isinstance(event, ev.ReturnAsked) and event.host == name
             assert host.state != "evicted" or after.hosts[name].state == "evicted" or was_let
-        assert before.phase != "ended" or after.phase == "ended"
+        goes_on = isinstance(event, ev.DriverRestarted) and before.ending is not None and before.ending.requeue
+        assert before.phase != "ended" or after.phase == "ended" or goes_on
         self._follow_ranks(before, event, after, actions)
         self._count_restarts(before, event, after, actions)
         if self.policy.advise_only and not isinstance(event, ev.DriverRestarted) and not self.orders:

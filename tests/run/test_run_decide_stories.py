@@ -704,6 +704,18 @@ def test_a_driver_that_is_restarted_after_the_end_says_the_end_again():
     assert len(world.taken("Finish")) == 2
 
 
+def test_a_job_whose_time_was_short_goes_on_with_other_hosts_when_it_is_started_again():
+    world = four_hosts()
+    world.deliver(ev.TimeShort(world.now_s, 60.0))
+    world.run_until(ended)
+    assert world.taken("Finish")[-1].status == 6 and world.taken("Finish")[-1].requeue
+    attempt = world.state.attempt
+    world.restart_driver()
+    assert world.taken("AskForHosts")[-1].count == 5  # all of them, and the spare
+    world.run_until(attempt_runs(attempt + 1))
+    assert len(world.taken("Finish")) == 1
+
+
 def test_a_driver_that_has_lost_its_journal_goes_above_the_attempts_that_executors_have_seen():
     world = World(Job("j", 2))
     for host in world.hosts.values():

@@ -12,7 +12,10 @@ def on_restarted(turn: Turn) -> None:
     """Say again what the present state waits for; an attempt that runs is not disturbed."""
     state = turn.state
     if state.ending is not None and state.phase == "ended":
-        turn.act(Finish(state.ending.status, state.ending.reason, state.ending.requeue))
+        if state.ending.requeue:
+            _resume(turn, state)
+        else:
+            turn.act(Finish(state.ending.status, state.ending.reason, state.ending.requeue))
         return
     turn.act(*(Evict(name, host.why) for name, host in state.hosts.items() if host.state == "evicted"))
     turn.act(AskForHosts(state.asked))
@@ -20,6 +23,17 @@ def on_restarted(turn: Turn) -> None:
     _phase_again(turn, state)
     turn.act(*(Check(name, check.number, check.kind, check.peers) for name, check in state.checks.items()))
     turn.note("driver", f"the driver was restarted in phase {state.phase}")
+
+
+def _resume(turn: Turn, state: State) -> None:
+    """A job that ended for want of time or hosts goes on, with whatever the back end gives now."""
+    for name, host in state.hosts.items():
+        if host.state == "evicted":
+            turn.act(Evict(name, host.why))
+        elif host.state != "gone":
+            turn.set_host(name, state="gone", why="the job had ended", leaves="")
+    turn.set(ending=None)
+    turn.enter("waiting")
 
 
 def _wait_anew(turn: Turn) -> None:
