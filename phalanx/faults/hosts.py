@@ -241,13 +241,28 @@ def _on_link(kind: str, link: Link, delay_s: float) -> AbstractContextManager[No
 
 def tree_of(roots: Iterable[int]) -> list[int]:
     """These processes and all their descendants that are there, each once."""
+    parents = _parents()  # one walk through /proc for all of them
+    children: dict[int, list[int]] = {}
+    for pid, parent in parents.items():
+        children.setdefault(parent, []).append(pid)
     found: dict[int, None] = {}
-    for root in roots:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(root)
-            for one in (process, *process.children(recursive=True)):
-                found[one.pid] = None
+    waiting = [root for root in roots if root in parents]
+    while waiting:
+        pid = waiting.pop()
+        if pid not in found:
+            found[pid] = None
+            waiting += children.get(pid, [])
     return list(found)
+
+
+def _parents() -> dict[int, int]:
+    """Who has started each process of this machine."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            with contextlib.suppress(OSError):
+                found[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    return found
 
 
 def marked(mark: str) -> list[int]:

@@ -192,8 +192,10 @@ class Run:
             return False
         if incident.when.phase == "recovery":
             return self.story.starts >= incident.when.attempt
-        attempt = self.watched.attempt
-        return bool(attempt) and is_time(incident, attempt, self.watched.step, is_saving=self.watched.is_saving)
+        attempt, step = self.watched.attempt, self.watched.step
+        # What happens in a rank may keep it from saying that it has come there.
+        done = [record.step for record in Memory(self.places.agenda).records() if record.attempt == max(attempt, 1)]
+        return bool(attempt) and is_time(incident, attempt, max(step, *done, 0), is_saving=self.watched.is_saving)
 
     def _do(self, number: int, incident: Incident) -> None:
         assert self.driver is not None
