@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sinfo", "srun", "sbatch", "scontrol", "scancel", "squeue")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sinfo", "salloc", "srun", "sbatch", "scontrol", "scancel", "squeue")
 GUARD_S = 120.0
 
 _CONFIG = """\
@@ -120,6 +120,10 @@ class Cluster:
     def kill_node(self, node: str) -> None:
         """As when its power is cut."""
         self.kill_slurmd(node)
+        self.clear_node(node)
+
+    def clear_node(self, node: str) -> None:
+        """All that still runs on a node whose daemon is dead."""
         self._kill_what_was_started(lambda environ: environ.get("SLURMD_NODENAME") == node)
 
     def states(self) -> dict[str, str]:

@@ -7,6 +7,7 @@ A node that Slurm takes out of the job is gone; a step that ends is gone as soon
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
 import signal
@@ -366,5 +367,6 @@ class SlurmBackend:
         return "it said nothing"
 
     def _step(self, host: str) -> str:
-        """Name of a host's step, by which it is found again."""
-        return f"phalanx:{self.ordered.config.job_name}:{host}"
+        """Name of a host's step, by which it is found again; no other job in this allocation has it."""
+        mark = hashlib.sha256(str(self.ordered.folder).encode()).hexdigest()[:8]
+        return f"phalanx:{self.ordered.config.job_name}:{host}:{mark}"
