@@ -9,17 +9,19 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 import click
 from rich.console import Console
 
 from phalanx.cli.run_find import Found, find_job, folder_option
 from phalanx.cli.run_status import DEAD
-from phalanx.cli.run_telling import tell_on
 from phalanx.run.api.client import Client
 from phalanx.run.card import read_card
 from phalanx.run.people.hub import Item
 from phalanx.run.people.overview import Overview
+from phalanx.run.people.view import show
+from phalanx.run.people.words import Ranks
 
 _AGAIN_S = 0.5
 _GIVES_UP_S = 90.0
@@ -27,14 +29,15 @@ _GIVES_UP_S = 90.0
 
 @click.command()
 @folder_option
-def attach(folder: Path | None) -> None:
+@click.option("--show", "ranks", type=click.Choice(get_args(Ranks)), default="0", help="Whose lines are shown.")
+def attach(folder: Path | None, ranks: Ranks) -> None:
     """Watch a job as where it was started; Ctrl-C leaves it alone. Ends with the job's exit status."""
     found = find_job(folder)
     console = Console(stderr=True)
     if found.life == "lives" and not found.is_over:
         console.print(f"job {found.card.job} in {found.shown}; Ctrl-C leaves it alone", highlight=False)
         try:
-            asyncio.run(tell_on(Attached(found.folder), console))
+            asyncio.run(show(Attached(found.folder), console, ranks=ranks, folder=found.shown))
         except KeyboardInterrupt:
             console.print("it goes on without you", highlight=False)
             return

@@ -13,7 +13,7 @@ import click
 
 from phalanx.core.errors import UserError
 from phalanx.core.units import duration
-from phalanx.run.aside import living_executors
+from phalanx.run.aside import living_executors, supervisor_lives
 from phalanx.run.card import Card, Life, life, read_card
 
 RUNS = Path("runs")
@@ -47,6 +47,8 @@ class Found:
         hosts = f"; {living} of its hosts live and go on" if living else "; none of its hosts lives on this machine"
         for_so_long = f" since {duration(since_s)} or less" if since_s is not None else ""
         again = "start it again with the command that started it: it takes over"
+        if supervisor_lives(self.folder):
+            again = "its supervisor is about to start it again"
         return f"the driver of the job {self.card.job!r} is dead{for_so_long}{hosts if self.is_local else ''}; {again}"
 
     @property

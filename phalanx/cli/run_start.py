@@ -9,26 +9,29 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast, get_args
 
 import click
 from rich.console import Console
 from rich.markup import escape
 
 from phalanx.cli.run import DRIVE, SUPERVISE
-from phalanx.cli.run_telling import tell_on
 from phalanx.core.errors import UserError
-from phalanx.run.aside import set_aside
+from phalanx.core.files import write_json
+from phalanx.run.aside import SUPERVISOR, set_aside
 from phalanx.run.backends.choose import submit_job
+from phalanx.run.backends.watched import Identity, identity_of
 from phalanx.run.card import Card, life, read_card
 from phalanx.run.config import RunConfig, load_job
 from phalanx.run.flags import read_flags
+from phalanx.run.people.view import show
+from phalanx.run.people.words import Ranks
 from phalanx.run.supervise import Supervisor, end_with
 
 _OURS = {
-    **dict.fromkeys(("--hosts", "--spares", "--workers-per-host", "--folder", "--job", "--set"), True),
+    **dict.fromkeys(("--hosts", "--spares", "--workers-per-host", "--folder", "--job", "--set", "--show"), True),
     **dict.fromkeys(("--detach", "-d", "--fresh", "--no-supervisor"), False),
 }
 _NUMBERS = {"--hosts": "run.hosts", "--spares": "run.spares", "--workers-per-host": "run.workers_per_host"}
@@ -60,6 +63,7 @@ class _Given:
     is_detached: bool
     is_fresh: bool
     is_supervised: bool
+    ranks: Ranks
 
     @property
     def folder(self) -> Path:
@@ -105,7 +109,9 @@ def drive_here(arguments: tuple[str, ...]) -> None:
 def _drive(given: _Given) -> int:
     from phalanx.run.driver.main import drive
 
-    return drive(given.config, lambda source: tell_on(source, _console()))
+    return drive(
+        given.config, lambda source: show(source, _console(), ranks=given.ranks, folder=given.config.run_folder)
+    )
 
 
 def _supervise(given: _Given) -> int:
@@ -113,8 +119,9 @@ def _supervise(given: _Given) -> int:
         card = _card(given.folder)
         return card is not None and card.pid == pid
 
-    supervisor = Supervisor(given.command(DRIVE), has_begun, _say)
-    return supervisor.run()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    write_json(given.folder / SUPERVISOR, asdict(identity_of(os.getpid()) or Identity(0, 0, "")))
+    return Supervisor(given.command(DRIVE), has_begun, _say).run()
 
 
 # Before the start
@@ -210,8 +217,11 @@ def _log(path: Path) -> BinaryIO:
 
 def _read(arguments: tuple[str, ...]) -> _Given:
     flags = read_flags(arguments, os.environ, _OURS)
-    changes, switches = dict(flags.changes), set[str]()
-    job, overrides = _ours(flags.ours, changes, switches)
+    changes, switches, shown = dict(flags.changes), set[str](), ["0"]
+    job, overrides = _ours(flags.ours, changes, switches, shown)
+    if shown[-1] not in get_args(Ranks):
+        cure = f"give one of {', '.join(get_args(Ranks))}"
+        raise UserError("lines of which ranks are shown?", cure=cure, field="--show", value=shown[-1])
     loaded = load_job(job, overrides, changes)
     config = loaded.value.run
     if config.backend == "local" and loaded.origin("run.policy.joining_check") == "default":
@@ -221,11 +231,15 @@ def _read(arguments: tuple[str, ...]) -> _Given:
     is_supervised = "--no-supervisor" not in switches
     if is_detached and not is_supervised:
         raise UserError("--detach and --no-supervisor contradict each other", cure="give one of them")
-    return _Given(config, arguments, flags.notes, is_detached, "--fresh" in switches, is_supervised)
+    return _Given(
+        config, arguments, flags.notes, is_detached, "--fresh" in switches, is_supervised, cast(Ranks, shown[-1])
+    )
 
 
-def _ours(words: list[str], changes: dict[str, Any], switches: set[str]) -> tuple[Path | None, list[str]]:
-    """Our own options: into `changes` and `switches`; and the job file, and single settings."""
+def _ours(
+    words: list[str], changes: dict[str, Any], switches: set[str], shown: list[str]
+) -> tuple[Path | None, list[str]]:
+    """Our own options: into `changes`, `switches` and `shown`; and the job file, and single settings."""
     job, overrides, rest = None, [], list(words)
     while rest:
         flag = rest.pop(0)
@@ -237,6 +251,8 @@ def _ours(words: list[str], changes: dict[str, Any], switches: set[str]) -> tupl
             job = Path(value)
         elif flag == "--set":
             overrides.append(value)
+        elif flag == "--show":
+            shown.append(value)
         elif flag == "--folder":
             changes["run.folder"] = value
         else:

@@ -18,8 +18,20 @@ from phalanx.run.backends.watched import Identity, identity_of
 from phalanx.run.card import NAME, Card
 
 FOLDER = "earlier"
+SUPERVISOR = "supervisor.json"
+"""Who keeps the driver alive."""
 
-_OURS = ("journal.db", "journal.db-wal", "journal.db-shm", "incidents", "logs", "driver.log", "driver", "http")
+_OURS = (
+    "journal.db",
+    "journal.db-wal",
+    "journal.db-shm",
+    "incidents",
+    "logs",
+    "driver.log",
+    "driver",
+    "http",
+    SUPERVISOR,
+)
 """What a job leaves; its token stays, and so does what the script has put there. The card goes last."""
 
 _GRACE_S = 12.0
@@ -48,6 +60,12 @@ def living_executors(folder: Path) -> list[Identity]:
     """Executors of this machine that a driver of the job has started and that still live."""
     found = (_read(path) for path in (folder / "executors").glob("host-*.json"))
     return [known for known in found if known is not None and identity_of(known.pid) == known]
+
+
+def supervisor_lives(folder: Path) -> bool:
+    """Whether somebody on this machine starts a dead driver again."""
+    known = _read(folder / SUPERVISOR)
+    return known is not None and identity_of(known.pid) == known
 
 
 def end_executors(folder: Path) -> None:

@@ -7,16 +7,14 @@ files are read in threads, streams wait.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Literal
-from urllib.parse import parse_qs
 
 import msgspec
 from fastapi import FastAPI, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
@@ -27,6 +25,7 @@ from phalanx.run.api.description import answers, describe, markdown, stream, tex
 from phalanx.run.api.guard import Guard, Sessions
 from phalanx.run.api.job import Job, OrderError, unknown_host
 from phalanx.run.api.metrics import CONTENT_TYPE, Metrics
+from phalanx.run.api.pages import add_login, add_pages
 from phalanx.run.incidents.facts import Incident
 from phalanx.run.incidents.page import to_markdown
 from phalanx.run.incidents.store import listed, load
@@ -70,7 +69,8 @@ def make_app(job: Job, token: Token, unix_s: Callable[[], float] = time.time) ->
     _add_reading(app, job)
     _add_logs(app, job)
     _add_orders(app, job)
-    _add_login(app, token, sessions)
+    add_pages(app, job)
+    add_login(app, token, sessions)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     return Guard(app, token, sessions)
 
@@ -219,25 +219,3 @@ def _add_orders(app: FastAPI, job: Job) -> None:
     @app.post("/api/hosts/{host}/return", summary="A host may come back, or stays", responses=done)
     async def give_back(host: HostName, order: Order) -> Response:
         return _json(bodies.Done(job.give_back(host, order.giver)))
-
-
-_LOGIN = """<!doctype html><html lang="en"><meta charset="utf-8"><title>phalanx run</title>
-<style>body{{font:16px system-ui;margin:4em auto;max-width:34em}}input{{font:inherit;width:24em}}</style>
-<h1>phalanx run</h1><p>{words}</p><form method="post" action="/login">
-<input type="password" name="token" autocomplete="off" autofocus> <button>Enter</button></form></html>"""
-
-
-def _add_login(app: FastAPI, token: Token, sessions: Sessions) -> None:
-    @app.get("/login", include_in_schema=False)
-    async def form() -> Response:
-        return HTMLResponse(_LOGIN.format(words="The token is in the job's token file."))
-
-    @app.post("/login", include_in_schema=False)
-    async def enter(request: Request) -> Response:
-        given = parse_qs((await request.body()).decode(errors="replace")).get("token", [""])[0].strip()
-        if not hmac.compare_digest(given.encode(errors="replace"), token.reveal().encode()):
-            return HTMLResponse(_LOGIN.format(words="That is not the token of this job."), 401)
-        answer = RedirectResponse("/", 303)
-        is_secure = request.url.scheme == "https"
-        answer.set_cookie(sessions.cookie, sessions.issue(), httponly=True, samesite="strict", secure=is_secure)
-        return answer

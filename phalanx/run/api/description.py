@@ -29,7 +29,9 @@ def answers(body: type, *errors: int, open: bool = False) -> Answers:
     Args:
         open: it needs no token.
     """
-    found: Answers = {200: {"description": "OK", "content": {"application/json": {"schema": _reference(body.__name__)}}}}
+    found: Answers = {
+        200: {"description": "OK", "content": {"application/json": {"schema": _reference(body.__name__)}}}
+    }
     return {**found, **_errors(*errors, open=open)}
 
 

@@ -1,0 +1,256 @@
+"""`phalanx run` as people use it: from terminals that are closed, twice in a row, and from elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from phalanx.cli.main import group
+from phalanx.core.errors import UserError
+
+GUARD_S = 180.0
+
+SCRIPT = """
+import os, signal, sys, time
+rank = os.environ["RANK"]
+def save(*_):
+    open(f"saved-{rank}", "w").close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("hello from", rank, flush=True)
+until_s = time.monotonic() + 300
+while not os.path.exists("enough") and time.monotonic() < until_s:
+    time.sleep(0.05)
+print("bye from", rank, flush=True)
+"""
+
+
+class Said(NamedTuple):
+    """What a command said."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@dataclass
+class Place:
+    """A folder in which people work."""
+
+    path: Path
+
+    @property
+    def run(self) -> Path:
+        return self.path / "runs" / "wait"
+
+    def card(self) -> dict[str, Any]:
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads((self.run / "job.json").read_text())
+        return {}
+
+    def words(self, *words: str) -> list[str]:
+        return [sys.executable, "-m", "phalanx.cli.main", "run", *words]
+
+    def call(self, *words: str) -> Said:
+        """Give a command in this process, which is quicker than starting another."""
+        with contextlib.chdir(self.path):
+            result = CliRunner().invoke(group, ["run", *words])
+        if isinstance(result.exception, UserError):
+            return Said(2, result.stdout, result.stderr + str(result.exception))
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return Said(result.exit_code, result.stdout, result.stderr)
+
+    def begin(self, *words: str) -> subprocess.Popen[bytes]:
+        """In a session of its own, as a shell's job is in a group of its own."""
+        with (self.path / "said").open("wb") as said:
+            return subprocess.Popen(
+                self.words(*words, "--", "wait.py"), cwd=self.path, stdout=said, stderr=said, start_new_session=True
+            )
+
+    def until(self, condition: Callable[[], Any]) -> Any:
+        until_s = time.monotonic() + GUARD_S
+        while not (found := condition()):
+            assert time.monotonic() < until_s, self.said()
+            time.sleep(0.05)
+        return found
+
+    def said(self) -> str:
+        files = [self.path / "said", self.run / "driver.log"]
+        return "\n".join(file.read_text(errors="replace") for file in files if file.exists())
+
+    def lines(self) -> list[str]:
+        """Of ranks, as they stand in their logs."""
+        return [line for path in self.run.glob("logs/rank-*/*.log") for line in path.read_text().splitlines()]
+
+    def processes(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.cwd() == str(self.path) and process.pid != os.getpid():
+                    found.append(process)
+        return found
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    (tmp_path / "wait.py").write_text(SCRIPT)
+    place = Place(tmp_path)
+    yield place
+    for process in place.processes():
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+def in_terminal(place: Place, *words: str) -> None:
+    """Give a command in a terminal of its own, and close the terminal when the command has returned."""
+    pid, terminal = pty.fork()
+    if pid == 0:  # a shell, which leads the terminal's session
+        os.chdir(place.path)
+        quoted = " ".join(f"'{word}'" for word in place.words(*words))
+        os.execv("/bin/sh", ["sh", "-c", f"{quoted}; echo status $?; exec sleep 600"])
+    said = b""
+    with contextlib.suppress(OSError):
+        while b"status " not in said:
+            said += os.read(terminal, 4096)
+    os.close(terminal)  # the kernel sends SIGHUP
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGHUP
+    (place.path / "terminal").write_bytes(said)
+    assert b"status 0" in said, said.decode()
+
+
+@pytest.mark.slow
+def test_a_detached_job_outlives_its_terminal_and_its_driver_and_can_be_given_again(place: Place) -> None:
+    in_terminal(place, "--detach", "--hosts", "2", "--", "wait.py")
+    assert "phalanx run attach" in (place.path / "terminal").read_text()
+    place.until(lambda: sum("hello" in line for line in place.lines()) == 2)
+
+    first = place.card()["pid"]
+    os.kill(first, signal.SIGKILL)
+    place.until(lambda: place.card()["pid"] != first)
+    assert "was killed by SIGKILL" in place.said()
+    place.until(lambda: place.call("status").returncode == 0)
+
+    shown = place.call("status", "--json")
+    assert json.loads(shown.stdout)["hosts_by_state"] == {"active": 2}
+    assert place.card()["http"] in (f"http://{(place.run / 'http').read_text().strip()}",)
+    refused = place.call("--hosts", "2", "--", "wait.py")
+    assert refused.returncode == 2 and "runs there already" in refused.stderr and "attach" in refused.stderr
+    watching = subprocess.Popen(place.words("attach"), cwd=place.path, stderr=subprocess.PIPE, text=True)
+
+    (place.path / "enough").touch()
+    assert "status 0" in watching.communicate(timeout=GUARD_S)[1]
+    assert watching.returncode == 0
+    assert place.until(lambda: place.card()["status"] is not None) is True and place.card()["status"] == 0
+    assert sum("hello" in line for line in place.lines()) == 2  # no rank was started again
+    over = place.call("status")
+    assert over.returncode == 0 and "ended with status 0" in over.stdout
+    assert place.call("logs", "-n", "1", "1").stdout.strip().endswith("bye from 1")
+    late = place.call("stop")
+    assert late.returncode == 2 and "is over" in late.stderr
+    assert psutil.wait_procs(place.processes(), GUARD_S)[1] == []
+
+    (place.path / "enough").unlink()
+    again = place.call("-d", "--", "wait.py")
+    assert again.returncode == 0 and "earlier/0001" in again.stderr
+    place.until(lambda: sum("hello" in line for line in place.lines()) == 1)
+    assert place.call("status", "--folder", "runs/wait/earlier/0001").stdout.startswith("wait  ended with status 0")
+    stopped = place.call("stop", "--wait")
+    assert stopped.returncode == 0 and "ended with status 5" in stopped.stdout
+    assert (place.path / "saved-0").exists()
+    assert psutil.wait_procs(place.processes(), GUARD_S)[1] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_in_the_foreground_a_signal_stops_the_job_once_and_in_order(place: Place, number: signal.Signals) -> None:
+    command = place.begin()
+    place.until(lambda: any("hello" in line for line in place.lines()))
+    os.killpg(command.pid, number)  # as a terminal does
+    assert command.wait(GUARD_S) == 5, place.said()
+    assert (place.path / "saved-0").exists()
+    journal = place.call("status", "--json")
+    assert json.loads(journal.stdout)["status"] == 5
+    assert psutil.wait_procs(place.processes(), GUARD_S)[1] == []
+
+
+@pytest.mark.slow
+def test_of_a_dead_driver_is_said_how_it_is_started_again_and_it_is(place: Place) -> None:
+    command = place.begin("--no-supervisor")
+    place.until(lambda: any("hello" in line for line in place.lines()))
+    command.kill()
+    command.wait()
+    dead = place.call("status")
+    assert dead.returncode == 3
+    assert "is dead" in dead.stdout and "1 of its hosts live" in dead.stdout and "takes over" in dead.stdout
+    ordered = place.call("drain", "host-1")
+    assert ordered.returncode == 2 and "is dead" in ordered.stderr
+    again = place.begin()
+    place.until(lambda: "this one takes over" in place.said())
+    place.until(lambda: place.call("status").returncode == 0)
+    unknown = place.call("evict", "nobody")
+    assert unknown.returncode == 2 and "no host 'nobody'" in unknown.stderr
+    (place.path / "enough").touch()
+    assert again.wait(GUARD_S) == 0, place.said()
+    assert sum("hello" in line for line in place.lines()) == 1
+
+
+@pytest.mark.slow
+def test_the_token_is_in_no_environment_command_line_or_output(place: Place) -> None:
+    command = place.begin("--hosts", "1")
+    place.until(lambda: any("hello" in line for line in place.lines()))
+    token = (place.run / "secret" / "token").read_text().strip()
+    ours = place.processes()
+    assert len(ours) >= 3
+    for process in ours:
+        with contextlib.suppress(psutil.Error, OSError):
+            assert token not in " ".join(process.cmdline())
+            assert token not in Path(f"/proc/{process.pid}/environ").read_text(errors="replace")
+    (place.path / "enough").touch()
+    assert command.wait(GUARD_S) == 0
+    for path in [path for path in place.path.rglob("*") if path.is_file() and path.parent.name != "secret"]:
+        assert token.encode() not in path.read_bytes(), path
+
+
+def test_help_lists_everything_with_examples() -> None:
+    shown = CliRunner().invoke(group, ["run", "--help"]).output
+    assert shown == CliRunner().invoke(group, ["run"]).output
+    for word in ("status", "attach", "logs", "incidents", "stop", "drain", "evict", "return", "--detach", "Examples"):
+        assert word in shown
+    assert ":drive" not in shown
+    for name in ("status", "attach", "logs", "incidents", "stop", "drain", "evict", "return"):
+        assert "--folder" in CliRunner().invoke(group, ["run", name, "--help"]).output
+
+
+def test_a_script_may_be_called_as_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    taken = CliRunner().invoke(group, ["run", "status"])
+    assert "no job under runs/" in str(taken.exception)
+    seen: list[str] = []
+    monkeypatch.setattr("phalanx.cli.run_start._supervise", lambda given: seen.append(given.config.script) or 0)
+    monkeypatch.setattr("phalanx.cli.run_start.end_with", lambda status: sys.exit(status))
+    for words in (["--", "status"], ["--hosts", "2", "--", "stop", "now"], ["-m", "logs"]):
+        assert CliRunner().invoke(group, ["run", *words]).exit_code == 0
+    assert seen == ["status", "stop", "logs"]
+
+
+def test_a_folder_without_a_job_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("status", "stop", "incidents", "logs", "attach"):
+        result = CliRunner().invoke(group, ["run", name, "--folder", "nowhere"])
+        assert "no job was ever run there" in str(result.exception)
