@@ -144,7 +144,11 @@ def _split(rest: list[str], ours: Mapping[str, bool]) -> _Words:
             words.ours.extend([written] if value is None else [written, value])
         else:
             words.values[meant.name] = True if value is None else _typed(meant, value, f"--{meant.name}")
-    words.script.extend(rest[1:] if rest[:1] == ["--"] else rest)
+    rest = rest[1:] if rest[:1] == ["--"] else rest
+    if rest[:1] in (["-m"], ["--module"]):  # after the --, as python -m is written
+        words.values["module"] = True
+        rest = rest[1:]
+    words.script.extend(rest)
     return words
 
 

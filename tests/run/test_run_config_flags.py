@@ -51,6 +51,7 @@ def torchrun() -> argparse.ArgumentParser:
         ("--rdzv-id none t.py", {}),
         ("-m pkg.train --lr 1", {"run.module": True, "run.script": "pkg.train", "run.arguments": ["--lr", "1"]}),
         ("--module pkg.train", {"run.module": True, "run.script": "pkg.train"}),
+        ("-- -m pkg train", {"run.module": True, "run.script": "pkg", "run.arguments": ["train"]}),
         ("t.py --nnodes 3 -- -x", {"run.script": "t.py", "run.arguments": ["--nnodes", "3", "--", "-x"]}),
         ("--nnodes 2 -- t.py -- x", {"run.hosts": 2, "run.script": "t.py", "run.arguments": ["--", "x"]}),
     ],
