@@ -126,6 +126,21 @@ async def attempt_two(executor: Executor, driver: Driver) -> None:
     assert time.monotonic() - began_s < 30  # SIGTERM was enough
 
 
+@pytest.mark.slow
+def test_the_first_step_of_all_ranks_is_told_before_the_next_heartbeat_is_due(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with an_executor(tmp_path) as (executor, driver):
+            executor.hear(messages.Welcome(1, "j", 0, 3600.0))
+            executor.hear(messages.Prepare(["script.py"], False, str(tmp_path), {}, []))
+            executor.hear(start(1))
+            await driver.until(
+                messages.Heartbeat, lambda beat: beat.workers and all(w.steps_here for w in beat.workers)
+            )
+            await driver.until(messages.Started)
+
+    run(story)
+
+
 def test_a_start_without_a_script_is_told(tmp_path: Path) -> None:
     async def story() -> None:
         async with an_executor(tmp_path) as (executor, driver):

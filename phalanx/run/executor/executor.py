@@ -33,6 +33,9 @@ from phalanx.run.wire.codec import TooLargeError
 
 _log = logging.getLogger(__name__)
 
+_FIRST_STEP_S = 0.05
+"""How often ranks that have made no step yet are looked at."""
+
 KILL_S = 10.0
 """How long the end of killed processes is waited for; one that takes longer is stuck in the kernel."""
 
@@ -237,6 +240,7 @@ class Executor:
             return
         self.workers = self._make_workers(start, self._template)
         self._tell_started(await self.workers.begin())
+        self._do_beside(self._tell_first_step(self.workers))
 
     def _make_workers(self, start: messages.Start, template: WarmTemplate) -> Workers:
         self._tails.clear()
@@ -318,6 +322,13 @@ class Executor:
             except Exception:
                 _log.exception("a heartbeat could not be sent")
             await asyncio.sleep(self._heartbeat_s)
+
+    async def _tell_first_step(self, workers: Workers) -> None:
+        """A start, and so a recovery, is over when every rank has made a step: that is told before its turn."""
+        while self.workers is workers and not workers.is_stopping and not workers.has_stepped:
+            await asyncio.sleep(_FIRST_STEP_S)
+        if self.workers is workers and not workers.is_stopping:
+            self.line.send(self._beat())
 
     def _look_for_driver(self) -> None:
         """Without workers nobody needs this executor but a driver; nothing is left for ever."""

@@ -138,6 +138,12 @@ class Workers:
         else:
             rank.said = rank.said or word
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether each rank here has made a step in this attempt, or is gone."""
+        found = (rank.progress(self.attempt) for rank in self._ranks.values() if not rank.is_over)
+        return all(progress is not None and progress.steps_here > 0 for progress in found)
+
     def states(self) -> list[messages.WorkerState]:
         """What a heartbeat says of them."""
         return [self._state(rank) for rank in self._ranks.values()]
@@ -205,9 +211,7 @@ class Workers:
         if isinstance(said, Returned):
             code = said.status if code == 0 else code
             words = "" if code == 0 else f"returned exit status {code}"
-            ended = messages.WorkerEnded(
-                self.attempt, rank.rank, code, "returned", words, by_us=by_us, step=step
-            )
+            ended = messages.WorkerEnded(self.attempt, rank.rank, code, "returned", words, by_us=by_us, step=step)
         else:
             ended = messages.WorkerEnded(
                 self.attempt, rank.rank, code, said.kind, said.summary, said.text, said.follows, by_us, step
