@@ -9,10 +9,10 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from phalanx.core.config import Config
+from phalanx.core.units import parse_size
 
 Mode = Literal["background", "blocking"]
 
-_SIZE = re.compile(r"([0-9.]+)\s*([kMGTP]?)(i?)B?", re.IGNORECASE)
 _SECRETS = re.compile(r"secret|password|passwd|token|credential|connection_string|account_key", re.IGNORECASE)
 
 
@@ -182,21 +182,6 @@ class CheckpointConfig(Config):
                 "give it in the environment (AWS_SECRET_ACCESS_KEY, FSSPEC_S3_SECRET and the like) instead"
             )
         return self
-
-
-def parse_size(text: str) -> int:
-    """Bytes of ``"500 GB"`` (10⁹), ``"1.5 TiB"`` (2⁴⁰), ``"1000"``.
-
-    Raises:
-        ValueError: it is no such text; the message holds the cure after a colon.
-    """
-    found = _SIZE.fullmatch(text.strip())
-    try:
-        number, prefix, binary = found.groups() if found else ("", "", "")
-        value = float(number)
-    except ValueError:
-        raise ValueError(f'{text!r} is no size: write bytes, or such as "500 GB" or "1.5 TiB"') from None
-    return round(value * (1024.0 if binary else 1000.0) ** " kmgtp".index(prefix.lower() or " "))
 
 
 def _secret_key(options: Mapping[str, Any], prefix: str = "") -> str | None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+_SIZE = re.compile(r"([0-9.]+)\s*([kMGTP]?)(i?)B?", re.IGNORECASE)
+
 
 def count(value: float) -> str:
     """``1234567`` as ``1.23M``; below a thousand as it is."""
@@ -32,3 +36,18 @@ def duration(seconds: float) -> str:
     if hours >= 24:
         return f"{hours // 24}d{hours % 24:02d}h"
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``"500 GB"`` (10⁹), ``"1.5 TiB"`` (2⁴⁰), ``"1000"``.
+
+    Raises:
+        ValueError: it is no such text; the message holds the cure after a colon.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    try:
+        number, prefix, binary = found.groups() if found else ("", "", "")
+        value = float(number)
+    except ValueError:
+        raise ValueError(f'{text!r} is no size: write bytes, or such as "500 GB" or "1.5 TiB"') from None
+    return round(value * (1024.0 if binary else 1000.0) ** " kmgtp".index(prefix.lower() or " "))

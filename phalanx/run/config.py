@@ -11,9 +11,9 @@ from typing import Any, Literal
 import msgspec
 from pydantic import Field, field_validator, model_validator
 
-from phalanx.checkpoint.config import parse_size
 from phalanx.core.config import Config, Loaded, load
 from phalanx.core.errors import UserError
+from phalanx.core.units import parse_size
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.judge.limits import LimitConfig
 from phalanx.run.judge.slow import SlowConfig

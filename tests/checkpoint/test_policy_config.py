@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from phalanx.checkpoint.config import CheckpointConfig, parse_size
+from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.core.config import load, validate, walk
 from phalanx.core.errors import UserError
+from phalanx.core.units import parse_size
 
 
 def test_every_field_is_described() -> None:

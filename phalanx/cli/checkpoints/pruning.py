@@ -7,13 +7,14 @@ from typing import Any, cast
 import click
 from rich.markup import escape
 
-from phalanx.checkpoint.config import CheckpointConfig, parse_size
+from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.storage.base import Store
 from phalanx.checkpoint.storage.prune import prune
 from phalanx.cli.checkpoints.places import Place, places
 from phalanx.cli.tables import make_console, make_table
 from phalanx.core import units
 from phalanx.core.errors import UserError
+from phalanx.core.units import parse_size
 
 
 @click.command("prune")
