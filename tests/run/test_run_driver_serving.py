@@ -16,7 +16,7 @@ from phalanx.run.decide import actions
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.driver.book import Book
 from phalanx.run.driver.driver import Driver, Settings
-from phalanx.run.driver.serving import BackendOrders, keep_going
+from phalanx.run.driver.serving import BackendOrders, keep_going, let_leave
 from phalanx.run.journal import open_journal
 from phalanx.run.now import Now, read_clocks
 from phalanx.run.wire.link import DriverLink
@@ -70,13 +70,17 @@ class Silent:
 
 
 class Executor:
-    """A fake host at the end of a real connection."""
+    """A fake host at the end of a real connection; one that `stays` does not end when it is told to."""
+
+    stays = False
 
     def __init__(self, name: str, address: str) -> None:
         self.host = FakeHost(name)
         self.link = DriverLink(address, TOKEN, "j", self.host.hello, self._hear)
 
     def _hear(self, message: messages.FromDriver) -> None:
+        if isinstance(message, messages.End) and not self.stays:
+            self.link.close()
         for answer in self.host.answer(message, time.monotonic()):
             self.link.send(answer)  # type: ignore[arg-type]
 
@@ -133,6 +137,11 @@ def test_from_the_first_connection_to_the_end(tmp_path: Path, monkeypatch: pytes
                     executor.link.send(messages.WorkerEnded(2, rank, 0, "returned"))
                 await going
                 assert driver.finished is not None and driver.finished.status == 0
+                executors[2].stays = True
+                assert await let_leave(server, "done", within_s=0.5) == ["c"]
+                executors[2].stays = False
+                assert await let_leave(server, "done", within_s=GUARD_S) == []
+                assert executors[0].host.heard[-1] == messages.End("done")
                 for task in working:
                     task.cancel()
 

@@ -26,7 +26,7 @@ from phalanx.run.driver.classify import class_of, suspects_named
 from phalanx.run.driver.driver import Driver, Settings
 from phalanx.run.driver.overview import known, overview
 from phalanx.run.driver.peers import PeersConfig
-from phalanx.run.driver.serving import BackendOrders, keep_going
+from phalanx.run.driver.serving import BackendOrders, keep_going, let_leave
 from phalanx.run.executor.main import Settings as ExecutorSettings
 from phalanx.run.journal import Journal, open_journal
 from phalanx.run.judge.rules import Matcher, load_rules
@@ -140,7 +140,7 @@ class _Joined:
             await backend.leave()
             sys.stderr.write(f"the driver has to end, the job goes on: {driver.problem}\n")
             return TO_BE_STARTED_AGAIN
-        server.send_all(messages.End(driver.finished.reason))
+        await let_leave(server, driver.finished.reason)
         await backend.end()
         return driver.finished.status
 
@@ -160,7 +160,10 @@ class _Joined:
             driver=str(self.folder / "driver"),
             token=str(config.token_path.absolute()),
             logs=str(config.log_folder.absolute()),
+            segment_bytes=config.logs.segment_bytes,
+            kept_bytes=config.logs.kept_bytes,
             rules=tuple(map(str, self.rules)),
+            skip=config.checks.skip,
             address="127.0.0.1" if config.backend == "local" else "auto",
             is_only_host=config.backend == "local",
             driver_lost_s=config.driver_lost_s,

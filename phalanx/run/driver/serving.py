@@ -6,7 +6,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Protocol
 
+from phalanx.run import messages
 from phalanx.run.backends.base import Backend
 from phalanx.run.decide import actions
 from phalanx.run.driver.driver import Driver
@@ -15,6 +17,9 @@ _log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 """Time is looked at so often, however many hosts report; when something has been decided, at once."""
+
+LEAVE_S = 5.0
+"""For executors to end by themselves what they have, before the back end ends them."""
 
 BackendOrder = actions.AskForHosts | actions.Evict | actions.Release
 
@@ -85,6 +90,28 @@ class BackendOrders:
             self._problems[key] = problem
             _log.warning("the back end could not be ordered: %s", problem)
             self._failed(problem)
+
+
+class Crowd(Protocol):
+    """What is needed of `phalanx.run.wire.server.ExecutorServer` to let executors leave."""
+
+    def send_all(self, message: messages.FromDriver) -> int:
+        """Send to all hosts."""
+        ...
+
+    def hosts(self) -> list[str]:
+        """Those that are connected."""
+        ...
+
+
+async def let_leave(server: Crowd, reason: str, within_s: float = LEAVE_S) -> list[str]:
+    """Tell all executors that the job is over, and wait until they have gone; those that have not in time."""
+    server.send_all(messages.End(reason))
+    with suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
+            while server.hosts():
+                await asyncio.sleep(0.02)
+    return server.hosts()
 
 
 async def keep_going(driver: Driver, changed: asyncio.Event) -> None:
