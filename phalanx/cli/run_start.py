@@ -82,6 +82,7 @@ def start(arguments: tuple[str, ...]) -> None:
         click.echo(note, err=True)
     if (status := submit_job(given.config)) is not None:
         end_with(status)
+    _see_script(given.config)
     _make_room(given)
     config, console = given.config, _console()
     console.print(f"job {escape(config.job_name)}: {config.hosts} hosts, folder {escape(str(config.run_folder))}")
@@ -127,6 +128,18 @@ def _supervise(given: _Given) -> int:
 # Before the start
 
 
+def _see_script(config: RunConfig) -> None:
+    """Where the hosts are this machine, what cannot be run is told before anything is started.
+
+    Raises:
+        UserError: there is no script.
+    """
+    path = Path(config.working_folder or ".") / config.script
+    if config.backend == "local" and not config.module and not path.is_file():
+        cure = "give the path of a Python script, or a module with -m"
+        raise UserError("there is no such file", cure=cure, field="script", value=config.script)
+
+
 def _make_room(given: _Given) -> None:
     """See that no driver lives in the folder, and put aside what a job that is over has left there.
 
@@ -151,6 +164,9 @@ def _make_room_beside(given: _Given, card: Card, folder: Path, shown: Path) -> N
         if found == "elsewhere" and card.status is None:
             cure = "give another --folder, or remove job.json from it"
             raise UserError(f"its driver was started on {card.driver_host} and may live there", cure=cure)
+        if card.journal != "journal.db":
+            cure = "give this one another --folder, and with --set run.name=… another name in that journal"
+            raise UserError(f"the journal of the job before is kept elsewhere ({card.journal})", cure=cure)
         how = f"ended with status {card.status}" if card.status is not None else "is over"
         _say(f"the job before {how}; what it left is in {_near(set_aside(folder, card), shown)}")
     else:
@@ -217,8 +233,10 @@ def _log(path: Path) -> BinaryIO:
 
 def _read(arguments: tuple[str, ...]) -> _Given:
     flags = read_flags(arguments, os.environ, _OURS)
-    changes, switches, shown = dict(flags.changes), set[str](), ["0"]
+    changes, switches, shown = dict(flags.changes), set[str](), list[str]()
     job, overrides = _ours(flags.ours, changes, switches, shown)
+    is_detached = bool(switches & {"--detach", "-d"})
+    shown = shown or ["none" if is_detached else "0"]  # what ranks write is in their logs in any case
     if shown[-1] not in get_args(Ranks):
         cure = f"give one of {', '.join(get_args(Ranks))}"
         raise UserError("lines of which ranks are shown?", cure=cure, field="--show", value=shown[-1])
@@ -227,7 +245,6 @@ def _read(arguments: tuple[str, ...]) -> _Given:
     if config.backend == "local" and loaded.origin("run.policy.joining_check") == "default":
         # One machine is one host as far as its hardware goes: no need to measure it once for each executor.
         config = config.model_copy(update={"policy": config.policy.model_copy(update={"joining_check": "passive"})})
-    is_detached = bool(switches & {"--detach", "-d"})
     is_supervised = "--no-supervisor" not in switches
     if is_detached and not is_supervised:
         raise UserError("--detach and --no-supervisor contradict each other", cure="give one of them")

@@ -170,3 +170,4 @@ def test_a_script_that_is_not_there_is_said_to_be_so(tmp_path: Path) -> None:
     with Job(tmp_path, [*HOSTS, "--", "nothing.py"]) as job:
         ends(job, 2)
         assert "nothing.py" in job.output
+        assert not (job.run_folder / "executors").exists()  # nothing had to be started to find that out
