@@ -42,7 +42,7 @@ OPTIONS = (
     ("--folder PATH", "run folder: journal, logs, incidents [runs/NAME]"),
     ("--job FILE", "job file, TOML; its settings are in docs/run_config.md"),
     ("--set KEY=VALUE", "one setting of it, such as run.policy.max_restarts=3"),
-    ("--show RANKS", "whose lines are shown: 0, all or none [0]"),
+    ("--show RANKS", "whose lines are shown: 0, all or none [0; none with -d]"),
     ("-d, --detach", "run in the background; a closed terminal or lost SSH session does not matter"),
     ("--fresh", "begin a new job, although the one in the folder has not ended"),
     ("--no-supervisor", "leave it to somebody else, such as systemd, to restart the driver"),
