@@ -23,21 +23,17 @@ def of_failure(host: str, failure: Failure) -> str:
     return f"{who}: {failure.summary}" + (f" (step {failure.step})" if failure.step >= 0 else "")
 
 
-def seen(state: State) -> str:
-    """All that was seen in this recovery, in a few clauses."""
+def together(state: State) -> str:
+    """What single lines of the report do not say: how many ranks have failed, and how; empty: nothing more."""
     recovery = state.recovery
     if recovery is None:
-        return "nothing"
+        return ""
     own = [(host, f) for host, failures in recovery.failures.items() for f in failures if not f.follows]
     follow = sum(f.follows for failures in recovery.failures.values() for f in failures)
     parts = [f"{len(own)} ranks failed by themselves, first {of_failure(*own[0])}"] if len(own) > 1 else []
-    parts += [of_failure(*own[0])] if len(own) == 1 else []
-    parts += [f"{follow} ranks failed because a peer was gone"] if follow else []
-    parts += [f"named by the evidence: {names(recovery.suspects)}"] if recovery.suspects else []
+    parts += [f"{follow} {'rank' if follow == 1 else 'ranks'} failed only because a peer was gone"] if follow else []
     parts += [f"shared by {recovery.group}"] if recovery.group else []
-    parts += [f"lost: {names(recovery.lost)}"] if recovery.lost else []
-    parts += [f"processes that do not end on {names(recovery.stuck)}"] if recovery.stuck else []
-    return f"seen in attempt {state.attempt}: " + ("; ".join(parts) or recovery.why)
+    return "; ".join(parts)
 
 
 def would_do(state: State) -> str:

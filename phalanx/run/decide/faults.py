@@ -115,7 +115,8 @@ def on_suspects_named(turn: Turn, event: SuspectsNamed) -> None:
     group = tuple(dict.fromkeys(host for rank in event.group_ranks if (host := state.host_of(rank)) is not None))
     who = ", ".join(f"rank {rank} on {state.host_of(rank)}" for rank in event.ranks[:8])
     where = Where(state.host_of(event.ranks[0]) or "", event.ranks[0]) if event.ranks else Where()
-    text = f"suspected: {who}: {event.why}" if who else f"nobody stands out: {event.why}"
+    why = event.why.removeprefix(f"{who} ")  # said of one rank it begins with its name
+    text = f"suspected: {who}: {why}" if who else f"nobody stands out: {event.why}"
     turn.note("judge of the evidence", text, where)
     known = state.recovery
     recovery.learn(turn, suspects={**known.suspects, **suspects})

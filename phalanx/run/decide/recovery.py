@@ -178,17 +178,19 @@ def conclude(turn: Turn) -> None:
 
 def _judge(turn: Turn, recovery: Recovery) -> None:
     state = turn.state
-    summary = advice.seen(state)
-    if not summary.endswith(recovery.why):  # there was more than what the report began with
+    if summary := advice.together(state):
         turn.note("driver", summary)
     pressed = brakes.pressed(state)
-    turn.set(last_word=user_code.last_word(state), brakes=pressed)
+    turn.set(last_word=user_code.last_word(state))
     ending = user_code.verdict(state) or brakes.verdict(state.policy, pressed)
     if ending is not None:
+        turn.decided(f"the job ends with status {ending.status}", ending.reason)
         turn.set(ending=ending)
         return
+    turn.set(brakes=pressed)
     plan = ladder.plan(state, recovery)
     if plan.stop:
+        turn.decided(f"the job ends with status {endings.NO_PROGRESS}", plan.why)
         turn.set(ending=Ending(endings.NO_PROGRESS, f"nothing is left to try: {plan.why}"))
     else:
         _climb(turn, plan)

@@ -337,7 +337,7 @@ class Driver:
 
     def _take(self, event: Event, received: Mapping[str, Mark] | None) -> None:
         for action in self._apply(event, received):
-            self._perform(action)
+            self._perform(action, event.at_s)
 
     def _apply(self, event: Event, received: Mapping[str, Mark] | None) -> list[Action]:
         try:
@@ -346,8 +346,10 @@ class Driver:
             self.problem = error
             raise
 
-    def _perform(self, action: Action) -> None:
-        self._people.tell(action, self._clocks())
+    def _perform(self, action: Action, at_s: float | None = None) -> None:
+        """Do it; `at_s`: when what led to it was heard, which people are told."""
+        now = self._clocks()
+        self._people.tell(action, now if at_s is None else Now(now.monotonic_s, at_s))
         match action:
             case actions.AskForHosts() | actions.Evict() | actions.Release():
                 self._command(action)

@@ -114,7 +114,7 @@ def _seen(incident: Incident) -> Section:
 def _decided(incident: Incident) -> Section:
     facts = [fact for fact in incident.facts if isinstance(fact, Decided)]
     if not facts:
-        return Section("What was decided", texts=("Nothing yet.",))
+        return Section("What was decided", texts=("Nothing." if incident.outcome else "Nothing yet.",))
 
     def row(fact: Decided) -> tuple[str, ...]:
         who = "" if fact.by == "driver" else f" (by {fact.by})"

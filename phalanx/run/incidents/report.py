@@ -60,7 +60,7 @@ def closed(incident: Incident, action: CloseIncident, unix_s: float, scrub: Scru
     result = Outcome(
         unix_s=unix_s,
         result=action.result,
-        summary=f"{incident.title}; {_how(action)}",
+        summary=f"{incident.title}{_suspect(incident)}; {_how(action)}",
         to_do=[scrub(text) for text in _to_do(incident, action)],
     )
     return _with(incident, *times, *_lost(action, unix_s, scrub), result)
@@ -72,10 +72,17 @@ def _with(incident: Incident, *facts: AnyFact) -> Incident:
 
 def _seen(by: str, text: str, where: Where, unix_s: float, scrub: Scrub) -> Seen:
     """What stands in columns of its own is not said twice."""
-    what = text.removeprefix(f"rank {where.rank} on ") if where.rank >= 0 else text
-    what = what.removeprefix(f"{where.host}: ") if where.host else what
+    what = text.removeprefix("suspected: ").removeprefix(f"rank {where.rank} on ") if where.rank >= 0 else text
+    what = what.removeprefix(f"{where.host}: ").removeprefix(f"rank {where.rank} says: ") if where.host else what
     what = what.removesuffix(f" (step {where.step})")
     return Seen(unix_s=unix_s, by=by, what=scrub(what), host=where.host, rank=where.rank, step=where.step)
+
+
+def _suspect(incident: Incident) -> str:
+    """Who was blamed, where the report begins without a name."""
+    seen = [fact for fact in incident.facts if isinstance(fact, Seen)]
+    named = [fact.place for fact in seen if fact.by == "judge of the evidence" and fact.rank >= 0]
+    return f", {named[-1]} suspected" if named and seen[0].rank < 0 else ""
 
 
 def _how(action: CloseIncident) -> str:

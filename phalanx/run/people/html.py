@@ -35,11 +35,12 @@ _STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;margin:0 auto;padding:1.2rem;max-width:76rem}
 h1{font-size:1.35rem;margin:0 0 .8rem}h2{font-size:1.02rem;margin:1.6rem 0 .5rem}
 a{color:inherit}small,.soft{color:var(--soft)}.good{color:var(--good)}.warning{color:var(--warn)}.error{color:var(--bad)}
-.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(8.5rem,1fr));gap:.6rem;margin:0}
+.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(7.2rem,1fr));gap:.6rem;margin:0}
 .facts div{background:var(--card);border-radius:.5rem;padding:.55rem .8rem}
 .facts dt{color:var(--soft);font-size:.8rem}.facts dd{margin:0;font-size:1.15rem;font-variant-numeric:tabular-nums}
 .note{border-left:.3rem solid var(--warn);background:var(--card);padding:.5rem .8rem;margin:.9rem 0;border-radius:.2rem}
 .note.error{border-color:var(--bad);color:inherit}.note.good{border-color:var(--good);color:inherit}
+article td:first-child{white-space:nowrap}
 .wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th{font-weight:500;color:var(--soft);font-size:.8rem}
 th,td{text-align:left;padding:.28rem .7rem .28rem 0;vertical-align:top}
@@ -159,14 +160,16 @@ def _active(now: Overview) -> int:
 
 def _hosts(now: Overview) -> str:
     order = sorted(now.hosts, key=lambda host: (words.is_calm(host), host.place < 0, host.place, host.name))
-    heads = ("host", "state", ":ranks", ":step", ":s/step", ":heard", ":cpu", ":memory free", ":gpu", "doing")
-    rows = [_host(host) for host in order[:_HOSTS]]
+    has_gpus = any(host.seen is not None and host.seen.accelerators for host in now.hosts)
+    gpu = (":gpu",) if has_gpus else ()
+    heads = ("host", "state", ":ranks", ":step", ":s/step", ":heard", ":cpu", ":memory free", *gpu, "doing")
+    rows = [_host(host, has_gpus) for host in order[:_HOSTS]]
     total = max(sum(now.hosts_by_state.values()), len(now.hosts))
     more = f"<p><small>of {total:,} hosts: {_text(words.counted(now))}</small></p>" if total > len(rows) else ""
     return _table(heads, rows, "no host yet") + more
 
 
-def _host(host: HostView) -> list[str]:
+def _host(host: HostView, has_gpus: bool) -> list[str]:
     seen = host.seen
     steps = [worker.step for worker in host.workers if worker.step >= 0]
     pace = max((worker.last_step_s for worker in host.workers), default=0.0)
@@ -180,7 +183,7 @@ def _host(host: HostView) -> list[str]:
         words.age(host.silent_s),
         f"{100 * seen.cpu_load:.0f} %" if seen is not None else "",
         size(seen.memory_free_bytes) if seen is not None else "",
-        f"{100 * sum(known) / len(known):.0f} %" if known else "",
+        *([f"{100 * sum(known) / len(known):.0f} %" if known else ""] if has_gpus else []),
         _text(cut(doing(host), _LINE_CHARS)),
     ]
 

@@ -13,6 +13,7 @@ from phalanx.core.units import duration
 from phalanx.run.logs.lines import strip_ansi
 from phalanx.run.people.hub import Item, Told, Wrote
 from phalanx.run.people.overview import HostView, Overview
+from phalanx.run.secrets import scrub_text
 
 Ranks = Literal["0", "all", "none"]
 """Whose lines are shown."""
@@ -54,7 +55,7 @@ def said(item: Told) -> str:
     """What was said, with whom it is about; of several lines each stays one."""
     about = f"incident {item.incident}: " if item.incident else f"{item.host}: " if item.host else ""
     by = "" if item.by in ("", "driver") or item.by.startswith("executor of ") else f"{item.by}: "
-    return "\n".join(harmless(part) for part in f"{about}{by}{item.text}".split("\n"))
+    return "\n".join(harmless(part) for part in scrub_text(f"{about}{by}{item.text}").split("\n"))
 
 
 def progress(now: Overview) -> str:
@@ -98,7 +99,7 @@ def ending(now: Overview) -> str:
     facts = ", ".join(part for part in (steps, _recoveries(now), training) if part)
     if now.status == 0:
         return f"done {took}: {facts}"
-    return f"ended with status {now.status} {took}: {harmless(now.ended)} ({facts})"
+    return f"ended with status {now.status} {took}: {harmless(scrub_text(now.ended))} ({facts})"
 
 
 def _recoveries(now: Overview) -> str:

@@ -1,0 +1,196 @@
+"""Reports of incidents are on disk as the driver decides, whatever the disk and whatever the driver's life is like."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.run.decide import actions
+from phalanx.run.decide.actions import AddToIncident, CloseIncident, OpenIncident, Where
+from phalanx.run.incidents import evidence, keeper
+from phalanx.run.incidents.evidence import MOST_FILES, Exhibit, Exhibits
+from phalanx.run.incidents.facts import Decided, Incident, Lost, Seen, Took
+from phalanx.run.incidents.keeper import Keeper
+from phalanx.run.incidents.report import MOST_FACTS
+from phalanx.run.incidents.store import beside, load, page_of
+from phalanx.run.messages import Evidence, RankEvidence, WorkerEnded
+from phalanx.run.now import Now
+from phalanx.run.secrets import Token
+
+T = 1_795_294_398.0
+
+OPEN = OpenIncident(1, 2, "executor of b", "rank 3 on b: killed by SIGKILL (step 57)", Where("b", 3, 57))
+CHECK = AddToIncident(1, "passive check of b", "passed", Where("b"))
+DECISION = AddToIncident(1, "driver", "b restarts in place", is_decision=True, why="b: first fault")
+SECONDS = {"stopping": 0.1, "opening": 0.05, "starting": 0.3, "first step": 0.2}
+CLOSE = CloseIncident(1, "attempt 3 makes steps", SECONDS, 7, from_step=57, to_step=50, ranks=4)
+
+
+def at(seconds: float) -> Now:
+    return Now(seconds, T + seconds)
+
+
+@contextmanager
+def keeping(folder: Path, **options: Any) -> Iterator[Keeper]:
+    kept = Keeper(folder, "train", **options)
+    try:
+        yield kept
+    finally:
+        kept.close(30)
+
+
+def ended(rank: int = 3, text: str = "last line", **changes: Any) -> WorkerEnded:
+    return WorkerEnded(2, rank, -9, "signal", "killed by SIGKILL", text, **changes)
+
+
+def test_what_is_seen_decided_timed_and_lost_stands_in_the_report(tmp_path: Path) -> None:
+    news: list[tuple[str, Path]] = []
+
+    def stored(incident: Incident, page: Path) -> None:
+        news.append(("closed" if incident.outcome else "opened", page))
+
+    with keeping(tmp_path, stored=stored) as kept:
+        for number, action in enumerate((OPEN, CHECK, DECISION, CLOSE)):
+            kept.tell(action, at(number / 10))
+    incident = load(tmp_path, 1)
+    assert [type(fact) for fact in incident.facts[:3]] == [Seen, Seen, Decided]
+    seen = incident.facts[0]
+    assert isinstance(seen, Seen)
+    assert (seen.by, seen.what, seen.host, seen.rank, seen.step) == ("executor of b", "killed by SIGKILL", "b", 3, 57)
+    took = {fact.phase: fact.seconds for fact in incident.facts if isinstance(fact, Took)}
+    assert took == {"stop": 0.1, "open the store": 0.05, "start": 0.3, "first step": 0.2}
+    (lost,) = [fact for fact in incident.facts if isinstance(fact, Lost)]
+    assert lost.steps == 7 and lost.seconds == pytest.approx(4 * 0.65)
+    assert incident.title == "rank 3 on b: killed by SIGKILL; attempt 3 makes steps"
+    assert incident.seconds == pytest.approx(0.3)
+    assert news[-1] == ("closed", page_of(tmp_path, 1))
+    page = page_of(tmp_path, 1).read_text()
+    assert "| +0.20 s | b restarts in place | b: first fault |" in page
+
+
+def test_a_page_is_there_while_the_incident_is_open(tmp_path: Path) -> None:
+    stored = threading.Event()
+    with keeping(tmp_path, stored=lambda incident, page: stored.set()) as kept:
+        kept.tell(OPEN, at(0))
+        assert stored.wait(30)
+        assert "It is still open." in page_of(tmp_path, 1).read_text()
+
+
+def test_a_driver_that_is_started_again_goes_on_with_what_is_stored(tmp_path: Path) -> None:
+    with keeping(tmp_path) as kept:
+        kept.tell(OPEN, at(0))
+    with keeping(tmp_path) as kept:
+        kept.tell(AddToIncident(1, "driver", "the driver was restarted in phase stopping"), at(1))
+        kept.tell(CLOSE, at(2))
+        kept.tell(CLOSE, at(3))  # actions may be performed twice
+    incident = load(tmp_path, 1)
+    assert incident.facts[0].unix_s == T and incident.seconds == pytest.approx(2)
+    assert "the driver was restarted" in page_of(tmp_path, 1).read_text()
+
+
+def test_a_report_whose_beginning_was_lost_is_kept_all_the_same(tmp_path: Path) -> None:
+    with keeping(tmp_path) as kept:
+        kept.tell(DECISION, at(0))
+        kept.tell(CLOSE, at(1))
+    assert load(tmp_path, 1).outcome is not None
+
+
+def test_last_words_and_stacks_are_kept_beside_the_page_without_secrets(tmp_path: Path) -> None:
+    token = Token("a" * 64)
+    with keeping(tmp_path, known=[token, "hush-hush"]) as kept:
+        kept.heard("b", ended(text=f"\x1b[31mhush-hush {token.reveal()} https://ann:pw@host/\nend"), at(0))
+        kept.heard("b", ended(4, by_us=True), at(0))
+        kept.tell(OPEN, at(0.1))
+        stacks = RankEvidence(3, "File x, line 1 hush-hush", state="T", note="waits in do_signal_stop")
+        kept.heard("b", Evidence(2, [stacks, RankEvidence(2, is_silent=True)], ["NVRM: Xid 79"]), at(0.2))
+        kept.tell(CLOSE, at(1))
+    incident, folder = load(tmp_path, 1), beside(tmp_path, 1)
+    assert sorted(incident.evidence) == sorted(path.name for path in folder.iterdir()) == ["b.txt", "rank-3.txt"]
+    words, text = (folder / "rank-3.txt").read_text(), (folder / "b.txt").read_text()
+    assert "(hidden) (hidden) https://ann:(hidden)@host/\nend" in words and "\x1b" not in words
+    assert "rank 3: process state T, waits in do_signal_stop\nFile x, line 1 (hidden)" in text
+    assert "rank 2: did not answer" in text and "NVRM: Xid 79" in text
+    assert "beside this page: " in page_of(tmp_path, 1).read_text()
+
+
+def test_evidence_is_bounded_and_that_of_suspects_comes_first() -> None:
+    exhibits = Exhibits()
+    for number in range(100):
+        exhibits.add(1, Exhibit(f"host-{number}.txt", "x"))
+    first = exhibits.take([])
+    assert len(first) == MOST_FILES // 2
+    exhibits.want("host-77")
+    names = [one.name for one in first]
+    assert [one.name for one in exhibits.take(names)] == ["host-77.txt"]
+    assert exhibits.take(names) == []
+    exhibits.add(2, Exhibit("host-1.txt", "of a newer attempt"))
+    exhibits.add(1, Exhibit("host-2.txt", "too late"))
+    assert [one.text for one in exhibits.take([])] == ["of a newer attempt"]
+    huge = evidence.of_evidence("../h", Evidence(1, [RankEvidence(0, "y" * (1 << 20))] * 20), str)
+    assert len(huge.text) <= evidence.FILE_CHARS + 1 and "/" not in huge.name and not huge.name.startswith(".")
+
+
+def test_a_report_of_very_many_hosts_stays_small(tmp_path: Path) -> None:
+    with keeping(tmp_path) as kept:
+        kept.tell(OPEN, at(0))
+        for number in range(3 * MOST_FACTS):
+            kept.tell(AddToIncident(1, "back end", f"host-{number} is gone", Where(f"host-{number}")), at(1))
+        kept.tell(CLOSE, at(2))
+    incident = load(tmp_path, 1)
+    assert len([fact for fact in incident.facts if isinstance(fact, Seen)]) == MOST_FACTS
+    assert incident.outcome is not None
+
+
+def test_a_full_disk_delays_a_report_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "RETRY_S", 0.02)
+    is_full, was_stored, failures = threading.Event(), threading.Event(), threading.Event()
+    is_full.set()
+    store = keeper.store
+
+    def full(folder: Path, incident: Incident) -> Path:
+        if is_full.is_set():
+            failures.set()
+            raise OSError(28, "No space left on device")
+        return store(folder, incident)
+
+    monkeypatch.setattr(keeper, "store", full)
+    with keeping(tmp_path, stored=lambda incident, page: was_stored.set()) as kept:
+        kept.tell(OPEN, at(0))
+        assert failures.wait(30)
+        is_full.clear()
+        assert was_stored.wait(30)
+    assert load(tmp_path, 1).facts and kept.problem == ""
+
+
+def test_hosts_that_left_are_lost_and_are_to_be_looked_at(tmp_path: Path) -> None:
+    close = CloseIncident(1, "attempt 3 makes steps", {}, hosts={"b": "at fault again", "c": "drained by ann"}, ranks=4)
+    with keeping(tmp_path) as kept:
+        kept.tell(OPEN, at(0))
+        kept.tell(close, at(2))
+    incident = load(tmp_path, 1)
+    assert incident.outcome is not None and "without b, c" in incident.title
+    assert incident.outcome.to_do == ["have b looked at before other jobs use it: at fault again"]
+    assert {fact.what for fact in incident.facts if isinstance(fact, Lost) and fact.what[1] == ":"} == {
+        "b: at fault again",
+        "c: drained by ann",
+    }
+
+
+def test_a_job_that_its_own_code_has_ended_says_what_to_mend_and_with_what_words(tmp_path: Path) -> None:
+    with keeping(tmp_path) as kept:
+        kept.heard("a", ended(0, "Connection closed by peer", follows=True), at(0))
+        kept.heard("b", ended(3, "Traceback:\nKeyError: 'x'"), at(0))
+        kept.heard("b", ended(2, "Traceback:\nKeyError: 'y'"), at(0))
+        kept.tell(OPEN, at(0))
+        kept.tell(CloseIncident(1, "over", {}, result="gave up", status=1), at(1))
+        words = kept.last_words(actions.Finish(1, "user code"))
+        assert words == "rank 3 has ended with this:\nTraceback:\nKeyError: 'x'"
+        assert kept.last_words(actions.Finish(0, "done")) == ""
+    outcome = load(tmp_path, 1).outcome
+    assert outcome is not None and outcome.result == "gave up"
+    assert outcome.to_do[0].startswith("mend the script") and "phalanx run logs 3" in outcome.to_do[1]
