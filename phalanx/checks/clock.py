@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 from phalanx.checks.contract import Check
 from phalanx.checks.host import Host
-from phalanx.checks.peer import PeerError, PeerMeasure, measure_peer
+from phalanx.checks.peer import PeerError, PeerMeasure, measure_peer, read_key
 from phalanx.checks.result import CheckResult, passed, skipped
 from phalanx.checks.thresholds import Threshold, given_threshold
 
@@ -21,9 +22,9 @@ def run(host: Host) -> CheckResult:
     measured, problems = [], []
     for address in host.peers:
         try:
-            measured.append(
-                measure_peer(address, transfer_bytes=0, limit_s=2.0, clock_ns=lambda: round(host.unix_s() * 1e9))
-            )
+            key = read_key(host.peer_key) if host.peer_key else None
+            clock_ns = partial(_unix_ns, host)
+            measured.append(measure_peer(address, transfer_bytes=0, limit_s=2.0, clock_ns=clock_ns, key=key))
         except (PeerError, ValueError) as error:
             problems.append(str(error))
     if not measured:
@@ -31,6 +32,10 @@ def run(host: Host) -> CheckResult:
             return skipped(_NAME, "; ".join(problems) or "no peers given, and no daemon tells of it")
         return passed(_NAME, "; ".join(problems) or "kept by NTP" if synchronised else "not synchronised by NTP")
     return judge_clock(measured, synchronised, given_threshold(host, _NAME) or _MOST)
+
+
+def _unix_ns(host: Host) -> int:
+    return round(host.unix_s() * 1e9)
 
 
 def judge_clock(measured: list[PeerMeasure], synchronised: bool | None, threshold: Threshold) -> CheckResult:

@@ -52,6 +52,8 @@ class Host:
         cache: folder for what checks remember of this host from one time to the next.
         folder: where checkpoints go, a path or a URL; empty: not told.
         peers: ``address:port`` of hosts that serve the network test (`phalanx.checks.peer.serve_peer`).
+        peer_key: file with the key that peers ask for; None: they ask for none.
+        is_suspect: the peers are believed good, and this host is in doubt.
         expected: thresholds given by the user, by name of the check.
         own_pids: processes that belong to the present run, besides this one and its ancestors.
         run: see `run_command`.
@@ -67,6 +69,8 @@ class Host:
     cache: Path = Path("/nonexistent")
     folder: str = ""
     peers: tuple[str, ...] = ()
+    peer_key: Path | None = None
+    is_suspect: bool = False
     expected: Mapping[str, float] = field(default_factory=dict)
     own_pids: frozenset[int] = frozenset()
     run: RunCommand = run_command
@@ -84,6 +88,8 @@ class Host:
             "cache": str(self.cache),
             "folder": self.folder,
             "peers": list(self.peers),
+            "peer_key": str(self.peer_key) if self.peer_key else None,
+            "is_suspect": self.is_suspect,
             "expected": dict(self.expected),
             "own_pids": sorted(self.own_pids),
         }
@@ -99,6 +105,8 @@ def host_from_settings(settings: Mapping[str, Any]) -> Host:
         cache=Path(settings["cache"]),
         folder=settings["folder"],
         peers=tuple(settings["peers"]),
+        peer_key=Path(settings["peer_key"]) if settings["peer_key"] else None,
+        is_suspect=settings["is_suspect"],
         expected=settings["expected"],
         own_pids=frozenset(settings["own_pids"]),
         read_kernel_lines=partial(read_kernel_lines, Path(settings["dev"])),

@@ -3,11 +3,16 @@
 A message is one letter and a number of eight bytes. ``P``: answer the same (latency). ``T``: answer this host's Unix
 time in ns. ``S`` n: n bytes follow; answer when all are there. ``R`` n: send n bytes. Nothing is stored or run, and
 a connection that asks for more than a limit, or says nothing for long, is closed.
+
+With a key, both sides first prove that they know it, and it does not travel: see `_admit`. Without one, only this host
+is served.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
+import secrets
 import socket
 import statistics
 import struct
@@ -16,12 +21,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.core.addresses import is_loopback
+from phalanx.core.errors import UserError
 
 _HEADER = struct.Struct("!cQ")
 _BLOCK = bytes(1 << 18)
 _MAX_BYTES = 1 << 34
 _IDLE_S = 30.0
+_PROOF_S = 10.0
 _LOOK_S = 0.5
+_AT_ONCE = 64  # connections; of a host, few ask at one time
+_NONCE_BYTES, _PROOF_BYTES = 32, 32
 _PINGS = 64
 _WARM_BYTES = 4 << 20
 
@@ -52,15 +64,27 @@ class PeerMeasure:
 
 
 @contextmanager
-def serve_peer(host: str = "127.0.0.1", port: int = 0, clock_ns: Clock = time.time_ns) -> Iterator[int]:
+def serve_peer(
+    host: str = "127.0.0.1", port: int = 0, clock_ns: Clock = time.time_ns, *, key: bytes | None = None
+) -> Iterator[int]:
     """Serve measurements for as long as the block runs; yields the port.
 
-    Anyone who reaches it can measure, so serve on the training network only. Raises OSError where it cannot listen.
+    Args:
+        key: that those who ask have to know; None: nobody has to prove anything, and only this host is served.
+
+    Raises:
+        OSError: it cannot listen there.
+        UserError: other hosts reach this address, and there is no key.
     """
-    with socket.create_server((host, port)) as server:
+    if key is None and not is_loopback(host):
+        cure = "give a key that both sides know (--token-file), or serve on 127.0.0.1"
+        raise UserError("other hosts can reach this address", cure=cure, field="peer", value=host)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family) as server:
         server.settimeout(_LOOK_S)
         ended = threading.Event()
-        thread = threading.Thread(target=_accept, args=(server, ended, clock_ns), name="peer server", daemon=True)
+        work = (server, ended, clock_ns, key)
+        thread = threading.Thread(target=_accept, args=work, name="peer server", daemon=True)
         thread.start()
         try:
             yield server.getsockname()[1]
@@ -71,7 +95,8 @@ def serve_peer(host: str = "127.0.0.1", port: int = 0, clock_ns: Clock = time.ti
             thread.join()
 
 
-def _accept(server: socket.socket, ended: threading.Event, clock_ns: Clock) -> None:
+def _accept(server: socket.socket, ended: threading.Event, clock_ns: Clock, key: bytes | None) -> None:
+    places = threading.BoundedSemaphore(_AT_ONCE)
     while not ended.is_set():
         try:
             connection, _ = server.accept()
@@ -79,16 +104,76 @@ def _accept(server: socket.socket, ended: threading.Event, clock_ns: Clock) -> N
             continue
         except OSError:
             return
-        threading.Thread(target=_serve, args=(connection, clock_ns), name="peer", daemon=True).start()
+        if not places.acquire(blocking=False):
+            connection.close()
+            continue
+        work = (connection, clock_ns, key, places)
+        threading.Thread(target=_serve, args=work, name="peer", daemon=True).start()
 
 
-def _serve(connection: socket.socket, clock_ns: Clock) -> None:
+def _serve(connection: socket.socket, clock_ns: Clock, key: bytes | None, places: threading.BoundedSemaphore) -> None:
     with connection, contextlib.suppress(OSError, PeerError):
-        connection.settimeout(_IDLE_S)
+        connection.settimeout(_PROOF_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while True:
-            kind, number = _HEADER.unpack(_receive(connection, _HEADER.size))
-            _answer(connection, kind, number, clock_ns)
+        try:
+            if key is not None:
+                _admit(connection, key)
+            connection.settimeout(_IDLE_S)
+            _answer_all(connection, clock_ns)
+        finally:
+            places.release()
+
+
+def _answer_all(connection: socket.socket, clock_ns: Clock) -> None:
+    while True:
+        kind, number = _HEADER.unpack(_receive(connection, _HEADER.size))
+        _answer(connection, kind, number, clock_ns)
+
+
+def _admit(connection: socket.socket, key: bytes) -> None:
+    """A nonce to the one who asks; from there a nonce and an HMAC of both under the key; back an HMAC of our own.
+
+    What was recorded does not fit the next nonce, and what is sent back does not fit the role in it. Who can change
+    packets on the way can spoil a measurement: it is no more than that.
+    """
+    ours = secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(ours)
+    theirs, proof = _nonce_and_proof(connection)
+    if not hmac.compare_digest(proof, _proof(key, b"asks", ours, theirs)):
+        raise PeerError("who asks does not know the key")
+    connection.sendall(_proof(key, b"serves", ours, theirs))
+
+
+def _introduce(connection: socket.socket, key: bytes) -> None:
+    """The other side of `_admit`."""
+    theirs, ours = _receive(connection, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(ours + _proof(key, b"asks", theirs, ours))
+    if not hmac.compare_digest(_receive(connection, _PROOF_BYTES), _proof(key, b"serves", theirs, ours)):
+        raise PeerError("the peer does not know the key")
+
+
+def _nonce_and_proof(connection: socket.socket) -> tuple[bytes, bytes]:
+    got = _receive(connection, _NONCE_BYTES + _PROOF_BYTES)
+    return got[:_NONCE_BYTES], got[_NONCE_BYTES:]
+
+
+def _proof(key: bytes, role: bytes, served: bytes, asked: bytes) -> bytes:
+    return hmac.digest(key, b"phalanx check: peer " + role + b" " + served + asked, "sha256")
+
+
+def read_key(path: Path) -> bytes:
+    """The key in a file, such as that with a job's token.
+
+    Raises:
+        PeerError: there is none.
+    """
+    try:
+        key = path.read_bytes().strip()
+    except OSError as error:
+        raise PeerError(f"the key cannot be read: {error}") from None
+    if not key:
+        raise PeerError(f"no key is in {path}")
+    return key
 
 
 def _answer(connection: socket.socket, kind: bytes, number: int, clock_ns: Clock) -> None:
@@ -108,18 +193,26 @@ def _answer(connection: socket.socket, kind: bytes, number: int, clock_ns: Clock
 
 
 def measure_peer(
-    address: str, *, transfer_bytes: int = 64 << 20, limit_s: float = 10.0, clock_ns: Clock = time.time_ns
+    address: str,
+    *,
+    transfer_bytes: int = 64 << 20,
+    limit_s: float = 10.0,
+    clock_ns: Clock = time.time_ns,
+    key: bytes | None = None,
 ) -> PeerMeasure:
     """Measure the way to a host that serves at ``address``, HOST:PORT. Raises `PeerError`, ValueError for the address.
 
     Args:
         transfer_bytes: sent in each direction.
         limit_s: of any single wait.
+        key: that both sides know; None: the peer asks for none.
     """
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=limit_s) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if key is not None:
+                _introduce(connection, key)
             ways = sorted(_ask_clock(connection, clock_ns) for _ in range(_PINGS))
             _time_send(connection, _WARM_BYTES)
             sending_s = _time_send(connection, transfer_bytes)

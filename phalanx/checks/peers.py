@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from phalanx.checks.contract import Check
 from phalanx.checks.host import Host
-from phalanx.checks.peer import PeerError, PeerMeasure, measure_peer
+from phalanx.checks.peer import PeerError, PeerMeasure, measure_peer, read_key
 from phalanx.checks.result import CheckResult, skipped
 from phalanx.checks.thresholds import Threshold, given_threshold, slow_hosts
 
@@ -22,32 +22,49 @@ def run(host: Host) -> CheckResult:
     measured, problems = [], {}
     for address in host.peers:
         try:
-            measured.append(measure_peer(address, transfer_bytes=_BYTES))
+            key = read_key(host.peer_key) if host.peer_key else None
+            measured.append(measure_peer(address, transfer_bytes=_BYTES, key=key))
         except (PeerError, ValueError) as error:
+            if host.is_suspect and isinstance(error.__cause__, ConnectionRefusedError):
+                continue  # that host answers, so the network works: only its executor has gone
             problems[address] = str(error)
-    return judge_peers(measured, problems, given_threshold(host, _NAME))
+    if not measured and not problems:
+        return skipped(_NAME, "no peer serves any more")
+    return judge_peers(measured, problems, given_threshold(host, _NAME), is_suspect=host.is_suspect)
 
 
 def judge_peers(
-    measured: Sequence[PeerMeasure], problems: Mapping[str, str], given: Threshold | None = None
+    measured: Sequence[PeerMeasure],
+    problems: Mapping[str, str],
+    given: Threshold | None = None,
+    *,
+    is_suspect: bool = False,
 ) -> CheckResult:
-    """The verdict: against what was given, else each peer against the others."""
+    """The verdict: against what was given, else each peer against the others.
+
+    Args:
+        is_suspect: the peers are believed good: if the way to one of them is good, this host is, and the others are in
+            doubt; see `phalanx.checks.neighbours`.
+    """
     rates = {each.peer: min(each.send_bytes_per_s, each.receive_bytes_per_s) / 1e9 for each in measured}
     limits = {peer: given.value for peer, rate in rates.items() if rate < given.value} if given else slow_hosts(rates)
     bad = [f"{peer}: {rates[peer]:.3g} GB/s, less than {limit:.3g}" for peer, limit in limits.items()]
     bad += [f"no measure: {problem}" for problem in problems.values()]
+    is_cleared = is_suspect and len(limits) < len(rates)
     latency = f"{max(each.latency_s for each in measured) * 1e6:.0f} µs" if measured else ""
     known = given is not None or len(rates) > 2
-    notes = [*bad, latency, "" if known or bad else "no threshold is known"]
+    cleared = "the way to the others is good, so this is about that end" if bad and is_cleared else ""
+    notes = [*bad, cleared, latency, "" if known or bad else "no threshold is known"]
+    is_bad = bool(bad) and not is_cleared
     return CheckResult(
         _NAME,
-        "fail" if bad else "pass",
+        "fail" if is_bad else "pass",
         "; ".join(filter(None, notes)),
         min(rates.values(), default=None),
         "GB/s" if rates else "",
         given.value if given else min(limits.values(), default=None),
         given.source if given else "70% of the median of the other peers" if limits else "",
-        _ACTION if bad else "",
+        _ACTION if is_bad else "",
     )
 
 

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 
 import click
 from rich.markup import escape
 
 from phalanx.checks.contract import Check, Level
 from phalanx.checks.host import this_host
+from phalanx.checks.peer import serve_peer
 from phalanx.checks.registry import CHECKS, named
 from phalanx.checks.result import CheckResult
 from phalanx.checks.runner import choose, run_checks
 from phalanx.cli.tables import make_console, make_table
 from phalanx.core import units
 from phalanx.core.errors import UserError
+from phalanx.run.secrets import ensure_token, read_token
 
 _COLOURS = {"pass": "green", "fail": "bold red", "skip": "dim"}
 
@@ -33,6 +37,12 @@ _COLOURS = {"pass": "green", "fail": "bold red", "skip": "dim"}
 @click.option("--only", multiple=True, metavar="NAME", help="Just this check, of any set; may be repeated.")
 @click.option("--folder", default="", metavar="CHECKPOINTS", help="Where checkpoints go: a folder or a URL.")
 @click.option("--peer", "peers", multiple=True, metavar="HOST:PORT", help="A host that serves; may be repeated.")
+@click.option("--serve", metavar="HOST:PORT", help="Be a peer of other hosts until Ctrl-C; test nothing.")
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    help="Key of peers, the same on all; made by --serve where there is none.",
+)
 @click.option("--expect", multiple=True, metavar="NAME=VALUE", help="A threshold of your own; may be repeated.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option("--list", "only_list", is_flag=True, help="Show the checks of the set, and run none.")
@@ -41,6 +51,8 @@ def command(
     only: tuple[str, ...],
     folder: str,
     peers: tuple[str, ...],
+    serve: str | None,
+    token_file: Path | None,
     expect: tuple[str, ...],
     as_json: bool,
     only_list: bool,
@@ -54,7 +66,14 @@ def command(
     if only_list:
         show_list(checks, as_json)
         return
-    host = this_host(os.environ, folder=folder, peers=tuple(map(_address, peers)), expected=_thresholds(expect))
+    if serve:
+        be_peer(_address(serve, "--serve"), token_file)
+        return
+    if token_file:
+        read_token(token_file)
+    addresses = tuple(map(_address, peers))
+    expected = _thresholds(expect)
+    host = this_host(os.environ, folder=folder, peers=addresses, peer_key=token_file, expected=expected)
     console = make_console()
     began_s = time.perf_counter()
     with console.status("testing this host …") if not as_json and console.is_terminal else nullcontext():
@@ -65,6 +84,25 @@ def command(
     else:
         show(results, seconds)
     sys.exit(any(result.outcome == "fail" for result in results))
+
+
+def be_peer(address: str, token_file: Path | None) -> None:
+    """Serve measurements until SIGINT or SIGTERM.
+
+    Raises:
+        UserError: it cannot listen there, or other hosts could ask and there is no key.
+    """
+    host, _, port = address.rpartition(":")
+    key = ensure_token(token_file).reveal().encode() if token_file else None
+    ends = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # also in the threads that serve
+    try:
+        with serve_peer(host.strip("[]"), int(port), key=key) as chosen:
+            click.echo(f"serving measurements at {host}:{chosen}; Ctrl-C ends it")
+            signal.sigwait(ends)
+    except OSError as error:
+        cure = "give an address of this host and a free port"
+        raise UserError(f"cannot serve ({error.strerror})", cure=cure, field="--serve", value=address) from None
 
 
 def as_object(level: str, results: Sequence[CheckResult], seconds: float) -> dict[str, object]:
@@ -118,10 +156,10 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:.3g}"
 
 
-def _address(text: str) -> str:
+def _address(text: str, option: str = "--peer") -> str:
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit():
-        raise UserError("a peer is a host and a port", cure="write --peer HOST:PORT", field="--peer", value=text)
+        raise UserError("a peer is a host and a port", cure=f"write {option} HOST:PORT", field=option, value=text)
     return text
 
 

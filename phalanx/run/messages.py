@@ -173,6 +173,7 @@ class Hello(Message, frozen=True, tag="hello"):
         rack: what it may fail together with; empty: not known.
         attempt: the highest that it has seen; 0: none.
         running: ranks of that attempt that still run here.
+        peer_port: where it serves `phalanx.checks.peer`, at that address; 0: nowhere.
     """
 
     version: int
@@ -186,6 +187,7 @@ class Hello(Message, frozen=True, tag="hello"):
     pid: int
     attempt: int
     running: list[int]
+    peer_port: int = 0
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
@@ -384,7 +386,7 @@ class Check(Message, frozen=True, tag="check"):
     """Test this host.
 
     Attributes:
-        peers: addresses of hosts to test the network with.
+        peers: ``host:port`` of hosts that are believed good, to test the network with.
     """
 
     number: int

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import ipaddress
 import os
 import re
 import secrets
@@ -19,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from phalanx.core.addresses import host_of as host_of
+from phalanx.core.addresses import is_loopback as is_loopback
 from phalanx.core.errors import UserError
 from phalanx.core.files import fsync_folder
 
@@ -253,29 +254,6 @@ def _readable(path: Path, name: str) -> os.stat_result:
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
         raise UserError(problem, cure="check the path", field=f"run.tls.{name}", value=str(path)) from None
-
-
-def is_loopback(address: str) -> bool:
-    """Whether ``HOST``, ``HOST:PORT``, ``[IPV6]:PORT`` or an IPv6 address is reached from this host only.
-
-    A name other than localhost is not: what it stands for may change.
-    """
-    host = host_of(address)
-    if host.lower().rstrip(".") == "localhost":
-        return True
-    try:
-        found = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return (mapped or found).is_loopback
-
-
-def host_of(address: str) -> str:
-    """The host of an address that may have a port."""
-    if address.startswith("["):
-        return address[1:].partition("]")[0]
-    return address.partition(":")[0] if address.count(":") == 1 else address
 
 
 def require_tls_unless_loopback(address: str, tls: object | None, field: str = "run.listen") -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,9 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.checks import clock, loopback, peers
+from phalanx.checks.host import host_from_settings
 from phalanx.checks.neighbours import Pair, Rates, name_bad_hosts, plan_neighbours, plan_suspects
 from phalanx.checks.peer import PeerError, PeerMeasure, measure_peer, serve_peer
 from phalanx.checks.thresholds import Threshold, slow_hosts
+from phalanx.core.errors import UserError
 
 _SMALL = 1 << 20
 _MEASURE = PeerMeasure("h:1", 10e9, 10e9, 1e-5, 0.0, 1e-6)
@@ -31,6 +36,68 @@ def test_a_peer_is_measured_in_both_directions() -> None:
     assert measured.receive_bytes_per_s > 0
     assert 0 < measured.clock_error_s <= measured.latency_s
     assert abs(again.clock_ahead_s) <= again.clock_error_s + 0.5  # one clock, two readings
+
+
+def test_who_serves_and_who_asks_prove_that_they_know_the_key() -> None:
+    with serve_peer(key=b"one key") as port:
+        address = f"127.0.0.1:{port}"
+        assert measure_peer(address, transfer_bytes=0, key=b"one key").latency_s > 0
+        for key in (b"another", None):
+            with pytest.raises(PeerError):
+                measure_peer(address, transfer_bytes=0, limit_s=5.0, key=key)
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.settimeout(30)
+            nonce = stranger.recv(32, socket.MSG_WAITALL)
+            stranger.sendall(nonce + bytes(32))  # what is sent back proves nothing
+            assert stranger.recv(1) == b""
+
+
+def test_a_peer_that_only_pretends_to_know_the_key_is_noticed() -> None:
+    def pretend(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(bytes(32))
+            connection.recv(64, socket.MSG_WAITALL)
+            connection.sendall(bytes(32))
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=pretend, args=(server,))
+        thread.start()
+        with pytest.raises(PeerError, match="does not know the key"):
+            measure_peer(f"127.0.0.1:{server.getsockname()[1]}", transfer_bytes=0, key=b"one key")
+        thread.join()
+
+
+def test_other_hosts_are_not_served_without_a_key() -> None:
+    with pytest.raises(UserError, match="--token-file"), serve_peer("0.0.0.0"):
+        pass
+    with serve_peer("0.0.0.0", key=b"one key") as port:
+        assert port
+
+
+def test_in_a_recovery_one_good_peer_clears_a_suspect(tmp_path: Path) -> None:
+    slow, good = replace(_MEASURE, peer="a:1", send_bytes_per_s=1e9), replace(_MEASURE, peer="b:1")
+    limit = Threshold(5.0, "given")
+    for is_suspect, outcome in ((False, "fail"), (True, "pass")):
+        assert peers.judge_peers([slow, good], {}, limit, is_suspect=is_suspect).outcome == outcome
+    assert "about that end" in peers.judge_peers([good], {"a:1": "no way"}, limit, is_suspect=True).reason
+    assert peers.judge_peers([slow], {"b:1": "no way"}, limit, is_suspect=True).outcome == "fail"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = f"127.0.0.1:{server.getsockname()[1]}"
+    # Where nothing listens any more the network has answered: that says nothing against this host.
+    assert peers.run(empty_host(tmp_path, peers=(closed,), is_suspect=True)).outcome == "skip"
+    assert peers.run(empty_host(tmp_path, peers=(closed,))).outcome == "fail"
+
+
+def test_a_check_of_peers_reads_the_key_from_its_file(tmp_path: Path) -> None:
+    key = tmp_path / "token"
+    key.write_text("one key\n")
+    with serve_peer(key=b"one key") as port:
+        host = empty_host(tmp_path, peers=(f"127.0.0.1:{port}",), peer_key=key, unix_s=time.time)
+        assert clock.run(host).outcome == "pass"
+        assert host_from_settings(host.settings()).peer_key == key
+        missing = replace(host, peer_key=tmp_path / "none")
+        assert "key cannot be read" in peers.run(missing).reason
 
 
 @pytest.mark.parametrize("ahead_s", [3600.0, -90.0])
@@ -218,3 +285,20 @@ def test_whoever_is_bad_is_named_and_nobody_else(size: int, data: st.DataObject)
     else:  # no pair was good at all
         assert not judged.bad
         assert bad <= left_open
+
+
+def test_a_command_line_serves_until_it_is_ended(tmp_path: Path) -> None:
+    key = tmp_path / "secret" / "token"
+    words = [sys.executable, "-m", "phalanx.cli.main", "check", "--serve", "127.0.0.1:0", "--token-file", str(key)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[3].rstrip(";")
+        assert measure_peer(address, transfer_bytes=0, key=key.read_bytes().strip()).latency_s > 0
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+def test_a_command_line_serves_no_stranger_of_another_host() -> None:
+    words = [sys.executable, "-m", "phalanx.cli.main", "check", "--serve", "0.0.0.0:0"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "--token-file" in done.stderr

@@ -12,9 +12,11 @@ from phalanx.run.driver.commands import commands
 
 ADDRESSES = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
 
+PEERS = {"b": "10.0.0.2:4001", "c": "10.0.0.3:4002"}
+
 
 def made(action: actions.Action) -> list[tuple[str, messages.FromDriver]]:
-    return [tuple(command) for command in commands(action, ADDRESSES)]  # type: ignore[misc]
+    return [tuple(command) for command in commands(action, ADDRESSES, PEERS)]  # type: ignore[misc]
 
 
 def test_each_host_is_told_its_ranks_and_where_all_meet() -> None:
@@ -33,7 +35,8 @@ def test_every_other_order() -> None:
     assert made(actions.Stop(3, ("a",), 1.5)) == [("a", messages.Stop(3, 1.5))]
     assert made(actions.Evict("a", "bad")) == made(actions.Release("a", "bad")) == [("a", messages.End("bad"))]
     check = actions.Check("a", 7, "full", ("b", "never met"))
-    assert made(check) == [("a", messages.Check(7, "full", ["10.0.0.2"]))]
+    assert made(check) == [("a", messages.Check(7, "full", ["10.0.0.2:4001"]))]
+    assert commands(check, ADDRESSES) == [("a", messages.Check(7, "full", []))]
 
 
 def test_what_is_not_for_executors_gives_no_message() -> None:

@@ -17,11 +17,12 @@ class Command(NamedTuple):
     message: messages.FromDriver
 
 
-def commands(action: Action, addresses: Mapping[str, str]) -> list[Command]:
+def commands(action: Action, addresses: Mapping[str, str], peers: Mapping[str, str] | None = None) -> list[Command]:
     """The messages that perform an action; none where it is the back end's alone, the judge's or for people.
 
     Args:
         addresses: of hosts, as workers of other hosts reach them; that of the host with the store is among them.
+        peers: ``host:port`` where hosts serve measurements of the network, as far as they do.
     """
     match action:
         case actions.OpenStore():
@@ -33,8 +34,8 @@ def commands(action: Action, addresses: Mapping[str, str]) -> list[Command]:
         case actions.Evict() | actions.Release():
             return [Command(action.host, messages.End(action.why))]
         case actions.Check():
-            peers = [addresses[peer] for peer in action.peers if peer in addresses]
-            return [Command(action.host, messages.Check(action.number, action.kind, peers))]
+            serving = [peers[peer] for peer in action.peers if peer in peers] if peers else []
+            return [Command(action.host, messages.Check(action.number, action.kind, serving))]
         case _:
             return []
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from phalanx.run.decide.events import Event, HostJoined, HostUnknown
 from phalanx.run.messages import Heartbeat, Hello, HostState
 from phalanx.run.now import Now
+from phalanx.run.wire.addresses import Address
 
 SILENT_HEARTBEATS = 3.5
 """After the time of so many heartbeats without one, a host is unknown."""
@@ -50,6 +51,12 @@ class HostWatch:
     _order: OrderedDict[str, None] = field(default_factory=OrderedDict)
     """Those that are not unknown, whoever was heard of longest ago first."""
     heartbeats: int = 0
+
+    @property
+    def peers(self) -> dict[str, str]:
+        """Where hosts serve measurements of the network, by name."""
+        hellos = {name: heard.hello for name, heard in self.hosts.items() if heard.hello.peer_port}
+        return {name: str(Address(hello.address, hello.peer_port)) for name, hello in hellos.items()}
 
     def on_hello(self, hello: Hello, now: Now) -> list[Event]:
         """A host has connected, for the first time or again."""
