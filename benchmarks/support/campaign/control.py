@@ -199,9 +199,10 @@ class Run:
 
     def _do(self, number: int, incident: Incident) -> None:
         assert self.driver is not None
+        machines = self._machines()
         began_s, attempt = time.monotonic(), max(self.story.starts, 1)
         try:
-            with happen(incident, self._machines(), self.driver.pid):
+            with happen(incident, machines, self.driver.pid):
                 self.facts.append(Fact(began_s, "happened", incident=number, attempt=attempt, step=self.watched.step))
                 lasts = incident.lasts
                 if lasts.unit in ("seconds", "forever"):
@@ -214,7 +215,7 @@ class Run:
 
     def _machine(self, host: str) -> Machine:
         guard = self._guard_of(host)
-        inner = [child.pid for child in psutil.Process(guard).children()] if guard else []
+        inner = _children_of(guard) if guard else []
         network = Network(self.places.run, SUBNET)
         return Machine(
             executor=inner[0] if inner else guard,
@@ -299,6 +300,12 @@ def processes_of(folder: Path) -> list[int]:
                 if wanted in (entry / "cmdline").read_bytes() or wanted in (entry / "environ").read_bytes():
                     found.append(int(entry.name))
     return sorted(found)
+
+
+def _children_of(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
 
 
 def _command_line(pid: int) -> list[str]:
