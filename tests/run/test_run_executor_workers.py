@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ from phalanx.launch.script import Script
 from phalanx.launch.warm import WarmTemplate, Word
 from phalanx.run import messages
 from phalanx.run.executor.workers import Workers
+from phalanx.run.logs.files import RankLog
 from phalanx.run.logs.follow import last_lines
 from phalanx.run.logs.pump import Pump
 from phalanx.run.logs.tails import Tails
@@ -71,7 +73,8 @@ class Host:
         pages, logs = self.folder / "pages", self.folder / "logs"
         pages.mkdir(exist_ok=True)
         environ = {**os.environ}
-        self.workers = Workers(start, self.script, self.template, environ, pages, logs, self.pump, self.tell)
+        open_log = partial(RankLog, logs)
+        self.workers = Workers(start, self.script, self.template, environ, pages, open_log, self.pump, self.tell)
         return await self.workers.begin()
 
     async def until_over(self, *ranks: int) -> None:
@@ -198,8 +201,9 @@ def test_what_cannot_be_started_is_told(tmp_path: Path) -> None:
         async with a_host(tmp_path) as host:
             (tmp_path / "pages").write_text("in the way")
             start = messages.Start(1, [0], 1, 0, 1, "127.0.0.1", 1)
+            open_log = partial(RankLog, tmp_path / "logs")
             host.workers = Workers(
-                start, host.script, host.template, {}, tmp_path / "pages", tmp_path / "logs", host.pump, host.tell
+                start, host.script, host.template, {}, tmp_path / "pages", open_log, host.pump, host.tell
             )
             started = await host.workers.begin()
             assert started.problem and started.pids == {} and host.workers.running == []

@@ -244,6 +244,7 @@ class Executor:
 
     def _make_workers(self, start: messages.Start, template: WarmTemplate) -> Workers:
         self._tails.clear()
+        self.senses.forget()
         self._pump = Pump(self._tails, self._on_lines, self.unix_s)
         listener = None
         if self._store is not None and self._store.attempt == start.attempt and start.group_rank == 0:
@@ -251,7 +252,7 @@ class Executor:
         here = self.here
         environ = template.environ
         return Workers(
-            start, template.script, template, environ, here.pages, here.logs, self._pump, self.line.send, listener
+            start, template.script, template, environ, here.pages, here.open_log, self._pump, self.line.send, listener
         )
 
     def _tell_started(self, started: messages.Started) -> None:

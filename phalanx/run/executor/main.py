@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.core.errors import UserError
 from phalanx.run import messages
 from phalanx.run.executor.accelerators import Accelerators
@@ -24,6 +25,7 @@ from phalanx.run.executor.kernel_log import KernelLog, open_sources
 from phalanx.run.executor.parts import Here
 from phalanx.run.executor.reaper import Reaper, choose_way, run_guarded
 from phalanx.run.executor.senses import Means, follow_kernel, make_senses
+from phalanx.run.logs.files import KEPT_BYTES, SEGMENT_BYTES
 from phalanx.run.now import unix_s
 from phalanx.run.secrets import TlsFiles, client_context, read_token, without_tokens
 from phalanx.run.wire.addresses import address_towards, parse, published
@@ -43,9 +45,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         driver: file in which the driver says where it listens.
         token: file with the job's token.
         address: where workers of other hosts reach this one; ``auto``: from where this one reaches the driver.
-        rack: what it may fail together with; empty: not known.
+        rack: what it may fail together with; empty: from PHALANX_RACK, else SLURM_TOPOLOGY_ADDR.
         logs: folder for logs of ranks.
+        segment_bytes, kept_bytes: of a rank's log files: of one, and of all.
         rules: files with log rules.
+        skip: names of checks that are left out.
         checkpoints: where checkpoints go; empty: not known.
         is_only_host: the job has no other.
         driver_lost_s: how long it waits for a driver when nothing runs here.
@@ -62,7 +66,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logs: str
     address: str = "127.0.0.1"
     rack: str = ""
+    segment_bytes: int = SEGMENT_BYTES
+    kept_bytes: int = KEPT_BYTES
     rules: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
     checkpoints: str = ""
     is_only_host: bool = False
     driver_lost_s: float = 3600.0
@@ -100,10 +107,12 @@ async def _serve(settings: Settings, reaper: Reaper, pages: Path) -> int:
     here = Here(
         settings.host,
         _address(settings),
-        settings.rack,
+        settings.rack or CheckpointConfig().rack_of(os.environ),
         without_tokens(os.environ),
         pages,
         Path(settings.logs),
+        segment_bytes=settings.segment_bytes,
+        kept_bytes=settings.kept_bytes,
         driver_lost_s=settings.driver_lost_s,
     )
     accelerators = Accelerators()
@@ -118,8 +127,10 @@ async def _serve(settings: Settings, reaper: Reaper, pages: Path) -> int:
         Path(settings.folder),
         settings.checkpoints,
         settings.is_only_host,
+        frozenset(settings.skip),
     )
     senses = make_senses(means)
+    await asyncio.to_thread(accelerators.mark_idle)
     token = read_token(Path(settings.token)).reveal().encode()
     link = DriverLink(
         published(Path(settings.driver)),
@@ -163,6 +174,9 @@ async def _keep_linked(link: DriverLink, executor: Executor) -> None:
         await link.run()
     except ReplacedError as error:
         executor.hear(messages.End(str(error), 1))
+    except Exception as error:  # it hears no driver any more: nothing may be left here
+        _log.exception("the connection to the driver cannot be kept")
+        executor.hear(messages.End(f"it cannot keep a connection to the driver: {error}", 1))
 
 
 def _read_kernel(kernel: KernelLog, executor: Executor) -> None:

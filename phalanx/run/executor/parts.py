@@ -87,6 +87,7 @@ class Senses:
         check: tests the host: the kind, addresses of peers, and process ids that are the job's own.
         findings: what rules say of lines of a rank.
         hello: what the host has.
+        forget: a new attempt begins: its ranks may say again what those before have said.
     """
 
     state: Callable[[], messages.HostState]
@@ -94,3 +95,4 @@ class Senses:
     check: Callable[[str, Sequence[str], Sequence[int]], list[messages.CheckOutcome]]
     findings: Callable[[int, Sequence[str]], list[messages.Finding]]
     hello: Callable[[], messages.Hello]
+    forget: Callable[[], None] = lambda: None

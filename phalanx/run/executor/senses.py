@@ -40,6 +40,7 @@ class Means:
         folder: where the job writes.
         checkpoints: where its checkpoints go, for the check of storage; empty: not known.
         is_only_host: traffic of the loopback interface is that of training.
+        skip: names of checks that are left out.
     """
 
     here: Here
@@ -50,6 +51,7 @@ class Means:
     folder: Path
     checkpoints: str
     is_only_host: bool
+    skip: frozenset[str] = frozenset()
 
 
 def make_senses(means: Means) -> Senses:
@@ -70,6 +72,7 @@ def make_senses(means: Means) -> Senses:
         check=lambda kind, peers, own: check(means, kind, peers, own),
         findings=reader.findings,
         hello=lambda: hello(means),
+        forget=reader.forget,
     )
 
 
@@ -84,6 +87,10 @@ class Reader:
         now_s = time.monotonic()
         found = [self._watcher.look(rank, line, now_s) for line in lines]
         return [one for one in found if one is not None and self._counts(one)]
+
+    def forget(self) -> None:
+        """A new attempt begins."""
+        self._watcher.forget()
 
     def _counts(self, finding: messages.Finding) -> bool:
         return self._matcher.by_name[finding.rule].severity != "note"
@@ -128,7 +135,8 @@ def check(means: Means, kind: str, peers: Sequence[str], own: Sequence[int]) -> 
         own_pids=frozenset(own),
         unix_s=unix_s,
     )
-    results = run_checks(choose(CHECKS, kind), host)  # type: ignore[arg-type]
+    chosen = [one for one in choose(CHECKS, kind) if one.name not in means.skip]  # type: ignore[arg-type]
+    results = run_checks(chosen, host)
     return [messages.CheckOutcome(**asdict(result)) for result in results]
 
 

@@ -76,7 +76,7 @@ class Workers:
         template: that forks them.
         environ: of the ranks, without what `start` adds.
         pages: folder for their progress pages, on a file system in memory where there is one.
-        logs: folder for their logs.
+        open_log: gives the log of a rank in an attempt.
         pump: takes their output.
         tell: is given what the driver has to know.
         store: the listening socket, where the store of the attempt is on this host; it is closed here.
@@ -87,7 +87,7 @@ class Workers:
     template: WarmTemplate
     environ: Mapping[str, str]
     pages: Path
-    logs: Path
+    open_log: Callable[[int, int], RankLog]
     pump: Pump
     tell: Callable[[messages.WorkerEnded], object]
     store: socket.socket | None = None
@@ -186,7 +186,7 @@ class Workers:
         create_page(page)
         self._ranks[number] = _Rank(number, page, ProgressReader(page))
         ours, pipes[number] = os.pipe()
-        self.pump.add(number, ours, RankLog(self.logs, number, self.attempt))
+        self.pump.add(number, ours, self.open_log(number, self.attempt))
 
     def _group(self) -> Group:
         start = self.start
