@@ -136,7 +136,7 @@ def in_terminal(place: Place, *words: str) -> None:
 
 @pytest.mark.slow
 def test_a_detached_job_outlives_its_terminal_and_its_driver_and_can_be_given_again(place: Place) -> None:
-    in_terminal(place, "--detach", "--hosts", "2", "--", "wait.py")
+    in_terminal(place, "--detach", "--workers-per-host", "2", "--", "wait.py")
     assert "phalanx run attach" in (place.path / "terminal").read_text()
     place.until(lambda: sum("hello" in line for line in place.lines()) == 2)
 
@@ -147,9 +147,9 @@ def test_a_detached_job_outlives_its_terminal_and_its_driver_and_can_be_given_ag
     place.until(lambda: place.call("status").returncode == 0)
 
     shown = place.call("status", "--json")
-    assert json.loads(shown.stdout)["hosts_by_state"] == {"active": 2}
-    assert place.card()["http"] in (f"http://{(place.run / 'http').read_text().strip()}",)
-    refused = place.call("--hosts", "2", "--", "wait.py")
+    assert json.loads(shown.stdout)["world_size"] == 2
+    assert place.card()["http"] == f"http://{(place.run / 'http').read_text().strip()}"
+    refused = place.call("--", "wait.py")
     assert refused.returncode == 2 and "runs there already" in refused.stderr and "attach" in refused.stderr
     watching = subprocess.Popen(place.words("attach"), cwd=place.path, stderr=subprocess.PIPE, text=True)
 
@@ -241,6 +241,8 @@ def test_a_script_may_be_called_as_a_command(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     taken = CliRunner().invoke(group, ["run", "status"])
     assert "no job under runs/" in str(taken.exception)
+    for name in ("status", "stop"):
+        (tmp_path / name).touch()
     seen: list[str] = []
     monkeypatch.setattr("phalanx.cli.run_start._supervise", lambda given: seen.append(given.config.script) or 0)
     monkeypatch.setattr("phalanx.cli.run_start.end_with", lambda status: sys.exit(status))
