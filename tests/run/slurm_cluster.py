@@ -23,7 +23,19 @@ from pathlib import Path
 
 import psutil
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sinfo", "salloc", "srun", "sbatch", "scontrol", "scancel", "squeue")
+PROGRAMS = (
+    "setpriv",
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "sinfo",
+    "salloc",
+    "srun",
+    "sbatch",
+    "scontrol",
+    "scancel",
+    "squeue",
+)
 GUARD_S = 120.0
 
 _CONFIG = """\
@@ -188,7 +200,7 @@ class Cluster:
     def _start(self, name: str, *command: str) -> None:
         with (self.folder / f"{name}.out").open("ab") as output:
             self._processes[name] = subprocess.Popen(
-                command,
+                ["setpriv", "--pdeathsig", "KILL", *command],  # also when this process is killed, none is left
                 env=self.environ,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
