@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from phalanx.run import messages
@@ -17,12 +17,14 @@ class Command(NamedTuple):
     message: messages.FromDriver
 
 
-def commands(action: Action, addresses: Mapping[str, str], peers: Mapping[str, str] | None = None) -> list[Command]:
+def commands(
+    action: Action, addresses: Mapping[str, str], peer_of: Callable[[str], str] = lambda host: ""
+) -> list[Command]:
     """The messages that perform an action; none where it is the back end's alone, the judge's or for people.
 
     Args:
         addresses: of hosts, as workers of other hosts reach them; that of the host with the store is among them.
-        peers: ``host:port`` where hosts serve measurements of the network, as far as they do.
+        peer_of: ``host:port`` where a host serves measurements of the network; empty: nowhere.
     """
     match action:
         case actions.OpenStore():
@@ -34,7 +36,7 @@ def commands(action: Action, addresses: Mapping[str, str], peers: Mapping[str, s
         case actions.Evict() | actions.Release():
             return [Command(action.host, messages.End(action.why))]
         case actions.Check():
-            serving = [peers[peer] for peer in action.peers if peer in peers] if peers else []
+            serving = [address for address in map(peer_of, action.peers) if address]
             return [Command(action.host, messages.Check(action.number, action.kind, serving))]
         case _:
             return []

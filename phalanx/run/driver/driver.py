@@ -369,7 +369,7 @@ class Driver:
                     self._line.send(host, prepare)
         elif isinstance(action, actions.Evict | actions.Release) and (heard := self.hosts.hosts.get(action.host)):
             self._dismissed[action.host] = (heard.hello.boot_id, heard.hello.pid)
-        for command in commands(action, self._book.addresses, self.hosts.peers):
+        for command in commands(action, self._book.addresses, self.hosts.peer_of):
             self._line.send(command.host, command.message)
 
     def _watch(self, attempt: int, world_size: int) -> None:

@@ -52,11 +52,12 @@ class HostWatch:
     """Those that are not unknown, whoever was heard of longest ago first."""
     heartbeats: int = 0
 
-    @property
-    def peers(self) -> dict[str, str]:
-        """Where hosts serve measurements of the network, by name."""
-        hellos = {name: heard.hello for name, heard in self.hosts.items() if heard.hello.peer_port}
-        return {name: str(Address(hello.address, hello.peer_port)) for name, hello in hellos.items()}
+    def peer_of(self, host: str) -> str:
+        """``address:port`` where it serves measurements of the network; empty: it does not, or is not known."""
+        heard = self.hosts.get(host)
+        if heard is None or not heard.hello.peer_port:
+            return ""
+        return str(Address(heard.hello.address, heard.hello.peer_port))
 
     def on_hello(self, hello: Hello, now: Now) -> list[Event]:
         """A host has connected, for the first time or again."""
