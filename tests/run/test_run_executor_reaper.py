@@ -287,9 +287,14 @@ def test_descendants_are_found_at_any_depth() -> None:
     child = subprocess.Popen(["sh", "-c", "sleep 100 & echo $!; wait"], stdout=-1, text=True)
     assert child.stdout is not None
     grandchild = int(child.stdout.readline())
-    found = descendants(processes(), {os.getpid()})
-    assert {child.pid, grandchild} <= found and os.getpid() not in found
-    assert f"{grandchild} (sleep), state S" in describe(grandchild)
-    os.kill(grandchild, signal.SIGKILL)
-    child.communicate()
+    try:
+        found = descendants(processes(), {os.getpid()})
+        assert {child.pid, grandchild} <= found and os.getpid() not in found
+        until_s = time.monotonic() + GUARD_S  # its number is told before it has become sleep, and sleeps
+        while f"{grandchild} (sleep), state S" not in describe(grandchild):
+            assert time.monotonic() < until_s, describe(grandchild)
+            time.sleep(0.01)
+    finally:
+        os.kill(grandchild, signal.SIGKILL)
+        child.communicate()
     assert describe(2**22 + 1) == f"{2**22 + 1} (gone)"
