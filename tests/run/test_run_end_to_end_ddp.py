@@ -87,7 +87,7 @@ class Training:
         return {name: value.numpy().tobytes() for name, value in {**found["model"], **moments}.items()}
 
 
-def ends(job: Job, command_status: int, within_s: float = 120.0) -> None:
+def ends(job: Job, command_status: int, within_s: float = 300.0) -> None:
     """See that the last command ends with this status, and that nothing of the job is left then."""
     status = job.commands[-1].wait(within_s)
     assert status == command_status, job.output
@@ -103,9 +103,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
         ranks = [*training.pids(0), *training.pids(1)]
         first = job.driver_pid()
         os.kill(first, signal.SIGKILL)
-        psutil.wait_procs([one for one in [_process(first)] if one], timeout=30)
+        psutil.wait_procs([one for one in [_process(first)] if one], timeout=120)
         if job.commands[-1].poll() is not None or first == job.commands[-1].pid:
-            job.commands[-1].wait(30)
+            job.commands[-1].wait(120)
             job.start()
         job.wait_for(lambda: job.driver_pid() != first)
         ends(job, 0)

@@ -130,7 +130,7 @@ class Job:
                     found.append(process)
         return found
 
-    def wait_for(self, what: Callable[[], Any], within_s: float = 90.0) -> Any:
+    def wait_for(self, what: Callable[[], Any], within_s: float = 300.0) -> Any:
         """What `what` says once it says something true.
 
         Raises:
