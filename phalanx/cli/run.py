@@ -35,6 +35,13 @@ phalanx run --nnodes 2:4 --nproc-per-node 8 -m package.train    as torchrun has 
 phalanx run status                                              of the job under runs/ that lives
 phalanx run -- status                                           a script that is called so"""
 
+_WHAT = """Run SCRIPT on several hosts, and keep it running: what dies, hangs or slows is found and replaced. Any script
+that runs under torchrun does."""
+
+_MORE = """Commands find the job by --folder, else the newest under runs/ whose driver lives. Exit statuses: 0 done, 1 the
+script failed, 2 bad input, 3 not enough hosts, 4 no progress, 5 stopped by a person, 6 its time was short. See
+docs/run.md."""
+
 OPTIONS = (
     ("--hosts N", "hosts that take part [1]"),
     ("--spares N", "hosts kept ready beside those [0]"),
@@ -71,8 +78,7 @@ class _Run(LazyGroup):
         formatter.write_usage(ctx.command_path, _USAGE)
         formatter.write_usage(ctx.command_path, "COMMAND …", prefix="       ")
         formatter.write_paragraph()
-        formatter.write_text("Run SCRIPT on several hosts, and keep it running: what dies, hangs or slows is found and")
-        formatter.write_text("replaced. Any script that runs under torchrun does.")
+        formatter.write_text(_WHAT)
         with formatter.section("Options before the script"):
             formatter.write_dl([*OPTIONS, ("torchrun's flags", "are understood too: --nnodes, --nproc-per-node, -m …")])
         self.format_commands(ctx, formatter)
@@ -80,9 +86,7 @@ class _Run(LazyGroup):
             for line in _EXAMPLES.splitlines():
                 formatter.write(f"{'':{formatter.current_indent}}{line}\n")
         formatter.write_paragraph()
-        formatter.write_text("Commands find the job by --folder, else the newest under runs/ whose driver lives.")
-        formatter.write_text("Exit statuses: 0 done, 1 the script failed, 2 bad input, 3 not enough hosts,")
-        formatter.write_text("4 no progress, 5 stopped by a person, 6 its time was short. See docs/run.md.")
+        formatter.write_text(_MORE)
 
 
 def _imported(module: str, name: str) -> click.Command:

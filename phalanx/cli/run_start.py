@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast, get_args
@@ -28,7 +29,7 @@ from phalanx.run.config import RunConfig, load_job
 from phalanx.run.flags import read_flags
 from phalanx.run.people.view import show
 from phalanx.run.people.words import Ranks
-from phalanx.run.supervise import Supervisor, end_with
+from phalanx.run.supervise import TO_BE_STARTED_AGAIN, Supervisor, end_with
 
 _OURS = {
     **dict.fromkeys(("--hosts", "--spares", "--workers-per-host", "--folder", "--job", "--set", "--show"), True),
@@ -104,7 +105,13 @@ def supervise_here(arguments: tuple[str, ...]) -> None:
 def drive_here(arguments: tuple[str, ...]) -> None:
     """Be the driver, in a process group of its own, which a terminal takes for one in the background."""
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-    end_with(_drive(_read(arguments)))
+    try:
+        end_with(_drive(_read(arguments)))
+    except UserError:
+        raise
+    except Exception:  # a fault of ours, or a disk that fails: it must not pass for the end of the job
+        traceback.print_exc()
+        end_with(TO_BE_STARTED_AGAIN)
 
 
 def _drive(given: _Given) -> int:

@@ -190,6 +190,21 @@ def test_in_the_foreground_a_signal_stops_the_job_once_and_in_order(place: Place
 
 
 @pytest.mark.slow
+def test_a_terminal_that_is_closed_stops_what_runs_in_its_foreground(place: Place) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(place.path)
+        words = place.words("--", "wait.py")
+        os.execv(words[0], words)
+    place.until(lambda: any("hello" in line for line in place.lines()))
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 5
+    assert place.card()["status"] == 5 and (place.path / "saved-0").exists()
+    assert psutil.wait_procs(place.processes(), GUARD_S)[1] == []
+
+
+@pytest.mark.slow
 def test_of_a_dead_driver_is_said_how_it_is_started_again_and_it_is(place: Place) -> None:
     command = place.begin("--no-supervisor")
     place.until(lambda: any("hello" in line for line in place.lines()))
