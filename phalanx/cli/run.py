@@ -38,8 +38,8 @@ phalanx run -- status                                           a script that is
 _WHAT = """Run SCRIPT on several hosts, and keep it running: what dies, hangs or slows is found and replaced. Any script
 that runs under torchrun does."""
 
-_MORE = """Commands find the job by --folder, else the newest under runs/ whose driver lives. Exit statuses: 0 done, 1 the
-script failed, 2 bad input, 3 not enough hosts, 4 no progress, 5 stopped by a person, 6 its time was short. See
+_MORE = """Commands find the job by --folder, else the newest under runs/ whose driver lives. Exit statuses: 0 done, 1
+the script failed, 2 bad input, 3 not enough hosts, 4 no progress, 5 stopped by a person, 6 its time was short. See
 docs/run.md."""
 
 OPTIONS = (
