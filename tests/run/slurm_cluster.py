@@ -8,8 +8,8 @@ The machine's own configuration is neither read nor changed: `SLURM_CONF` names 
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
+import pwd
 import secrets
 import shutil
 import signal
@@ -178,7 +178,7 @@ class Cluster:
         self.config.write_text(
             _CONFIG.format(
                 folder=self.folder,
-                user=getpass.getuser(),
+                user=pwd.getpwuid(os.getuid()).pw_name,
                 controller=controller,
                 first=first,
                 last=first + len(self.nodes) - 1,

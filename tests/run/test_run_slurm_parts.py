@@ -8,8 +8,10 @@ import ssl
 from pathlib import Path
 
 import pytest
+from driver_helpers import Town, running
 
 from phalanx.core.errors import UserError
+from phalanx.run import messages
 from phalanx.run.backends.slurm import commands, settling
 from phalanx.run.backends.slurm.commands import Allocation, read_allocation, read_left, read_steps, srun_environment
 from phalanx.run.backends.slurm.nodes import Notes, Rests
@@ -18,6 +20,7 @@ from phalanx.run.backends.slurm.submit import job_file, sbatch_command, script
 from phalanx.run.backends.watched import Identity
 from phalanx.run.certificates import ensure_certificate
 from phalanx.run.config import RunConfig, load_job
+from phalanx.run.decide.policy import Job
 from phalanx.run.secrets import client_context, server_context
 from phalanx.run.wire.addresses import address_towards
 
@@ -140,6 +143,16 @@ def test_nodes_that_fail_rest_longer_each_time_and_come_after_others() -> None:
     rests.wake("n1")
     rests.rest("n1", 200.0)
     assert rests.ready(["n1"], 205.0) == ["n1"]
+
+
+def test_a_host_that_the_back_end_gives_up_is_told_to_end_if_it_lives_on(tmp_path: Path) -> None:
+    town = Town(tmp_path, ["a", "b"], Job("j", 2))
+    town.begin()
+    town.until(running(1))
+    town.driver.listener().gone("b", "Slurm has taken its node out of the job")
+    assert [type(message) for message in town.hosts["b"].heard[-1:]] == [messages.End]
+    town.connect("b")  # it was cut off, and has not heard it
+    assert isinstance(town.hosts["b"].heard[-1], messages.End) and town.driver.state.hosts["b"].state == "gone"
 
 
 # Where the driver listens

@@ -194,6 +194,10 @@ class Driver:
 
     def _on_host_gone(self, host: str, why: str) -> None:
         now = self._clocks()
+        if (heard := self.hosts.hosts.get(host)) is not None:
+            # It may live on where the back end has lost sight of it, as under a node's daemon that has died.
+            self._dismissed[host] = (heard.hello.boot_id, heard.hello.pid)
+            self._line.send(host, messages.End("the back end says that this host is gone"))
         self.hosts.on_gone(host)
         self._findings.forget(host)
         self._preparing.forget(host)
