@@ -87,7 +87,7 @@ def make_job(folder: Path, case: str, state_mb: int) -> Job:
 
 def recoveries(case: str, state_mb: int, rest_s: float) -> list[Recovery]:
     """Kill a rank, and once all is well again the other."""
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         job = make_job(Path(name), case, state_mb)
         with job:
             known = until_stepped(job, 0.0, set())
@@ -97,7 +97,9 @@ def recoveries(case: str, state_mb: int, rest_s: float) -> list[Recovery]:
                 time.sleep(rest_s)  # what is learnt in the first attempt is imported meanwhile
                 found.append(recovery(job, case, state_mb, rank, known))
                 job.wait_for(lambda: is_calm(job, known), WITHIN_S)
-            return found
+        for left in (Path(tempfile.gettempdir()) / f"phalanx-{os.geteuid()}").glob(f"keeper-{Path(name).name}-*"):
+            left.unlink()  # its keeper has been killed with the job
+        return found
 
 
 def recovery(job: Job, case: str, state_mb: int, rank: int, known: set[int]) -> Recovery:
@@ -134,7 +136,7 @@ def is_calm(job: Job, known: set[int]) -> bool:
 
 def detection(fault: str) -> Detection:
     """Have a fault happen in a run of its own, and wait until it has been written down."""
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         job = make_job(folder, "phalanx run, state in a file", 1)
         with job:
@@ -272,7 +274,9 @@ def main() -> None:
         for case, size in [(case, size) for size in sizes for case in args.cases]:
             found += recoveries(case, size, args.rest)
             print(f"round {number + 1}: {case}, {size} MB: {[round(one.total_s, 2) for one in found[-2:]]}", flush=True)
-        noticed += [detection(fault) for fault in faults]
+        for fault in faults:
+            noticed.append(detection(fault))
+            print(f"round {number + 1}: {fault}: {noticed[-1].seconds:.2f} s", flush=True)
     print(f"\n{len(os.sched_getaffinity(0))} CPUs, load {os.getloadavg()[0]:.1f}, {rounds} rounds\n")
     print("\n\n".join([table_of_recoveries(found), table_of_parts(found), table_of_detections(noticed)]))
     if args.json:
