@@ -11,12 +11,13 @@ import ssl
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
 
 from phalanx.checkpoint.config import CheckpointConfig
+from phalanx.checks.peer import serve_peer
 from phalanx.core.errors import UserError
 from phalanx.run import messages
 from phalanx.run.executor.accelerators import Accelerators
@@ -118,6 +119,8 @@ async def _serve(settings: Settings, reaper: Reaper, pages: Path) -> int:
     accelerators = Accelerators()
     reaper.release = accelerators.released
     kernel = KernelLog(open_sources(reaper.helper))
+    token = read_token(Path(settings.token)).reveal().encode()
+    doors = ExitStack()
     means = Means(
         here,
         reaper,
@@ -128,6 +131,8 @@ async def _serve(settings: Settings, reaper: Reaper, pages: Path) -> int:
         settings.checkpoints,
         settings.is_only_host,
         frozenset(settings.skip),
+        Path(settings.token),
+        open_to_peers(doors, here.address, token),
     )
     senses = make_senses(means)
     await asyncio.to_thread(accelerators.mark_idle)
@@ -154,7 +159,17 @@ async def _serve(settings: Settings, reaper: Reaper, pages: Path) -> int:
     link.close()
     await linking
     kernel.close()
+    doors.close()
     return status
+
+
+def open_to_peers(doors: ExitStack, address: str, key: bytes) -> int:
+    """Let hosts of this job measure the network to this one, until `doors` are closed; the port, 0: it cannot be."""
+    try:
+        return doors.enter_context(serve_peer(address, key=key))
+    except OSError as error:
+        _log.warning("the network to this host cannot be measured by others: %s: %s", address, error)
+        return 0
 
 
 def _address(settings: Settings) -> str:

@@ -41,6 +41,8 @@ class Means:
         checkpoints: where its checkpoints go, for the check of storage; empty: not known.
         is_only_host: traffic of the loopback interface is that of training.
         skip: names of checks that are left out.
+        token: file with what hosts prove to each other, when they measure the network between them.
+        peer_port: where this one serves such measurements; 0: nowhere.
     """
 
     here: Here
@@ -52,6 +54,8 @@ class Means:
     checkpoints: str
     is_only_host: bool
     skip: frozenset[str] = frozenset()
+    token: Path | None = None
+    peer_port: int = 0
 
 
 def make_senses(means: Means) -> Senses:
@@ -131,7 +135,9 @@ def check(means: Means, kind: str, peers: Sequence[str], own: Sequence[int]) -> 
         environ,
         cache=cache_folder(environ) / means.here.host,
         folder=means.checkpoints,
-        peers=(),  # executors do not serve each other yet
+        peers=tuple(peers),
+        peer_key=means.token,
+        is_suspect=True,  # where there are peers, they are believed good
         own_pids=frozenset(own),
         unix_s=unix_s,
     )
@@ -155,6 +161,7 @@ def hello(means: Means) -> messages.Hello:
         pid=os.getpid(),
         attempt=0,
         running=[],
+        peer_port=means.peer_port,
     )
 
 

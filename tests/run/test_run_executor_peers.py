@@ -1,0 +1,44 @@
+"""Executors that measure the network between their hosts."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from phalanx.checks.peer import PeerError, measure_peer
+from phalanx.checks.registry import CHECKS
+from phalanx.run.executor.main import open_to_peers
+from phalanx.run.executor.parts import Here
+from phalanx.run.executor.senses import Means, check
+from phalanx.run.secrets import ensure_token
+
+OTHERS = frozenset(one.name for one in CHECKS) - {"peers", "clock"}
+
+
+def means_of(folder: Path, token: Path) -> Means:
+    here = Here("host-1", "127.0.0.1", "", {"HOME": str(folder)}, folder, folder)
+    unused = cast(Any, None)
+    return Means(here, unused, unused, unused, (), folder, "", False, OTHERS, token)
+
+
+def test_a_suspect_is_tested_with_hosts_that_know_the_token(tmp_path: Path) -> None:
+    token = tmp_path / "secret" / "token"
+    key = ensure_token(token).reveal().encode()
+    with ExitStack() as doors:
+        ports = [open_to_peers(doors, "127.0.0.1", key) for _ in range(2)]
+        peers = [f"127.0.0.1:{port}" for port in ports]
+        found = {one.name: one for one in check(means_of(tmp_path, token), "quick", peers, [])}
+        assert set(found) == {"peers", "clock"}
+        assert found["peers"].outcome == "pass" and found["peers"].unit == "GB/s"
+        assert found["clock"].outcome == "pass"
+        with pytest.raises(PeerError):
+            measure_peer(peers[0], transfer_bytes=0, limit_s=5.0)  # without the token
+    assert {one.name: one.outcome for one in check(means_of(tmp_path, token), "quick", [], [])}["peers"] == "skip"
+
+
+def test_an_address_that_is_not_ours_is_no_reason_to_end() -> None:
+    with ExitStack() as doors:
+        assert open_to_peers(doors, "203.0.113.7", b"a key of some length") == 0
