@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -85,7 +86,7 @@ def make_town(folder: Path, hosts: int = 3) -> HubTown:
 
 
 @contextmanager
-def open_house(folder: Path, hosts: int = 3, **guard: float) -> Iterator[House]:
+def open_house(folder: Path, hosts: int = 3, tls: ssl.SSLContext | None = None, **guard: float) -> Iterator[House]:
     """A job that runs, and its interface."""
     folder.mkdir(parents=True, exist_ok=True)
     token = ensure_token(folder / "secret" / "token")
@@ -99,11 +100,11 @@ def open_house(folder: Path, hosts: int = 3, **guard: float) -> Iterator[House]:
         setattr(app, f"_{name}", value)
 
     async def enter() -> HttpServer:
-        return await HttpServer(app, Address("127.0.0.1", 0), None, None).__aenter__()
+        return await HttpServer(app, Address("127.0.0.1", 0), None, tls).__aenter__()
 
     server = asyncio.run_coroutine_threadsafe(enter(), loop).result(GUARD_S)
     try:
-        yield House(town, job, token, folder, f"http://{server.address}", loop)
+        yield House(town, job, token, folder, f"{'https' if tls else 'http'}://{server.address}", loop)
     finally:
         loop.call_soon_threadsafe(town.hub.close)
         asyncio.run_coroutine_threadsafe(server.__aexit__(), loop).result(GUARD_S)
