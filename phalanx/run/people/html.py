@@ -35,7 +35,7 @@ _STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;margin:0 auto;padding:1.2rem;max-width:76rem}
 h1{font-size:1.35rem;margin:0 0 .8rem}h2{font-size:1.02rem;margin:1.6rem 0 .5rem}
 a{color:inherit}small,.soft{color:var(--soft)}.good{color:var(--good)}.warning{color:var(--warn)}.error{color:var(--bad)}
-.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(7.2rem,1fr));gap:.6rem;margin:0}
+.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(6.5rem,1fr));gap:.6rem;margin:0}
 .facts div{background:var(--card);border-radius:.5rem;padding:.55rem .8rem}
 .facts dt{color:var(--soft);font-size:.8rem}.facts dd{margin:0;font-size:1.15rem;font-variant-numeric:tabular-nums}
 .note{border-left:.3rem solid var(--warn);background:var(--card);padding:.5rem .8rem;margin:.9rem 0;border-radius:.2rem}
@@ -138,7 +138,7 @@ def _notes(now: Overview, link: str) -> list[str]:
 def _facts(now: Overview) -> str:
     known = [
         ("step", f"{now.step:,}" if now.step >= 0 else "none yet"),
-        ("steps per second", f"{now.steps_per_s:.3g}" if now.steps_per_s >= 0 else "–"),
+        ("steps/s", f"{now.steps_per_s:.3g}" if now.steps_per_s >= 0 else "–"),
         ("last step", f"{words.age(now.quiet_s)} ago" if now.quiet_s >= 0 else "–"),
         ("hosts", f"{_active(now):,} of {now.hosts_wanted:,}"),
         ("ranks", f"{now.world_size:,}"),
