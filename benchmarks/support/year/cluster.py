@@ -236,6 +236,9 @@ class Cluster:
             self._told_step = max(self._told_step, self._step)
             self._tell(ev.Running(self.now_s, attempt, self._step + 1, is_absolute=True))
             self._go()
+            for host, node in placed:
+                if node is not None and "slow" in node.effects:
+                    self._find_slow(host)
 
     # Faults
 
@@ -255,14 +258,23 @@ class Cluster:
             self._tell(ev.DrainAsked(self.now_s, host, "operator"))
         elif effect == "slow" and takes_part:
             self._go_on()
-            slow = ev.SlowHost(0.0, attempt, host, self.pace.slowed)
-            self._after(self.pace.slow_found, host, lambda now: ev.SlowHost(now, attempt, slow.host, slow.factor))
+            self._find_slow(host)
         elif effect == "dies":
             self._stand_if(takes_part)
             self._at(self.now_s + self.pace.noticed, lambda: self._gone(node, host))
         elif effect in ("fails", "hangs") and takes_part and self.state.phase == "running":
             self._stand_if(True)
             self._rank_fails(host, attempt) if effect == "fails" else self._hangs(attempt)
+
+    def _find_slow(self, host: str) -> None:
+        """Its own times give it away, if the attempt goes on for so long."""
+        attempt, ratio = self.state.attempt, self.pace.slowed
+
+        def say(now_s: float) -> ev.Event:
+            node = self._by_host[host]
+            return ev.SlowHost(now_s, attempt if "slow" in node.effects else -1, host, ratio)
+
+        self._after(self.pace.slow_found, host, say)
 
     def _stand_if(self, does: bool) -> None:
         if does and self.state.phase == "running":
