@@ -15,7 +15,7 @@ from phalanx.run.executor.executor import Executor
 from phalanx.run.executor.parts import Here, Senses
 from phalanx.run.executor.reaper import Killed
 
-GUARD_S = 60.0
+GUARD_S = 240.0
 M = TypeVar("M")
 
 

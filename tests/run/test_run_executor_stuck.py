@@ -80,7 +80,7 @@ async def until_state(pid: int, state: str) -> None:
 
 def gathered(folder: Path, program: Path | None) -> dict[int, messages.RankEvidence]:
     evidence = asyncio.run(asyncio.wait_for(evidence_of_stuck_ranks(folder, program), 2 * GUARD_S))
-    assert evidence.seconds < WITHIN_S + 3  # the limit, and what a busy machine adds
+    assert evidence.seconds < WITHIN_S + 10  # the limit, and what a busy machine adds
     found = {one.rank: one for one in evidence.ranks}
     assert [found[rank].step for rank in range(3)] == [1, 1, 1]
     assert [found[rank].state for rank in range(3)] == ["S", "S", "T"]
