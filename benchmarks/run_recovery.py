@@ -236,7 +236,8 @@ def table_of_parts(found: Sequence[Recovery]) -> str:
             [one.parts_s[part] for one in found if (one.case, one.state_mb) == column and part in one.parts_s]
             for column in columns
         ]
-        lines.append(f"| {words} | " + " | ".join(f"{statistics.median(s):.3f}" if s else "" for s in cells) + " |")
+        if any(cells):
+            lines.append(f"| {words} | " + " | ".join(f"{statistics.median(s):.3f}" if s else "" for s in cells) + " |")
     return "\n".join(lines)
 
 
@@ -278,7 +279,8 @@ def main() -> None:
             noticed.append(detection(fault))
             print(f"round {number + 1}: {fault}: {noticed[-1].seconds:.2f} s", flush=True)
     print(f"\n{len(os.sched_getaffinity(0))} CPUs, load {os.getloadavg()[0]:.1f}, {rounds} rounds\n")
-    print("\n\n".join([table_of_recoveries(found), table_of_parts(found), table_of_detections(noticed)]))
+    tables = [table_of_recoveries(found), table_of_parts(found)] if found else []
+    print("\n\n".join([*tables, *([table_of_detections(noticed)] if noticed else [])]))
     if args.json:
         every: list[Recovery | Detection] = [*found, *noticed]
         args.json.write_text(json.dumps([asdict(one) for one in every], indent=1) + "\n")
