@@ -141,6 +141,23 @@ def test_the_first_step_of_all_ranks_is_told_before_the_next_heartbeat_is_due(tm
     run(story)
 
 
+def test_a_stop_does_not_wait_for_what_is_being_imported(tmp_path: Path) -> None:
+    """A host of an attempt that fails elsewhere says at once that it has nothing of it."""
+    (tmp_path / "endless.py").write_text("import time\ntime.sleep(3600)\n")
+
+    async def story() -> None:
+        async with an_executor(tmp_path) as (executor, driver):
+            environment = {"PYTHONPATH": str(tmp_path)}
+            executor.hear(messages.Prepare(["script.py"], False, str(tmp_path), environment, ["endless"]))
+            executor.hear(start(1))
+            executor.hear(messages.Stop(1))
+            assert (await driver.until(messages.Stopped)).stuck == []
+            assert executor.workers is None
+            assert not [one for one in driver.heard if isinstance(one, messages.Started | messages.Prepared)]
+
+    run(story)
+
+
 def test_a_start_without_a_script_is_told(tmp_path: Path) -> None:
     async def story() -> None:
         async with an_executor(tmp_path) as (executor, driver):

@@ -88,6 +88,7 @@ class Executor:
     def __post_init__(self) -> None:
         self._commands: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._beside: set[asyncio.Task[None]] = set()
+        self._halted = asyncio.Event()
         self._checking = Checking(self.senses.check, self.line.send)
         self._alone = Alone(self.here.driver_lost_s, self.clock)
 
@@ -110,16 +111,20 @@ class Executor:
             case messages.OpenStore():
                 self._queue(message.attempt, "open-store", lambda: self._open_store(message))
             case messages.Start():
+                self._halted.clear()
                 self._queue(message.attempt, "start", lambda: self._start(message))
             case messages.Stop():
                 if self.workers is not None and self.workers.attempt <= message.attempt:
                     self.workers.is_stopping = True  # from now on, whoever ends is no failure
+                if message.attempt >= self.attempt:
+                    self._halted.set()
                 self._queue(message.attempt, "stop", lambda: self._stop(message))
             case messages.Gather():
                 self._do_beside(self._gather(message))
             case messages.Check():
                 self._do_beside(self._checking.answer(message, self._own_pids()))
             case messages.End():
+                self._halted.set()
                 self._commands.put_nowait(lambda: self._end(message))
 
     async def run(self) -> int:
@@ -238,9 +243,20 @@ class Executor:
         if self._template is None or self._prepared is None:
             self._tell_started(messages.Started(start.attempt, {}, 0.0, "no script has been prepared here"))
             return
+        if not await self._is_ready(self._template):
+            return
         self.workers = self._make_workers(start, self._template)
         self._tell_started(await self.workers.begin())
         self._do_beside(self._tell_first_step(self.workers))
+
+    async def _is_ready(self, template: WarmTemplate) -> bool:
+        """Wait until an attempt can be started; False: it is to be stopped by then, which must not wait for that."""
+        ready = asyncio.ensure_future(template.ready())
+        ready.add_done_callback(lambda done: done.cancelled() or done.exception())  # what is wrong is told at the start
+        halted = asyncio.ensure_future(self._halted.wait())
+        await asyncio.wait([ready, halted], return_when=asyncio.FIRST_COMPLETED)
+        halted.cancel()
+        return ready.done()
 
     def _make_workers(self, start: messages.Start, template: WarmTemplate) -> Workers:
         self._tails.clear()
