@@ -17,7 +17,6 @@ from kubernetes_cluster import STARTED, Cluster
 
 from phalanx.core.errors import UserError
 from phalanx.run.backends.base import Listener, Movable
-from phalanx.run.backends.kubernetes import watching
 from phalanx.run.backends.kubernetes.api import ClusterApi, ClusterError
 from phalanx.run.backends.kubernetes.backend import KubernetesBackend
 from phalanx.run.backends.kubernetes.options import KubernetesOptions
@@ -55,8 +54,7 @@ class Told:
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    monkeypatch.setattr(watching, "FIRST_WAIT_S", 0.05)
+def cluster() -> Iterator[Cluster]:
     made = Cluster()
     yield made
     made.close()
@@ -72,7 +70,8 @@ def backend_of(cluster: Cluster, **given: Any) -> KubernetesBackend:
     options = KubernetesOptions(image="registry/train:1", tls_secret="tls", namespace="ml", grace_s=7, **given)
     settings = {"job": "train", "folder": "/var/lib/phalanx", "logs": "/var/lib/phalanx/logs"}
     clock = STARTED_S + 1000
-    return KubernetesBackend(api_of(cluster), BASE, options, settings, unconfirmed_s=0.2, clock=lambda: clock)
+    times = {"unconfirmed_s": 0.2, "first_wait_s": 0.05}
+    return KubernetesBackend(api_of(cluster), BASE, options, settings, **times, clock=lambda: clock)
 
 
 def own_job(cluster: Cluster, **spec: Any) -> None:

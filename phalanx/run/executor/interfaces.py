@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from phalanx.checks.host import list_folder, read_number, read_text
+from phalanx.checks.ports import Port, rdma_ports
 from phalanx.run.messages import Interface
 
 _WORD_BYTES = 4  # InfiniBand counts data in words
@@ -62,7 +64,7 @@ class Choice:
 
 def find_interfaces(sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc")) -> list[Found]:
     """All interfaces that this process can see, RDMA ports first."""
-    ports = [_port(path) for path in sorted((sys_root / "class" / "infiniband").glob("*/ports/*"))]
+    ports = [_rdma(port, sys_root) for port in rdma_ports(sys_root)]
     return ports + [_device(sys_root / "class" / "net" / name, name) for name in sorted(_counters(proc_root))]
 
 
@@ -138,13 +140,11 @@ def _fastest(found: Sequence[Found], what: str) -> Choice:
     return Choice(chosen, f"{what}{rate}" + (f"; {left_out} slower ones are left out" if left_out else ""))
 
 
-def _port(folder: Path) -> Found:
-    device = folder.parent.parent
-    beside = sorted(path.name for path in (device / "device" / "net").glob("*"))
-    rate = _text(folder / "rate").split(" ")[0]  # "400 Gb/sec (4X NDR)"
-    is_up = "ACTIVE" in _text(folder / "state")
-    megabits = int(float(rate) * 1000) if rate.replace(".", "", 1).isdigit() else 0
-    return Found(f"{device.name}/{folder.name}", beside[0] if beside else device.name, True, True, is_up, megabits)
+def _rdma(port: Port, sys_root: Path) -> Found:
+    device = port.name.partition("/")[0]
+    beside = list_folder(sys_root / "class" / "infiniband" / device / "device" / "net")
+    megabits = int((port.rate_gbps or 0) * 1000)
+    return Found(port.name, beside[0].name if beside else device, True, True, port.is_up, megabits)
 
 
 def _device(folder: Path, name: str) -> Found:
@@ -196,12 +196,8 @@ def _counters(proc_root: Path) -> dict[str, list[int]]:
 
 
 def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:  # also of a file that is there: "speed" of a device that is down
-        return ""
+    return read_text(path) or ""
 
 
 def _number(path: Path) -> int:
-    text = _text(path)
-    return int(text) if text.lstrip("-").isdigit() else 0
+    return read_number(path) or 0

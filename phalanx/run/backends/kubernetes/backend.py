@@ -23,7 +23,7 @@ from phalanx.run.backends.kubernetes.manifests import DRIVER_VARIABLE
 from phalanx.run.backends.kubernetes.options import KubernetesOptions, read_options
 from phalanx.run.backends.kubernetes.own import OwnJob
 from phalanx.run.backends.kubernetes.pods import executors
-from phalanx.run.backends.kubernetes.watching import DENIED, PodWatch
+from phalanx.run.backends.kubernetes.watching import DENIED, FIRST_WAIT_S, PodWatch
 from phalanx.run.now import read_clocks
 
 _log = logging.getLogger(__name__)
@@ -82,6 +82,7 @@ class KubernetesBackend:
         base: name of the driver's Job, and the beginning of all other names.
         settings: of all executors, for `phalanx.run.executor.main.Settings`.
         unconfirmed_s: see `UNCONFIRMED_S`.
+        first_wait_s: see `PodWatch`.
         clock: seconds since 1970.
     """
 
@@ -93,10 +94,11 @@ class KubernetesBackend:
         settings: Mapping[str, Any],
         *,
         unconfirmed_s: float = UNCONFIRMED_S,
+        first_wait_s: float = FIRST_WAIT_S,
         clock: Callable[[], float] = lambda: read_clocks().unix_s,
     ) -> None:
         self._api, self._base, self._options, self._settings = api, base, options, dict(settings)
-        self._unconfirmed_s = unconfirmed_s
+        self._unconfirmed_s, self._first_wait_s = unconfirmed_s, first_wait_s
         self._hosts: dict[str, _Host] = {}
         self._coming: set[str] = set()
         self._gone: set[str] = set()
@@ -130,7 +132,7 @@ class KubernetesBackend:
                 raise UserError(f"the cluster refuses the driver: {error}", cure=cure, field="run.backend") from None
             _log.warning("the cluster does not answer yet: %s", error)
         selector = names.selector(self._base, "executor")
-        self._watch = PodWatch(self._api, selector, self._listed, self._pod_changed)
+        self._watch = PodWatch(self._api, selector, self._listed, self._pod_changed, self._first_wait_s)
         self._watch.start()
 
     async def ask(self, count: int) -> None:
