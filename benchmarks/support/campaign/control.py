@@ -190,6 +190,8 @@ class Run:
     def _is_time(self, incident: Incident) -> bool:
         if not self.story.names:
             return False
+        if incident.settings.get("how") == "stops":  # before the driver turns to it, but not long before
+            return bool(self._began)
         if incident.when.phase == "recovery":
             return self.story.starts >= incident.when.attempt
         attempt, step = self.watched.attempt, self.watched.step

@@ -122,7 +122,7 @@ def _settings(case: Manifest, places: Places) -> dict[str, object]:
         # Eight ranks share few cores, so that own times vary much: what is 1.1 times as slow cannot be told from that.
         settings |= {"run.heartbeat_s": 0.5, "run.slow.ratio": 2.0}
     if "spare-bad" in kinds_of(case):
-        settings |= {"run.policy.start_s": 60.0}
+        settings |= {"run.policy.start_s": 90.0}
     return settings
 
 
