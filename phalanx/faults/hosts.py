@@ -220,7 +220,8 @@ def _to_machine(incident: Incident, machine: Machine, stack: ExitStack) -> None:
         if not kill([machine.executor]):
             raise NotDoneError(f"executor {machine.executor} was gone before")
     elif stops:
-        stack.enter_context(stopped(machine.executor))
+        for pid in machine.processes():  # the first of them may only watch over the one that answers
+            stack.enter_context(stopped(pid))
     elif kind == "link-down":
         stack.enter_context(link_down(machine.interface, machine.namespace))
     elif kind == "disk-full":
