@@ -241,10 +241,12 @@ def _checkpoint_cases(builder: _Builder) -> None:
 
 def _spare_cases(builder: _Builder) -> None:
     host, spare = builder.hosts[1], builder.spare
-    for how in ("dies", "stops"):
+    for how, lasts in (("dies", Lasts()), ("stops", _FOREVER)):
         pair = [
             _incident("host-killed", "hosts", (host,), When(step=builder.step())),
-            _incident("spare-bad", "spares", (spare,), When(phase="recovery", attempt=2), settings={"how": how}),
+            _incident(
+                "spare-bad", "spares", (spare,), When(phase="recovery", attempt=2), lasts=lasts, settings={"how": how}
+            ),
         ]
         responses = (*_evict(host), *_evict(spare))
         named: dict[str, Any] = {"blame_hosts": (host, spare)}
