@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.terminal_theme import DIMMED_MONOKAI
 
 from phalanx.run.config import load_job
-from phalanx.run.driver.main import drive
+from phalanx.run.drive.main import drive
 from phalanx.run.incidents.store import listed
 from phalanx.run.people import words
 from phalanx.run.people.html import page

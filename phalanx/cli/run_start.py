@@ -21,9 +21,9 @@ from rich.markup import escape
 from phalanx.cli.run import DRIVE, SUPERVISE
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_json
+from phalanx.core.watched import Identity, identity_of
 from phalanx.run.aside import SUPERVISOR, set_aside
 from phalanx.run.backends.choose import submit_job
-from phalanx.run.backends.watched import Identity, identity_of
 from phalanx.run.card import Card, life, read_card
 from phalanx.run.config import RunConfig, load_job
 from phalanx.run.flags import read_flags
@@ -115,7 +115,7 @@ def drive_here(arguments: tuple[str, ...]) -> None:
 
 
 def _drive(given: _Given) -> int:
-    from phalanx.run.driver.main import drive
+    from phalanx.run.drive.main import drive
 
     return drive(
         given.config, lambda source: show(source, _console(), ranks=given.ranks, folder=given.config.run_folder)

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from phalanx.core.files import fsync_folder
-from phalanx.run.backends.watched import Identity, identity_of
+from phalanx.core.watched import Identity, identity_of
 from phalanx.run.card import NAME, Card
 
 FOLDER = "earlier"

@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from phalanx.core.errors import UserError
+from phalanx.core.watched import Identity, Watched, identity_of
 from phalanx.run.backends import local as module
 from phalanx.run.backends.base import Listener, Ordered
 from phalanx.run.backends.local import LocalBackend, Options
-from phalanx.run.backends.watched import Identity, Watched, identity_of
 from phalanx.run.config import RunConfig
 
 GUARD_S = 60.0

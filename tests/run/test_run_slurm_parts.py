@@ -11,13 +11,13 @@ import pytest
 from driver_helpers import Town, running
 
 from phalanx.core.errors import UserError
+from phalanx.core.watched import Identity
 from phalanx.run import messages
 from phalanx.run.backends.slurm import commands, settling
 from phalanx.run.backends.slurm.commands import Allocation, read_allocation, read_left, read_steps, srun_environment
 from phalanx.run.backends.slurm.nodes import Notes, Rests
 from phalanx.run.backends.slurm.options import read_options, seconds_of
 from phalanx.run.backends.slurm.submit import job_file, sbatch_command, script
-from phalanx.run.backends.watched import Identity
 from phalanx.run.certificates import ensure_certificate
 from phalanx.run.config import RunConfig, load_job
 from phalanx.run.decide.policy import Job

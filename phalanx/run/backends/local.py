@@ -22,10 +22,10 @@ from pydantic import Field
 from phalanx.core.config import Config, validate
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_json
+from phalanx.core.watched import Identity, Watched, identity_of
 from phalanx.launch.failures import signal_name
 from phalanx.run.backends.base import ExecutorCommand, Listener, Ordered
 from phalanx.run.backends.namespaces import INTERFACE, Network
-from phalanx.run.backends.watched import Identity, Watched, identity_of
 from phalanx.run.secrets import host_of
 
 GRACE_S = 10.0
@@ -71,7 +71,9 @@ def make(ordered: Ordered) -> LocalBackend:
 
     most = config.hosts + config.spares + 1
     # Gloo would take the address that the machine's name stands for.
-    environment = {**({"GLOO_SOCKET_IFNAME": INTERFACE} if network is not None else {}), **ordered.environment}
+    # Hosts that are processes of one machine meet where nothing comes and goes; those of their own network on its link.
+    meet = {"PHALANX_INTERFACE": "lo"} if network is None else {"GLOO_SOCKET_IFNAME": INTERFACE}
+    environment = {**meet, **ordered.environment}
     return LocalBackend(ordered.folder / "executors", command, most, environment, options=options, network=network)
 
 

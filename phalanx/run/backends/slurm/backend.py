@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import UserError
+from phalanx.core.watched import Identity, Watched, identity_of
 from phalanx.run.backends.base import Listener, Ordered
 from phalanx.run.backends.slurm import commands
 from phalanx.run.backends.slurm.commands import Allocation, SlurmError, StepList
 from phalanx.run.backends.slurm.nodes import Notes, Rests
 from phalanx.run.backends.slurm.options import SlurmOptions, read_options
-from phalanx.run.backends.watched import Identity, Watched, identity_of
 
 _log = logging.getLogger(__name__)
 

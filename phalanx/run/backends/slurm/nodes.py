@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.files import write_json
-from phalanx.run.backends.watched import Identity
+from phalanx.core.watched import Identity
 
 FIRST_REST_S = 5.0
 LONGEST_REST_S = 300.0

@@ -6,28 +6,24 @@ import asyncio
 import os
 import resource
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from phalanx.run import messages
 from phalanx.run.api.house import open_house
-from phalanx.run.backends.base import Backend, Movable, Ordered
+from phalanx.run.backends.base import Backend, Ordered
 from phalanx.run.backends.choose import make_backend, settle
 from phalanx.run.config import RunConfig, workers_on
-from phalanx.run.decide.events import StopAsked
+from phalanx.run.drive.signals import heed_signals
+from phalanx.run.drive.told import executor_command, watching
 from phalanx.run.driver.book import Book
 from phalanx.run.driver.classify import class_of, suspects_named
-from phalanx.run.driver.driver import Driver, Settings
+from phalanx.run.driver.driver import Driver
 from phalanx.run.driver.overview import known, overview
-from phalanx.run.driver.peers import PeersConfig
 from phalanx.run.driver.serving import BackendOrders, keep_going, let_leave
-from phalanx.run.executor.main import Settings as ExecutorSettings
 from phalanx.run.journal import Journal, open_journal
 from phalanx.run.judge.rules import Matcher, load_rules
 from phalanx.run.now import read_clocks
@@ -65,11 +61,10 @@ def drive(config: RunConfig, show: Show) -> int:
     config = settle(config)
     folder = config.run_folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    rules = [Path(rule).absolute() for rule in config.rules]
-    matcher = Matcher(load_rules(rules))
+    matcher = Matcher(load_rules([Path(rule) for rule in config.rules]))
     ensure_token(config.token_path.absolute())
     with open_journal(config.journal_url, job=config.job_name) as journal:
-        return _run(_Joined(config, folder, rules, matcher, show, journal).serve())
+        return _run(_Joined(config, folder, matcher, show, journal).serve())
 
 
 def _run(work: Coroutine[Any, Any, int]) -> int:
@@ -87,7 +82,6 @@ class _Joined:
 
     config: RunConfig
     folder: Path
-    rules: list[Path]
     matcher: Matcher
     show: Show
     journal: Journal
@@ -100,7 +94,7 @@ class _Joined:
         hub = Hub()
         people = self._people(hub)
         environment = without_tokens(os.environ)
-        backend = make_backend(Ordered(config, self.folder, self._command, environment))
+        backend = make_backend(Ordered(config, self.folder, partial(executor_command, config), environment))
         orders = BackendOrders(backend, lambda problem: hub.say("error", problem, read_clocks().unix_s))
         server = self._server(book, lambda: driver)
         driver = Driver(
@@ -110,11 +104,11 @@ class _Joined:
             people,
             lambda ended: class_of(self.matcher, ended),
             suspects_named,
-            self._settings(),
+            watching(config),
         )
         changed = asyncio.Event()
         driver.on_change = changed.set
-        _on_signals(driver, backend)
+        heed_signals(driver, backend)
         # Whoever supervises a driver starts it with these blocked: one that comes too early waits for us.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
         async with server, open_house(config, self.folder, driver, book, hub):
@@ -151,36 +145,6 @@ class _Joined:
         known: list[Token | str] = [token, *secrets_among({**os.environ, **config.environment})]
         return Audience(hub, self.folder, config.job_name, known, config.webhook)
 
-    def _command(self, host: str) -> list[str]:
-        config = self.config
-        settings = ExecutorSettings(
-            job=config.job_name,
-            host=host,
-            folder=str(self.folder),
-            driver=str(self.folder / "driver"),
-            token=str(config.token_path.absolute()),
-            logs=str(config.log_folder.absolute()),
-            segment_bytes=config.logs.segment_bytes,
-            kept_bytes=config.logs.kept_bytes,
-            rules=tuple(map(str, self.rules)),
-            skip=config.checks.skip,
-            address="127.0.0.1" if config.backend == "local" else "auto",
-            is_only_host=config.backend == "local",
-            driver_lost_s=config.driver_lost_s,
-            **self._tls(),
-        )
-        text = msgspec.json.encode(settings).decode()
-        return [sys.executable, "-m", "phalanx.run.executor.main", text]
-
-    def _tls(self) -> dict[str, Any]:
-        """With what executors reach the driver: where both sides show a certificate, with the driver's own."""
-        tls = self.config.tls
-        found: dict[str, Any] = {"uses_tls": bool(tls.certificate)}
-        if tls.authority:
-            files = {"authority": tls.authority, "certificate": tls.certificate, "key": tls.key}
-            found |= {name: str(Path(file).absolute()) for name, file in files.items()}
-        return found
-
     def _server(self, book: Book, driver: Callable[[], Driver]) -> ExecutorServer:
         config = self.config
         host, _, port = config.listen.rpartition(":")  # checked by the config; port 0 is any
@@ -198,28 +162,6 @@ class _Joined:
             field="run.listen",
         )
 
-    def _settings(self) -> Settings:
-        config = self.config
-        folder = str(Path(config.working_folder or ".").absolute())
-        prepare = messages.Prepare(
-            [config.script, *config.arguments], config.module, folder, dict(config.environment), list(config.preload)
-        )
-        peers = PeersConfig(config.slow, config.traffic, config.heartbeat_s)
-        return Settings(config.heartbeat_s, config.limits, peers, _versions(config, prepare))
-
-
-def _versions(config: RunConfig, present: messages.Prepare) -> dict[str, messages.Prepare]:
-    """What executors are told to run, by the version of the code as the decision names it."""
-    previous, name = config.previous, config.previous_version
-    if not name:
-        return {"": present}
-    script = [
-        previous.script or config.script,
-        *(config.arguments if previous.arguments is None else previous.arguments),
-    ]
-    folder = str(Path(previous.working_folder).absolute()) if previous.working_folder else present.folder
-    return {"": present, name: msgspec.structs.replace(present, script=script, folder=folder)}
-
 
 @dataclass(frozen=True)
 class _Here:
@@ -234,32 +176,6 @@ class _Here:
 
     def follow(self, number: int) -> AsyncIterator[Item]:
         return self.hub.follow(number)
-
-
-class _MovedError(Exception):
-    """This driver is ended, and its job is not."""
-
-
-def _on_signals(driver: Driver, backend: Backend) -> None:
-    """SIGINT and SIGTERM stop the job; but where a SIGTERM may mean this driver alone, the back end is asked first."""
-    loop = asyncio.get_running_loop()
-
-    def stop(number: signal.Signals) -> None:
-        driver.ask(lambda at_s: StopAsked(at_s, f"{number.name} at {socket.gethostname()}"))
-
-    async def ask_first(movable: Movable) -> None:
-        if await movable.goes_on():
-            driver.problem = _MovedError("its process is ended, and the next one takes over")
-            driver.on_change()
-        else:
-            stop(signal.SIGTERM)
-
-    loop.add_signal_handler(signal.SIGINT, stop, signal.SIGINT)
-    if isinstance(backend, Movable):
-        asked: list[asyncio.Task[None]] = []  # a task that nobody holds may be dropped
-        loop.add_signal_handler(signal.SIGTERM, lambda: asked.append(loop.create_task(ask_first(backend))))
-    else:
-        loop.add_signal_handler(signal.SIGTERM, stop, signal.SIGTERM)
 
 
 def _allow_many_files() -> None:

@@ -1,0 +1,1 @@
+"""A driver's process: all parts joined for one job."""

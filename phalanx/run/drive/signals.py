@@ -1,0 +1,37 @@
+"""Signals to a driver. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+
+from phalanx.run.backends.base import Backend, Movable
+from phalanx.run.decide.events import StopAsked
+from phalanx.run.driver.driver import Driver
+
+
+class _MovedError(Exception):
+    """This driver is ended, and its job is not."""
+
+
+def heed_signals(driver: Driver, backend: Backend) -> None:
+    """SIGINT and SIGTERM stop the job; but where a SIGTERM may mean this driver alone, the back end is asked first."""
+    loop = asyncio.get_running_loop()
+
+    def stop(number: signal.Signals) -> None:
+        driver.ask(lambda at_s: StopAsked(at_s, f"{number.name} at {socket.gethostname()}"))
+
+    async def ask_first(movable: Movable) -> None:
+        if await movable.goes_on():
+            driver.problem = _MovedError("its process is ended, and the next one takes over")
+            driver.on_change()
+        else:
+            stop(signal.SIGTERM)
+
+    loop.add_signal_handler(signal.SIGINT, stop, signal.SIGINT)
+    if isinstance(backend, Movable):
+        asked: list[asyncio.Task[None]] = []  # a task that nobody holds may be dropped
+        loop.add_signal_handler(signal.SIGTERM, lambda: asked.append(loop.create_task(ask_first(backend))))
+    else:
+        loop.add_signal_handler(signal.SIGTERM, stop, signal.SIGTERM)
