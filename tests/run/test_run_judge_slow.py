@@ -54,6 +54,15 @@ def names(count: int) -> list[str]:
     return [f"h{index}" for index in range(count)]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_one_that_is_far_slower_is_named_soon_though_steps_vary_much(seed: int) -> None:
+    noisy = Noise(step=0.2, lasting=0.0, drift=0.0, common=0.0, tail=0.0, together=0.0, rack=0.0)
+    slow, healthy = SlowJudge(names(4)), SlowJudge(names(4))
+    found = feed(slow, Case("slow", 4, 3.0, 0, noisy), 300, seed)
+    assert len({name for _, name in found}) == 1 and found[0][0] < 250
+    assert feed(healthy, Case("healthy", 4, 1.0, 0, noisy), 300, seed) == []
+
+
 def test_ratio_and_beginning_are_told() -> None:
     judge = SlowJudge(names(32))
     found = []

@@ -24,6 +24,7 @@ from phalanx.run.driver.classify import class_of, suspects_named
 from phalanx.run.driver.driver import Driver
 from phalanx.run.driver.overview import known, overview
 from phalanx.run.driver.serving import BackendOrders, keep_going, let_leave
+from phalanx.run.executor.accelerators import Accelerators
 from phalanx.run.journal import Journal, open_journal
 from phalanx.run.judge.rules import Matcher, load_rules
 from phalanx.run.now import read_clocks
@@ -89,7 +90,9 @@ class _Joined:
     async def serve(self) -> int:
         """Serve until the job has ended, or this driver has to."""
         config = self.config
-        workers = workers_on(config.workers_per_host, len(os.sched_getaffinity(0)), 0)
+        setting = config.workers_per_host
+        gpus = 0 if isinstance(setting, int) else len(Accelerators().read())  # of this host, which stands for all
+        workers = workers_on(setting, len(os.sched_getaffinity(0)), gpus)
         book = Book(self.journal, config.to_job(workers), config.policy.to_policy(), read_clocks().unix_s)
         hub = Hub()
         people = self._people(hub)

@@ -245,9 +245,15 @@ class Executor:
             return
         if not await self._is_ready(self._template):
             return
-        self.workers = self._make_workers(start, self._template)
-        self._tell_started(await self.workers.begin())
-        self._do_beside(self._tell_first_step(self.workers))
+        try:
+            self.workers = self._make_workers(start, self._template)
+            started = await self.workers.begin()
+        except Exception as error:  # whatever it is, the driver has to hear it, and need not wait for its limit
+            _log.exception("attempt %d could not be started", start.attempt)
+            started = messages.Started(start.attempt, {}, 0.0, f"{type(error).__name__}: {error}")
+        self._tell_started(started)
+        if self.workers is not None and not started.problem:
+            self._do_beside(self._tell_first_step(self.workers))
 
     async def _is_ready(self, template: WarmTemplate) -> bool:
         """Wait until an attempt can be started; False: it is to be stopped by then, which must not wait for that."""

@@ -38,6 +38,8 @@ _TO_SD = 1.4826
 _LEAST_NOISE = 0.002
 _OVERSHOOT = 1.166
 """Siegmund's correction for looking at the sum only at whole blocks."""
+_CHANCE_SD = 3.0
+"""Standard deviations that chance stays within."""
 _NOISE_BLOCKS = 30
 _MEAN_BLOCKS = 20
 _AT_ONCE = 2
@@ -160,9 +162,12 @@ class SlowJudge:
         if len(self._jumps) < 3:
             return []
         reference = math.log(config.ratio) / 2
-        # What one block may add has a limit, so that a short and heavy stall cannot stand for a lasting slowness.
-        excess = np.clip(np.where(known, values, reference) - reference, -2 * reference, 2 * reference)
-        limit = limit_of(noise_of(list(self._jumps)), len(self._units), config)
+        noise = noise_of(list(self._jumps))
+        # What one block may add has a limit, so that a short and heavy stall cannot stand for a lasting slowness; but
+        # no smaller one than chance itself reaches, or what is far slower than a noisy job would need as long.
+        most = max(2 * reference, _CHANCE_SD * noise)
+        excess = np.clip(np.where(known, values, reference) - reference, -most, most)
+        limit = limit_of(noise, len(self._units), config)
         # No higher than twice the limit, so that a unit that is well again is known to be so.
         self._sums = np.clip(self._sums + excess, 0.0, 2 * limit)
         self._runs = np.where(self._sums > 0, self._runs + known, 0)
