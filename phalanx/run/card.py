@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from pathlib import Path
 from typing import Literal
 
@@ -122,16 +121,6 @@ def life(card: Card) -> Life:
     if card.driver_host != socket.gethostname():
         return "elsewhere"
     return "lives" if identity_of(card.pid) == card.identity else "dead"
-
-
-def wait_for_end(card: Card, seconds: float) -> bool:
-    """Wait until the driver has ended; whether it has."""
-    until_s = time.monotonic() + seconds
-    while life(card) == "lives":
-        if time.monotonic() > until_s:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def _within(folder: Path, path: str) -> str:

@@ -19,13 +19,14 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from phalanx.core.config import Config, validate
+from phalanx.core.config import Config
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_json
 from phalanx.core.watched import Identity, Watched, identity_of
 from phalanx.launch.failures import signal_name
 from phalanx.run.backends.base import ExecutorCommand, Listener, Ordered
 from phalanx.run.backends.namespaces import INTERFACE, Network
+from phalanx.run.backends.options import options_of
 from phalanx.run.secrets import host_of
 
 GRACE_S = 10.0
@@ -58,7 +59,7 @@ def make(ordered: Ordered) -> LocalBackend:
     Raises:
         UserError: an option is wrong.
     """
-    config, options = ordered.config, validate(Options, ordered.config.backend_options)
+    config, options = ordered.config, options_of(Options, ordered.config)
     network = _network(ordered, options) if options.network == "namespaces" else None
 
     def command(host: str) -> list[str]:

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from phalanx.core.config import Config, validate
+from phalanx.core.config import Config
 from phalanx.core.errors import UserError
+from phalanx.run.backends.options import options_of
 from phalanx.run.config import RunConfig
 from phalanx.run.secrets import is_secret_name
 
@@ -124,23 +125,13 @@ class KubernetesOptions(Config):
         return self
 
 
-class _Options(Config):
-    """So that mistakes are told by their whole name."""
-
-    backend_options: KubernetesOptions = Field(description="of this back end")
-
-
-class _Run(Config):
-    run: _Options = Field(description="the job")
-
-
 def read_options(config: RunConfig) -> KubernetesOptions:
     """The options of a job, checked together with it.
 
     Raises:
         UserError: one is missing or wrong, or the job has something that does not work in a cluster.
     """
-    options = validate(_Run, {"run": {"backend_options": config.backend_options}}).run.backend_options
+    options = options_of(KubernetesOptions, config)
     if not options.claim and not config.journal.startswith("postgresql://") and not options.journal_may_be_lost:
         raise UserError(
             "the journal would be lost with the driver's pod, and the job with it",

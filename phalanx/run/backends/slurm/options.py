@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from phalanx.core.config import Config, validate
+from phalanx.core.config import Config
 from phalanx.core.errors import UserError
+from phalanx.run.backends.options import options_of
 from phalanx.run.config import RunConfig
 
 # As sbatch takes them: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
@@ -63,24 +64,13 @@ class SlurmOptions(Config):
         return value
 
 
-class _Options(Config):
-    """So that mistakes are told by their whole name."""
-
-    backend_options: SlurmOptions = Field(description="of this back end")
-
-
-class _Run(Config):
-    run: _Options = Field(description="the job")
-
-
 def read_options(config: RunConfig) -> SlurmOptions:
     """The options of a job, checked together with it.
 
     Raises:
         UserError: one is wrong.
     """
-    tree: dict[str, Any] = {"run": {"backend_options": config.backend_options}}
-    options = validate(_Run, tree).run.backend_options
+    options = options_of(SlurmOptions, config)
     if options.time and seconds_of(options.time) <= options.stop_before_s:
         cure = f"give more time, or lower stop_before_s = {options.stop_before_s:g}"
         raise UserError(
