@@ -96,6 +96,7 @@ class _Joined:
         book = Book(self.journal, config.to_job(workers), config.policy.to_policy(), read_clocks().unix_s)
         hub = Hub()
         people = self._people(hub)
+        people.recall(self.journal.read(), self.journal.epoch)
         environment = without_tokens(os.environ)
         backend = make_backend(Ordered(config, self.folder, partial(executor_command, config), environment))
         orders = BackendOrders(backend, lambda problem: hub.say("error", problem, read_clocks().unix_s))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_bytes
 from phalanx.run.decide.actions import Action, AddToIncident, CloseIncident, Finish, OpenIncident
-from phalanx.run.incidents import report
+from phalanx.run.incidents import recall, report
 from phalanx.run.incidents.evidence import Exhibits, of_end, of_evidence
 from phalanx.run.incidents.facts import Incident
 from phalanx.run.incidents.report import IncidentAction
@@ -42,7 +42,7 @@ def _nobody(incident: Incident, page: Path) -> None:
 class Keeper:
     """Page and JSON of each incident, stored anew when something has been added.
 
-    After a restart of the driver an incident that is open goes on from what is stored.
+    After a restart of the driver an incident that is open goes on from what is stored, once `recall` has completed it.
 
     Args:
         run_folder: of the job.
@@ -71,6 +71,10 @@ class Keeper:
         """Take what an action says of an incident."""
         if isinstance(action, OpenIncident | AddToIncident | CloseIncident):
             self._waiting.put(lambda: self._take(action, at.unix_s))
+
+    def recall(self, told: Sequence[tuple[IncidentAction, float]]) -> None:
+        """Complete what is stored by what earlier drivers wrote down (see `recall.told`); before anything else."""
+        self._waiting.put(lambda: self._recall(told))
 
     def heard(self, host: str, message: Evidence | WorkerEnded, at: Now) -> None:
         """Take what may explain a fault; with very much of it some is left out."""
@@ -124,19 +128,28 @@ class Keeper:
 
     def _take(self, action: IncidentAction, unix_s: float) -> None:
         before = self._so_far(action.number)
-        incident = before or Incident(number=action.number, job=self._job, attempt=0, facts=[])
-        match action:
-            case OpenIncident():
-                incident = before or report.opened(action, self._job, unix_s, self._scrub)
-            case AddToIncident():
-                if action.where.host:
-                    self._exhibits.want(action.where.host)
-                incident = report.added(incident, action, unix_s, self._scrub)
-            case CloseIncident():
-                incident = report.closed(incident, action, unix_s, self._scrub)
+        if isinstance(action, AddToIncident) and action.where.host:
+            self._exhibits.want(action.where.host)
+        incident = report.after(before, action, self._job, unix_s, self._scrub)
         is_news = not isinstance(action, AddToIncident) and incident is not before
         self._open[action.number] = incident
         self._unsaved[action.number] = is_news or self._unsaved.get(action.number, False)
+
+    def _recall(self, told: Sequence[tuple[IncidentAction, float]]) -> None:
+        """Store at once what is missing: nothing that is heard from now on belongs to what is over."""
+        for number, journalled in recall.reports(told, self._job, self._scrub).items():
+            stored = self._so_far(number)
+            incident = recall.completed(stored, journalled)
+            if incident is None:
+                continue
+            self._open[number] = replace(incident, evidence=self._evidence_of(incident))
+            self._unsaved[number] = stored is None or incident.outcome is not None
+            self._store(number)
+
+    def _evidence_of(self, incident: Incident) -> list[str]:
+        """With the files that were written before a page named them."""
+        there = sorted(path.name for path in beside(self._folder, incident.number).glob("*.txt"))
+        return list(dict.fromkeys([*incident.evidence, *there]))
 
     def _explain(self, host: str, message: Evidence | WorkerEnded) -> None:
         if isinstance(message, WorkerEnded):

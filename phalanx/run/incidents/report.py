@@ -31,6 +31,23 @@ Scrub = Callable[[str], str]
 """Takes secrets out of a text."""
 
 
+def after(before: Incident | None, action: IncidentAction, job: str, unix_s: float, scrub: Scrub) -> Incident:
+    """The report with what an action says; performed a second time it changes nothing.
+
+    Args:
+        before: the report so far; None: there is none, or its beginning was lost.
+    """
+    if before is None and isinstance(action, OpenIncident):
+        return opened(action, job, unix_s, scrub)
+    incident = before or Incident(number=action.number, job=job, attempt=0, facts=[])
+    match action:
+        case AddToIncident():
+            return added(incident, action, unix_s, scrub)
+        case CloseIncident():
+            return closed(incident, action, unix_s, scrub)
+    return incident
+
+
 def opened(action: OpenIncident, job: str, unix_s: float, scrub: Scrub) -> Incident:
     """A report that begins."""
     seen = _seen(action.seen_by, action.text, action.where, unix_s, scrub)
@@ -38,14 +55,14 @@ def opened(action: OpenIncident, job: str, unix_s: float, scrub: Scrub) -> Incid
 
 
 def added(incident: Incident, action: AddToIncident, unix_s: float, scrub: Scrub) -> Incident:
-    """The report with what was seen or decided since."""
+    """The report with what was seen or decided since; the same of the same moment is told once."""
     if len(incident.facts) >= MOST_FACTS:
         return incident
     if action.is_decision:
         fact: AnyFact = Decided(unix_s=unix_s, what=scrub(action.text), why=scrub(action.why), by=action.by)
     else:
         fact = _seen(action.by, action.text, action.where, unix_s, scrub)
-    return _with(incident, fact)
+    return incident if fact in incident.facts else _with(incident, fact)
 
 
 def closed(incident: Incident, action: CloseIncident, unix_s: float, scrub: Scrub) -> Incident:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from phalanx.run.decide.actions import Action, Finish
 from phalanx.run.incidents.keeper import Keeper
+from phalanx.run.incidents.recall import told
+from phalanx.run.journal import Entry
 from phalanx.run.messages import Evidence, LogLine, WorkerEnded
 from phalanx.run.now import Now
 from phalanx.run.people.hub import Hub
@@ -43,6 +45,15 @@ class Audience:
             if self._webhook is not None
             else Keeper(run_folder, job, secrets)
         )
+
+    def recall(self, entries: Iterable[Entry], before_epoch: int) -> None:
+        """Complete reports by what earlier drivers wrote down; before anything else is told.
+
+        Args:
+            entries: of the journal; they are read before this returns.
+            before_epoch: the present driver's.
+        """
+        self._keeper.recall(list(told(entries, before_epoch)))
 
     def tell(self, action: Action, at: Now) -> None:
         """Whoever it is for."""
