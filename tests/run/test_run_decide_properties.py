@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 
 import msgspec
@@ -150,6 +151,7 @@ class Watcher:
         return actions
 
     def _check(self, before: State, event: ev.Event, after: State, actions: list[act.Action]) -> None:
+        self._recount(after)
         assert after.phase in PHASES and after.attempt in (
             before.attempt,
             max(before.attempt, before.highest_seen, *self._seen(event)) + 1,
@@ -164,6 +166,17 @@ class Watcher:
         self._count_restarts(before, event, after, actions)
         if self.policy.advise_only and not isinstance(event, ev.DriverRestarted) and not self.orders:
             assert not any(isinstance(a, act.Evict | act.Gather | act.OpenIncident) for a in actions)
+
+    def _recount(self, state: State) -> None:
+        """What the state keeps beside its hosts, so that nobody has to look at all of them, is true."""
+        stay = Counter(host.state for host in state.hosts.values() if not host.leaves)
+        assert stay == Counter(state.staying)
+        assert set(state.leaving) == {name for name, host in state.hosts.items() if host.leaves}
+        places = {name: host.place for name, host in state.hosts.items() if host.place >= 0}
+        assert places == {name: place for place, name in enumerate(state.placement)}
+        limits = [check.deadline_s for check in state.checks.values()]
+        assert (state.checks_due_s is None) == (not limits)
+        assert state.checks_due_s is None or state.checks_due_s <= min(limits)
 
     def _seen(self, event: ev.Event) -> tuple[int, ...]:
         return (event.attempt,) if isinstance(event, ev.HostJoined) else (0,)

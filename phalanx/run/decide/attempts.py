@@ -58,12 +58,14 @@ def _wait_until(state: State) -> float | None:
 def _open(turn: Turn, placement: tuple[str, ...]) -> None:
     """Begin an attempt on these hosts: its store first."""
     state = turn.state
-    chosen = set(placement)
+    chosen = {name: place for place, name in enumerate(placement)}
     for name, host in state.hosts.items():
-        if name in chosen:
-            turn.set_host(name, state="draining" if host.leaves else "active", why="")
+        if (place := chosen.get(name)) is not None:
+            turn.set_host(name, state="draining" if host.leaves else "active", why="", place=place)
         elif host.state == "active":
-            turn.set_host(name, state="spare", why="ready")
+            turn.set_host(name, state="spare", why="ready", place=-1)
+        elif host.place >= 0:
+            turn.set_host(name, place=-1)
     attempt = max(state.attempt, state.highest_seen) + 1
     if state.placement and placement != state.placement:
         turn.decided(_moves(state.placement, placement), "these hosts are ready")
@@ -123,7 +125,7 @@ def on_started(turn: Turn, event: Started) -> None:
     """One host more has started its ranks; the first step is what the others are waited for now."""
     if turn.state.phase != "starting":
         return
-    if turn.state.awaited == (event.host,):
+    if list(turn.state.awaited) == [event.host]:
         turn.all_started()
         turn.set(deadline_s=None)
     turn.no_longer_awaited(event.host)
@@ -190,11 +192,11 @@ def on_stopped(turn: Turn, event: Stopped) -> None:
 def restart_if_wished(turn: Turn) -> bool:
     """Restart on purpose: a host that is to leave can be replaced, or a job that has shrunk can grow."""
     state = turn.state
-    replaceable = [host for host in state.leaving if host in state.placement]
+    replaceable = [host for host in state.leaving if state.has_place(host)]
     may_grow = state.policy.grow and len(state.placement) < state.job.hosts and not state.policy.advise_only
     if not replaceable and not may_grow:
         return False
-    spares = [host for host in ready_hosts(state) if host not in state.placement]
+    spares = [host for host in ready_hosts(state) if not state.has_place(host)]
     if replaceable and spares:
         host = replaceable[0]
         return recovery.see(

@@ -131,7 +131,7 @@ _ANSWERS: dict[type, Callable[[Turn, Any], None]] = {
 def _expire(turn: Turn) -> bool:
     """Act upon limits that have passed; whether there were any."""
     state = turn.state
-    late = [name for name, check in state.checks.items() if turn.now_s >= check.deadline_s]
+    late = turn.late_checks()
     for name in late:
         hosts.not_checked(turn, name)
     if state.deadline_s is None or turn.now_s < state.deadline_s:

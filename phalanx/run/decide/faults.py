@@ -50,7 +50,7 @@ def on_store_failed(turn: Turn, event: StoreFailed) -> None:
 
 def on_start_failed(turn: Turn, event: StartFailed) -> None:
     """A host could not start its ranks."""
-    if turn.state.phase not in ("starting", "diagnosing", "stopping") or event.host not in turn.state.placement:
+    if turn.state.phase not in ("starting", "diagnosing", "stopping") or not turn.state.has_place(event.host):
         return
     failure = Failure(-1, "start", "process", f"did not start: {event.problem}")
     of_host(turn, event.host, failure, f"executor of {event.host}")

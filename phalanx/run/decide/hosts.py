@@ -20,7 +20,7 @@ def on_joined(turn: Turn, event: HostJoined) -> None:
         return
     if name in state.checks:
         _ask_again(turn, name)
-    elif known is not None and known.state != "gone" and state.has_workers and name in state.placement:
+    elif known is not None and known.state != "gone" and state.has_workers and state.has_place(name):
         _come_back(turn, event, known)
     elif known is not None and known.state in ("spare", "active", "draining"):
         _end_leftovers(turn, event)
@@ -81,7 +81,7 @@ def on_unknown(turn: Turn, event: HostUnknown) -> None:
         return
     turn.set_host(event.host, state="unknown", why="nothing has been heard of it for a while")
     turn.note("driver", f"nothing is heard of {event.host}", Where(event.host))
-    if event.host in turn.state.placement and turn.state.phase in ("starting", "running"):
+    if turn.state.has_place(event.host) and turn.state.phase in ("starting", "running"):
         turn.alert("warning", "nothing is heard of it; it stays in the job while steps advance", event.host)
 
 
@@ -92,7 +92,7 @@ def on_gone(turn: Turn, event: HostGone) -> None:
     if host is None or host.state in ("evicted", "gone"):
         return
     why = f"gone: {event.why}" if event.why else "gone"
-    takes_part = state.has_workers and name in state.placement
+    takes_part = state.has_workers and state.has_place(name)
     turn.remove_host(name, "gone", why)
     text = f"{name} is {why}"
     if takes_part and state.ending is None and recovery.see(turn, "failure", "back end", text, Where(name)):
@@ -167,7 +167,7 @@ def on_slow(turn: Turn, event: SlowHost) -> None:
     """A host is slower than the others: tell it, and replace it where the policy has it so."""
     state = turn.state
     host = state.hosts.get(event.host)
-    if host is None or state.phase != "running" or event.host not in state.placement or host.leaves:
+    if host is None or state.phase != "running" or not state.has_place(event.host) or host.leaves:
         return
     text = f"a step on it takes {event.factor:.2f} times as long as on the others. {event.why}".strip()
     policy = state.policy

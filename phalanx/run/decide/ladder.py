@@ -160,7 +160,7 @@ def _last_rungs(state: State, so_far: Plan) -> Plan:
 def _marks(state: State, recovery: Recovery, hosts: dict[str, int] | list[str]) -> tuple[str, ...]:
     """Keys of the history for these hosts."""
     marks = [f"host {host}" for host in hosts]
-    marks += [f"place {state.place_of(host)}" for host in hosts if host in state.placement]
+    marks += [f"place {state.place_of(host)}" for host in hosts if state.has_place(host)]
     if recovery.group and any(host in recovery.group_hosts for host in hosts):
         marks.append(f"group {recovery.group}")
     return tuple(marks)

@@ -22,7 +22,7 @@ def on_noticed(turn: Turn, event: Noticed) -> None:
         turn.alert("error" if event.is_fatal else "warning", text, event.host)
     known = state.recovery
     is_blamed = event.is_fatal and is_kernel and event.fault in OF_THE_HOST
-    if is_blamed and known is not None and state.phase in ("diagnosing", "stopping") and event.host in state.placement:
+    if is_blamed and known is not None and state.phase in ("diagnosing", "stopping") and state.has_place(event.host):
         recovery.learn(turn, suspects={**known.suspects, event.host: text})
 
 
@@ -35,7 +35,7 @@ def on_unprepared(turn: Turn, event: Unprepared) -> None:
     if event.is_common:
         if user_code.has_never_run(state):
             orders.end(turn, Ending(endings.BAD_INPUT, f"bad input: {event.problem}"), 0.0)
-    elif state.has_workers and name in state.placement:
+    elif state.has_workers and state.has_place(name):
         faults.on_start_failed(turn, StartFailed(event.at_s, state.attempt, name, event.problem))
     else:
         why = f"it cannot run the script, which others can: {event.problem}"

@@ -14,7 +14,7 @@ def on_stop_asked(turn: Turn, event: StopAsked) -> None:
     state = turn.state
     if state.ending is not None and state.phase == "stopping":
         turn.enter("stopping", state.policy.stop_s, awaited=state.awaited)
-        turn.act(Stop(state.attempt, state.awaited))
+        turn.act(Stop(state.attempt, tuple(state.awaited)))
         return
     end(turn, Ending(endings.STOPPED, f"stopped by {event.who or 'a person'}", by_person=True), state.policy.grace_s)
 
@@ -48,7 +48,7 @@ def on_drain_asked(turn: Turn, event: DrainAsked) -> None:
         turn.alert("warning", f"{event.who or 'a person'} drains it, but it is no host of this job", name)
         return
     why = f"drained by {event.who or 'a person'}"
-    if state.has_workers and name in state.placement:
+    if state.has_workers and state.has_place(name):
         turn.set_host(name, leaves=why, state="draining" if host.state == "active" else host.state)
         turn.alert("info", f"{why}: it leaves as soon as another can take its place", name)
     elif name in state.awaited or (host.state == "active" and not state.has_workers):
@@ -64,7 +64,7 @@ def on_evict_asked(turn: Turn, event: EvictAsked) -> None:
         turn.alert("warning", f"{event.who or 'a person'} evicts it, but it is no host of this job", name)
         return
     why = f"evicted by {event.who or 'a person'}"
-    if not state.has_workers or name not in state.placement or state.hosts[name].state in ("gone", "evicted"):
+    if not state.has_workers or not state.has_place(name) or state.hosts[name].state in ("gone", "evicted"):
         turn.evict(name, why)
     elif state.ending is None and recovery.see(turn, "planned", event.who or "a person", f"{name} is to be evicted"):
         known = turn.state.recovery

@@ -111,7 +111,7 @@ def all_failed(state: State) -> bool:
     recovery, per_host = state.recovery, state.job.workers_per_host
     if recovery is None:
         return False
-    lost = sum(per_host for host in recovery.lost if host in state.placement and host not in recovery.failures)
+    lost = sum(per_host for host in recovery.lost if state.has_place(host) and host not in recovery.failures)
     return recovery.failed + lost >= state.world_size
 
 
@@ -148,7 +148,7 @@ def give_up_on_silent(turn: Turn) -> None:
         turn.decided(f"{host} is given back, so that nothing of the attempt goes on there", why)
         turn.release(host, why)
         add_lost(turn, host, why)
-    turn.set(awaited=())
+    turn.set(awaited={})
 
 
 # Conclude
@@ -213,7 +213,7 @@ def check_suspects(turn: Turn, kinds: dict[str, CheckKind]) -> None:
             continue
         turn.set_host(host, state="suspect", why=f"{kind} check after a fault")
         ask_check(turn, host, kind, peers_of(turn.state, host, good) if kind != "passive" else ())
-    turn.set(awaited=tuple(host for host in kinds if host in turn.state.checks))
+    turn.set(awaited={host: None for host in kinds if host in turn.state.checks})
 
 
 def peers_of(state: State, host: str, good: list[str]) -> tuple[str, ...]:
@@ -228,7 +228,8 @@ def ask_check(turn: Turn, host: str, kind: CheckKind, peers: tuple[str, ...] = (
     state = turn.state
     number = state.check_count + 1
     pending = PendingCheck(number, kind, turn.now_s + state.policy.check_s(kind), peers)
-    turn.set(check_count=number, checks={**state.checks, host: pending})
+    turn.set(check_count=number)
+    turn.await_check(host, pending)
     turn.act(Check(host, number, kind, peers))
 
 

@@ -49,22 +49,22 @@ def _wait_anew(turn: Turn) -> None:
         turn.enter(state.phase, limits_s[state.phase], state.awaited)
     if state.lacking_since_s is not None:
         turn.set(lacking_since_s=turn.now_s)
-    later = {
-        name: type(check)(check.number, check.kind, turn.now_s + state.policy.check_s(check.kind), check.peers)
-        for name, check in state.checks.items()
-    }
-    turn.set(checks=later)
+    checks = state.checks
+    turn.set(checks={}, checks_due_s=None)
+    for name, check in checks.items():
+        deadline_s = turn.now_s + state.policy.check_s(check.kind)
+        turn.await_check(name, type(check)(check.number, check.kind, deadline_s, check.peers))
 
 
 def _phase_again(turn: Turn, state: State) -> None:
     if state.phase == "opening":
         turn.act(OpenStore(state.attempt, state.placement[0]))
     elif state.phase == "starting" and state.awaited:
-        turn.act(attempts.start(state, state.awaited))
+        turn.act(attempts.start(state, tuple(state.awaited)))
     elif state.phase == "diagnosing" and state.recovery is not None and state.recovery.cause == "hang":
         turn.act(Gather(state.attempt, tuple(h for h in state.placement if state.hosts[h].state != "gone")))
     elif state.phase == "stopping":
-        turn.act(Stop(state.attempt, state.awaited, state.policy.grace_s if _is_graceful(state) else 0.0))
+        turn.act(Stop(state.attempt, tuple(state.awaited), state.policy.grace_s if _is_graceful(state) else 0.0))
 
 
 def _is_graceful(state: State) -> bool:

@@ -33,6 +33,7 @@ class Host(Value, frozen=True):
         why: the state.
         leaves: why it shall leave (a person drains it, it is slow); empty: it stays.
         is_proven: it has taken part in an attempt that ran.
+        place: in the placement of the present or last attempt; -1: it has none.
     """
 
     rack: str
@@ -40,6 +41,7 @@ class Host(Value, frozen=True):
     why: str = ""
     leaves: str = ""
     is_proven: bool = False
+    place: int = -1
 
 
 class PendingCheck(Value, frozen=True):
@@ -181,9 +183,11 @@ class State(Value, frozen=True):
         version: of the code; empty: the present one.
         phase_since_s: when the phase began.
         deadline_s: when the phase will be waited for no longer.
-        awaited: hosts whose answer the phase waits for.
+        staying: how many hosts there are of each state that are not to leave.
+        awaited: hosts whose answer the phase waits for, in order.
         lacking_since_s: since when there are too few hosts to start.
         checks: by host.
+        checks_due_s: the limit of no check is before that; None: none is awaited, or the last one was answered.
         history: times of faults by ``host NAME``, ``place N`` and ``group NAME``.
         leaving: hosts with `Host.leaves`, to find them quickly.
         asked: for how many hosts the back end was asked last.
@@ -198,14 +202,16 @@ class State(Value, frozen=True):
     attempt: int = 0
     highest_seen: int = 0
     hosts: dict[str, Host] = {}
+    staying: dict[HostState, int] = {}
     placement: tuple[str, ...] = ()
     store_port: int = 0
     version: str = ""
     phase_since_s: float = 0.0
     deadline_s: float | None = None
-    awaited: tuple[str, ...] = ()
+    awaited: dict[str, None] = {}
     lacking_since_s: float | None = None
     checks: dict[str, PendingCheck] = {}
+    checks_due_s: float | None = None
     check_count: int = 0
     progress: Progress = Progress()
     brakes: Brakes = Brakes()
@@ -243,7 +249,12 @@ class State(Value, frozen=True):
 
     def place_of(self, host: str) -> int:
         """Where a host is in the placement; -1: nowhere."""
-        return self.placement.index(host) if host in self.placement else -1
+        known = self.hosts.get(host)
+        return -1 if known is None else known.place
+
+    def has_place(self, host: str) -> bool:
+        """Whether a host is in the placement."""
+        return self.place_of(host) >= 0
 
 
 def initial(policy: Policy, job: Job) -> State:
@@ -255,7 +266,7 @@ def next_deadline(state: State) -> float | None:
     """When a `Tick` is wanted at the latest, of the events' clock; None: no time is waited for."""
     if state.phase == "ended":
         return None
-    times = [check.deadline_s for check in state.checks.values()]
+    times = [] if state.checks_due_s is None else [state.checks_due_s]
     if state.deadline_s is not None:
         times.append(state.deadline_s)
     if state.advice_due_s is not None:

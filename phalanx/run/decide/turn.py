@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from msgspec.structs import replace
@@ -17,7 +18,7 @@ from phalanx.run.decide.actions import (
     Release,
     Where,
 )
-from phalanx.run.decide.state import Host, HostState, Incident, Phase, State
+from phalanx.run.decide.state import Host, HostState, Incident, PendingCheck, Phase, State
 
 _NOWHERE = Where()
 
@@ -59,16 +60,48 @@ class Turn:
             self._hosts = dict(self.state.hosts)
             self.set(hosts=self._hosts)
         before = self._hosts.get(name)
-        self._hosts[name] = replace(before, **changes) if before else Host(**changes)
+        after = self._hosts[name] = replace(before, **changes) if before else Host(**changes)
         self.hosts_changed = True
-        if "leaves" in changes:
+        self._count(before, after)
+        if after.leaves != (before.leaves if before else ""):
             others = tuple(other for other in self.state.leaving if other != name)
-            self.set(leaving=(*others, name) if changes["leaves"] else others)
+            self.set(leaving=(*others, name) if after.leaves else others)
+
+    def _count(self, before: Host | None, after: Host) -> None:
+        """Keep `State.staying` right."""
+        was = before.state if before is not None and not before.leaves else None
+        now = after.state if not after.leaves else None
+        if was == now:
+            return
+        staying = dict(self.state.staying)
+        if was is not None:
+            staying[was] -= 1
+        if now is not None:
+            staying[now] = staying.get(now, 0) + 1
+        self.set(staying=staying)
+
+    def await_check(self, name: str, check: PendingCheck) -> None:
+        """Wait for the answer of a check."""
+        due_s = self.state.checks_due_s
+        due_s = check.deadline_s if due_s is None else min(due_s, check.deadline_s)
+        self.set(checks={**self.state.checks, name: check}, checks_due_s=due_s)
 
     def drop_check(self, name: str) -> None:
         """Wait for no answer of a check of this host any more."""
         if name in self.state.checks:
-            self.set(checks={host: check for host, check in self.state.checks.items() if host != name})
+            checks = dict(self.state.checks)
+            del checks[name]
+            self.set(checks=checks, checks_due_s=self.state.checks_due_s if checks else None)
+
+    def late_checks(self) -> list[str]:
+        """Hosts whose checks should have been answered by now."""
+        due_s, checks = self.state.checks_due_s, self.state.checks
+        if due_s is None or self.now_s < due_s:
+            return []
+        late = [name for name, check in checks.items() if self.now_s >= check.deadline_s]
+        if not late:
+            self.set(checks_due_s=min((check.deadline_s for check in checks.values()), default=None))
+        return late
 
     def remove_host(self, name: str, state: HostState, why: str) -> None:
         """Let it be ``gone`` or ``evicted``; nothing is awaited from it any more."""
@@ -92,19 +125,22 @@ class Turn:
     def no_longer_awaited(self, name: str) -> None:
         """The phase has its answer."""
         if name in self.state.awaited:
-            self.set(awaited=tuple(host for host in self.state.awaited if host != name))
+            awaited = dict(self.state.awaited)
+            del awaited[name]
+            self.set(awaited=awaited)
 
     # Phases
 
-    def enter(self, phase: Phase, within_s: float | None = None, awaited: tuple[str, ...] = ()) -> None:
-        """Begin a phase, which is waited for so long."""
+    def enter(self, phase: Phase, within_s: float | None = None, awaited: Iterable[str] = ()) -> None:
+        """Begin a phase, which is waited for so long, or until these hosts have answered."""
         state = self.state
         deadline_s = None if within_s is None else state.now_s + within_s
         if state.incident is not None:
             self.set(incident=_with_phase(state.incident, state))
         if state.phase == "running":
             self.set(training_s=state.training_s + max(state.now_s - state.phase_since_s, 0.0))
-        self.set(phase=phase, phase_since_s=state.now_s, deadline_s=deadline_s, awaited=awaited)
+        self.set(phase=phase, phase_since_s=state.now_s, deadline_s=deadline_s)
+        self.set(awaited=dict.fromkeys(awaited))
 
     # What people read
 
