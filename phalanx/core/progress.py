@@ -148,6 +148,15 @@ class ProgressWriter:
         """Whether the script writes this page itself."""
         return self._page[_CLAIM_AT] != 0
 
+    def resume(self, step: int) -> None:
+        """The training goes on after this step: 0, or the last one that what was restored has seen.
+
+        Without it nobody knows where a script is that fails before its first step ends.
+        """
+        self._page[_NUMBERS_AT] = 1
+        self._numbers[2] = step
+        self._write()
+
     def step(self, step: int | None = None, *, busy_ns: int = UNKNOWN, loss: float | None = None) -> None:
         """A step has ended.
 

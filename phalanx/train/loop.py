@@ -45,6 +45,7 @@ def train(run: Run, reporter: Reporter) -> Outcome:
         UserError: too many bad steps in a row, no memory or disk left.
     """
     config, progress, pulse = run.config, run.progress, run.ranks.pulse
+    pulse.resume(progress.step)
     _keep_the_last_step(run, reporter)
     _evaluate_if_due(run, reporter)  # a clean stop may have left it out
     record = StepRecord()

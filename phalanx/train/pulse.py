@@ -60,6 +60,11 @@ class Pulse:
             self._stop_clock()
             self._page.phase(name, expects_s)
 
+    def resume(self, step: int) -> None:
+        """The training goes on after this step; 0: it begins."""
+        if self._page is not None:
+            self._page.resume(step)
+
     def begin_steps(self) -> None:
         """From now on steps are made."""
         if self._page is not None:

@@ -84,6 +84,17 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     )
 
 
+def test_where_a_training_goes_on_is_known_before_its_first_step(tmp_path: Path) -> None:
+    writer = ProgressWriter(tmp_path / "page", 2)
+    writer.resume(15)
+    found = read_progress(tmp_path / "page")
+    assert found is not None
+    assert (found.step, found.steps_here, found.step_ended_ns, found.is_absolute) == (15, 0, -1, True)
+    writer.step()
+    found = read_progress(tmp_path / "page")
+    assert found is not None and (found.step, found.steps_here) == (16, 1)
+
+
 def test_a_loss_of_nan_is_not_an_unknown_one(tmp_path: Path) -> None:
     writer = ProgressWriter(tmp_path / "page")
     writer.step(loss=math.nan)

@@ -195,6 +195,14 @@ class TestEnds:
         assert isinstance(other, WorkerFailed)
         assert (other.kind, other.fault, other.follows, other.step) == ("raised", "process", True, 13)
 
+    def test_before_its_first_step_it_is_where_it_went_on_from(self) -> None:
+        attempt = watch()
+        attempt.on_heartbeat(beat(3, worker(0, 15, steps_here=0, is_absolute=True)), at(1))
+        [failed] = attempt.on_ended(ended(0, kind="raised", code=1, step=15), at(2))
+        assert isinstance(failed, WorkerFailed) and failed.step == 15
+        [failed] = watch().on_ended(ended(1, kind="raised", code=1, step=0), at(2))  # it begins, or has not said
+        assert isinstance(failed, WorkerFailed) and failed.step == -1
+
     def test_what_we_killed_is_no_failure(self) -> None:
         assert watch().on_ended(ended(0, by_us=True), at(1)) == []
 

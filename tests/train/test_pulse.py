@@ -86,6 +86,21 @@ def test_a_page_that_cannot_be_written_is_left_alone(tmp_path: Path) -> None:
     assert not NO_PULSE.is_read
 
 
+def test_training_tells_where_it_goes_on(tmp_path: Path) -> None:
+    finish(begin(configured(tmp_path, {"train.steps": 6, "checkpoint.every_steps": 4})))
+    run = begin(configured(tmp_path, {"train.steps": 8, "checkpoint.every_steps": 4, "run.resume": "changed"}))
+
+    def fail(*ignored: Any) -> None:
+        raise RuntimeError("in the first step after it went on")
+
+    run.accumulate_gradients = fail  # type: ignore[method-assign, assignment]
+    run.ranks.pulse = Pulse(ProgressWriter(tmp_path / "page", 2, claims=True))
+    with pytest.raises(RuntimeError, match="in the first step"):
+        finish(run)
+    said = read_progress(tmp_path / "page")
+    assert said is not None and (said.step, said.steps_here, said.is_absolute) == (6, 0, True)
+
+
 def test_training_tells_its_steps_and_phases(tmp_path: Path) -> None:
     changes = {"train.steps": 6, "evaluate.every_steps": 3, "checkpoint.every_steps": 4}
     run = begin(configured(tmp_path, changes))

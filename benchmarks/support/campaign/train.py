@@ -48,9 +48,11 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
     def run(self) -> None:
-        first = self.restore() + 1
+        restored = self.restore()
+        if self.page is not None:
+            self.page.resume(restored)
         self.phase("train")
-        for step in range(first, self.options.steps + 1):
+        for step in range(restored + 1, self.options.steps + 1):
             began_ns = time.monotonic_ns()
             loss, idle_ns = self.train(step)
             if self.page is not None:
