@@ -7,7 +7,6 @@ it is said why not. Its lines tell of devices (``NVRM: Xid``), memory, disks and
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import time
 from abc import ABC, abstractmethod
@@ -17,61 +16,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.checks.kernel_lines import KernelLine, parse_line, take_records
+
 KMSG = Path("/dev/kmsg")
 
-_RECORD_BYTES = 8192  # the kernel gives a whole record or EINVAL; this is its own limit
-_LEVELS = ("emerg", "alert", "crit", "err", "warn", "notice", "info", "debug")
-_KERNEL = 0  # facility: what programs have written has another
+_MOST_RECORDS = 10_000  # at once
 _WARNING = 4
-_UNKNOWN = 6
 _TRY_S = 0.3
 
 _COMMANDS = (
     ("journalctl", "--dmesg", "--follow", "--lines=0", "--output=short-monotonic"),
     ("dmesg", "--follow-new", "--decode", "--time-format=iso"),
 )
-
-_ISO = re.compile(r"(\w+)\s*:(\w+)\s*: (\d{4}-\d\d-\d\dT[\d:,.+-]+|\[[^\]]*\]) (.*)", re.DOTALL)
-_NUMBERED = re.compile(r"<(\d+)>\[\s*\d+\.\d+\](?:\[[^\]]*\])? ?(.*)", re.DOTALL)
-_DATED = re.compile(r"\[[^\]]*\d:\d\d:\d\d[^\]]*\] (.*)", re.DOTALL)
-_TIMED = re.compile(r"\[\s*\d+\.\d+\](?:\[[^\]]*\])? (?:\S+ kernel: )?(.*)", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class Record:
-    """A line of the kernel log.
-
-    Attributes:
-        level: from 0, worst, to 7; 6 where the format does not say.
-        is_kernel: the kernel has written it, rather than a program.
-        sequence: its number; -1 where the format does not say.
-    """
-
-    text: str
-    level: int = _UNKNOWN
-    is_kernel: bool = True
-    sequence: int = -1
-
-
-def parse_record(content: str) -> Record | None:
-    """A record of /dev/kmsg, or a line of dmesg (raw, decoded, with dates), journalctl or a crash dump; None: no line.
-
-    A record of /dev/kmsg is ``priority,number,microseconds,flags;text``, and may go on with lines that begin with a
-    space, which describe the device.
-    """
-    head, semicolon, rest = content.partition(";")
-    fields = head.split(",")
-    if semicolon and len(fields) >= 3 and fields[0].isdigit() and fields[1].isdigit():
-        text = rest.split("\n")[0]
-        return Record(_unescaped(text), int(fields[0]) & 7, int(fields[0]) >> 3 == _KERNEL, int(fields[1]))
-    line = content.rstrip("\n")
-    if match := _ISO.fullmatch(line):
-        facility, level, _, text = match.groups()
-        return Record(text, _LEVELS.index(level) if level in _LEVELS else _UNKNOWN, facility == "kern")
-    if match := _NUMBERED.fullmatch(line):
-        return Record(match[2], int(match[1]) & 7, int(match[1]) >> 3 == _KERNEL)
-    match = _DATED.fullmatch(line) or _TIMED.fullmatch(line)
-    return Record(match[1]) if match else None
 
 
 class _Source(ABC):
@@ -112,22 +68,8 @@ class Kmsg(_Source):
 
     def take(self) -> tuple[list[str], int, str]:
         """What is there now."""
-        records: list[str] = []
-        overruns = 0
-        while len(records) < 10_000:
-            try:
-                content = self._read(self._descriptor, _RECORD_BYTES)
-            except BlockingIOError:
-                return records, overruns, ""
-            except BrokenPipeError:  # the ring went over what we had not read; reading goes on at its beginning
-                overruns += 1
-                continue
-            except OSError as error:
-                return records, overruns, f"{self.name}: {error.strerror}"
-            if not content:
-                return records, overruns, f"{self.name} has ended"
-            records.append(content.decode(errors="replace"))
-        return records, overruns, ""
+        records, overruns, error = take_records(self._descriptor, self._read, most=_MOST_RECORDS)
+        return records, overruns, f"{self.name}: {error.strerror}" if error else ""
 
     def close(self) -> None:
         """Close it."""
@@ -192,7 +134,7 @@ class Taken:
         overruns: how often the kernel had overwritten records before they were read.
     """
 
-    records: list[Record]
+    records: list[KernelLine]
     dropped: int = 0
     overruns: int = 0
 
@@ -223,7 +165,7 @@ class KernelLog:
         self._clock = clock
         self._per_s, self._burst = per_s, burst
         self._allowed, self._counted_s = float(burst), clock()
-        self._kept: deque[tuple[float, Record]] = deque(maxlen=keep)
+        self._kept: deque[tuple[float, KernelLine]] = deque(maxlen=keep)
         self._source: _Source | None = None
         problems = []
         for make in sources:
@@ -247,7 +189,7 @@ class KernelLog:
         if ended:
             self.close()
             self.problem = ended
-        parsed = (parse_record(content) for content in contents)
+        parsed = (parse_line(content) for content in contents)
         records = [record for record in parsed if record is not None]
         passed = self._limited(records)
         now_s = self._clock()
@@ -264,7 +206,7 @@ class KernelLog:
             self._source.close()
             self._source = None
 
-    def _limited(self, records: list[Record]) -> list[Record]:
+    def _limited(self, records: list[KernelLine]) -> list[KernelLine]:
         now_s = self._clock()
         self._allowed = min(float(self._burst), self._allowed + (now_s - self._counted_s) * self._per_s)
         self._counted_s = now_s
@@ -291,8 +233,3 @@ def _command(
     command: Sequence[str], start: Callable[[Callable[[], subprocess.Popen]], subprocess.Popen]
 ) -> Callable[[], _Source]:
     return lambda: Command(command, start)
-
-
-def _unescaped(text: str) -> str:
-    r"""The kernel writes what is not printable, and the backslash, as ``\x0a``."""
-    return re.sub(r"\\x([0-9a-f]{2})", lambda match: chr(int(match[1], 16)), text)
