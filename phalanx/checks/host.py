@@ -51,6 +51,7 @@ class Host:
         environment: variables that a job on this host would have.
         cache: folder for what checks remember of this host from one time to the next.
         folder: where checkpoints go, a path or a URL; empty: not told.
+        makes_folder: it is made where it is not there yet.
         peers: ``address:port`` of hosts that serve the network test (`phalanx.checks.peer.serve_peer`).
         peer_key: file with the key that peers ask for; None: they ask for none.
         is_suspect: the peers are believed good, and this host is in doubt.
@@ -68,6 +69,7 @@ class Host:
     environment: Mapping[str, str] = field(default_factory=dict)
     cache: Path = Path("/nonexistent")
     folder: str = ""
+    makes_folder: bool = False
     peers: tuple[str, ...] = ()
     peer_key: Path | None = None
     is_suspect: bool = False
@@ -87,6 +89,7 @@ class Host:
             "environment": dict(self.environment),
             "cache": str(self.cache),
             "folder": self.folder,
+            "makes_folder": self.makes_folder,
             "peers": list(self.peers),
             "peer_key": str(self.peer_key) if self.peer_key else None,
             "is_suspect": self.is_suspect,
@@ -104,6 +107,7 @@ def host_from_settings(settings: Mapping[str, Any]) -> Host:
         environment=settings["environment"],
         cache=Path(settings["cache"]),
         folder=settings["folder"],
+        makes_folder=settings["makes_folder"],
         peers=tuple(settings["peers"]),
         peer_key=Path(settings["peer_key"]) if settings["peer_key"] else None,
         is_suspect=settings["is_suspect"],

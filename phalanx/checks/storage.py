@@ -15,9 +15,10 @@ _NAME = "storage"
 
 
 def run(host: Host) -> CheckResult:
-    """Write, read and delete a small object below the given folder, which is not made if it is not there."""
+    """Write, read and delete a small object below the given folder, which is made only where the host says so."""
+    setting = "run.checkpoints" if host.makes_folder else "--folder"
     if not host.folder:
-        return skipped(_NAME, "no folder of checkpoints given (--folder)")
+        return skipped(_NAME, f"no folder of checkpoints given ({setting})")
     import fsspec
 
     name = f".phalanx-check-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -25,8 +26,11 @@ def run(host: Host) -> CheckResult:
     began_s = time.perf_counter()
     try:
         system, path = fsspec.core.url_to_fs(host.folder)
-        if not path or ("://" not in host.folder and not system.isdir(path)):
-            return failed(_NAME, f"{host.folder} is not there", "make it, or give another --folder")
+        is_folder = "://" not in host.folder
+        if is_folder and host.makes_folder:
+            system.makedirs(path, exist_ok=True)
+        if not path or (is_folder and not system.isdir(path)):
+            return failed(_NAME, f"{host.folder} is not there", f"make it, or give another {setting}")
         problem = _probe(system, f"{path.rstrip('/')}/{name}", content)
     except Exception as error:  # every store has its own kinds of errors
         problem = f"{type(error).__name__}: {error}"

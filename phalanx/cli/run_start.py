@@ -84,6 +84,7 @@ def start(arguments: tuple[str, ...]) -> None:
     if (status := submit_job(given.config)) is not None:
         end_with(status)
     _see_script(given.config)
+    _see_checkpoints(given.config)
     _make_room(given)
     config, console = given.config, _console()
     console.print(f"job {escape(config.job_name)}: {config.hosts} hosts, folder {escape(str(config.run_folder))}")
@@ -145,6 +146,24 @@ def _see_script(config: RunConfig) -> None:
     if config.backend == "local" and not config.module and not path.is_file():
         cure = "give the path of a Python script, or a module with -m"
         raise UserError("there is no such file", cure=cure, field="script", value=config.script)
+
+
+def _see_checkpoints(config: RunConfig) -> None:
+    """The same of the folder for checkpoints, which is made; on other machines their tests make it.
+
+    Raises:
+        UserError: it cannot be made, or not be written to.
+    """
+    place = config.checkpoint_place
+    if not place or "://" in place or config.backend != "local":
+        return
+    field, cure = "run.checkpoints", "give another folder, or mend its permissions"
+    try:
+        Path(place).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot be made: {error.strerror or error}", cure=cure, field=field, value=place) from None
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError("cannot be written to", cure=cure, field=field, value=place)
 
 
 def _make_room(given: _Given) -> None:

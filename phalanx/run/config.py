@@ -176,6 +176,12 @@ class RunConfig(Config):
     )
     folder: str = Field("", description="run folder: journal, logs, incidents; empty: runs/<name>")
 
+    checkpoints: str = Field(
+        "",
+        description="folder or URL where the script's checkpoints go, so that hosts test it before they take part; "
+        "empty: not known",
+    )
+
     hosts: int = Field(1, ge=1, description="hosts that take part")
     spares: int = Field(0, ge=0, description="hosts that are kept started, checked and connected beside those")
     workers_per_host: int | Devices = Field(
@@ -225,6 +231,13 @@ class RunConfig(Config):
     def run_folder(self) -> Path:
         """The folder, resolved."""
         return Path(self.folder or f"runs/{self.job_name}")
+
+    @property
+    def checkpoint_place(self) -> str:
+        """Where checkpoints go, resolved as the script resolves it: from the folder that it runs in; empty: unknown."""
+        if not self.checkpoints or "://" in self.checkpoints:
+            return self.checkpoints
+        return str((Path(self.working_folder or ".") / Path(self.checkpoints).expanduser()).absolute())
 
     @property
     def journal_url(self) -> str:

@@ -14,6 +14,7 @@ from checks_helpers import empty_host, recorded, write_tree
 
 from phalanx.checks import cores, leftovers, limits, memory_errors, memory_size, shm, space, storage, swap, tuning
 from phalanx.checks.host import Host, cache_folder, run_command
+from phalanx.checks.isolated import run_isolated
 from phalanx.checks.leftovers import Process, judge_leftovers
 from phalanx.checks.timeouts import ib_wait_s, judge_timeouts
 
@@ -208,6 +209,17 @@ def test_storage_is_probed_and_left_as_it_was(host: Host, tmp_path: Path) -> Non
     missing = storage.run(replace(host, folder=str(tmp_path / "nothing")))
     assert "is not there" in missing.reason
     assert storage.run(replace(host, folder="nonsense://x")).outcome == "fail"
+
+
+def test_storage_is_made_where_the_host_says_so(host: Host, tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "checkpoints"
+    result = run_isolated(storage.CHECK, replace(host, folder=str(folder), makes_folder=True))
+    assert result.outcome == "pass", result.reason
+    assert folder.is_dir() and not list(folder.iterdir())
+    (tmp_path / "file").write_text("")
+    below_file = storage.run(replace(host, folder=str(tmp_path / "file" / "x"), makes_folder=True))
+    assert below_file.outcome == "fail" and "NotADirectoryError" in below_file.reason
+    assert "run.checkpoints" in storage.run(replace(host, makes_folder=True)).reason
 
 
 # Processes

@@ -271,3 +271,21 @@ def test_a_folder_without_a_job_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("status", "stop", "incidents", "logs", "attach"):
         result = CliRunner().invoke(group, ["run", name, "--folder", "nowhere"])
         assert "no job was ever run there" in str(result.exception)
+
+
+def test_a_folder_for_checkpoints_is_made_or_refused_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "t.py").touch()
+    started: list[str] = []
+    monkeypatch.setattr("phalanx.cli.run_start._supervise", lambda given: started.append(given.config.script) or 0)
+    monkeypatch.setattr("phalanx.cli.run_start.end_with", lambda status: sys.exit(status))
+    refused = CliRunner().invoke(group, ["run", "--set", "run.checkpoints=file/below", "t.py"])
+    assert isinstance(refused.exception, UserError) and "cannot be made: Not a directory" in str(refused.exception)
+    assert "run.checkpoints" in str(refused.exception) and not started
+    assert CliRunner().invoke(group, ["run", "--set", "run.checkpoints=new/deep", "t.py"]).exit_code == 0
+    assert (tmp_path / "new" / "deep").is_dir() and started == ["t.py"]
+    for elsewhere in ("s3://bucket/run", ""):
+        assert CliRunner().invoke(group, ["run", "--set", f"run.checkpoints={elsewhere}", "t.py"]).exit_code == 0

@@ -16,6 +16,8 @@ from phalanx.core.config import parse_override, walk
 from phalanx.core.errors import UserError
 from phalanx.run.config import JobFile, PolicyConfig, RunConfig, load_job, toml_value, workers_on
 from phalanx.run.decide.policy import Job, Policy
+from phalanx.run.drive.told import executor_command
+from phalanx.run.executor.main import Settings
 from phalanx.run.secrets import TlsFiles
 
 SCRIPT = "run.script=train.py"
@@ -172,6 +174,21 @@ PLAIN = st.recursive(
 @given(PLAIN)
 def test_what_flags_say_comes_through_toml(value: object) -> None:
     assert parse_override(f"key={toml_value(value)}") == ("key", value)
+
+
+def test_executors_are_told_where_checkpoints_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def told(**given: str) -> str:
+        command = executor_command(RunConfig(script="train.py", **given), "host-1")  # type: ignore[arg-type]
+        return msgspec.json.decode(command[-1], type=Settings).checkpoints
+
+    assert told() == ""
+    assert told(checkpoints="s3://bucket/run") == "s3://bucket/run"
+    assert told(checkpoints="out", working_folder="code") == str(tmp_path / "code" / "out")
+    assert told(checkpoints="/mnt/out", working_folder="code") == "/mnt/out"
+    monkeypatch.setenv("HOME", "/home/ann")
+    assert told(checkpoints="~/out") == "/home/ann/out"
 
 
 def test_every_setting_is_described_here_and_in_the_docs() -> None:

@@ -42,3 +42,13 @@ def test_a_suspect_is_tested_with_hosts_that_know_the_token(tmp_path: Path) -> N
 def test_an_address_that_is_not_ours_is_no_reason_to_end() -> None:
     with ExitStack() as doors:
         assert open_to_peers(doors, "203.0.113.7", b"a key of some length") == 0
+
+
+def test_hosts_test_the_place_of_the_checkpoints(tmp_path: Path) -> None:
+    here = Here("host-1", "127.0.0.1", "", {"HOME": str(tmp_path)}, tmp_path, tmp_path)
+    unused, place = cast(Any, None), tmp_path / "checkpoints"
+    others = frozenset(one.name for one in CHECKS) - {"storage"}
+    means = Means(here, unused, unused, unused, (), tmp_path, str(place), False, others)
+    (found,) = check(means, "quick", [], [])
+    assert (found.name, found.outcome, found.reason) == ("storage", "pass", str(place))
+    assert place.is_dir()

@@ -29,6 +29,7 @@ def executor_command(config: RunConfig, host: str) -> list[str]:
         kept_bytes=config.logs.kept_bytes,
         rules=tuple(str(Path(rule).absolute()) for rule in config.rules),
         skip=config.checks.skip,
+        checkpoints=config.checkpoint_place,
         address="127.0.0.1" if config.backend == "local" else "auto",
         is_only_host=config.backend == "local",
         driver_lost_s=config.driver_lost_s,

@@ -51,7 +51,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         segment_bytes, kept_bytes: of a rank's log files: of one, and of all.
         rules: files with log rules.
         skip: names of checks that are left out.
-        checkpoints: where checkpoints go; empty: not known.
+        checkpoints: where checkpoints go, an absolute path or a URL; empty: not known.
         is_only_host: the job has no other.
         driver_lost_s: how long it waits for a driver when nothing runs here.
         uses_tls: to the driver.

@@ -38,7 +38,7 @@ class Means:
         kernel: log.
         rules: files of users.
         folder: where the job writes.
-        checkpoints: where its checkpoints go, for the check of storage; empty: not known.
+        checkpoints: where its checkpoints go, for the checks of storage, disk and space; empty: not known.
         is_only_host: traffic of the loopback interface is that of training.
         skip: names of checks that are left out.
         token: file with what hosts prove to each other, when they measure the network between them.
@@ -135,6 +135,7 @@ def check(means: Means, kind: str, peers: Sequence[str], own: Sequence[int]) -> 
         environ,
         cache=cache_folder(environ) / means.here.host,
         folder=means.checkpoints,
+        makes_folder=True,  # as the script would, with its first checkpoint
         peers=tuple(peers),
         peer_key=means.token,
         is_suspect=True,  # where there are peers, they are believed good
