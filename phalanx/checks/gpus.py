@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.checks.nvml import Device, missing, open_devices
+
 _LIMIT_S = 10.0
 _DISPLAY_CLASSES = ("0x0300", "0x0302")  # PCI classes of a VGA controller and of a 3D controller
 _NVIDIA = "0x10de"
@@ -135,54 +137,31 @@ def _answer() -> dict[str, Any]:
     except ImportError:
         return {"absent": "NVML is not installed (pip install 'phalanx-train[nvml]')"}
     try:
-        pynvml.nvmlInit()
-        return {"gpus": [asdict(_read(pynvml, index)) for index in range(pynvml.nvmlDeviceGetCount())]}
+        return {"gpus": [asdict(read_gpu(device)) for device in open_devices(pynvml, missing(pynvml))]}
     except pynvml.NVMLError_LibraryNotFound:
         return {"absent": "NVML's library is not here"}
     except pynvml.NVMLError as error:
         return {"problem": f"NVML: {error}"}
 
 
-def _read(nvml: Any, index: int) -> Gpu:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    name = nvml.nvmlDeviceGetName(handle)
-    ecc = _ask(nvml, nvml.nvmlDeviceGetTotalEccErrors, handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, 0)
-    rows = _ask(nvml, nvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
-    links = [_ask(nvml, nvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)]
-    present = [state for state in links if state is not None]
+def read_gpu(device: Device) -> Gpu:
+    """All that checks want to know of one."""
+    memory_bytes, used_bytes = device.memory()
+    rows_pending, rows_failed = device.rows() or (False, False)
+    links = device.links()
     return Gpu(
-        index=index,
-        name=name if isinstance(name, str) else name.decode(),
-        memory_bytes=int(memory.total),
-        memory_used_bytes=int(memory.used),
-        ecc_uncorrected=ecc,
-        rows_pending=bool(rows[2]),
-        rows_failed=bool(rows[3]),
-        throttled=_throttled(nvml, handle),
-        links_up=sum(map(bool, present)),
-        links=len(present),
-        temperature_c=_ask(nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+        index=device.index,
+        name=device.name,
+        memory_bytes=memory_bytes,
+        memory_used_bytes=used_bytes,
+        ecc_uncorrected=device.ecc_uncorrected(),
+        rows_pending=rows_pending,
+        rows_failed=rows_failed,
+        throttled=device.throttled() or (),
+        links_up=sum(links),
+        links=len(links),
+        temperature_c=device.temperature_c(),
     )
-
-
-def _ask(nvml: Any, function: Any, *arguments: Any) -> Any:
-    """The answer, or None where this GPU has no such thing."""
-    try:
-        return function(*arguments)
-    except (nvml.NVMLError_NotSupported, nvml.NVMLError_InvalidArgument):
-        return None
-
-
-def _throttled(nvml: Any, handle: Any) -> tuple[str, ...]:
-    reasons = _ask(nvml, nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
-    named = {
-        "hardware slowdown": nvml.nvmlClocksThrottleReasonHwSlowdown,
-        "too hot (hardware)": nvml.nvmlClocksThrottleReasonHwThermalSlowdown,
-        "power brake": nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
-        "too hot (driver)": nvml.nvmlClocksThrottleReasonSwThermalSlowdown,
-    }
-    return tuple(name for name, bit in named.items() if reasons & bit)
 
 
 if __name__ == "__main__":

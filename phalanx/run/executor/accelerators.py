@@ -9,21 +9,17 @@ import importlib
 import time
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
+from phalanx.checks.nvml import Device, open_devices
 from phalanx.core.units import size
 from phalanx.run.executor.late import Late
 from phalanx.run.messages import Accelerator
-
-T = TypeVar("T")
 
 _POLL_S = 0.05
 _ASK_S = 1.0
 _OPEN_S = 5.0
 _SLACK_BYTES = 256 << 20  # by which a device's idle memory differs from time to time
-
-# nvmlClocksEventReason…: the hardware slows down, by heat or by the power supply; a power cap is no fault.
-_THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
 
 
 @dataclass(frozen=True)
@@ -47,8 +43,7 @@ class Accelerators:
     """
 
     def __init__(self, load: Callable[[], Any] = lambda: importlib.import_module("pynvml")) -> None:
-        self._nvml: Any = None
-        self._handles: list[Any] = []
+        self._devices: list[Device] = []
         self._idle_bytes: list[int] = []
         self._open_late = Late(lambda: self._open(load), "NVML", "NVML has not answered yet")
         self._states: Late[list[Accelerator]] = Late(self._ask_all, "NVML", [])
@@ -93,50 +88,30 @@ class Accelerators:
 
     def _open(self, load: Callable[[], Any]) -> str:
         try:
-            nvml = load()
-            nvml.nvmlInit()
-            self._handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+            self._devices = open_devices(load(), Exception)
         except Exception as error:  # NVMLError, and ImportError where the package is absent
             return f"no accelerators can be read: {error}"
-        self._nvml = nvml
-        return "" if self._handles else "there are no accelerators"
+        return "" if self._devices else "there are no accelerators"
 
     def _ask_all(self) -> list[Accelerator]:
-        return [self._state(handle) for handle in self._handles]
-
-    def _state(self, handle: Any) -> Accelerator:
-        nvml = self._nvml
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        return Accelerator(
-            name=_text(nvml.nvmlDeviceGetName(handle)),
-            memory_bytes=int(memory.total),
-            memory_used_bytes=int(memory.used),
-            utilisation=_or(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100, -1.0),
-            temperature_c=_or(lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)), -1.0),
-            ecc_uncorrected=_or(
-                lambda: int(
-                    nvml.nvmlDeviceGetTotalEccErrors(
-                        handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-                    )
-                ),
-                0,
-            ),
-            throttled=_or(lambda: bool(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle) & _THROTTLED), False),
-        )
+        return [_state(device) for device in self._devices]
 
     def _ask_uses(self) -> list[Use]:
-        nvml = self._nvml
-        return [
-            Use(
-                name=f"{_text(nvml.nvmlDeviceGetName(handle))} {index}",
-                used_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).used),
-                pids=_or(lambda: self._pids(handle), None),  # noqa: B023 - called at once
-            )
-            for index, handle in enumerate(self._handles)
-        ]
+        return [Use(f"{device.name} {device.index}", device.memory()[1], device.pids()) for device in self._devices]
 
-    def _pids(self, handle: Any) -> frozenset[int] | None:
-        return frozenset(process.pid for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+
+def _state(device: Device) -> Accelerator:
+    memory_bytes, used_bytes = device.memory()
+    utilisation, temperature_c = device.utilisation(), device.temperature_c()
+    return Accelerator(
+        name=device.name,
+        memory_bytes=memory_bytes,
+        memory_used_bytes=used_bytes,
+        utilisation=-1.0 if utilisation is None else utilisation,
+        temperature_c=-1.0 if temperature_c is None else temperature_c,
+        ecc_uncorrected=device.ecc_uncorrected() or 0,
+        throttled=bool(device.throttled()),
+    )
 
 
 def still_held(uses: Sequence[Use], idle_bytes: Sequence[int], killed: Set[int]) -> list[str]:
@@ -155,15 +130,3 @@ def still_held(uses: Sequence[Use], idle_bytes: Sequence[int], killed: Set[int])
         elif use.used_bytes > idle + _SLACK_BYTES and not use.pids:
             held.append(f"{use.name} has {size(use.used_bytes)} in use, {size(idle)} when it was idle")
     return held
-
-
-def _or(ask: Callable[[], T], otherwise: T) -> T:
-    """What is asked for, or `otherwise` where this device does not know."""
-    try:
-        return ask()
-    except Exception:  # NVMLError_NotSupported and its like are made at run time
-        return otherwise
-
-
-def _text(name: str | bytes) -> str:
-    return name.decode() if isinstance(name, bytes) else name
