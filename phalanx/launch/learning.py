@@ -124,10 +124,13 @@ def import_learnt(names: Sequence[str]) -> list[str]:
 
 
 def _import_alone(name: str) -> bool:
-    """Import a module; whether that went well and left nothing behind."""
+    """Import a module; whether that left nothing behind, and went well if there is one of this name."""
     before = _traces()
     try:
         importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            return False  # another that it needs: of what it did until then, something may be left
     except (Exception, SystemExit):
         return False
     after = _traces()

@@ -27,8 +27,12 @@ from phalanx.launch.template_process import TemplateProcess
 PRELOAD = ("torch", "torch.distributed", STORE_MODULE)
 """What nearly every script imports, and what the process of the store needs."""
 
-LEARNT = ("torch._dynamo",)
-"""What torch itself imports with the first optimizer that a script makes."""
+LEARNT = ("torch._dynamo", "torch.profiler._cupti_monitor", "torch.utils.serialization.config")
+"""What torch itself imports with the first optimizer that a script makes, with its first step, and with what it loads.
+
+A module that is missing here costs a second template process in every job; one that a version of torch does not have
+costs nothing.
+"""
 
 # How often templates are tried that leave out more and more, and how often one is renewed because files change.
 _TRIES = 4

@@ -86,6 +86,35 @@ def test_what_one_host_has_learnt_another_begins_with(tmp_path: Path) -> None:
     run(test)
 
 
+def test_a_module_that_is_not_there_costs_no_template(tmp_path: Path) -> None:
+    """Not every version of a library has all that is imported beforehand."""
+    write_modules(tmp_path, "VALUE = 1\n")
+    begun: list[int] = []
+
+    async def test() -> None:
+        learnt = [*NAMES, "no_such_module_at_all", "json.no_such_part.of_it"]
+        async with host(tmp_path, SCRIPT, (json.dumps(NAMES),), learnt=learnt, started=begun.append) as here:
+            assert await shown(here, 1) == (NAMES, 1)
+            assert await shown(here, 2) == (NAMES, 1)
+            assert len(begun) == 1
+
+    run(test)
+
+
+def test_a_module_that_lacks_another_is_imported_by_each_rank(tmp_path: Path) -> None:
+    write_modules(tmp_path, "import random\nrandom.seed(3)\nimport no_such_module_at_all\n", "VALUE = 1\n")
+    lacking = "try:\n    import mine.inner\nexcept ImportError:\n    import mine\n    print(mine)\n"
+    begun: list[int] = []
+
+    async def test() -> None:
+        async with host(tmp_path, lacking, learnt=["mine.inner"], learns=False, started=begun.append) as here:
+            attempt = await here.spawn(1)
+            assert await here.end(attempt) == {0: 0, 1: 0}
+            assert len(begun) == 2
+
+    run(test)
+
+
 def test_nothing_is_learnt_where_that_is_not_wanted(tmp_path: Path) -> None:
     write_modules(tmp_path, "VALUE = 1\n")
 
