@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.checks.host import read_text
+from phalanx.core.kernel_files import parse_cpu_ticks, read_text
 
 MOST_OTHER_WORK = 0.2
 """Share of the host's cores; with more of it, a value that was measured is not held against this host's own past."""
@@ -43,9 +43,6 @@ class OtherWork:
 
 
 def busy_seconds(stat: str) -> float:
-    """CPU time of all cores since the boot that was not idle, from /proc/stat (see proc(5)); 0 where it is not told."""
-    words = stat.partition("\n")[0].split()
-    if len(words) < 9 or words[0] != "cpu":
-        return 0.0
-    user, nice, system, _idle, _wait, interrupt, soft, stolen = map(int, words[1:9])
-    return (user + nice + system + interrupt + soft + stolen) / os.sysconf("SC_CLK_TCK")
+    """CPU time of all cores since the boot that was not idle, from /proc/stat; 0 where it is not told."""
+    ticks = parse_cpu_ticks(stat)
+    return ticks[0] / os.sysconf("SC_CLK_TCK") if ticks else 0.0

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 
 from phalanx.checks.contract import Check
-from phalanx.checks.host import Host, read_number, read_text
+from phalanx.checks.host import Host
 from phalanx.checks.result import CheckResult
 from phalanx.checks.thresholds import Threshold, given_threshold, hold
+from phalanx.core.kernel_files import own_groups, read_number, read_text
 
 _NAME = "cores"
 
@@ -67,12 +68,11 @@ def count_list(text: str) -> int:
 
 def read_quota(host: Host) -> float | None:
     """Cores' worth of time that the control group of this process grants; None: no limit."""
-    for line in (read_text(host.proc / "self/cgroup") or "").splitlines():
-        group = line.rpartition(":")[2].lstrip("/")
-        text = read_text(host.sys / "fs/cgroup" / group / "cpu.max") if line.startswith("0::") else None
-        quota, _, period = (text or "max 1").partition(" ")
-        if quota != "max":
-            return int(quota) / int(period)
+    group = own_groups(host.proc).get("")
+    text = read_text(host.sys / "fs/cgroup" / group.lstrip("/") / "cpu.max") if group is not None else None
+    quota, _, period = (text or "max 1").partition(" ")
+    if quota != "max":
+        return int(quota) / int(period)
     quota_us = read_number(host.sys / "fs/cgroup/cpu/cpu.cfs_quota_us") or -1
     period_us = read_number(host.sys / "fs/cgroup/cpu/cpu.cfs_period_us") or 0
     return quota_us / period_us if quota_us > 0 and period_us > 0 else None

@@ -128,28 +128,3 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
     named = environment.get("XDG_CACHE_HOME") or (f"{home}/.cache" if home else "")
     base = Path(named) if named else Path(tempfile.gettempdir()) / f"phalanx-{os.geteuid()}"
     return base / "phalanx" / "checks" / socket.gethostname()
-
-
-def read_text(path: Path) -> str | None:
-    """A small file of the kernel, stripped; None where it is not there or does not answer."""
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return None
-
-
-def read_number(path: Path) -> int | None:
-    """A file of the kernel that holds one number; None where it does not."""
-    text = read_text(path)
-    try:
-        return None if text is None else int(text)
-    except ValueError:
-        return None
-
-
-def list_folder(folder: Path) -> list[Path]:
-    """Its entries in order of name; none where it is not there."""
-    try:
-        return sorted(folder.iterdir())
-    except OSError:
-        return []

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.checks.contract import Check
-from phalanx.checks.host import Host, read_text
+from phalanx.checks.host import Host
 from phalanx.checks.result import CheckResult, failed, passed, skipped
+from phalanx.core.kernel_files import read_text
 
 _NAME = "leftovers"
 

@@ -7,8 +7,9 @@ import resource
 from collections.abc import Mapping
 
 from phalanx.checks.contract import Check
-from phalanx.checks.host import Host, list_folder, read_text
+from phalanx.checks.host import Host
 from phalanx.checks.result import CheckResult, failed, passed
+from phalanx.core.kernel_files import list_folder, read_text
 
 _NAME = "limits"
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from phalanx.checks.contract import Check
-from phalanx.checks.host import Host, list_folder, read_number, read_text
+from phalanx.checks.host import Host
 from phalanx.checks.result import CheckResult, skipped
 from phalanx.checks.thresholds import Threshold
+from phalanx.core.kernel_files import list_folder, read_number, read_text
 
 _NAME = "memory-errors"
 _LIMIT = Threshold(0.0, "no error that ECC cannot correct is tolerable")

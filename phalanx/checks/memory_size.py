@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from phalanx.checks.contract import Check
-from phalanx.checks.host import Host, read_text
+from phalanx.checks.host import Host
 from phalanx.checks.memory import recall, remember
 from phalanx.checks.result import CheckResult, skipped
 from phalanx.checks.thresholds import Threshold, given_threshold, hold
+from phalanx.core.kernel_files import parse_meminfo, read_text
 
 _NAME = "memory-size"
 _ACTION = "look for a memory module that failed: dmidecode -t memory"
@@ -24,17 +25,6 @@ def run(host: Host) -> CheckResult:
         remember(host.cache, _NAME, {"most_gib": total_gib})
     own = Threshold(_SHARE * most_gib, f"{_SHARE:.0%} of {most_gib:.1f}, the most seen here") if most_gib else None
     return hold(_NAME, total_gib, "GiB", given_threshold(host, _NAME) or own, _ACTION)
-
-
-def parse_meminfo(text: str) -> dict[str, int]:
-    """/proc/meminfo in bytes."""
-    found = {}
-    for line in text.splitlines():
-        name, _, rest = line.partition(":")
-        words = rest.split()
-        if words and words[0].isdigit():
-            found[name] = int(words[0]) * (1024 if words[1:] == ["kB"] else 1)
-    return found
 
 
 CHECK = Check(_NAME, "no memory module is missing", "passive", run)

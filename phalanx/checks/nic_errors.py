@@ -8,9 +8,10 @@ from typing import Any
 from phalanx.checks.contract import Check
 from phalanx.checks.host import Host
 from phalanx.checks.memory import recall, remember
-from phalanx.checks.ports import Port, boot_id, read_ports
+from phalanx.checks.ports import Port, read_ports
 from phalanx.checks.result import CheckResult, passed, skipped
 from phalanx.checks.thresholds import Threshold
+from phalanx.core.kernel_files import boot_id
 
 _NAME = "nic-errors"
 _ACTION = "clean or replace cable and transceiver"

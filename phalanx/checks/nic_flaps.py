@@ -12,9 +12,10 @@ from typing import Any
 from phalanx.checks.contract import Check
 from phalanx.checks.host import Host
 from phalanx.checks.memory import recall, remember
-from phalanx.checks.ports import Port, boot_id, read_ports
+from phalanx.checks.ports import Port, read_ports
 from phalanx.checks.result import CheckResult, skipped
 from phalanx.checks.thresholds import Threshold
+from phalanx.core.kernel_files import boot_id
 from phalanx.core.units import duration
 
 _NAME = "nic-flaps"

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.checks.host import Host, list_folder, read_number, read_text
+from phalanx.checks.host import Host
+from phalanx.core.kernel_files import list_folder, read_number, read_text
 
 _RDMA_ERRORS = (
     "symbol_error",
@@ -21,6 +22,7 @@ _RDMA_ERRORS = (
 )
 _NET_ERRORS = ("rx_errors", "tx_errors")
 _IFF_UP = 1
+_WORD_BYTES = 4  # InfiniBand counts data in words
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,25 @@ class Port:
         return "/" in self.name
 
 
+@dataclass(frozen=True)
+class Counters:
+    """What a port of an RDMA device has counted since its driver was loaded; None: it does not.
+
+    What goes through it by RDMA is not counted by the network interface beside it.
+
+    Attributes:
+        downs: how often the link went down.
+        discards: packets that could not be sent, for want of room at the other end or of a link.
+        errors: by name.
+    """
+
+    sent_bytes: int | None
+    received_bytes: int | None
+    downs: int | None
+    discards: int | None
+    errors: Mapping[str, int]
+
+
 def read_ports(host: Host) -> list[Port]:
     """All ports of hardware, and interfaces that the environment names for training."""
     return rdma_ports(host.sys) + net_ports(host.sys, named_interfaces(host.environment))
@@ -77,20 +98,44 @@ def rdma_ports(sys_root: Path) -> list[Port]:
 
 
 def _rdma_port(device: Path, folder: Path) -> Port:
-    state = _after_number(read_text(folder / "state"))
-    physical = _after_number(read_text(folder / "phys_state"))
-    words = read_number(folder / "counters/port_rcv_data")
+    state, physical, counters = _state(folder), _physical(folder), read_counters(folder)
     link_up = physical == "LinkUp"
     return Port(
         name=f"{device.name}/{folder.name}",
         kind=f"{read_text(folder / 'link_layer') or 'RDMA'} {read_text(device / 'hca_type') or ''}".strip(),
-        is_up=state == "ACTIVE" and link_up,
+        is_up=is_rdma_up(folder),
         is_off=physical == "Disabled",
         stuck=state if link_up and state != "ACTIVE" else "",
         rate_gbps=_leading_number(read_text(folder / "rate")),
-        downs=read_number(folder / "counters/link_downed"),
-        errors=_numbers(folder / "counters", _RDMA_ERRORS),
-        received_bits=None if words is None else words * 32,
+        downs=counters.downs,
+        errors=counters.errors,
+        received_bits=None if counters.received_bytes is None else counters.received_bytes * 8,
+    )
+
+
+def is_rdma_up(folder: Path) -> bool:
+    """Whether data can pass a port of an RDMA device, of which this is the folder."""
+    return _state(folder) == "ACTIVE" and _physical(folder) == "LinkUp"
+
+
+def _state(folder: Path) -> str:
+    return _after_number(read_text(folder / "state"))
+
+
+def _physical(folder: Path) -> str:
+    return _after_number(read_text(folder / "phys_state"))
+
+
+def read_counters(folder: Path) -> Counters:
+    """The counters of a port of an RDMA device, of which this is the folder."""
+    counters = folder / "counters"
+    sent, received = read_number(counters / "port_xmit_data"), read_number(counters / "port_rcv_data")
+    return Counters(
+        sent_bytes=None if sent is None else sent * _WORD_BYTES,
+        received_bytes=None if received is None else received * _WORD_BYTES,
+        downs=read_number(counters / "link_downed"),
+        discards=read_number(counters / "port_xmit_discards"),
+        errors=_numbers(counters, _RDMA_ERRORS),
     )
 
 
@@ -101,15 +146,12 @@ def net_ports(sys_root: Path, named: frozenset[str] = frozenset()) -> list[Port]
 
 
 def _net_port(folder: Path) -> Port:
-    state = read_text(folder / "operstate") or ""
-    carrier = read_text(folder / "carrier")
     speed = _leading_number(read_text(folder / "speed"))
     received = read_number(folder / "statistics/rx_bytes")
-    is_up = state == "up" or (state == "unknown" and carrier == "1")
     return Port(
         name=folder.name,
         kind=f"interface type {read_text(folder / 'type') or '?'}",
-        is_up=is_up,
+        is_up=is_interface_up(folder),
         address=read_text(folder / "address") or "",
         is_off=_is_off(read_text(folder / "flags")),
         rate_gbps=speed / 1000 if speed and speed > 0 else None,
@@ -118,6 +160,15 @@ def _net_port(folder: Path) -> Port:
         errors=_numbers(folder / "statistics", _NET_ERRORS),
         received_bits=None if received is None else received * 8,
     )
+
+
+def is_interface_up(folder: Path) -> bool:
+    """Whether data can pass an interface, of which this is the folder.
+
+    Loopback and some virtual devices do not know; they have a carrier where they are switched on.
+    """
+    state = read_text(folder / "operstate")
+    return state == "up" or (state == "unknown" and read_text(folder / "carrier") != "0")
 
 
 def _is_off(flags: str | None) -> bool:
@@ -148,11 +199,6 @@ def is_named(port: Port, environment: Mapping[str, str]) -> bool:
         if same and own_number and number in ("", own_number):
             return True
     return port.name in named_interfaces(environment)
-
-
-def boot_id(proc: Path) -> str:
-    """Changes with every boot; counters begin anew then."""
-    return read_text(proc / "sys/kernel/random/boot_id") or ""
 
 
 def _after_number(text: str | None) -> str:

@@ -9,9 +9,10 @@ import os
 from pathlib import Path
 
 from phalanx.checks.contract import Check
-from phalanx.checks.host import Host, read_text
+from phalanx.checks.host import Host
 from phalanx.checks.result import CheckResult, failed, skipped
 from phalanx.checks.thresholds import Threshold, given_threshold, hold
+from phalanx.core.kernel_files import Mount, parse_mounts, read_text
 
 _NAME = "space"
 _LIMIT_S = 3.0
@@ -27,8 +28,8 @@ def run(host: Host) -> CheckResult:
         host.folder or host.environment.get("TMPDIR") or "."
     ).absolute()  # not resolve(): that would touch the disk
     mount = mount_of(str(folder), read_text(host.proc / "self/mountinfo") or "")
-    if mount and "ro" in mount[1].split(","):
-        return failed(_NAME, f"{mount[0]} is mounted read-only", "look for disk errors: dmesg; then remount it")
+    if mount and "ro" in mount.options:
+        return failed(_NAME, f"{mount.point} is mounted read-only", "look for disk errors: dmesg; then remount it")
     bytes_text = _ask(host, folder, "-Pk")
     if bytes_text is None:
         return failed(_NAME, f"df gave no answer about {folder} within {_LIMIT_S:g} s", "check its disk or server")
@@ -56,18 +57,13 @@ def parse_df(text: str) -> tuple[int, int] | None:
         return None
 
 
-def mount_of(path: str, mountinfo: str) -> tuple[str, str] | None:
-    """Mount point that `path` lies in, and its options, from /proc/self/mountinfo (see proc(5))."""
-    best: tuple[str, str] | None = None
-    for line in mountinfo.splitlines():
-        words = line.split()
-        if len(words) < 6:
-            continue
-        point = words[4].replace("\\040", " ")
-        inside = path == point or path.startswith(point.rstrip("/") + "/")
-        if inside and (best is None or len(point) >= len(best[0])):
-            options = words[5] + "," + line.rpartition(" ")[2]
-            best = (point, options)
+def mount_of(path: str, mountinfo: str) -> Mount | None:
+    """The last mount that `path` lies in."""
+    best: Mount | None = None
+    for mount in parse_mounts(mountinfo):
+        inside = path == mount.point or path.startswith(mount.point.rstrip("/") + "/")
+        if inside and (best is None or len(mount.point) >= len(best.point)):
+            best = mount
     return best
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from phalanx.checks.contract import Check
-from phalanx.checks.host import Host, read_text
-from phalanx.checks.memory_size import parse_meminfo
+from phalanx.checks.host import Host
 from phalanx.checks.result import CheckResult, passed
+from phalanx.core.kernel_files import parse_meminfo, read_text
 
 _NAME = "swap"
 

@@ -6,8 +6,9 @@ import re
 from collections import Counter
 
 from phalanx.checks.contract import Check
-from phalanx.checks.host import Host, list_folder, read_text
+from phalanx.checks.host import Host
 from phalanx.checks.result import CheckResult, passed
+from phalanx.core.kernel_files import list_folder, read_text
 
 _NAME = "tuning"
 

@@ -11,7 +11,7 @@ from checks_helpers import add_rdma, empty_host, recorded, snapshot_tree, write_
 
 from phalanx.checks import nic_errors, nic_flaps, nic_link, nic_rate
 from phalanx.checks.host import Host
-from phalanx.checks.ports import Port, is_named, net_ports, rdma_ports, read_ports
+from phalanx.checks.ports import Port, is_interface_up, is_named, net_ports, rdma_ports, read_counters, read_ports
 
 _BOOT = "sys/kernel/random/boot_id"
 
@@ -41,6 +41,34 @@ def test_a_real_node_is_read(h100: Host) -> None:
     assert nic_link.run(h100).value == 9
     # The bond runs at half the rate, but it is another kind of link.
     assert nic_rate.run(h100).outcome == "pass"
+
+
+def test_counters_of_a_real_port_are_told_in_bytes(h100: Host) -> None:
+    folder = h100.sys / "class/infiniband/mlx5_0/ports/1"
+    counters = read_counters(folder)
+    assert counters.sent_bytes == int((folder / "counters/port_xmit_data").read_text()) * 4 > 0
+    assert counters.received_bytes == int((folder / "counters/port_rcv_data").read_text()) * 4 > 0
+    assert counters.discards == int((folder / "counters/port_xmit_discards").read_text())
+    (port,) = (port for port in rdma_ports(h100.sys) if port.name == "mlx5_0/1")
+    assert (port.received_bits, port.errors) == (counters.received_bytes * 8, counters.errors)
+    nothing = read_counters(h100.sys / "nothing")
+    assert (nothing.sent_bytes, nothing.downs, nothing.errors) == (None, None, {})
+
+
+@pytest.mark.parametrize(
+    ("state", "carrier", "is_up"),
+    [
+        ("up", "1", True),
+        ("unknown", "1", True),
+        ("unknown", "", True),
+        ("unknown", "0", False),
+        ("dormant", "1", False),
+        ("down", "0", False),
+    ],
+)
+def test_an_interface_is_up_when_data_can_pass(tmp_path: Path, state: str, carrier: str, is_up: bool) -> None:
+    write_tree(tmp_path, {"operstate": state, "carrier": carrier})
+    assert is_interface_up(tmp_path) is is_up
 
 
 def test_a_port_that_went_down_is_named(h100: Host) -> None:

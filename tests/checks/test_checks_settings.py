@@ -17,6 +17,7 @@ from phalanx.checks.host import Host, cache_folder, run_command
 from phalanx.checks.isolated import run_isolated
 from phalanx.checks.leftovers import Process, judge_leftovers
 from phalanx.checks.timeouts import ib_wait_s, judge_timeouts
+from phalanx.core.kernel_files import Mount
 
 
 @pytest.fixture
@@ -161,7 +162,8 @@ def test_a_read_only_disk_is_seen_without_touching_it(host: Host) -> None:
     write_tree(host.proc, {"self/mountinfo": "\n".join(lines)})
     result = space.run(replace(host, folder="/mnt/my data/run"))
     assert (result.outcome, result.reason) == ("fail", "/mnt/my data is mounted read-only")
-    assert space.mount_of("/mnt/my datax", "\n".join(lines)) == ("/", "rw,relatime,rw")
+    found = space.mount_of("/mnt/my datax", "\n".join(lines))
+    assert found == Mount("/", "/", ("rw", "relatime", "rw"), "ext4")
 
 
 def test_mounts_of_a_real_node(host: Host) -> None:
@@ -169,7 +171,7 @@ def test_mounts_of_a_real_node(host: Host) -> None:
     assert space.mount_of("/home/me", text) is None
     found = space.mount_of("/logs/run", text)
     assert found is not None
-    assert found[0] == "/logs"
+    assert found.point == "/logs"
     write_tree(host.proc, {"self/mountinfo": text})
     assert "/public is mounted read-only" in space.run(replace(host, folder="/public/run")).reason
 

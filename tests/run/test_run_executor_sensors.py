@@ -131,6 +131,13 @@ def test_the_settings_of_nccl_say_what_training_uses(setting: str, expected: lis
     assert wanted_by({"NCCL_SOCKET_IFNAME": setting}, ["eth0", "eth1", "docker0"]) == expected
 
 
+def test_the_settings_of_gloo_are_whole_names_and_come_after_those_of_nccl() -> None:
+    environ = {"NCCL_SOCKET_IFNAME": "", "GLOO_SOCKET_IFNAME": "eth1,dock", "TP_SOCKET_IFNAME": "eth0"}
+    assert wanted_by(environ, ["eth0", "eth1", "docker0"]) == ["eth1"]
+    assert wanted_by({**environ, "NCCL_SOCKET_IFNAME": "dock"}, ["eth0", "eth1", "docker0"]) == ["docker0"]
+    assert wanted_by({}, ["eth0"]) == []
+
+
 @real_node
 def test_ports_of_an_h100_node_are_read_and_the_fastest_chosen(tmp_path: Path) -> None:
     (tmp_path / "class").mkdir()

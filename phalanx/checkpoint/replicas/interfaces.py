@@ -16,6 +16,7 @@ import psutil
 
 from phalanx.checkpoint.replicas.contract import Endpoint
 from phalanx.core.errors import UserError
+from phalanx.core.interface_names import names_interface
 
 VARIABLE = "PHALANX_INTERFACE"
 
@@ -108,7 +109,7 @@ def _named(usable: list[Interface], environment: Mapping[str, str]) -> tuple[lis
         if not pattern:
             continue
         among = usable if variable == VARIABLE else others
-        found = [each for each in among if _matches(each.name, pattern, exact=variable == _GLOO)]
+        found = [each for each in among if names_interface(pattern, each.name, exact=variable == _GLOO)]
         if found:
             return found, f"{ignored}{variable}={pattern}"
         names = ", ".join(each.name for each in among) or "none"
@@ -122,20 +123,6 @@ def _named(usable: list[Interface], environment: Mapping[str, str]) -> tuple[lis
         # These are about other libraries' connections, and may be set for other hosts than this one.
         ignored += f"{variable}={pattern} matches none of {names}; "
     return others, f"{ignored}the fastest known"
-
-
-def _matches(name: str, pattern: str, *, exact: bool) -> bool:
-    """Whether a pattern means an interface.
-
-    NCCL: ``eth,ib`` are prefixes, ``=eth0`` a whole name, ``^`` before either means all others. gloo: whole names.
-    """
-    excluding = not exact and pattern.startswith("^")
-    pattern = pattern.removeprefix("^") if excluding else pattern
-    if not exact and pattern.startswith("="):
-        exact, pattern = True, pattern[1:]
-    parts = [part.strip() for part in pattern.split(",") if part.strip()]
-    found = name in parts if exact else any(name.startswith(part) for part in parts)
-    return found is not excluding
 
 
 def _rank(interface: Interface) -> tuple[bool, bool, float, bool, str]:

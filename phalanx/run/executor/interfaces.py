@@ -14,19 +14,13 @@ from pathlib import Path
 
 import psutil
 
-from phalanx.checks.host import list_folder, read_number, read_text
-from phalanx.checks.ports import Port, rdma_ports
+from phalanx.checks.ports import Port, is_interface_up, is_rdma_up, rdma_ports, read_counters
+from phalanx.core.interface_names import names_interface
+from phalanx.core.kernel_files import list_folder, read_number
 from phalanx.run.messages import Interface
 
-_WORD_BYTES = 4  # InfiniBand counts data in words
-_PORT_ERRORS = (
-    "symbol_error",
-    "port_rcv_errors",
-    "local_link_integrity_errors",
-    "excessive_buffer_overrun_errors",
-    "port_xmit_discards",
-)
-_SETTINGS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+_NCCL = "NCCL_SOCKET_IFNAME"
+_SETTINGS = (_NCCL, "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _LOOPBACK = "lo"
 
 
@@ -99,18 +93,14 @@ def choose_interfaces(
 
 
 def wanted_by(environ: Mapping[str, str], names: Iterable[str]) -> list[str]:
-    """Which of the interfaces `names` the job's environment asks for: NCCL's and gloo's settings; empty: it does not.
+    """Which of the interfaces `names` the job's environment asks for; empty: it does not.
 
-    NCCL takes prefixes, parted by commas; ``=`` before them asks for exact names, ``^`` for all others.
+    The first of NCCL's, gloo's and TensorPipe's settings that is there counts. NCCL's are patterns, see
+    `phalanx.core.interface_names`; the others' are whole names.
     """
-    setting = next((environ[name] for name in _SETTINGS if environ.get(name)), "")
-    kind = setting[:1] if setting[:1] in ("=", "^") else ""
-    parts = [part for part in setting[len(kind) :].lstrip("=").split(",") if part]
-    if not parts:
-        return []
-    exact = setting.startswith(("=", "^="))
-    match = [name for name in names if any(name == part if exact else name.startswith(part) for part in parts)]
-    return [name for name in names if name not in match] if kind == "^" else match
+    variable = next((variable for variable in _SETTINGS if environ.get(variable)), _NCCL)
+    pattern = environ.get(variable, "")
+    return [name for name in names if names_interface(pattern, name, exact=variable != _NCCL)]
 
 
 def interface_of(address: str) -> str | None:
@@ -148,26 +138,21 @@ def _rdma(port: Port, sys_root: Path) -> Found:
 
 
 def _device(folder: Path, name: str) -> Found:
-    is_up = _is_up(folder) if folder.exists() else True  # another namespace's /sys is mounted here
+    is_up = is_interface_up(folder) if folder.exists() else True  # another namespace's /sys is mounted here
     return Found(name, name, False, (folder / "device").exists(), is_up, max(0, _number(folder / "speed")))
-
-
-def _is_up(folder: Path) -> bool:
-    """Loopback and some virtual devices do not know: they are up unless they say otherwise."""
-    return _text(folder / "operstate") not in ("down", "lowerlayerdown", "notpresent")
 
 
 def _read_port(name: str, sys_root: Path) -> Interface:
     device, _, number = name.partition("/")
     folder = sys_root / "class" / "infiniband" / device / "ports" / number
-    counters = folder / "counters"
+    counters = read_counters(folder)
     return Interface(
         name=name,
-        sent_bytes=_number(counters / "port_xmit_data") * _WORD_BYTES,
-        received_bytes=_number(counters / "port_rcv_data") * _WORD_BYTES,
-        errors=sum(_number(counters / counter) for counter in _PORT_ERRORS),
-        is_up="ACTIVE" in _text(folder / "state"),
-        flaps=_number(counters / "link_downed"),
+        sent_bytes=counters.sent_bytes or 0,
+        received_bytes=counters.received_bytes or 0,
+        errors=sum(counters.errors.values()) + (counters.discards or 0),
+        is_up=is_rdma_up(folder),
+        flaps=counters.downs or 0,
     )
 
 
@@ -180,7 +165,7 @@ def _read_device(name: str, counters: Sequence[int] | None, sys_root: Path) -> I
         sent_bytes=counters[8],
         received_bytes=counters[0],
         errors=counters[2] + counters[10],
-        is_up=_is_up(folder) if folder.exists() else True,
+        is_up=is_interface_up(folder) if folder.exists() else True,
         flaps=_number(folder / "carrier_down_count"),
     )
 
@@ -193,10 +178,6 @@ def _counters(proc_root: Path) -> dict[str, list[int]]:
             name, _, columns = line.partition(":")
             found[name.strip()] = [int(column) for column in columns.split()]
     return found
-
-
-def _text(path: Path) -> str:
-    return read_text(path) or ""
 
 
 def _number(path: Path) -> int:

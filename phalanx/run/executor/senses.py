@@ -14,6 +14,7 @@ import psutil
 from phalanx.checks.host import cache_folder, this_host
 from phalanx.checks.registry import CHECKS
 from phalanx.checks.runner import choose, run_checks
+from phalanx.core.kernel_files import boot_id
 from phalanx.run import messages
 from phalanx.run.executor.accelerators import Accelerators
 from phalanx.run.executor.evidence import Subject, gather
@@ -158,7 +159,7 @@ def hello(means: Means) -> messages.Hello:
         memory_bytes=psutil.virtual_memory().total,
         accelerators=means.accelerators.read(),
         rack=here.rack,
-        boot_id=_boot_id(),
+        boot_id=boot_id(),
         pid=os.getpid(),
         attempt=0,
         running=[],
@@ -171,10 +172,6 @@ def follow_kernel(
 ) -> list[messages.Finding]:
     """What rules say of what the kernel has written since the last call."""
     return findings(KERNEL_RANK, [record.text for record in kernel.read().records])
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _head(text: str, most: int) -> str:

@@ -6,13 +6,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from phalanx.core.kernel_files import parse_cpu_ticks, parse_meminfo
 from phalanx.run.executor.accelerators import Accelerators
 from phalanx.run.executor.interfaces import read_interfaces
 from phalanx.run.executor.late import Late
 from phalanx.run.messages import HostState
 
 _DISK_S = 0.05  # the folder may be on a server that is gone
-_IDLE, _WAITS = 3, 4  # columns of /proc/stat
 
 
 class Sensors:
@@ -39,7 +39,7 @@ class Sensors:
         self._proc = proc_root
         self._sys = sys_root
         self._disk = Late(lambda: _free_bytes(folder), f"the file system of {folder}", -1)
-        self._busy = (0, 0)
+        self._ticks = (0, 0)
 
     def read(self) -> HostState:
         """The state now. ``cpu_load`` is the share of all cores that was busy since the last call, 0 to 1; what free
@@ -64,23 +64,16 @@ class Sensors:
         return [words for words in (self._disk.silence, self._accelerators.silence) if words]
 
     def _load(self) -> float:
-        with (self._proc / "stat").open() as file:
-            columns = [int(column) for column in file.readline().split()[1:9]]  # guests are in the first two already
-        whole = sum(columns)
-        busy = whole - columns[_IDLE] - columns[_WAITS]
-        before, self._busy = self._busy, (busy, whole)
-        passed = whole - before[1]
-        return min(1.0, max(0.0, (busy - before[0]) / passed)) if passed > 0 else 0.0
+        ticks = parse_cpu_ticks((self._proc / "stat").read_text())
+        if ticks is None:
+            return 0.0
+        before, self._ticks = self._ticks, ticks
+        busy, passed = ticks[0] - before[0], ticks[1] - before[1]
+        return min(1.0, max(0.0, busy / passed)) if passed > 0 else 0.0
 
     def _memory(self) -> tuple[int, int]:
         """Bytes of all memory, and of what can be had without swapping."""
-        found = {}
-        with (self._proc / "meminfo").open() as file:
-            for line in file:
-                name, _, rest = line.partition(":")
-                found[name] = int(rest.split()[0]) * 1024
-                if "MemTotal" in found and "MemAvailable" in found:
-                    break
+        found = parse_meminfo((self._proc / "meminfo").read_text())
         return found["MemTotal"], found.get("MemAvailable", found.get("MemFree", 0))
 
 

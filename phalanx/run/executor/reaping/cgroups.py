@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.core.kernel_files import Mount, own_groups, parse_mounts
+
 _FREEZE_S = 0.5  # what waits in the kernel may not freeze at all
 _POLL_S = 0.001
 _REMOVE_S = 1.0
@@ -36,26 +38,19 @@ class Home:
 
 def homes(proc: Path = Path("/proc")) -> list[Home]:
     """The hierarchies in which a group could be made, version 2 first."""
-    own = {}
-    for line in (proc / "self" / "cgroup").read_text().splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            own[2] = path
-        elif "freezer" in controllers.split(","):
-            own[1] = path
-    mounts = (proc / "self" / "mountinfo").read_text().splitlines()
-    return [home for version in (2, 1) if version in own for home in _mounted(version, own[version], mounts)]
+    groups = own_groups(proc)
+    mounts = parse_mounts((proc / "self" / "mountinfo").read_text())
+    own = {version: groups[name] for version, name in ((2, ""), (1, "freezer")) if name in groups}
+    return [home for version, path in own.items() for home in _mounted(version, path, mounts)]
 
 
-def _mounted(version: int, path: str, mounts: Sequence[str]) -> Iterator[Home]:
+def _mounted(version: int, path: str, mounts: Sequence[Mount]) -> Iterator[Home]:
     """The folder of group `path`, if its hierarchy is mounted here: at most one."""
-    for line in mounts:
-        before, _, after = line.partition(" - ")
-        root, point = before.split()[3:5]
-        kind, _, options = after.split()[:3]
-        fits = kind == "cgroup2" if version == 2 else kind == "cgroup" and "freezer" in options.split(",")
-        if fits and (root == "/" or path == root or path.startswith(f"{root}/")):
-            yield Home(version, Path(point) / path[len(root) if root != "/" else 0 :].lstrip("/"))
+    for mount in mounts:
+        fits = mount.kind == "cgroup2" if version == 2 else mount.kind == "cgroup" and "freezer" in mount.options
+        if fits and (mount.root == "/" or path == mount.root or path.startswith(f"{mount.root}/")):
+            below = path[len(mount.root) if mount.root != "/" else 0 :].lstrip("/")
+            yield Home(version, Path(mount.point) / below)
             return
 
 
