@@ -21,11 +21,20 @@ _WAIT_S = 0.2
 @click.command()
 @folder_option
 @click.option("--now", "without_grace", is_flag=True, help="SIGKILL at once, instead of SIGTERM first.")
+@click.option(
+    "--grace",
+    "grace_s",
+    type=click.FloatRange(0, 86_400),
+    metavar="SECONDS",
+    help="Time between SIGTERM and SIGKILL [run.policy.grace_s]; given again, it can only become less.",
+)
 @click.option("--wait", is_flag=True, help="Return when the job has ended.")
-def stop(folder: Path | None, without_grace: bool, wait: bool) -> None:
+def stop(folder: Path | None, without_grace: bool, grace_s: float | None, wait: bool) -> None:
     """End a job: its ranks get SIGTERM and some time to save, then SIGKILL."""
+    if without_grace and grace_s:
+        raise UserError("--now and --grace contradict each other", cure="give one of them")
     found = _living(folder)
-    click.echo(in_loop(_stop(found, without_grace, wait)))
+    click.echo(in_loop(_stop(found, 0.0 if without_grace else grace_s, wait)))
 
 
 @click.command()
@@ -62,9 +71,9 @@ def _order(what: str, host: str, folder: Path | None) -> None:
     click.echo(in_loop(give()))
 
 
-async def _stop(found: Found, without_grace: bool, wait: bool) -> str:
+async def _stop(found: Found, grace_s: float | None, wait: bool) -> str:
     async with Client(found.folder) as client:
-        done = await client.stop(this_person(), without_grace)
+        done = await client.stop(this_person(), grace_s)
     if not wait:
         return done
     click.echo(done, file=sys.stderr)

@@ -367,7 +367,7 @@ class Stop(Message, frozen=True, tag="stop"):
     """End all workers of this attempt and of lower ones.
 
     Attributes:
-        grace_s: between SIGTERM and SIGKILL; 0: SIGKILL at once.
+        grace_s: between SIGTERM and SIGKILL; 0: SIGKILL at once. Said again, the earlier end counts.
     """
 
     attempt: int

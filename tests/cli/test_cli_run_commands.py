@@ -289,3 +289,20 @@ def test_a_folder_for_checkpoints_is_made_or_refused_before_the_start(
     assert (tmp_path / "new" / "deep").is_dir() and started == ["t.py"]
     for elsewhere in ("s3://bucket/run", ""):
         assert CliRunner().invoke(group, ["run", "--set", f"run.checkpoints={elsewhere}", "t.py"]).exit_code == 0
+
+
+def test_a_grace_is_a_number_of_seconds_and_no_contradiction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked: list[float | None] = []
+
+    async def stop(found: object, grace_s: float | None, wait: bool) -> str:
+        asked.append(grace_s)
+        return "stopping"
+
+    monkeypatch.setattr("phalanx.cli.run_orders._living", lambda folder: None)
+    monkeypatch.setattr("phalanx.cli.run_orders._stop", stop)
+    for words in ([], ["--now"], ["--grace", "90"], ["--now", "--grace", "0"]):
+        assert CliRunner().invoke(group, ["run", "stop", *words]).exit_code == 0
+    assert asked == [None, 0.0, 90.0, 0.0]
+    assert "contradict" in str(CliRunner().invoke(group, ["run", "stop", "--now", "--grace", "5"]).exception)
+    assert CliRunner().invoke(group, ["run", "stop", "--grace", "-1"]).exit_code == 2

@@ -141,10 +141,20 @@ def test_a_job_is_stopped_once_however_often_it_is_asked_but_at_once_when_told_s
     before = house.written()
     assert "already" in ask(house, lambda client: client.stop("anna"))
     assert house.written() == before
-    assert "at once" in ask(house, lambda client: client.stop("anna", without_grace=True))
+    assert "at once" in ask(house, lambda client: client.stop("anna", 0.0))
     assert house.written() > before
     stops = [message for _, message in house.town.sent(messages.Stop)]
     assert [stop.grace_s for stop in stops][-1] == 0
+
+
+def test_a_job_is_stopped_with_a_grace_in_seconds(house: House) -> None:
+    house.do(lambda: house.town.hosts["node-1"].__setattr__("is_mute", True))
+    assert "ranks have 90 s after SIGTERM" in ask(house, lambda client: client.stop("anna", 90.0))
+    assert "what is left" in ask(house, lambda client: client.stop("anna", 7.0))
+    stops = [message for _, message in house.town.sent(messages.Stop)]
+    assert {stop.grace_s for stop in stops} == {90.0, 7.0}
+    with pytest.raises(UserError, match="grace_s"):
+        ask(house, lambda client: client.stop("anna", -1.0))
 
 
 def test_a_job_that_is_over_takes_no_orders(house: House) -> None:

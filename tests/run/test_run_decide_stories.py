@@ -559,6 +559,31 @@ def test_a_person_stops_the_job_with_grace_and_the_second_time_at_once():
     assert finish(world).status == 5 and "ada" in finish(world).reason
 
 
+def test_a_person_says_how_long_ranks_have_and_a_driver_that_is_started_again_knows_it():
+    world = four_hosts()
+    for host in world.hosts.values():
+        host.mute.add("Stop")  # their ranks are still saving
+    world.deliver(ev.StopAsked(world.now_s, "ada", 300.0))
+    world.run_for(100)
+    assert world.state.phase == "stopping"
+    world.stop_driver()
+    world.restart_driver()
+    world.run_for(1)  # hosts connect again, and hear it again: nobody is killed for that
+    assert {a.grace_s for a in world.taken("Stop")} == {300.0}  # type: ignore[attr-defined]
+    world.deliver(ev.StopAsked(world.now_s, "ada", 5.0))
+    assert world.taken("Stop")[-1].grace_s == 5  # type: ignore[attr-defined]
+    begun_s = world.now_s
+    world.run_until(ended)
+    assert finish(world).status == 5
+    assert world.now_s - begun_s == pytest.approx(5 + world.policy.stop_s, abs=0.1)
+
+
+def test_a_person_may_give_no_grace_at_once():
+    world = four_hosts()
+    world.deliver(ev.StopAsked(world.now_s, "ada", 0.0))
+    assert [a.grace_s for a in world.taken("Stop")] == [0.0]  # type: ignore[attr-defined]
+
+
 def test_when_time_is_short_it_stops_in_time_and_asks_to_be_queued_again():
     world = four_hosts()
     world.deliver(ev.TimeShort(world.now_s, 20))

@@ -126,6 +126,37 @@ async def attempt_two(executor: Executor, driver: Driver) -> None:
     assert time.monotonic() - began_s < 30  # SIGTERM was enough
 
 
+DEAF = """\
+import signal, time
+from phalanx.core.progress import own_progress
+import os
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+own_progress(os.environ, int(os.environ["PHALANX_RUN_ATTEMPT"])).step(1)
+time.sleep(600)
+"""
+
+
+def test_a_second_stop_ends_the_grace_of_the_first(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with an_executor(tmp_path) as (executor, driver):
+            (tmp_path / "deaf.py").write_text(DEAF)
+            executor.hear(messages.Welcome(1, "j", 0, 0.2))
+            executor.hear(messages.Prepare(["deaf.py"], False, str(tmp_path), {}, []))
+            executor.hear(start(1))
+            await driver.until(
+                messages.Heartbeat, lambda beat: beat.workers and all(w.steps_here for w in beat.workers)
+            )
+            executor.hear(messages.Stop(1, 3600.0))
+            await driver.until(messages.Heartbeat, lambda beat: all(w.state == "stopping" for w in beat.workers))
+            executor.hear(messages.Stop(1, 7200.0))  # as a driver says that was started again: nobody gets more time
+            executor.hear(messages.Stop(1, 0.1))
+            assert (await driver.until(messages.Stopped)).stuck == []
+            ends = [one for one in driver.heard if isinstance(one, messages.WorkerEnded)]
+            assert {one.code for one in ends} == {-signal.SIGKILL} and all(one.by_us for one in ends)
+
+    run(story)
+
+
 @pytest.mark.slow
 def test_the_first_step_of_all_ranks_is_told_before_the_next_heartbeat_is_due(tmp_path: Path) -> None:
     async def story() -> None:

@@ -15,7 +15,7 @@ import msgspec
 from fastapi import FastAPI, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
 from phalanx import __version__
@@ -58,7 +58,25 @@ class Order(BaseModel):
 class StopOrder(Order):
     """How the job is stopped."""
 
-    without_grace: bool = Field(False, description="SIGKILL at once, instead of SIGTERM first")
+    without_grace: bool = Field(False, description="SIGKILL at once, instead of SIGTERM first; as grace_s 0")
+    grace_s: float | None = Field(
+        None,
+        ge=0,
+        le=86_400,
+        allow_inf_nan=False,
+        description="seconds between SIGTERM and SIGKILL; null: as run.policy.grace_s has it",
+    )
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> StopOrder:
+        if self.without_grace and self.grace_s:
+            raise ValueError(f"without_grace and grace_s = {self.grace_s:g} contradict each other")
+        return self
+
+    @property
+    def seconds(self) -> float | None:
+        """None: as the policy has it."""
+        return 0.0 if self.without_grace else self.grace_s
 
 
 def make_app(job: Job, token: Token, unix_s: Callable[[], float] = time.time) -> Guard:
@@ -204,7 +222,7 @@ class _Bound:
 def _add_orders(app: FastAPI, job: Job) -> None:
     @app.post("/api/stop", summary="Stop the job", responses=answers(bodies.Done, 409, 503))
     async def stop(order: StopOrder) -> Response:
-        return _json(bodies.Done(job.stop(order.giver, order.without_grace)))
+        return _json(bodies.Done(job.stop(order.giver, order.seconds)))
 
     done = answers(bodies.Done, 404, 409, 503)
 

@@ -86,9 +86,13 @@ class Client:
         async for line in self._stream("/api/logs/follow", **_rank(rank), last=last, seconds=86_400):
             yield msgspec.json.decode(line, type=bodies.LogLine)
 
-    async def stop(self, who: str, without_grace: bool = False) -> str:
-        """Stop the job; what was done."""
-        return await self._post("/api/stop", {"who": who, "without_grace": without_grace})
+    async def stop(self, who: str, grace_s: float | None = None) -> str:
+        """Stop the job; what was done.
+
+        Args:
+            grace_s: between SIGTERM and SIGKILL; None: as the policy has it.
+        """
+        return await self._post("/api/stop", {"who": who, "grace_s": grace_s})
 
     async def order(self, what: str, host: str, who: str) -> str:
         """``drain``, ``evict`` or ``return`` a host; what was done."""

@@ -90,17 +90,22 @@ class Job:
 
     # Orders
 
-    def stop(self, who: str, without_grace: bool) -> str:
-        """End the job; what was done, for people. Asked twice it is not done twice, unless without grace."""
+    def stop(self, who: str, grace_s: float | None) -> str:
+        """End the job; what was done, for people. Asked twice it is not done twice, unless with another grace.
+
+        Args:
+            grace_s: between SIGTERM and SIGKILL; None: as the policy has it.
+        """
         self._alive()
         is_asked = self._is_stopping
-        if is_asked and not without_grace:
+        if is_asked and grace_s is None:
             return "the job is being stopped already"
-        for _ in range(1 if is_asked or not without_grace else 2):
-            if self.driver.finished is None:
-                self._ask(lambda at_s: events.StopAsked(at_s, who))
-        grace_s = self.state.policy.grace_s
-        return "stopping at once" if without_grace else f"stopping; ranks have {grace_s:g} s after SIGTERM"
+        self._ask(lambda at_s: events.StopAsked(at_s, who, grace_s))
+        if grace_s == 0:
+            return "stopping at once"
+        if is_asked:
+            return f"stopping; ranks have {grace_s:g} s from now on, or what is left of what they had"
+        return f"stopping; ranks have {self.state.policy.grace_s if grace_s is None else grace_s:g} s after SIGTERM"
 
     def drain(self, name: str, who: str) -> str:
         """A host leaves as soon as another can take its place."""

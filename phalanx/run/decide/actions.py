@@ -54,7 +54,7 @@ class Stop(ActionBase, frozen=True, tag="stop"):
     """Have these hosts end what they have of this attempt and of lower ones, and say so.
 
     Attributes:
-        grace_s: between SIGTERM and SIGKILL; 0: SIGKILL at once.
+        grace_s: between SIGTERM and SIGKILL; 0: SIGKILL at once. Said again, the earlier end counts.
     """
 
     attempt: int

@@ -288,9 +288,14 @@ class Stopped(EventBase, frozen=True, tag="stopped"):
 
 
 class StopAsked(EventBase, frozen=True, tag="stop-asked"):
-    """A person ends the job; asked a second time, without grace."""
+    """A person ends the job.
+
+    Attributes:
+        grace_s: between SIGTERM and SIGKILL; None: as the policy has it, and asked a second time none.
+    """
 
     who: str = ""
+    grace_s: float | None = None
 
 
 class TimeShort(EventBase, frozen=True, tag="time-short"):

@@ -66,7 +66,7 @@ def _come_back(turn: Turn, event: HostJoined, known: Host) -> None:
     elif state.phase == "starting" and name in state.awaited:
         turn.act(attempts.start(state, (name,)))
     elif state.phase == "stopping":
-        turn.act(Stop(state.attempt, (name,)))
+        turn.act(Stop(state.attempt, (name,), state.grace_s))
     elif event.attempt < state.attempt and state.phase != "opening":
         text = "its executor has come back without the workers of this attempt"
         faults.of_host(turn, name, Failure(-1, "silent", "process", text), f"executor of {name}")

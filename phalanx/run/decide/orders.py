@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from phalanx.run.decide import endings, recovery
 from phalanx.run.decide.actions import Stop
 from phalanx.run.decide.events import DrainAsked, EvictAsked, ReturnAsked, StopAsked, TimeShort
@@ -10,13 +12,23 @@ from phalanx.run.decide.turn import Turn
 
 
 def on_stop_asked(turn: Turn, event: StopAsked) -> None:
-    """A person ends the job; asked again, at once."""
+    """A person ends the job; asked again, sooner."""
     state = turn.state
     if state.ending is not None and state.phase == "stopping":
-        turn.enter("stopping", state.policy.stop_s, awaited=state.awaited)
-        turn.act(Stop(state.attempt, tuple(state.awaited)))
+        grace_s = _given(event, 0.0)
+        turn.set(ending=replace(state.ending, grace_s=grace_s))
+        turn.enter("stopping", grace_s + state.policy.stop_s, awaited=state.awaited)
+        turn.act(Stop(state.attempt, tuple(state.awaited), grace_s))
         return
-    end(turn, Ending(endings.STOPPED, f"stopped by {event.who or 'a person'}", by_person=True), state.policy.grace_s)
+    stopped = Ending(endings.STOPPED, f"stopped by {event.who or 'a person'}", by_person=True)
+    end(turn, stopped, _given(event, state.policy.grace_s))
+
+
+def _given(event: StopAsked, usual_s: float) -> float:
+    """The grace that a person gives; nothing that is no time makes a limit that never passes."""
+    if event.grace_s is None:
+        return usual_s
+    return event.grace_s if 0 < event.grace_s < float("inf") else 0.0
 
 
 def on_time_short(turn: Turn, event: TimeShort) -> None:
@@ -35,7 +47,7 @@ def end(turn: Turn, ending: Ending, grace_s: float) -> None:
     if phase in ("waiting", "checking"):
         endings.finish(turn, ending)
         return
-    turn.set(ending=ending)
+    turn.set(ending=replace(ending, grace_s=grace_s))
     if phase != "stopping":  # a recovery that stops its workers already goes on doing so
         recovery.stop(turn, grace_s)
 

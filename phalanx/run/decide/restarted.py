@@ -43,7 +43,7 @@ def _wait_anew(turn: Turn) -> None:
         "opening": state.policy.store_s,
         "starting": state.policy.start_s,
         "diagnosing": state.policy.evidence_s,
-        "stopping": state.policy.stop_s + (state.policy.grace_s if state.ending is not None else 0.0),
+        "stopping": state.policy.stop_s + state.grace_s,
     }
     if state.deadline_s is not None and state.phase in limits_s:
         turn.enter(state.phase, limits_s[state.phase], state.awaited)
@@ -64,9 +64,4 @@ def _phase_again(turn: Turn, state: State) -> None:
     elif state.phase == "diagnosing" and state.recovery is not None and state.recovery.cause == "hang":
         turn.act(Gather(state.attempt, tuple(h for h in state.placement if state.hosts[h].state != "gone")))
     elif state.phase == "stopping":
-        turn.act(Stop(state.attempt, tuple(state.awaited), state.policy.grace_s if _is_graceful(state) else 0.0))
-
-
-def _is_graceful(state: State) -> bool:
-    """Whether the workers were asked to end, rather than killed."""
-    return state.ending is not None and state.recovery is None
+        turn.act(Stop(state.attempt, tuple(state.awaited), state.grace_s))

@@ -131,12 +131,17 @@ class Incident(Value, frozen=True):
 
 
 class Ending(Value, frozen=True):
-    """How the job will end when its processes have."""
+    """How the job will end when its processes have.
+
+    Attributes:
+        grace_s: that these have between SIGTERM and SIGKILL.
+    """
 
     status: int
     reason: str
     requeue: bool = False
     by_person: bool = False
+    grace_s: float = 0.0
 
 
 class Progress(Value, frozen=True):
@@ -235,6 +240,11 @@ class State(Value, frozen=True):
     def has_workers(self) -> bool:
         """Whether processes of the present attempt may be there."""
         return self.phase in ("opening", "starting", "running", "diagnosing", "stopping")
+
+    @property
+    def grace_s(self) -> float:
+        """What workers that are being stopped have between SIGTERM and SIGKILL; 0 also in a recovery."""
+        return self.ending.grace_s if self.ending is not None and self.recovery is None else 0.0
 
     @property
     def advice_due_s(self) -> float | None:

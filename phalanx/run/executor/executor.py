@@ -116,6 +116,7 @@ class Executor:
             case messages.Stop():
                 if self.workers is not None and self.workers.attempt <= message.attempt:
                     self.workers.is_stopping = True  # from now on, whoever ends is no failure
+                    self.workers.hurry(message.grace_s)  # also where an earlier stop is still waiting for them
                 if message.attempt >= self.attempt:
                     self._halted.set()
                 self._queue(message.attempt, "stop", lambda: self._stop(message))
@@ -299,7 +300,8 @@ class Executor:
         if workers is not None:
             workers.is_stopping = True
             if grace_s > 0:
-                await self._ask_to_end(workers, grace_s)
+                workers.hurry(grace_s)
+                await self._ask_to_end(workers)
             await self._kill(workers)
         killed = await asyncio.to_thread(self.holder.end_attempt, KILL_S)
         if self._pump is not None:
@@ -312,11 +314,10 @@ class Executor:
         self._former.clear()
         return killed.stuck
 
-    async def _ask_to_end(self, workers: Workers, grace_s: float) -> None:
+    async def _ask_to_end(self, workers: Workers) -> None:
         workers.is_asked = True
         workers.template.signal(workers.attempt, workers.running, signal.SIGTERM)
-        until_s = time.monotonic() + grace_s
-        while workers.running and time.monotonic() < until_s:
+        while workers.running and time.monotonic() < workers.kill_at_s:
             await asyncio.sleep(0.02)
 
     async def _kill(self, workers: Workers) -> None:

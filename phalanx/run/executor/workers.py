@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -93,6 +94,7 @@ class Workers:
     store: socket.socket | None = None
     is_stopping: bool = False
     is_asked: bool = False
+    kill_at_s: float = math.inf
     _ranks: dict[int, _Rank] = field(default_factory=dict)
     _cpu: dict[int, psutil.Process] = field(default_factory=dict)
 
@@ -152,6 +154,10 @@ class Workers:
         """Those of `ranks` (none: all) whose processes are there, to be looked at."""
         wanted = [r for r in self._ranks.values() if r.pid and not r.is_over and (not ranks or r.rank in ranks)]
         return [Subject(rank.rank, rank.pid, dump_beside(rank.page), partial(self._where, rank)) for rank in wanted]
+
+    def hurry(self, grace_s: float) -> None:
+        """They are killed after so long (monotonic `kill_at_s`), if not before: nobody is given more time again."""
+        self.kill_at_s = min(self.kill_at_s, time.monotonic() + grace_s)
 
     def close(self) -> None:
         """Let go of pages and store; the processes are gone."""
