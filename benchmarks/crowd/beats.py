@@ -13,28 +13,33 @@ SEQUENCE = 1 << 24
 PLACE = msgspec.msgpack.encode(SEQUENCE)
 
 
+UNIX_S = 1_790_000_000.5
+LINES = [m.LogLine(rank, "step 123456 loss 2.3456 tokens/s 12345.6 lr 3.0e-04 " + "." * 20) for rank in range(4)]
+STATE = m.HostState(
+    12.34, 1 << 40, 1 << 39, 1 << 42, [m.Interface(f"ib{index}", 1 << 45, 1 << 45) for index in range(2)]
+)
+
+
+def worker(rank: int, step: int = 123_456, last_step_s: float = 0.3456, steps_here: int = 0) -> m.WorkerState:
+    return m.WorkerState(
+        rank=rank,
+        pid=40_000 + rank,
+        state="running",
+        step=step,
+        step_age_s=0.1234,
+        last_step_s=last_step_s,
+        phase="step",
+        phase_age_s=0.1234,
+        busy_s=0.3012,
+        cpu_s=12_345.67,
+        rss_bytes=3 << 30,
+        loss=2.3456,
+        steps_here=steps_here,
+    )
+
+
 def heartbeat(sequence: int = SEQUENCE) -> m.Heartbeat:
-    workers = [
-        m.WorkerState(
-            rank=rank,
-            pid=40_000 + rank,
-            state="running",
-            step=123_456,
-            step_age_s=0.1234,
-            last_step_s=0.3456,
-            phase="step",
-            phase_age_s=0.1234,
-            busy_s=0.3012,
-            cpu_s=12_345.67,
-            rss_bytes=3 << 30,
-            loss=2.3456,
-        )
-        for rank in range(8)
-    ]
-    interfaces = [m.Interface(f"ib{index}", 1 << 45, 1 << 45) for index in range(2)]
-    lines = [m.LogLine(rank, "step 123456 loss 2.3456 tokens/s 12345.6 lr 3.0e-04 " + "." * 20) for rank in range(4)]
-    host = m.HostState(12.34, 1 << 40, 1 << 39, 1 << 42, interfaces)
-    return m.Heartbeat(sequence, 1_790_000_000.5, 1, workers, host, lines)
+    return m.Heartbeat(sequence, UNIX_S, 1, [worker(rank) for rank in range(8)], STATE, LINES)
 
 
 def named(value: object) -> object:
