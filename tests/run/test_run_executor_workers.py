@@ -26,7 +26,7 @@ from phalanx.run.logs.tails import Tails
 GUARD_S = 60.0
 
 SCRIPT = """\
-import os, sys, time
+import atexit, os, sys, time
 from phalanx.core.progress import own_progress
 
 rank, what = int(os.environ["RANK"]), os.environ["WHAT"]
@@ -35,7 +35,8 @@ print("rank", rank, "of {WORLD_SIZE} on group {GROUP_RANK} to {WHAT}".format(**o
 page.step(41, loss=float("nan") if rank else 2.5)
 page.step(42, busy_ns=10**7, loss=2.25)
 page.phase("evaluate", 30.0)
-if what == "raise" and rank:
+if what == "raise" and rank == 3:
+    atexit.register(time.sleep, 600)
     raise ValueError("wrong number")
 if what == "exit":
     sys.exit(3 * (rank % 2))
@@ -169,13 +170,17 @@ async def killed_while_stopping(host: Host) -> None:
 
 
 async def raised(host: Host) -> None:
+    """It is told though the process has much to do at its exit, and once only."""
     await host.start(5, "raise")
     await host.until_over(3)
     ended = host.ended[3]
     assert (ended.attempt, ended.kind, ended.summary) == (5, "raised", "ValueError: wrong number")
     assert "script.py" in ended.text and not ended.follows
+    assert (ended.code, ended.step, ended.by_us) == (1, 42, False)
+    assert host.workers is not None and host.workers.running == [2, 3]
     await host.template.kill(5)
     await host.until_over(2)
+    assert host.workers.running == []
 
 
 async def left(host: Host) -> None:

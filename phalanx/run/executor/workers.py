@@ -43,7 +43,8 @@ class _Rank:
 
     Attributes:
         said: what it said of its end, before it was gone.
-        is_over: its process is gone, and that has been told.
+        is_told: its end has been told.
+        is_over: its process is gone.
         reported: how many of its steps were done at the last heartbeat.
     """
 
@@ -52,6 +53,7 @@ class _Rank:
     reader: ProgressReader
     pid: int = 0
     said: Failure | Returned | None = None
+    is_told: bool = False
     is_over: bool = False
     reported: int = 0
 
@@ -115,7 +117,7 @@ class Workers:
             pids = await self._spawn()
         except (UserError, TemplateGoneError, OSError) as error:
             for rank in self._ranks.values():
-                rank.is_over = True
+                rank.is_told = rank.is_over = True
             return messages.Started(self.attempt, {}, time.monotonic() - began_s, str(error) or type(error).__name__)
         for number, rank in self._ranks.items():
             rank.pid = pids[number]
@@ -137,8 +139,11 @@ class Workers:
             lines = self.pump.last_lines(rank.rank)
             own = not word.is_killed and not self.is_asked and -word.code in _NO_CONSEQUENCE
             self._end(rank, word.code, rank.said or failure_of_exit(rank.rank, word.time_ns, word.code, lines), own)
-        else:
-            rank.said = rank.said or word
+            return
+        rank.said = rank.said or word
+        if word.status != 0 and not self.is_stopping:
+            # What it does at its exit takes its time, or for ever where that waits for its peers.
+            self._tell_end(rank, word.status, rank.said)
 
     @property
     def has_stepped(self) -> bool:
@@ -208,10 +213,15 @@ class Workers:
         )
 
     def _end(self, rank: _Rank, code: int, said: Failure | Returned, is_own: bool = False) -> None:
-        """A rank has ended; `is_own`: certainly not because this attempt is being stopped."""
-        if rank.is_over:
-            return
+        """The process of a rank is gone; `is_own`: certainly not because this attempt is being stopped."""
         rank.is_over = True
+        self._tell_end(rank, code, said, is_own)
+
+    def _tell_end(self, rank: _Rank, code: int, said: Failure | Returned, is_own: bool = False) -> None:
+        """Tell of a rank's end, once."""
+        if rank.is_told:
+            return
+        rank.is_told = True
         by_us = self.is_stopping and not is_own
         step = self._where(rank)[1]
         if isinstance(said, Returned):
