@@ -14,8 +14,11 @@ DEV := $(VENV)/.dev-installed
 train: $(RUN)
 	$(VENV)/bin/phalanx train $(CONFIG) $(ARGS)
 
+# Tests start Python some hundred times: none of these should compile our sources, not even where the environment keeps
+# Python from writing down what it has compiled. The order of files: see tests/conftest.py.
 test: $(DEV)
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(VENV)/bin/python -m compileall -q phalanx
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(DEV)
 	$(VENV)/bin/ruff check phalanx tests benchmarks

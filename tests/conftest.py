@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+import pytest
 from hypothesis import settings
 
 # How long an example takes is the machine's affair: a busy one must not make a test fail.
 settings.register_profile("phalanx", deadline=None)
 settings.load_profile("phalanx")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where files are handed out to several processes, those with the most slow tests come first.
+
+    By itself pytest-xdist begins with the files that have the most tests, so that the few long ones, with several
+    processes each, came last: one core worked for minutes while the others had nothing left to do. The Makefile tells
+    it to leave this order as it is (--no-loadscope-reorder). What a file costs need not be written down for this: a test of
+    more than about five seconds is marked as slow anyway.
+    """
+    if not hasattr(config, "workerinput"):  # whoever runs tests by hand sees them in the order that they ask for
+        return
+    every = Counter(item.path for item in items)
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: (-slow[item.path], -every[item.path]))
