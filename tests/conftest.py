@@ -17,8 +17,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Where files are handed out to several processes, those with the most slow tests come first.
 
     By itself pytest-xdist begins with the files that have the most tests, so that the few long ones, with several
-    processes each, came last: one core worked for minutes while the others had nothing left to do. The Makefile tells
-    it to leave this order as it is (--no-loadscope-reorder). What a file costs need not be written down for this: a test of
+    processes each, came last: one core worked for minutes while the others had nothing left to do. The Makefile has it
+    leave this order as it is (--no-loadscope-reorder). What a file costs need not be written down for this: a test of
     more than about five seconds is marked as slow anyway.
     """
     if not hasattr(config, "workerinput"):  # whoever runs tests by hand sees them in the order that they ask for
