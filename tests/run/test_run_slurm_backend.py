@@ -87,16 +87,21 @@ async def pids(told: Told, folder: Path, *hosts: str) -> list[int]:
     return [int((folder / f"{host}.pid").read_text()) for host in hosts]
 
 
+async def begun(folder: Path, job: str, *hosts: str, program: str = OBEDIENT) -> tuple[Told, SlurmBackend, list[int]]:
+    """A back end that has been asked for as many hosts, and waited until these run: what it tells, itself, and pids."""
+    told, backend = Told(), backend_of(folder, job, program)
+    await backend.begin(told.listener)
+    await backend.ask(len(hosts))
+    return told, backend, await pids(told, folder, *hosts)
+
+
 def test_hosts_are_steps_on_nodes_that_are_ended_replaced_and_not_used_again_when_evicted(
     cluster: Cluster, allocation: str, tmp_path: Path
 ) -> None:
     async def story() -> None:
-        told, backend = Told(), backend_of(tmp_path, allocation)
-        await backend.begin(told.listener)
-        await backend.ask(2)
+        told, backend, started = await begun(tmp_path, allocation, "n1", "n2")
         await backend.ask(2)  # the same two
         assert backend.hosts == ["n1", "n2"]
-        started = await pids(told, tmp_path, "n1", "n2")
         nodes = [psutil.Process(pid).environ()["SLURMD_NODENAME"] for pid in started]
         assert nodes == ["n1", "n2"]
         backend.arrived("n1"), backend.arrived("n2")
@@ -124,10 +129,7 @@ def test_hosts_are_steps_on_nodes_that_are_ended_replaced_and_not_used_again_whe
 
 def test_who_does_not_obey_is_killed(allocation: str, tmp_path: Path) -> None:
     async def story() -> None:
-        told, backend = Told(), backend_of(tmp_path, allocation, STUBBORN)
-        await backend.begin(told.listener)
-        await backend.ask(1)
-        (pid,) = await pids(told, tmp_path, "n1")
+        told, backend, (pid,) = await begun(tmp_path, allocation, "n1", program=STUBBORN)
         await backend.release("n1", "it was not needed")
         await told.until_gone("n1")
         assert not psutil.pid_exists(pid)
@@ -140,10 +142,7 @@ def test_the_next_driver_takes_over_and_hosts_outlive_their_sruns_only_until_tha
     allocation: str, tmp_path: Path
 ) -> None:
     async def story() -> None:
-        first, told = backend_of(tmp_path, allocation), Told()
-        await first.begin(told.listener)
-        await first.ask(2)
-        started = await pids(told, tmp_path, "n1", "n2")
+        told, first, started = await begun(tmp_path, allocation, "n1", "n2")
         srun = first._notes.hosts["n2"].srun
         assert srun is not None
         await first.leave()
@@ -174,10 +173,7 @@ def test_a_node_that_slurm_takes_out_of_the_job_is_gone_and_another_is_used(
     cluster: Cluster, allocation: str, tmp_path: Path
 ) -> None:
     async def story() -> None:
-        told, backend = Told(), backend_of(tmp_path, allocation)
-        await backend.begin(told.listener)
-        await backend.ask(2)
-        await pids(told, tmp_path, "n1", "n2")
+        told, backend, _ = await begun(tmp_path, allocation, "n1", "n2")
         backend.arrived("n1"), backend.arrived("n2")
         await asyncio.to_thread(cluster.kill_slurmd, "n2")  # what runs there goes on, but Slurm gives the node up
         await told.until_gone("n2")

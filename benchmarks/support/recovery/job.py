@@ -73,9 +73,13 @@ class Job:
 
     def start(self) -> subprocess.Popen:
         """Give the command, the first time or again."""
+        return self._popen("phalanx.cli.main", "run", "--folder", str(self.run_folder), *self.words)
+
+    def _popen(self, module: str, *words: str) -> subprocess.Popen:
+        """Start a program of Python's, and keep what it says."""
         with (self.folder / f"said-{len(self.commands)}").open("wb") as said:
             command = subprocess.Popen(
-                [sys.executable, "-m", "phalanx.cli.main", "run", "--folder", str(self.run_folder), *self.words],
+                [sys.executable, "-m", module, *words],
                 cwd=self.folder,
                 env=self.environment(),
                 stdin=subprocess.DEVNULL,

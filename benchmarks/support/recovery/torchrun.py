@@ -6,7 +6,6 @@ import contextlib
 import random
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,25 +25,10 @@ class Torchrun(Job):
 
     def start(self) -> subprocess.Popen:
         """Start both agents."""
-        for number in range(2):
-            command = self._agent(number)
-        return command
-
-    def _agent(self, number: int) -> subprocess.Popen:
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", "recovery"]
         sizes = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "100", "--local-addr", "127.0.0.1"]
-        with (self.folder / f"said-{number}").open("wb") as said:
-            command = subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", *sizes, *rendezvous, *self.words],
-                cwd=self.folder,
-                env=self.environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.commands.append(command)
-        return command
+        agents = [self._popen("torch.distributed.run", *sizes, *rendezvous, *self.words) for _ in range(2)]
+        return agents[-1]
 
 
 def free_port() -> int:
