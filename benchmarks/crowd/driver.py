@@ -73,7 +73,16 @@ async def serve(hosts: int, workers: int, folder: Path) -> None:
             on_message=lambda host, message: driver.on_message(host, message),
             on_gone=lambda host, why: driver.on_disconnected(host, why),
         )
-        driver = ready.driver = Driver(book, server, nobody, nobody, lambda ended: None, nobody_stands_out, Settings())
+        driver = ready.driver = Driver(
+            book,
+            server,
+            nobody,
+            nobody,
+            lambda ended: None,
+            nobody_stands_out,
+            Settings(),
+            later=asyncio.get_running_loop().call_soon,
+        )
         changed = asyncio.Event()
         driver.on_change = changed.set
         async with server:

@@ -138,6 +138,9 @@ class Town:
     def mark(self, host: str) -> Mark | None:
         return None
 
+    def acknowledge(self, host: str) -> None:
+        pass
+
     def arrived(self, host: str) -> None:
         self.here.append(host)
 

@@ -41,7 +41,6 @@ def test_a_driver_that_is_started_again_knows_everything(path: str) -> None:
     with open_journal(path) as journal:
         book = Book(journal, JOB, POLICY, 9.0)
         go(book)
-        book.note("somebody looked", 15.0)
         state = book.state
         assert state.phase == "running"
     with open_journal(path) as journal:
@@ -70,6 +69,7 @@ def test_marks_come_back(path: str) -> None:
         book.apply(HostJoined(12.5, "a"), {"a": Mark(b"\x00link", 6)})
         book.meet("a", "10.0.0.1", 12.6)
         book.meet("a", "10.0.0.2", 12.7)
+        book.write()
     with open_journal(path) as journal:
         again = Book(journal, JOB, POLICY, 13.0)
         assert again.marks == {"a": Mark(b"\x00link", 6), "b": Mark(b"x", 1)}
@@ -105,6 +105,10 @@ def test_what_is_not_written_down_has_not_happened() -> None:
     with pytest.raises(JournalError, match="no space"):
         book.apply(HostJoined(11.0, "b"), {"b": Mark(b"x", 1)})
     assert (book.state, book.marks, len(disk.drafts)) == before
+    book.meet("b", "10.0.0.7", 11.5)
+    with pytest.raises(JournalError, match="no space"):
+        book.write()
+    assert book.addresses == {}
     disk.room = 1
     book.apply(HostJoined(12.0, "b"), {"b": Mark(b"x", 1)})
     assert "b" in book.state.hosts and book.marks == {"b": Mark(b"x", 1)}

@@ -56,6 +56,28 @@ async def test_what_is_said_before_there_is_a_driver_is_kept_but_for_heartbeats(
 
 
 @runs
+async def test_an_executor_keeps_what_it_has_said_until_the_driver_has_it_for_good():
+    async with driving() as driver, executing(driver.address) as executor:
+        driver.is_later = True
+        await executor.welcomed()
+        assert executor.link.send(ended(0)) and executor.link.send(ended(1)) and executor.link.send(heartbeat(1))
+        await driver.heard.until(lambda: heartbeat(1) in driver.messages())
+        assert driver.messages() == [ended(0), ended(1), heartbeat(1)] and executor.link.pending == 2
+        driver.server.acknowledge("node-1")
+        driver.server.acknowledge("node-2")  # which is not there
+        await executor.link.drained()
+        assert executor.link.send(ended(2))
+        await driver.heard.until(lambda: ended(2) in driver.messages())
+        driver.server.drop("node-1", "to see what comes again")
+        await driver.heard.until(lambda: driver.hellos() == 2)
+        driver.is_later = False
+        assert executor.link.send(ended(3))
+        await executor.link.drained()
+        assert executor.link.pending == 0
+        assert driver.messages()[3:] == [ended(2), ended(3)], "this driver has heard it, though it was not yet for good"
+
+
+@runs
 async def test_one_message_to_all():
     async with driving() as driver, executing(driver.address, "a") as first, executing(driver.address, "b") as second:
         await first.welcomed()

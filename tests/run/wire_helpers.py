@@ -72,16 +72,21 @@ class Driver:
 
     def __init__(self, port: int = 0, token: bytes = TOKEN, job: str = JOB, **settings: Any) -> None:
         self.heard = Heard()
+        self.is_later = False
         self.server = ExecutorServer(
             token,
             job,
             settings.pop("host", "127.0.0.1"),
             port,
             on_hello=self._hello,
-            on_message=lambda host, message: self.heard.add("message", host, message),
+            on_message=self._message,
             on_gone=lambda host, why: self.heard.add("gone", host, why),
             **settings,
         )
+
+    def _message(self, host: str, message: m.FromExecutor) -> bool:
+        self.heard.add("message", host, message)
+        return self.is_later
 
     def _hello(self, host: str, said: m.Hello) -> None:
         self.heard.add("hello", host, said)

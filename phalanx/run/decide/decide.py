@@ -45,25 +45,27 @@ from phalanx.run.decide.events import (
     WorkersReturned,
 )
 from phalanx.run.decide.state import Ending, State
-from phalanx.run.decide.turn import Turn
+from phalanx.run.decide.turn import Own, Turn
 
 
-def decide(state: State, event: Event) -> tuple[State, list[Action]]:
+def decide(state: State, event: Event, own: Own | None = None) -> tuple[State, list[Action]]:
     """What an event changes, and what has to be done about it. Never raises for any event in any state.
 
     Args:
         state: from `initial`, or the one that the event before gave.
         event: what has happened.
+        own: of the call before this, by whoever holds no state of earlier calls any more: with many hosts, copying what
+            is known of each of them costs more than all else. Begin with an empty one. None: `state` stays as it is.
 
     Returns:
         The next state, and the actions in the order in which they are to be performed.
     """
-    turn = Turn(state, event.at_s)
+    before, turn = state.phase, Turn(state, event.at_s, {} if own is None else own)
     _handle(turn, event)
     while turn.state.phase != "ended" and (_expire(turn) or _proceed(turn)):
         pass
     if turn.state.phase != "ended" and (
-        turn.hosts_changed or isinstance(event, JobBegun) or state.phase != turn.state.phase
+        turn.hosts_changed or isinstance(event, JobBegun) or before != turn.state.phase
     ):
         attempts.ask_for_missing(turn)
     return turn.state, turn.actions

@@ -143,7 +143,7 @@ def hurry(turn: Turn) -> None:
 
 def give_up_on_silent(turn: Turn) -> None:
     """Hosts that do not say that their processes are gone: the back end makes sure of it."""
-    for host in turn.state.awaited:
+    for host in tuple(turn.state.awaited):
         why = "it did not say in time that its processes are gone"
         turn.decided(f"{host} is given back, so that nothing of the attempt goes on there", why)
         turn.release(host, why)

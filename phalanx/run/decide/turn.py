@@ -23,16 +23,20 @@ from phalanx.run.decide.state import Host, HostState, Incident, PendingCheck, Ph
 _NOWHERE = Where()
 
 
+Own = dict[str, dict[str, Any]]
+"""Dictionaries of a state, by their fields, that only whoever decides holds: these are changed in place."""
+
+
 class Turn:
     """Begin with a state; what is set here becomes the next one."""
 
-    def __init__(self, state: State, at_s: float) -> None:
+    def __init__(self, state: State, at_s: float, own: Own) -> None:
         # A clock that goes back, or is no number, stands still.
         now_s = at_s if at_s > state.now_s else state.now_s
         self.state = replace(state, now_s=now_s) if now_s != state.now_s else state
         self.actions: list[Action] = []
         self.hosts_changed = False
-        self._hosts: dict[str, Host] | None = None
+        self._own = own
 
     @property
     def now_s(self) -> float:
@@ -56,11 +60,9 @@ class Turn:
 
     def set_host(self, name: str, **changes: Any) -> None:
         """Change fields of a host; a host that is not known needs all."""
-        if self._hosts is None:  # copied once for all changes of this call
-            self._hosts = dict(self.state.hosts)
-            self.set(hosts=self._hosts)
-        before = self._hosts.get(name)
-        after = self._hosts[name] = replace(before, **changes) if before else Host(**changes)
+        hosts = self._owned("hosts")
+        before = hosts.get(name)
+        after = hosts[name] = replace(before, **changes) if before else Host(**changes)
         self.hosts_changed = True
         self._count(before, after)
         if after.leaves != (before.leaves if before else ""):
@@ -83,15 +85,16 @@ class Turn:
     def await_check(self, name: str, check: PendingCheck) -> None:
         """Wait for the answer of a check."""
         due_s = self.state.checks_due_s
-        due_s = check.deadline_s if due_s is None else min(due_s, check.deadline_s)
-        self.set(checks={**self.state.checks, name: check}, checks_due_s=due_s)
+        self._owned("checks")[name] = check
+        self.set(checks_due_s=check.deadline_s if due_s is None else min(due_s, check.deadline_s))
 
     def drop_check(self, name: str) -> None:
         """Wait for no answer of a check of this host any more."""
         if name in self.state.checks:
-            checks = dict(self.state.checks)
+            checks = self._owned("checks")
             del checks[name]
-            self.set(checks=checks, checks_due_s=self.state.checks_due_s if checks else None)
+            if not checks:
+                self.set(checks_due_s=None)
 
     def late_checks(self) -> list[str]:
         """Hosts whose checks should have been answered by now."""
@@ -125,9 +128,15 @@ class Turn:
     def no_longer_awaited(self, name: str) -> None:
         """The phase has its answer."""
         if name in self.state.awaited:
-            awaited = dict(self.state.awaited)
-            del awaited[name]
-            self.set(awaited=awaited)
+            del self._owned("awaited")[name]
+
+    def _owned(self, field: str) -> dict[str, Any]:
+        """A dictionary of the state, copied unless nobody else holds it."""
+        present: dict[str, Any] = getattr(self.state, field)
+        if self._own.get(field) is not present:
+            present = self._own[field] = dict(present)
+            self.set(**{field: present})
+        return present
 
     # Phases
 

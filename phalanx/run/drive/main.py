@@ -109,6 +109,7 @@ class _Joined:
             lambda ended: class_of(self.matcher, ended),
             suspects_named,
             watching(config),
+            later=asyncio.get_running_loop().call_soon,
         )
         changed = asyncio.Event()
         driver.on_change = changed.set

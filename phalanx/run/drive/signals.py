@@ -24,8 +24,7 @@ def heed_signals(driver: Driver, backend: Backend) -> None:
 
     async def ask_first(movable: Movable) -> None:
         if await movable.goes_on():
-            driver.problem = _MovedError("its process is ended, and the next one takes over")
-            driver.on_change()
+            driver.step_down(_MovedError("its process is ended, and the next one takes over"))
         else:
             stop(signal.SIGTERM)
 

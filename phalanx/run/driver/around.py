@@ -23,6 +23,10 @@ class Line(Protocol):
         """How far the messages of this host were received."""
         ...
 
+    def acknowledge(self, host: str) -> None:
+        """All messages of this host up to its mark are received for good."""
+        ...
+
 
 class People(Protocol):
     """Who is told."""

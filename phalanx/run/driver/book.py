@@ -8,8 +8,7 @@ others goes on with those of the journal.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import msgspec
@@ -19,7 +18,8 @@ from phalanx.run.decide.decide import decide
 from phalanx.run.decide.events import DriverRestarted, Event, JobBegun
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.decide.replay import event_from_json, to_json
-from phalanx.run.decide.state import State, initial
+from phalanx.run.decide.state import initial
+from phalanx.run.decide.turn import Own
 from phalanx.run.journal import Draft, Entry
 from phalanx.run.journal.entries import Kind
 from phalanx.run.wire.peer import Mark
@@ -52,13 +52,7 @@ class Met(msgspec.Struct, frozen=True, tag_field="note", tag="met"):
     address: str
 
 
-class Words(msgspec.Struct, frozen=True, tag_field="note", tag="words"):
-    """Something for people."""
-
-    text: str
-
-
-Note = Header | Received | Met | Words
+Note = Header | Received | Met
 
 
 class Paper(Protocol):
@@ -76,8 +70,11 @@ class Paper(Protocol):
 class Book:
     """State and journal, kept in step.
 
+    What comes together is written down together: `take` and `meet` what has come, then `write` once; only then may
+    anything be done about it.
+
     Attributes:
-        state: after the last event.
+        state: after the last event that was taken in.
         marks: how far messages of each host have been taken in; for `phalanx.run.wire.ExecutorServer`.
         addresses: of all hosts that were ever met, as workers of other hosts reach them.
         first_actions: what has to be done now that the book is open.
@@ -96,46 +93,68 @@ class Book:
         self.marks: dict[str, Mark] = {}
         self.addresses: dict[str, str] = {}
         self.state = initial(policy, job)
-        if self._read():
+        self._own: Own = {}
+        self._drafts: list[Draft] = []
+        self._marks: dict[str, tuple[Mark, float]] = {}
+        self._met: dict[str, str] = {}
+        """Of messages that are not written down yet: marks, each with when it came, and addresses."""
+        was_begun = self._read()
+        self._own = {}
+        if was_begun:
+            self._written = self.state
             self.first_actions = self.apply(DriverRestarted(unix_s))
         else:
-            header = self._draft("note", msgspec.json.encode(Header(job, policy)), unix_s)
-            self.first_actions = self._take_in(JobBegun(unix_s), before=[header])
+            self._written = self.state
+            self._drafts.append(self._draft("note", msgspec.json.encode(Header(job, policy)), unix_s))
+            self.first_actions = self.apply(JobBegun(unix_s))
 
-    def apply(self, event: Event, received: Mapping[str, Mark] | None = None) -> list[Action]:
-        """Take in what has happened; what has to be done about it, which is in the journal when this returns.
+    def take(self, event: Event, received: Mapping[str, Mark] | None = None) -> list[Action]:
+        """Take in what has happened; what has to be done about it after the next `write`.
 
         Args:
             received: marks of the hosts whose messages led to it.
+        """
+        self.state, actions = decide(self.state, event, self._own)
+        self._drafts.append(self._draft("event", to_json(event), event.at_s))
+        self._drafts += [self._draft("action", to_json(action), event.at_s) for action in actions]
+        for host, mark in (received or {}).items():
+            if self.marks.get(host) != mark:
+                self._marks[host] = mark, event.at_s
+        return actions
+
+    def write(self) -> None:
+        """Write down what was taken in; it is in the journal for good when this returns.
 
         Raises:
-            JournalError: it could not be written, and nothing has changed. JournalLostError: a later driver has taken
-                the job over.
+            JournalError: it could not be written, and nothing of it has happened. JournalLostError: a later driver has
+                taken the job over.
         """
-        return self._take_in(event, received or {})
+        notes = [self._draft("note", _received(host, mark), at_s) for host, (mark, at_s) in self._marks.items()]
+        drafts, marks, met = [*self._drafts, *notes], self._marks, self._met
+        self._drafts, self._marks, self._met = [], {}, {}
+        try:
+            if drafts:
+                self._journal.append_all(drafts)
+        except Exception:
+            self.state = self._written
+            raise
+        finally:
+            self._own = {}
+        self._written = self.state
+        self.marks.update({host: mark for host, (mark, _) in marks.items()})
+        self.addresses.update(met)
 
-    def _take_in(
-        self, event: Event, received: Mapping[str, Mark] = MappingProxyType({}), before: Sequence[Draft] = ()
-    ) -> list[Action]:
-        state, actions = decide(self.state, event)
-        marks = {host: mark for host, mark in received.items() if self.marks.get(host) != mark}
-        drafts = [*before, self._draft("event", to_json(event), event.at_s)]
-        drafts += [self._draft("action", to_json(action), event.at_s, state) for action in actions]
-        drafts += [self._draft("note", _received(host, mark), event.at_s) for host, mark in marks.items()]
-        self._journal.append_all(drafts)
-        self.state = state
-        self.marks.update(marks)
+    def apply(self, event: Event, received: Mapping[str, Mark] | None = None) -> list[Action]:
+        """`take`, and `write` at once."""
+        actions = self.take(event, received)
+        self.write()
         return actions
 
     def meet(self, host: str, address: str, unix_s: float) -> None:
-        """Remember where a host is reached; raises as `apply`."""
+        """Remember where a host is reached."""
         if self.addresses.get(host) != address:
-            self._journal.append_all([self._draft("note", msgspec.json.encode(Met(host, address)), unix_s)])
-            self.addresses[host] = address
-
-    def note(self, text: str, unix_s: float) -> None:
-        """Write down something for people; raises as `apply`."""
-        self._journal.append_all([self._draft("note", msgspec.json.encode(Words(text)), unix_s)])
+            self._drafts.append(self._draft("note", msgspec.json.encode(Met(host, address)), unix_s))
+            self._met[host] = address
 
     def _read(self) -> bool:
         """Whether anything was in the journal."""
@@ -143,7 +162,7 @@ class Book:
         for entry in self._journal.read():
             if entry.kind == "event":
                 was_begun = True
-                self.state, _ = decide(self.state, event_from_json(entry.json_text))
+                self.state, _ = decide(self.state, event_from_json(entry.json_text), self._own)
             elif entry.kind == "note":
                 self._recall(msgspec.json.decode(entry.json_text, type=Note))
                 was_begun = True
@@ -157,8 +176,8 @@ class Book:
         elif isinstance(note, Met):
             self.addresses[note.host] = note.address
 
-    def _draft(self, kind: Kind, text: bytes, unix_s: float, state: State | None = None) -> Draft:
-        return Draft(kind, (state or self.state).attempt, text.decode(), unix_s)
+    def _draft(self, kind: Kind, text: bytes, unix_s: float) -> Draft:
+        return Draft(kind, self.state.attempt, text.decode(), unix_s)
 
 
 def _received(host: str, mark: Mark) -> bytes:

@@ -30,7 +30,7 @@ def commands(
         case actions.OpenStore():
             return [Command(action.host, messages.OpenStore(action.attempt))]
         case actions.Start():
-            return [Command(host, _start(action, host, addresses)) for host in action.hosts]
+            return _starts(action, addresses)
         case actions.Stop():
             return [Command(host, messages.Stop(action.attempt, action.grace_s)) for host in action.hosts]
         case actions.Evict() | actions.Release():
@@ -42,8 +42,12 @@ def commands(
             return []
 
 
-def _start(action: actions.Start, host: str, addresses: Mapping[str, str]) -> messages.Start:
-    place = action.placement.index(host)
+def _starts(action: actions.Start, addresses: Mapping[str, str]) -> list[Command]:
+    places = {host: place for place, host in enumerate(action.placement)}
+    return [Command(host, _start(action, places[host], addresses)) for host in action.hosts]
+
+
+def _start(action: actions.Start, place: int, addresses: Mapping[str, str]) -> messages.Start:
     return messages.Start(
         attempt=action.attempt,
         ranks=list(ranks_of(place, action.workers_per_host)),

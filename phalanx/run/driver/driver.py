@@ -20,12 +20,12 @@ from phalanx.run.driver.attempt import AttemptWatch
 from phalanx.run.driver.book import Book
 from phalanx.run.driver.classify import by_its_end
 from phalanx.run.driver.commands import commands
+from phalanx.run.driver.commits import GroupCommit, Later
 from phalanx.run.driver.findings import BEFORE_S, Findings
 from phalanx.run.driver.hosts import HostWatch
 from phalanx.run.driver.looks import Look, Looks
 from phalanx.run.driver.peers import Peers, PeersConfig
 from phalanx.run.driver.preparing import Preparing
-from phalanx.run.journal import JournalError, JournalLostError
 from phalanx.run.judge.limits import LimitConfig
 from phalanx.run.now import Now, read_clocks
 from phalanx.run.wire.peer import Mark
@@ -75,13 +75,12 @@ class Driver:
         name_suspects: the judge of evidence.
         settings: of watching.
         clocks: the time.
+        later: for group commit, such as a loop's `call_soon`; None: each event is written down by itself.
 
     Attributes:
         hosts: of which has been heard.
         attempt: the present one; None: none has been started.
         finished: how the job has ended; None: it has not.
-        problem: why this driver has to end although the job has not, such as a journal that cannot be written; the next
-            one goes on from what was written down.
         on_change: called after something has been decided.
     """
 
@@ -95,33 +94,46 @@ class Driver:
         name_suspects: NameSuspects,
         settings: Settings,
         clocks: Callable[[], Now] = read_clocks,
+        later: Later | None = None,
     ) -> None:
         self._book, self._line, self._orders, self._people = book, line, orders, people
         self._classify, self._name_suspects = classify, name_suspects
         self._settings, self._clocks = settings, clocks
+        self._commits = GroupCommit(book, self._perform, line.acknowledge, lambda: self.on_change(), later)
         self.hosts = HostWatch(settings.heartbeat_s)
         self.attempt: AttemptWatch | None = None
         self.finished: actions.Finish | None = None
-        self.problem: Exception | None = None
         self.on_change: Callable[[], None] = lambda: None
         self._looks = Looks()
         self._gathering: Look | None = None
         self._told_hang_s: float | None = None
         self._findings, self._preparing = Findings(), Preparing(settings.versions)
         self._peers: Peers | None = None
-        self._dismissed: dict[str, tuple[str, int]] = {}
 
     @property
     def state(self) -> State:
         """What has been decided so far."""
         return self._book.state
 
+    @property
+    def problem(self) -> Exception | None:
+        """Why this driver has to end although the job has not, such as a journal that cannot be written; None: nothing.
+
+        The next driver goes on from what was written down.
+        """
+        return self._commits.problem
+
+    def step_down(self, why: Exception) -> None:
+        """Do nothing any more, and leave the job to the next driver."""
+        self._commits.problem = why
+        self.on_change()
+
     def begin(self) -> None:
         """Do what has to be done at the start; an attempt that an earlier driver has begun is watched from now on."""
         if self.state.has_workers and self.state.attempt:
             self._watch(self.state.attempt, self.state.world_size)
         for action in self._book.first_actions:
-            self._perform(action)
+            self._perform(action, self._clocks().unix_s)
 
     def listener(self) -> Listener:
         """What the back end shall call."""
@@ -132,7 +144,7 @@ class Driver:
     def on_hello(self, host: str, hello: messages.Hello) -> None:
         """An executor has connected, for the first time or again."""
         now = self._clocks()
-        if self._dismissed.get(host) == (hello.boot_id, hello.pid):  # it has not heard it, or not yet ended
+        if self.hosts.is_dismissed(hello):  # it has not heard it, or not yet ended
             self._line.send(host, messages.End("this host is no part of the job any more"))
             return
         self._orders.arrived(host)
@@ -145,13 +157,17 @@ class Driver:
             self._line.send(host, prepare)
         self._feed(self.hosts.on_hello(hello, now), host)
 
-    def on_message(self, host: str, message: messages.FromExecutor) -> None:
+    def on_message(self, host: str, message: messages.FromExecutor) -> bool:
         """What an executor reports.
+
+        Returns:
+            It is not written down yet; the line's `acknowledge` is called when it is.
 
         Raises:
             JournalError, JournalLostError: it could not be written down, and this driver has to end (`problem`).
         """
         self._feed(self._events_of(host, message, self._clocks()), host)
+        return self._commits.owes(host)
 
     def on_disconnected(self, host: str, why: str) -> None:
         """A connection has ended. That says nothing about the host: it comes back, or it falls silent."""
@@ -162,11 +178,13 @@ class Driver:
     def ask(self, make: Callable[[float], Event]) -> None:
         """A person's order: an event, given the time."""
         self._feed([make(self._clocks().unix_s)])
+        self._commits.settle()
 
     # Time
 
     def tick(self) -> None:
         """Do what is due."""
+        self._commits.settle()
         now = self._clocks()
         self._feed(self.hosts.tick(now))
         self._look_at_progress(now)
@@ -194,9 +212,8 @@ class Driver:
 
     def _on_host_gone(self, host: str, why: str) -> None:
         now = self._clocks()
-        if (heard := self.hosts.hosts.get(host)) is not None:
+        if self.hosts.dismiss(host):
             # It may live on where the back end has lost sight of it, as under a node's daemon that has died.
-            self._dismissed[host] = (heard.hello.boot_id, heard.hello.pid)
             self._line.send(host, messages.End("the back end says that this host is gone"))
         self.hosts.on_gone(host)
         self._findings.forget(host)
@@ -291,7 +308,7 @@ class Driver:
 
     def _is_idle(self, host: str) -> bool:
         """Whether it may be told to prepare anew: not where ranks run, nor where they are about to."""
-        return self.state.has_workers and host not in self.state.placement
+        return self.state.has_workers and not self.state.has_place(host)
 
     def _fault_of(self, ended: messages.WorkerEnded) -> events.Fault:
         host, said = self.state.host_of(ended.rank) or "", self._classify(ended)
@@ -320,12 +337,12 @@ class Driver:
     # What is decided
 
     def _feed(self, told: Sequence[Event], host: str = "") -> None:
-        """Apply events in order; each is written down before its actions are performed.
+        """Apply events in order; they are written down before what follows from them is performed.
 
         A driver that cannot write down what has happened must not go on: what it knows besides the journal is ahead.
         """
-        if self.problem is not None:
-            raise self.problem
+        if (problem := self.problem) is not None:
+            raise problem
         if not told:
             return
         mark = self._line.mark(host) if host else None
@@ -337,23 +354,22 @@ class Driver:
             quiet_s = self.attempt.standing(now).quiet_s if self.attempt is not None else 0.0
             for event in self._findings.led_to(self._report, BEFORE_S + quiet_s, now):
                 self._take(event, None)
-        self.on_change()
+        self._commits.put_off(host if mark is not None else "")
 
     def _take(self, event: Event, received: Mapping[str, Mark] | None) -> None:
-        for action in self._apply(event, received):
-            self._perform(action, event.at_s)
+        for action in self._commits.take(event, received):
+            self._expect(action)
 
-    def _apply(self, event: Event, received: Mapping[str, Mark] | None) -> list[Action]:
-        try:
-            return self._book.apply(event, received)
-        except (JournalError, JournalLostError) as error:
-            self.problem = error
-            raise
+    def _expect(self, action: Action) -> None:
+        """What the driver itself has to know of a decision before anything else is heard."""
+        if isinstance(action, actions.Start):
+            self._watch(action.attempt, len(action.placement) * action.workers_per_host)
+        elif isinstance(action, actions.Evict | actions.Release):
+            self.hosts.dismiss(action.host)
 
-    def _perform(self, action: Action, at_s: float | None = None) -> None:
+    def _perform(self, action: Action, at_s: float) -> None:
         """Do it; `at_s`: when what led to it was heard, which people are told."""
-        now = self._clocks()
-        self._people.tell(action, now if at_s is None else Now(now.monotonic_s, at_s))
+        self._people.tell(action, Now(self._clocks().monotonic_s, at_s))
         match action:
             case actions.AskForHosts() | actions.Evict() | actions.Release():
                 self._command(action)
@@ -367,12 +383,9 @@ class Driver:
 
     def _command(self, action: Action) -> None:
         if isinstance(action, actions.Start):
-            self._watch(action.attempt, len(action.placement) * action.workers_per_host)
             for host in action.hosts:
                 if (prepare := self._preparing.before_start(host, action.version)) is not None:
                     self._line.send(host, prepare)
-        elif isinstance(action, actions.Evict | actions.Release) and (heard := self.hosts.hosts.get(action.host)):
-            self._dismissed[action.host] = (heard.hello.boot_id, heard.hello.pid)
         for command in commands(action, self._book.addresses, self.hosts.peer_of):
             self._line.send(command.host, command.message)
 

@@ -51,6 +51,18 @@ class HostWatch:
     _order: OrderedDict[str, None] = field(default_factory=OrderedDict)
     """Those that are not unknown, whoever was heard of longest ago first."""
     heartbeats: int = 0
+    _dismissed: dict[str, tuple[str, int]] = field(default_factory=dict)
+
+    def dismiss(self, host: str) -> bool:
+        """This host's executor is no part of the job any more; False: nothing was ever heard of it."""
+        heard = self.hosts.get(host)
+        if heard is not None:
+            self._dismissed[host] = heard.hello.boot_id, heard.hello.pid
+        return heard is not None
+
+    def is_dismissed(self, hello: Hello) -> bool:
+        """Whether it is the very executor that was dismissed, and not a new one of that host."""
+        return self._dismissed.get(hello.host) == (hello.boot_id, hello.pid)
 
     def peer_of(self, host: str) -> str:
         """``address:port`` where it serves measurements of the network; empty: it does not, or is not known."""

@@ -12,6 +12,7 @@ from phalanx.run import messages
 from phalanx.run.backends.base import Backend
 from phalanx.run.decide import actions
 from phalanx.run.driver.driver import Driver
+from phalanx.run.journal import JournalError, JournalLostError
 
 _log = logging.getLogger(__name__)
 
@@ -126,4 +127,5 @@ async def keep_going(driver: Driver, changed: asyncio.Event) -> None:
         with suppress(TimeoutError):
             await asyncio.wait_for(changed.wait(), min(driver.next_tick_s(), TICK_S))
         if driver.problem is None:
-            driver.tick()
+            with suppress(JournalError, JournalLostError):  # then it has a `problem`
+                driver.tick()

@@ -34,8 +34,8 @@ class House(Protocol):
     clock: Callable[[], float]
     logger: logging.Logger
 
-    def mark(self, host: str) -> Mark | None:
-        """How far this host's messages have been received."""
+    def received(self, host: str, instance: bytes) -> int:
+        """Up to which number the messages of this host's link have been received for good."""
 
     def admit(self, peer: Peer) -> bool:
         """A connection was opened; False: it may not stay."""
@@ -47,7 +47,7 @@ class House(Protocol):
         """It has said hello."""
 
     def take(self, peer: Peer, message: LiveMessage, sequence: int | None) -> bool:
-        """It has said something; False: this could not be handled."""
+        """It has said something; False: this could not be handled, or is not received for good yet."""
 
     def leave(self, peer: Peer, ending: Ending) -> None:
         """It is gone."""
@@ -122,8 +122,7 @@ class Peer:
             self.refuse(codec.REFUSED, refusal)
             return
         self.host, self.instance = given.host, given.instance
-        mark = self._house.mark(given.host)
-        received = mark.sequence if mark is not None and mark.instance == given.instance else 0
+        received = self._house.received(given.host, given.instance)
         self._house.prove(self)
         self.channel.trust(messages.MAX_FRAME_BYTES)
         self.channel.send(codec.encode(self._accepted(given, received)))

@@ -42,8 +42,8 @@ class ExecutorServer:
     Args:
         host, port: where to listen; port 0: any. More than loopback needs `ssl`.
         on_hello: called with the name of a host and what it says of itself. It should `send` a `Welcome`.
-        on_message: called with the name and a message. A message is acknowledged when this returns, and comes again,
-            over a new connection, when it raises.
+        on_message: called with the name and a message. A message is acknowledged when this returns, unless it
+            returns True: then `acknowledge` will be called. It comes again, over a new connection, when this raises.
         on_gone: called with the name and why, when a connection has ended and no other has taken its place.
         clock: seconds, monotonic.
         marks: of hosts, from a journal (`mark`).
@@ -62,7 +62,7 @@ class ExecutorServer:
         port: int,
         *,
         on_hello: Callable[[str, messages.Hello], None],
-        on_message: Callable[[str, LiveMessage], None],
+        on_message: Callable[[str, LiveMessage], bool | None],
         on_gone: Callable[[str, str], None],
         ssl: ssl.SSLContext | None = None,
         clock: Clock = time.monotonic,
@@ -80,6 +80,7 @@ class ExecutorServer:
         self._on_hello, self._on_message, self._on_gone = on_hello, on_message, on_gone
         self._silence_s = silence_s
         self._marks = dict(marks or {})
+        self._held: dict[str, Mark] = {}  # before the first message of those that are not received for good
         self._peers: dict[str, Peer] = {}
         self._open: set[Peer] = set()
         self._unproven: dict[Peer, None] = {}  # the oldest first
@@ -168,6 +169,13 @@ class ExecutorServer:
         """
         return self._marks.get(host)
 
+    def acknowledge(self, host: str) -> None:
+        """Tell a host that its kept messages are received for good, up to its `mark`."""
+        self._held.pop(host, None)
+        peer = self._peers.get(host)
+        if peer is not None and self._marks[host].instance == peer.instance:
+            self._write(peer, frames.framed(codec.encode(codec.Received(self._marks[host].sequence))))
+
     def sweep(self) -> None:
         """Close what has taken too long to prove itself, or was silent for too long. Called once a second."""
         now_s = self.clock()
@@ -206,6 +214,7 @@ class ExecutorServer:
         mark = self._marks.get(peer.host)
         if mark is None or mark.instance != peer.instance:
             self._marks[peer.host] = Mark(peer.instance, 0)
+            self._held.pop(peer.host, None)
         try:
             self._on_hello(peer.host, hello)
         except Exception:
@@ -218,15 +227,23 @@ class ExecutorServer:
             return False
         if sequence is not None:
             if sequence <= before.sequence:
-                return True
+                return peer.host not in self._held
             self._marks[peer.host] = Mark(peer.instance, sequence)
         try:
-            self._on_message(peer.host, message)
+            is_later = self._on_message(peer.host, message)
         except Exception:
             self._marks[peer.host] = before
             self._failed(peer)
             return False
-        return True
+        if sequence is None or not is_later:
+            return True
+        self._held.setdefault(peer.host, before)
+        return False
+
+    def received(self, host: str, instance: bytes) -> int:
+        """See `phalanx.run.wire.peer.House`."""
+        mark = self._held.get(host) or self._marks.get(host)
+        return mark.sequence if mark is not None and mark.instance == instance else 0
 
     def leave(self, peer: Peer, ending: Ending) -> None:
         """See `phalanx.run.wire.peer.House`."""

@@ -1,0 +1,112 @@
+"""What is heard together is written down together; nothing is done, and nobody told, before that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from phalanx.run.decide.actions import Action, Check
+from phalanx.run.decide.events import HostJoined
+from phalanx.run.decide.policy import Job, Policy
+from phalanx.run.driver.book import Book
+from phalanx.run.driver.commits import GroupCommit
+from phalanx.run.journal import Draft, Entry, JournalError
+from phalanx.run.wire.peer import Mark
+
+
+class Disk:
+    """Remembers what was appended with each commit."""
+
+    def __init__(self) -> None:
+        self.commits: list[list[Draft]] = []
+        self.is_full = False
+
+    def append_all(self, drafts: list[Draft]) -> int:
+        if self.is_full:
+            raise JournalError("no space left on device")
+        self.commits.append(drafts)
+        return len(self.commits)
+
+    def read(self, from_sequence: int = 1) -> Iterator[Entry]:
+        return iter([])
+
+
+class Around:
+    """What a group commit calls, in order."""
+
+    def __init__(self, *, puts_off: bool = True) -> None:
+        self.disk = Disk()
+        self.book = Book(self.disk, Job("j", hosts=2), Policy(), 9.0)
+        self.log: list[str] = []
+        self.later: list[Callable[[], None]] = []
+        self.commits = GroupCommit(
+            self.book,
+            self.perform,
+            lambda host: self.log.append(f"acknowledge {host}"),
+            lambda: self.log.append("changed"),
+            self.later.append if puts_off else None,
+        )
+        self.disk.commits.clear()
+
+    def perform(self, action: Action, at_s: float) -> None:
+        if isinstance(action, Check):
+            self.log.append(f"check {action.host} at {at_s:g}")
+            if action.host == "bad":
+                raise ValueError("this action cannot be performed")
+
+    def join(self, host: str, at_s: float) -> None:
+        self.commits.take(HostJoined(at_s, host), {host: Mark(b"link", 1)})
+        self.commits.put_off(host)
+
+
+def test_what_comes_together_is_one_commit_and_done_after_it() -> None:
+    around = Around()
+    around.join("a", 10.0)
+    around.join("b", 11.0)
+    assert around.commits.owes("a") and around.commits.owes("b") and not around.commits.owes("c")
+    assert (around.log, around.disk.commits, len(around.later)) == ([], [], 1)
+    assert set(around.book.state.hosts) == {"a", "b"}, "decisions do not wait for the disk"
+    around.later.pop()()
+    assert [sum(draft.kind == "event" for draft in commit) for commit in around.disk.commits] == [2]
+    assert around.log == ["check a at 10", "check b at 11", "acknowledge a", "acknowledge b", "changed"]
+    assert not around.commits.owes("a")
+    around.join("c", 12.0)
+    assert len(around.later) == 1
+    around.commits.settle()  # somebody cannot wait: what was put off has nothing left to do
+    assert around.log[-3:] == ["check c at 12", "acknowledge c", "changed"]
+    around.later.pop()()
+    assert len(around.disk.commits) == 2 and around.log[-1] == "changed" and around.log.count("changed") == 2
+
+
+def test_of_what_cannot_be_written_nothing_has_happened() -> None:
+    around = Around()
+    around.disk.is_full = True
+    before = around.book.state
+    around.join("a", 10.0)
+    around.later.pop()()
+    assert around.log == ["changed"] and around.book.state == before and around.book.marks == {}
+    assert isinstance(around.commits.problem, JournalError)
+    around.disk.is_full = False
+    around.join("b", 11.0)
+    around.later.pop()()
+    assert around.log == ["changed"] and around.disk.commits == [], "this driver does nothing any more"
+
+
+def test_nothing_is_put_off_where_nobody_calls_later() -> None:
+    around = Around(puts_off=False)
+    around.join("a", 10.0)
+    assert around.log == ["check a at 10", "changed"] and len(around.disk.commits) == 1
+    around.disk.is_full = True
+    with pytest.raises(JournalError, match="no space"):
+        around.join("b", 11.0)
+    assert isinstance(around.commits.problem, JournalError)
+
+
+def test_an_action_that_fails_does_not_keep_others_from_being_done(caplog: pytest.LogCaptureFixture) -> None:
+    around = Around()
+    around.join("bad", 10.0)
+    around.join("b", 11.0)
+    around.later.pop()()
+    assert around.log[:2] == ["check bad at 10", "check b at 11"] and around.commits.problem is None
+    assert "this action cannot be performed" in caplog.text
