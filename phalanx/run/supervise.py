@@ -27,7 +27,10 @@ _PASSED_ON = {
     signal.SIGUSR1: signal.SIGUSR1,  # Slurm's warning that the time is short; without such a back end it stays blocked
 }
 _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_BAD_INPUT = 2
 _MOST_FALSE_STARTS = 5
+_MOST_FALSE_STARTS_LATER = 20
+"""Of a job that has begun: what keeps its next driver from beginning may pass, and its ranks run on meanwhile."""
 
 
 @dataclass
@@ -66,12 +69,20 @@ class Supervisor:
         pause_s, false_starts = self.pause_s, 0
         while True:
             began_s = time.monotonic()
-            pid = self._start()
+            try:
+                pid = self._start()
+            except OSError as error:  # no room for a process, which may pass
+                self.say(f"the driver cannot be started: {error}; it is tried again in {self.most_pause_s:g} s")
+                self._rest(self.most_pause_s, waited_for)
+                continue
             status, has_begun = self._watch(pid, waited_for)
             self._ever_begun |= has_begun
             false_starts = 0 if has_begun else false_starts + 1
-            if not self._is_to_start_again(status) or false_starts >= _MOST_FALSE_STARTS:
-                return status if status >= 0 else 128 - status
+            if not self._is_to_start_again(status, has_begun):
+                return _for_a_shell(status)
+            if false_starts >= (_MOST_FALSE_STARTS_LATER if self._ever_begun else _MOST_FALSE_STARTS):
+                self.say(f"the driver {_how(status)} {false_starts} times before it had begun: it is given up")
+                return _for_a_shell(status)
             if time.monotonic() - began_s > self.settled_s:
                 pause_s = self.pause_s
             self.say(
@@ -115,9 +126,11 @@ class Supervisor:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
-    def _is_to_start_again(self, status: int) -> bool:
+    def _is_to_start_again(self, status: int, has_begun: bool) -> bool:
         if self._gives_up:
             return False
+        if status == _BAD_INPUT and self._ever_begun and not has_begun:
+            return not self._sent  # it is no end of the job, which had begun with the same input
         if status == TO_BE_STARTED_AGAIN:  # unless whoever ends us, such as a back end that moves us, has ended it too
             return not self._sent
         return status < 0
@@ -138,6 +151,10 @@ def end_with(status: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
+
+
+def _for_a_shell(status: int) -> int:
+    return status if status >= 0 else 128 - status
 
 
 def _how(status: int) -> str:

@@ -76,6 +76,41 @@ def test_a_driver_that_never_begins_is_given_up(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 5
 
 
+def test_bad_input_is_no_end_of_a_job_that_had_begun_with_it(tmp_path: Path) -> None:
+    """Such as a back end that cannot be asked just now."""
+    said: list[str] = []
+    begun = iter([True, False, False, True])
+    ends = ["kill -KILL $$", "exit 2", "exit 2", "exit 0"]
+    supervisor = Supervisor(counting(tmp_path, *ends), lambda pid: next(begun), said.append, pause_s=0.001)
+    assert supervisor.run() == 0
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_driver_that_never_begins_again_is_given_up_late_and_that_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    begun = iter([True])
+    supervisor = Supervisor(
+        counting(tmp_path, *["exit 75"] * 30), lambda pid: next(begun, False), said.append, 0.001, most_pause_s=0.002
+    )
+    assert supervisor.run() == 75
+    assert len(list(tmp_path.iterdir())) == 21 and "given up" in said[-1]
+
+
+def test_a_machine_without_room_for_a_driver_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spawn, said, tries = os.posix_spawn, list[str](), list[int]()
+
+    def full(*words: object, **options: object) -> int:
+        tries.append(1)
+        if len(tries) == 1:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return spawn(*words, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "posix_spawn", full)
+    supervisor = Supervisor(counting(tmp_path, "exit 5"), lambda pid: True, said.append, most_pause_s=0.01)
+    assert supervisor.run() == 5
+    assert "cannot be started" in said[0]
+
+
 def until(condition: Callable[[], object]) -> None:
     until_s = time.monotonic() + GUARD_S
     while not condition():

@@ -22,6 +22,7 @@ from phalanx.run.logs.files import RankLog
 from phalanx.run.logs.follow import last_lines
 from phalanx.run.logs.pump import Pump
 from phalanx.run.logs.tails import Tails
+from phalanx.run.wire.codec import Kept, encode
 
 GUARD_S = 60.0
 
@@ -38,6 +39,8 @@ page.phase("evaluate", 30.0)
 if what == "raise" and rank == 3:
     atexit.register(time.sleep, 600)
     raise ValueError("wrong number")
+if what == "shout" and rank == 3:
+    raise ValueError(chr(0xDC80) + "x" * 3_000_000)
 if what == "exit":
     sys.exit(3 * (rank % 2))
 if what == "return":
@@ -124,10 +127,20 @@ def test_attempts_one_after_another(tmp_path: Path) -> None:
             await killed_while_stopping(host)
             await raised(host)
             await left(host)
+            await shouted(host)
             await template_killed(host)
 
     run(story)
     assert "rank 2 of 4 on group 1 to wait" in [line.text for line in last_lines(tmp_path / "logs", 2, 50)]
+
+
+async def shouted(host: Host) -> None:
+    """What a rank says may be larger than a message, and hold halves of characters, as of names of files."""
+    await host.start(20, "shout")
+    await host.until_over(3)
+    ended = host.ended[3]
+    assert encode(Kept(1, ended)) and ended.summary.startswith("ValueError: ?xxx")
+    assert "characters are left out" in ended.text and ended.text.startswith("Traceback")
 
 
 async def killed(host: Host) -> None:

@@ -13,6 +13,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from phalanx.core.errors import UserError
+from phalanx.core.tasks import told
 from phalanx.run.api.guard import App
 from phalanx.run.wire.addresses import Address
 
@@ -124,9 +125,13 @@ class HttpServer:
 
     async def __aenter__(self) -> HttpServer:
         """Listen."""
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
-        while not self._server.started and not self._task.done():
+        serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        self._task = told(serving, "the interface for people")
+        while not self._server.started and not serving.done():
             await asyncio.sleep(0.01)
+        if serving.done():
+            serving.result()
+            raise RuntimeError("the interface for people has ended before it began")
         return self
 
     async def __aexit__(self, *raised: object) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -22,12 +23,15 @@ from pydantic import Field
 from phalanx.core.config import Config
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_json
+from phalanx.core.tasks import told
 from phalanx.core.watched import Identity, Watched, identity_of
 from phalanx.launch.failures import signal_name
 from phalanx.run.backends.base import ExecutorCommand, Listener, Ordered
 from phalanx.run.backends.namespaces import INTERFACE, Network
 from phalanx.run.backends.options import options_of
 from phalanx.run.secrets import host_of
+
+_log = logging.getLogger(__name__)
 
 GRACE_S = 10.0
 """What an executor has after SIGTERM to end its workers and itself."""
@@ -178,7 +182,7 @@ class LocalBackend:
         """End all executors, and wait until they are gone."""
         for host in list(self._hosts):
             self._end(host)
-        await asyncio.gather(*self._ending.values())
+        await asyncio.gather(*self._ending.values(), return_exceptions=True)  # each has told
         if self.network is not None:
             self.network.end()
 
@@ -224,7 +228,8 @@ class LocalBackend:
     def _end(self, name: str) -> None:
         watched = self._hosts.get(name)
         if watched is not None and name not in self._ending:
-            self._ending[name] = asyncio.get_running_loop().create_task(self._terminate(name, watched))
+            ending = asyncio.get_running_loop().create_task(self._terminate(name, watched))
+            self._ending[name] = told(ending, f"ending the executor of {name}")
 
     async def _terminate(self, name: str, watched: Watched) -> None:
         watched.send(signal.SIGTERM)
@@ -249,9 +254,13 @@ class LocalBackend:
             self._listener.gone(name, why)
 
     def _forget(self, name: str) -> None:
-        self._path(name).unlink(missing_ok=True)
-        if self.network is not None:
-            self.network.leave(number_of(name))
+        """Clean up after it; what cannot be cleaned up must not keep the driver from hearing that it is gone."""
+        try:
+            self._path(name).unlink(missing_ok=True)
+            if self.network is not None:
+                self.network.leave(number_of(name))
+        except Exception:
+            _log.exception("what was left of %s could not be removed", name)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.json"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 
 from phalanx.run import messages
+
+_log = logging.getLogger(__name__)
 
 Check = Callable[[str, Sequence[str], Sequence[int]], list[messages.CheckOutcome]]
 """Tests the host: the kind, addresses of peers, and process ids that are the job's own. May block."""
@@ -39,5 +42,10 @@ class Checking:
 
     async def _test(self, order: messages.Check, own: Sequence[int]) -> messages.Checked:
         began_s = time.monotonic()
-        outcomes = await asyncio.to_thread(self._check, order.kind, order.peers, own)
+        try:
+            outcomes = await asyncio.to_thread(self._check, order.kind, order.peers, own)
+        except Exception as error:  # the driver has to hear it, and need not wait for its limit
+            _log.exception("the tests of this host have failed")
+            reason = f"the tests could not be run: {type(error).__name__}: {error}"[:1000]
+            outcomes = [messages.CheckOutcome("executor", "fail", reason)]
         return messages.Checked(order.number, outcomes, time.monotonic() - began_s)

@@ -25,7 +25,7 @@ from phalanx.launch.warm import LEARNT, WarmTemplate, Word
 from phalanx.run import messages
 from phalanx.run.executor.alone import Alone
 from phalanx.run.executor.checking import Checking
-from phalanx.run.executor.parts import Here, Holder, Line, Senses
+from phalanx.run.executor.parts import Here, Holder, Line, Senses, sendable
 from phalanx.run.executor.workers import Workers
 from phalanx.run.logs.pump import Pump
 from phalanx.run.logs.tails import Tails
@@ -215,7 +215,7 @@ class Executor:
         try:
             await template.ready()
         except Exception as error:  # whatever it is, the driver has to hear it
-            problem = str(error) or type(error).__name__
+            problem = sendable(str(error) or type(error).__name__)
         self._tell_learnt(messages.Prepared(time.monotonic() - began_s, problem, list(template.learnt)))
 
     def _tell_learnt(self, prepared: messages.Prepared) -> None:
@@ -251,7 +251,7 @@ class Executor:
             started = await self.workers.begin()
         except Exception as error:  # whatever it is, the driver has to hear it, and need not wait for its limit
             _log.exception("attempt %d could not be started", start.attempt)
-            started = messages.Started(start.attempt, {}, 0.0, f"{type(error).__name__}: {error}")
+            started = messages.Started(start.attempt, {}, 0.0, sendable(f"{type(error).__name__}: {error}"))
         self._tell_started(started)
         if self.workers is not None and not started.problem:
             self._do_beside(self._tell_first_step(self.workers))

@@ -196,11 +196,15 @@ async def _keep_linked(link: DriverLink, executor: Executor) -> None:
 
 def _read_kernel(kernel: KernelLog, executor: Executor) -> None:
     descriptor = kernel.fileno()
-    found = follow_kernel(kernel, executor.senses.findings)
+    try:
+        found = follow_kernel(kernel, executor.senses.findings)
+        if found:
+            executor.line.send(messages.Found(executor.attempt, found))
+    except Exception:  # what cannot be read would call this again at once, and for ever
+        _log.exception("the kernel's log is not followed any more")
+        kernel.close()
     if kernel.fileno() < 0:
         asyncio.get_running_loop().remove_reader(descriptor)
-    if found:
-        executor.line.send(messages.Found(executor.attempt, found))
 
 
 def _in_memory() -> str | None:

@@ -96,3 +96,18 @@ class Senses:
     findings: Callable[[int, Sequence[str]], list[messages.Finding]]
     hello: Callable[[], messages.Hello]
     forget: Callable[[], None] = lambda: None
+
+
+TEXT_CHARS = 100_000
+"""Of what a rank says at its end; a message holds 1 MiB."""
+
+SUMMARY_CHARS = 2_000
+
+
+def sendable(text: str, most: int = TEXT_CHARS) -> str:
+    """Text as a message can hold it: cut in the middle, and without halves of characters (as of names of files)."""
+    whole = text.encode(errors="replace").decode()
+    if len(whole) <= most:
+        return whole
+    half = most // 2
+    return f"{whole[:half]}\n… {len(whole) - 2 * half:,} characters are left out …\n{whole[-half:]}"

@@ -28,6 +28,7 @@ from phalanx.launch.template_process import TemplateGoneError
 from phalanx.launch.warm import Gone, WarmTemplate, Word
 from phalanx.run import messages
 from phalanx.run.executor.evidence import Subject
+from phalanx.run.executor.parts import SUMMARY_CHARS, sendable
 from phalanx.run.logs.files import RankLog
 from phalanx.run.logs.pump import Pump
 
@@ -118,7 +119,8 @@ class Workers:
         except (UserError, TemplateGoneError, OSError) as error:
             for rank in self._ranks.values():
                 rank.is_told = rank.is_over = True
-            return messages.Started(self.attempt, {}, time.monotonic() - began_s, str(error) or type(error).__name__)
+            problem = sendable(str(error) or type(error).__name__)
+            return messages.Started(self.attempt, {}, time.monotonic() - began_s, problem)
         for number, rank in self._ranks.items():
             rank.pid = pids[number]
         told = {number: pid for number, pid in pids.items() if number != STORE_RANK}
@@ -229,8 +231,9 @@ class Workers:
             words = "" if code == 0 else f"returned exit status {code}"
             ended = messages.WorkerEnded(self.attempt, rank.rank, code, "returned", words, by_us=by_us, step=step)
         else:
+            summary, text = sendable(said.summary, SUMMARY_CHARS), sendable(said.text)
             ended = messages.WorkerEnded(
-                self.attempt, rank.rank, code, said.kind, said.summary, said.text, said.follows, by_us, step
+                self.attempt, rank.rank, code, said.kind, summary, text, said.follows, by_us, step
             )
         self.tell(ended)
 

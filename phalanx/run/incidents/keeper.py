@@ -176,6 +176,11 @@ class Keeper:
                 _log.warning("incident %d cannot be stored, which is tried again: %s", number, error)
             self.problem = str(error)
             return
+        except Exception:  # a fault of ours: trying again would not help, and other reports are kept
+            _log.exception("incident %d cannot be stored", number)
+            self.problem = "a fault in the keeper of reports, see the driver's log"
+            self._unsaved.pop(number)
+            return
         self.problem = ""
         self._open[number] = incident
         is_news = self._unsaved.pop(number)
@@ -183,7 +188,13 @@ class Keeper:
             del self._open[number]
             self._exhibits.clear()
         if is_news:
+            self._tell_stored(incident, page)
+
+    def _tell_stored(self, incident: Incident, page: Path) -> None:
+        try:
             self._stored(incident, page)
+        except Exception:  # whoever is told: reports are kept
+            _log.exception("incident %d is stored, and could not be told of", incident.number)
 
     def _with_exhibits(self, incident: Incident) -> Incident:
         names = list(incident.evidence)

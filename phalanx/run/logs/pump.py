@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from phalanx.core.tasks import told
 from phalanx.run.logs.files import RankLog
 from phalanx.run.logs.lines import LineSplitter
 from phalanx.run.logs.tails import Tails
@@ -25,10 +26,11 @@ OnLines = Callable[[int, Sequence[str]], None]
 class Pump:
     """The output of the ranks of one attempt. To be made and used within a running event loop.
 
+    Whatever fails goes to the loop's exception handler, and the output of all ranks is taken on.
+
     Args:
         tails: gets every line.
-        on_lines: called with rank and lines as soon as they are read, before they are written; must be quick. What it
-            raises goes to the loop's exception handler.
+        on_lines: called with rank and lines as soon as they are read, before they are written; must be quick.
         unix_s: the time, for the files.
     """
 
@@ -46,7 +48,7 @@ class Pump:
         """Take over the reading end of a rank's pipe, and its log."""
         os.set_blocking(descriptor, False)
         self._splitters[rank], self._logs[rank] = LineSplitter(), log
-        self._tasks[rank] = self._loop.create_task(self._serve(rank, descriptor), name=f"output of rank {rank}")
+        self._tasks[rank] = told(self._loop.create_task(self._serve(rank, descriptor)), f"the output of rank {rank}")
 
     def last_lines(self, rank: int) -> list[str]:
         """The newest lines of a rank, and the one that it has begun."""
@@ -61,7 +63,7 @@ class Pump:
     async def until_ended(self) -> None:
         """Wait until every process that could write has closed its end of the pipes."""
         if self._tasks:
-            await asyncio.gather(*self._tasks.values())
+            await asyncio.wait(self._tasks.values())
 
     async def close(self) -> None:
         """Take what still is in the pipes, write it, and let go of all; it does not matter who still holds an end."""
@@ -116,5 +118,11 @@ class Pump:
         try:
             self._on_lines(rank, lines)
         except Exception as error:
-            self._loop.call_exception_handler({"message": f"on the lines of rank {rank}", "exception": error})
-        await self._loop.run_in_executor(self._threads, self._logs[rank].write, lines, self._unix_s())
+            self._tell(f"looking at the lines of rank {rank}", error)
+        try:
+            await self._loop.run_in_executor(self._threads, self._logs[rank].write, lines, self._unix_s())
+        except Exception as error:  # a rank must not be stopped by its log
+            self._tell(f"writing the log of rank {rank}", error)
+
+    def _tell(self, what: str, error: Exception) -> None:
+        self._loop.call_exception_handler({"message": f"{what} has failed", "exception": error})

@@ -8,12 +8,12 @@ is drawn by a thread of its own.
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -27,6 +27,8 @@ from phalanx.run.people.overview import Overview
 from phalanx.run.people.panel import Panel
 from phalanx.run.people.source import Source
 from phalanx.run.people.words import Ranks
+
+_log = logging.getLogger(__name__)
 
 REFRESH_S = 0.25
 STATUS_S = 30.0
@@ -52,6 +54,7 @@ async def show(source: Source, console: Console, *, ranks: Ranks = "0", folder: 
         while not reading.done():
             await _look(source, view)
             await asyncio.wait([reading], timeout=REFRESH_S)
+        await reading  # what is wrong with it is said
         await _look(source, view)
     finally:
         reading.cancel()
@@ -103,8 +106,12 @@ class _Painter:
 
     def _work(self) -> None:
         while (paint := self._waiting.get()) is not None:
-            with suppress(OSError, ValueError):  # the terminal is gone: the job is not
+            try:
                 paint()
+            except (OSError, ValueError):  # the terminal is gone: the job is not
+                pass
+            except Exception:
+                _log.exception("something cannot be shown")
 
 
 class _Plain:

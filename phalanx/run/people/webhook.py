@@ -100,7 +100,12 @@ class Webhook:
 
     def _work(self) -> None:
         while (message := self._waiting.get()) is not None:
-            if self._deliver(message):
+            try:
+                is_delivered = self._deliver(message)
+            except Exception as error:  # no traceback: the URL may hold a token, and stands in many errors
+                _log.error("a message to the webhook at %s has failed: %s", self.host, type(error).__name__)
+                is_delivered = False
+            if is_delivered:
                 self.delivered += 1
             else:
                 self.given_up += 1

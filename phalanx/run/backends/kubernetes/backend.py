@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.core.errors import UserError
+from phalanx.core.tasks import told
 from phalanx.run.backends.base import Listener, Ordered
 from phalanx.run.backends.kubernetes import names, seen
 from phalanx.run.backends.kubernetes.api import ClusterApi, ClusterError, Object, connect
@@ -373,7 +374,7 @@ class KubernetesBackend:
 
     def _spawn(self, call: Callable[..., None], *args: Any) -> None:
         """Ask something of the API beside everything else; where that fails, the next list asks again."""
-        task = asyncio.get_running_loop().create_task(self._try(call, *args))
+        task = told(asyncio.get_running_loop().create_task(self._try(call, *args)), "asking the cluster")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -69,6 +69,10 @@ class PodWatch:
                     self._tell(error)
                     self._stopped.wait(max(error.retry_after_s, wait_s * random.uniform(0.8, 1.2)))
                     wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+            except Exception:  # an answer that nobody expected: unseen pods would leave the job waiting for ever
+                _log.exception("pods cannot be followed; it is tried again")
+                self._stopped.wait(wait_s)
+                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     def _follow(self) -> Iterator[None]:
         """List, and then follow; yields after everything that worked."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import UserError
+from phalanx.core.tasks import told
 from phalanx.core.watched import Identity, Watched, identity_of
 from phalanx.run.backends.base import Listener, Ordered
 from phalanx.run.backends.slurm import commands
@@ -214,7 +215,8 @@ class SlurmBackend:
 
     def _end(self, host: str, why: str, stages: Stages) -> None:
         if host in self._notes.hosts and host not in self._ending:
-            self._ending[host] = asyncio.get_running_loop().create_task(self._terminate(host, why, stages))
+            ending = asyncio.get_running_loop().create_task(self._terminate(host, why, stages))
+            self._ending[host] = told(ending, f"ending the step of {host}")
 
     def _on_srun_ended(self, host: str) -> None:
         """Its step has ended, or will, or runs on without anybody who keeps it: see that it is gone."""
@@ -283,9 +285,17 @@ class SlurmBackend:
             except SlurmError as error:
                 _log.warning("Slurm cannot be asked for news of job %s: %s", self.job, error)
             else:
-                self._on_news(now)
+                self._hear(now)
             left_s = self._allocation.left_s - self.options.stop_before_s
             await asyncio.sleep(min(self.options.poll_s, max(left_s, _LOOK_S)))
+
+    def _hear(self, now: Allocation | None) -> None:
+        """Take the news; what goes wrong with them must not be the last that is heard of Slurm."""
+        try:
+            self._on_news(now)
+        except Exception as error:
+            told = {"message": "what follows from Slurm's news could not be done", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(told)
 
     def _on_news(self, now: Allocation | None) -> None:
         if now is None or (now.state != "RUNNING" and not now.nodes):
@@ -348,7 +358,7 @@ class SlurmBackend:
             raise UserError(f"cannot be used ({error})", cure=cure, value=str(self.folder)) from error
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+        task = told(asyncio.get_running_loop().create_task(work), "what goes on beside the orders to Slurm")
         self._beside.add(task)
         task.add_done_callback(self._beside.discard)
 

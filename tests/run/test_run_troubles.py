@@ -1,0 +1,263 @@
+"""Faults of our own: whatever raises where nobody expects it is told, and the rest goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import io
+import logging
+import os
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from phalanx.core.tasks import told
+from phalanx.run import messages
+from phalanx.run.api.serving import HttpServer
+from phalanx.run.backends.base import Listener
+from phalanx.run.backends.local import LocalBackend
+from phalanx.run.decide.actions import OpenIncident
+from phalanx.run.executor.checking import Checking
+from phalanx.run.executor.main import _read_kernel
+from phalanx.run.executor.parts import TEXT_CHARS, sendable
+from phalanx.run.incidents import keeper
+from phalanx.run.incidents.facts import Incident
+from phalanx.run.incidents.keeper import Keeper
+from phalanx.run.incidents.store import load
+from phalanx.run.logs.files import RankLog
+from phalanx.run.logs.pump import Pump
+from phalanx.run.logs.tails import Tails
+from phalanx.run.now import Now
+from phalanx.run.people.view import _Painter, show
+from phalanx.run.people.webhook import Webhook
+from phalanx.run.wire.addresses import Address
+
+GUARD_S = 60.0
+
+
+class FaultError(Exception):
+    """That nobody expects."""
+
+
+def run(story: Callable[[list[dict[str, Any]]], Awaitable[None]]) -> list[dict[str, Any]]:
+    """What the loop was told meanwhile."""
+    found: list[dict[str, Any]] = []
+
+    async def guarded() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: found.append(context))
+        await asyncio.wait_for(story(found), GUARD_S)
+
+    asyncio.run(guarded())
+    gc.collect()
+    return found
+
+
+def test_a_task_that_nobody_awaits_is_told_while_it_is_held() -> None:
+    async def fail() -> None:
+        raise FaultError("x")
+
+    async def story(found: list[dict[str, Any]]) -> None:
+        held = [told(asyncio.create_task(fail()), "the work"), told(asyncio.create_task(asyncio.sleep(9)), "more")]
+        held[1].cancel()
+        await asyncio.wait(held)
+        await asyncio.sleep(0)
+        assert [context["message"] for context in found] == ["the work has failed"]
+
+    assert isinstance(run(story)[0]["exception"], FaultError)
+
+
+def test_of_reports_one_that_cannot_be_made_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = keeper.store
+
+    def store(folder: Path, incident: Incident) -> Path:
+        if incident.number == 1:
+            raise FaultError("a page that cannot be made")
+        return good(folder, incident)
+
+    def deliver(incident: Incident, page: Path) -> None:
+        raise FaultError("nobody is told")
+
+    monkeypatch.setattr(keeper, "store", store)
+    kept = Keeper(tmp_path, "j", (), deliver)
+    for number in (1, 2, 3):
+        kept.tell(OpenIncident(number, 1, "x", "y"), Now(0, 1.0))
+    kept.close(GUARD_S)
+    assert [load(tmp_path, number).number for number in (2, 3)] == [2, 3]
+    assert "a page that cannot be made" in caplog.text and "nobody is told" in caplog.text
+
+
+def test_a_webhook_outlives_what_it_did_not_expect(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def attempt(self: Webhook, message: bytes) -> str:
+        raise FaultError("https://x/s3cr3t")
+
+    monkeypatch.setattr(Webhook, "_try", attempt)
+    webhook = Webhook("https://example.org/s3cr3t", pauses_s=())
+    for _ in range(2):
+        webhook.post(Incident(number=1, job="j", attempt=1, facts=[]), Path("p"))
+    webhook.close(GUARD_S)
+    assert (webhook.delivered, webhook.given_up) == (0, 2)
+    assert "FaultError" in caplog.text and "s3cr3t" not in caplog.text
+
+
+def test_a_view_goes_on_after_what_cannot_be_drawn(caplog: pytest.LogCaptureFixture) -> None:
+    painter, drawn = _Painter(), list[int]()
+
+    def fail() -> None:
+        raise FaultError("no such glyph")
+
+    painter.put(fail)
+    painter.put(lambda: drawn.append(1))
+    painter.close(GUARD_S)
+    assert drawn == [1] and "no such glyph" in caplog.text
+
+
+def test_a_view_that_cannot_read_on_says_so() -> None:
+    class Broken:
+        async def overview(self) -> Any:
+            raise ConnectionError("not now")
+
+        async def follow(self, number: int) -> Any:
+            raise FaultError("no such item")
+            yield
+
+    with pytest.raises(FaultError):
+        asyncio.run(show(Broken(), Console(file=io.StringIO())))
+
+
+def test_a_rank_whose_log_fails_is_read_on(tmp_path: Path) -> None:
+    class Broken(RankLog):
+        def write(self, lines: Sequence[str], unix_s: float) -> None:
+            raise FaultError("a log of ours")
+
+    async def story(found: list[dict[str, Any]]) -> None:
+        tails = Tails()
+        pump = Pump(tails, lambda rank, lines: None, lambda: 1.0)
+        ours, theirs = os.pipe()
+        pump.add(3, ours, Broken(tmp_path, 3, 1))
+        for text in (b"one\n", b"two\n"):
+            os.write(theirs, text)
+            while text.decode().strip() not in tails.last(3):
+                await asyncio.sleep(0.01)
+        os.close(theirs)
+        await pump.close()
+
+    found = run(story)
+    assert [context["message"] for context in found] == ["writing the log of rank 3 has failed"] * 2
+
+
+def test_tests_of_a_host_that_cannot_be_run_are_answered() -> None:
+    answers: list[messages.Checked] = []
+
+    def check(kind: str, peers: Sequence[str], own: Sequence[int]) -> list[messages.CheckOutcome]:
+        raise FaultError("x" * 10_000)
+
+    asyncio.run(Checking(check, answers.append).answer(messages.Check(7, "quick", []), []))
+    ((outcome,),) = [answer.outcomes for answer in answers]
+    assert (answers[0].number, outcome.outcome) == (7, "fail")
+    assert "could not be run: FaultError: xxx" in outcome.reason and len(outcome.reason) <= 1000
+
+
+def test_a_kernel_log_that_cannot_be_read_is_let_go() -> None:
+    class Log:
+        def __init__(self) -> None:
+            self.ours, self.theirs = os.pipe()
+            self.reads = 0
+            os.write(self.theirs, b"x")
+
+        def fileno(self) -> int:
+            return self.ours
+
+        def read(self) -> None:
+            self.reads += 1
+            raise FaultError("no such record")
+
+        def close(self) -> None:
+            self.ours = -1
+
+    class Executor:
+        class senses:  # noqa: N801 - as the executor has it
+            findings = None
+
+    async def story(found: list[dict[str, Any]]) -> None:
+        log: Any = Log()
+        executor: Any = Executor()
+        asyncio.get_running_loop().add_reader(log.fileno(), _read_kernel, log, executor)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert log.reads == 1
+
+    assert run(story) == []
+
+
+def test_text_is_cut_to_what_a_message_holds() -> None:
+    cut = sendable("begin" + "\udc80ä" * 1_000_000 + "end")
+    assert cut.startswith("begin?ä") and cut.endswith("end") and "characters are left out" in cut
+    assert len(cut) < TEXT_CHARS + 100 and cut.encode()
+    assert sendable("short") == "short"
+
+
+def test_a_host_is_gone_also_where_nothing_can_be_cleaned_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story(found: list[dict[str, Any]]) -> None:
+        gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        backend = LocalBackend(tmp_path / "executors", lambda host: [sys.executable, "-c", ""], 1)
+        await backend.begin(Listener(lambda host, why: gone.set_result(host), lambda left_s: None))
+
+        def fail(self: Path, missing_ok: bool = False) -> None:
+            raise PermissionError(30, "Read-only file system")
+
+        monkeypatch.setattr(Path, "unlink", fail)
+        await backend.ask(1)
+        assert await gone == "host-1"
+        monkeypatch.undo()
+
+    assert run(story) == []
+    assert "Read-only file system" in caplog.text
+
+
+def test_an_interface_that_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None: ...
+
+    async def story(found: list[dict[str, Any]]) -> None:
+        async with HttpServer(app, Address("127.0.0.1", 0), None, None) as server:
+
+            def fail() -> None:
+                raise FaultError("a timer of the server")
+
+            monkeypatch.setattr(server._server, "on_tick", lambda counter: fail())
+            while not found:
+                await asyncio.sleep(0.01)
+
+    assert run(story)[0]["message"] == "the interface for people has failed"
+
+
+def test_an_interface_that_does_not_begin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None: ...
+
+    async def story(found: list[dict[str, Any]]) -> None:
+        server = HttpServer(app, Address("127.0.0.1", 0), None, None)
+
+        async def fail(sockets: Any) -> None:
+            raise FaultError("no server")
+
+        monkeypatch.setattr(server._server, "serve", fail)
+        with pytest.raises(FaultError):
+            async with server:
+                pass
+        server._socket.close()
+
+    run(story)
+
+
+@pytest.fixture(autouse=True)
+def _warnings(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
