@@ -16,6 +16,7 @@ from phalanx.checks.contract import Check
 from phalanx.checks.host import Host
 from phalanx.checks.result import CheckResult, failed, passed, skipped
 from phalanx.core.kernel_files import read_text
+from phalanx.core.process_table import parse_stat
 
 _NAME = "leftovers"
 
@@ -122,20 +123,19 @@ def read_processes(proc: Path, user: int, *, has_gpus: bool) -> list[Process]:
     found = []
     with os.scandir(proc) as entries:
         for entry in entries:
-            with contextlib.suppress(OSError, ValueError, IndexError):
+            with contextlib.suppress(OSError):
                 if entry.name.isdigit() and entry.stat().st_uid == user:
                     found.append(_read(entry.path, has_gpus))
-    return found
+    return [process for process in found if process is not None]
 
 
-def _read(folder: str, has_gpus: bool) -> Process:
-    stat = _bytes(f"{folder}/stat").decode(errors="replace")
-    end = stat.rindex(")")
-    rest = stat[end + 1 :].split()
+def _read(folder: str, has_gpus: bool) -> Process | None:
+    seen = parse_stat(_bytes(f"{folder}/stat"))
+    if seen is None:
+        return None
     environment = b"\0" + _bytes(f"{folder}/environ")
     marked = any(mark in environment for mark in _RANK_MARKS)
-    gpus = _gpu_files(f"{folder}/fd") if has_gpus else ()
-    return Process(int(folder.rpartition("/")[2]), int(rest[1]), stat[stat.index("(") + 1 : end], marked, gpus)
+    return Process(seen.pid, seen.parent, seen.name, marked, _gpu_files(f"{folder}/fd") if has_gpus else ())
 
 
 def _bytes(path: str) -> bytes:

@@ -8,9 +8,9 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-_START_TIME = 19  # of the fields of /proc/PID/stat after the name, see proc(5)
+from phalanx.core.kernel_files import boot_id
+from phalanx.core.process_table import read_process
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,10 @@ class Identity:
 
 def identity_of(pid: int) -> Identity | None:
     """Who has the number `pid` now; None where nobody has it, or what has it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except (FileNotFoundError, ProcessLookupError):
+    process = read_process(pid)
+    if process is None or process.state in "ZX":
         return None
-    return None if fields[0] in "ZX" else Identity(pid, int(fields[_START_TIME]), boot_id)
+    return Identity(pid, process.started_ticks, boot_id())
 
 
 class Watched:

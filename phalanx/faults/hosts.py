@@ -22,6 +22,7 @@ from typing import TypeVar
 import psutil
 
 from phalanx.core.errors import UserError
+from phalanx.core.process_table import descendants, processes
 from phalanx.faults.clock import jumped
 from phalanx.faults.manifest import Incident
 from phalanx.faults.proxy import Link
@@ -242,28 +243,9 @@ def _on_link(kind: str, link: Link, delay_s: float) -> AbstractContextManager[No
 
 def tree_of(roots: Iterable[int]) -> list[int]:
     """These processes and all their descendants that are there, each once."""
-    parents = _parents()  # one walk through /proc for all of them
-    children: dict[int, list[int]] = {}
-    for pid, parent in parents.items():
-        children.setdefault(parent, []).append(pid)
-    found: dict[int, None] = {}
-    waiting = [root for root in roots if root in parents]
-    while waiting:
-        pid = waiting.pop()
-        if pid not in found:
-            found[pid] = None
-            waiting += children.get(pid, [])
-    return list(found)
-
-
-def _parents() -> dict[int, int]:
-    """Who has started each process of this machine."""
-    found = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal():
-            with contextlib.suppress(OSError):
-                found[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-    return found
+    table = processes()  # one walk through /proc for all of them
+    found = dict.fromkeys(root for root in roots if root in table)
+    return list(found | dict.fromkeys(sorted(descendants(table, found))))
 
 
 def marked(mark: str) -> list[int]:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.core.process_table import read_process
 from phalanx.core.stack_dump import dump_signal
 from phalanx.run.executor.evidence import Subject, gather
 from phalanx.run.executor.flight_recorder import FlightSource
-from phalanx.run.executor.reaping.tree import read_process
 from phalanx.run.executor.stacks import Stacks, format_py_spy, py_spy_program, stacks_of
 from phalanx.run.judge.stack_text import main_stack
 from phalanx.run.messages import Accelerator

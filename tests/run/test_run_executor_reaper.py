@@ -16,10 +16,11 @@ import pytest
 
 from phalanx.checkpoint.keeper.start import end_keeper, is_listening
 from phalanx.core.errors import UserError
+from phalanx.core.process_table import descendants, processes, read_process
 from phalanx.run.executor import reaper
 from phalanx.run.executor.reaping.cgroups import Group, Home, homes
 from phalanx.run.executor.reaping.killing import until_killed
-from phalanx.run.executor.reaping.tree import descendants, describe, parse_stat, processes, read_process
+from phalanx.run.executor.reaping.tree import describe
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are held together on Linux only")
 
@@ -264,23 +265,6 @@ def test_a_root_that_has_gone_is_forgotten_for_its_number_may_be_given_out_again
     process.wait()
     with pytest.raises(ProcessLookupError, match="is gone"):
         ends.contain(process.pid)
-
-
-def test_a_stat_line_is_read_whatever_the_name_of_the_process() -> None:
-    fields = "S 1 2 3 0 -1 4 0 0 0 0 70 30 0 0 20 0 5 0 900 0 0"
-    process = parse_stat(f"77 (a) b (c) {fields}".encode())
-    assert process is not None
-    assert (process.pid, process.name, process.state, process.parent) == (77, "a) b (c", "S", 1)
-    assert (process.group, process.session, process.threads) == (2, 3, 5)
-    assert (process.cpu_ticks, process.started_ticks) == (100, 900)
-    assert parse_stat(b"") is None
-
-
-def test_a_zombie_whose_threads_run_is_alive() -> None:
-    fields = "Z 1 2 3 0 -1 4 0 0 0 0 70 30 0 0 20 0 {} 0 900 0 0"
-    for threads, alive in ((2, True), (1, False), (0, False)):
-        process = parse_stat(f"77 (a) {fields.format(threads)}".encode())
-        assert process is not None and process.is_alive is alive
 
 
 def test_descendants_are_found_at_any_depth() -> None:

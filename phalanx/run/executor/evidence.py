@@ -14,8 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from phalanx.core.kernel_files import PROC
+from phalanx.core.process_table import read_process
 from phalanx.run.executor.flight_recorder import FlightSource, collect
-from phalanx.run.executor.reaping.tree import PROC, read_process
 from phalanx.run.executor.stacks import Stacks, Start, py_spy_program, stacks_of
 from phalanx.run.messages import Accelerator, Evidence, RankEvidence
 

@@ -24,12 +24,13 @@ from pathlib import Path
 from phalanx.checkpoint.keeper.contract import KeeperLostError
 from phalanx.checkpoint.keeper.start import ensure_keeper
 from phalanx.core.errors import UserError
+from phalanx.core.process_table import descendants, processes, read_process
 from phalanx.run.executor.reaping import guard
 from phalanx.run.executor.reaping.cgroups import Group, homes
 from phalanx.run.executor.reaping.keepers import keepers_among
 from phalanx.run.executor.reaping.kernel import mount_own_proc, unshare_pids
 from phalanx.run.executor.reaping.killing import strike, until_killed
-from phalanx.run.executor.reaping.tree import children_of_this, descendants, describe, processes, read_process
+from phalanx.run.executor.reaping.tree import children_of_this, describe
 from phalanx.run.executor.reaping.ways import ByGroup, ByNamespace, BySubreaper, Way
 
 WAYS = ("cgroup", "pid-namespace", "subreaper")

@@ -15,7 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from phalanx.checkpoint.keeper.start import VARIABLE
-from phalanx.run.executor.reaping.tree import PROC, Process, descendants, read_process
+from phalanx.core.kernel_files import PROC
+from phalanx.core.process_table import Process, descendants, read_process
 
 _PROGRAM = b"phalanx.checkpoint.keeper.main"
 _LISTENS = 1 << 16  # __SO_ACCEPTCON, as /proc/net/unix shows it

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Set
 from contextlib import suppress
 
-from phalanx.run.executor.reaping.tree import read_process, send, until_gone
+from phalanx.core.process_table import read_process
+from phalanx.run.executor.reaping.tree import send, until_gone
 from phalanx.run.executor.reaping.ways import Way
 
 _LOOK_S = 0.05

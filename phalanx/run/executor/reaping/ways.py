@@ -20,8 +20,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, suppress
 
+from phalanx.core.process_table import Process, descendants, processes, read_process
 from phalanx.run.executor.reaping.cgroups import Group
-from phalanx.run.executor.reaping.tree import Process, descendants, processes, read_process, send
+from phalanx.run.executor.reaping.tree import send
 
 _ROUNDS = 100  # of stopping what has been started meanwhile
 _POLL_S = 0.001

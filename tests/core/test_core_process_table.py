@@ -1,0 +1,44 @@
+"""What /proc tells of processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from phalanx.core.process_table import descendants, parse_stat, processes, read_process
+
+
+def test_a_stat_line_is_read_whatever_the_name_of_the_process() -> None:
+    fields = "S 1 2 3 0 -1 4 0 0 0 0 70 30 0 0 20 0 5 0 900 0 0"
+    process = parse_stat(f"77 (a) b (c) {fields}".encode())
+    assert process is not None
+    assert (process.pid, process.name, process.state, process.parent) == (77, "a) b (c", "S", 1)
+    assert (process.group, process.session, process.threads) == (2, 3, 5)
+    assert (process.cpu_ticks, process.started_ticks) == (100, 900)
+    assert parse_stat(b"") is None
+
+
+def test_a_zombie_whose_threads_run_is_alive() -> None:
+    fields = "Z 1 2 3 0 -1 4 0 0 0 0 70 30 0 0 20 0 {} 0 900 0 0"
+    for threads, alive in ((2, True), (1, False), (0, False)):
+        process = parse_stat(f"77 (a) {fields.format(threads)}".encode())
+        assert process is not None and process.is_alive is alive
+
+
+def test_descendants_are_those_below_at_any_depth_whatever_else_there_is() -> None:
+    fields = "S {} 2 3 0 -1 4 0 0 0 0 70 30 0 0 20 0 5 0 900 0 0"
+    parents = {2: 1, 3: 2, 4: 3, 5: 1, 6: 6}
+    found = (parse_stat(f"{pid} (a) {fields.format(parent)}".encode()) for pid, parent in parents.items())
+    table = {process.pid: process for process in found if process is not None}
+    assert descendants(table, [2]) == {3, 4}
+    assert descendants(table, [1, 2]) == {2, 3, 4, 5}
+    assert descendants(table, [9]) == set()
+
+
+def test_this_process_is_in_the_table_and_one_that_is_not_there_is_none(tmp_path: Path) -> None:
+    itself = processes()[os.getpid()]
+    assert itself.parent == os.getppid() and itself.is_alive
+    assert read_process(os.getpid(), tmp_path) is None
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7/stat").write_text("7 (a) S")
+    assert read_process(7, tmp_path) is None and processes(tmp_path) == {}
