@@ -23,7 +23,7 @@ from phalanx.launch.failures import failure_of_exception
 from phalanx.launch.learning import import_learnt, stamps
 from phalanx.launch.line import Line, LineGoneError
 from phalanx.launch.messages import Broken, Exited, Kill, Of, Over, Prepare, Prepared, RankSpec, SendTo, Spawn, Spawned
-from phalanx.launch.template import POLL_S, import_all
+from phalanx.launch.template import POLL_S, import_all, without_collections
 
 # What every rank of a script would import else.
 _OF_RANKS = ("phalanx.launch.script",)
@@ -53,7 +53,8 @@ def _prepare(prepare: Prepare) -> Prepared:
     sys.argv[:] = prepare.argv
     import_all((*_OF_RANKS, *prepare.modules))
     fork_refused = why_not_fork(sys.modules)
-    refused = import_learnt(prepare.learnt) if fork_refused is None else []
+    with without_collections():
+        refused = import_learnt(prepare.learnt) if fork_refused is None else []
     if fork_refused is None and not refused and why_not_fork(sys.modules) is not None:
         refused = list(prepare.learnt)  # what did it could not be told
     import_all(())

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -51,10 +51,23 @@ def import_all(modules: Sequence[str]) -> None:
     Raises:
         BaseException: what an import raised.
     """
-    for name in modules:
-        importlib.import_module(name)
+    with without_collections():
+        for name in modules:
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a rank would else write to, and so copy, every page with an object on it
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """For imports: what they make stays, and looking through it for garbage again and again is an eighth of torch's."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _run(connection: Connection, specs: Sequence[RankSpec], *, fork: bool) -> None:
