@@ -52,8 +52,12 @@ def explain(run: Run, folder: Path) -> None:
 
 
 def undisturbed(case: Manifest, folder: Path, guard_s: float) -> Mapping[int, str]:
-    """The loss of every step when nothing goes wrong; run once for each number of ranks and kept in `folder`."""
-    cluster = case.cluster.model_copy(update={"spares": 0, "may_shrink": False})
+    """The loss of every step when nothing goes wrong; run once for each number of ranks and kept in `folder`.
+
+    All ranks are on one host, which imports once for all of them: what they compute does not depend on where they are.
+    """
+    alone = {"hosts": 1, "workers_per_host": case.cluster.ranks, "spares": 0, "may_shrink": False}
+    cluster = case.cluster.model_copy(update=alone)
     quiet = Manifest(id=QUIET, seed=0, cluster=cluster, steps=max(case.steps, SLOW_STEPS))
     what = f"{quiet.model_dump_json()} {SCRIPT.read_text()}"
     path = folder / f"undisturbed-{hashlib.sha256(what.encode()).hexdigest()[:12]}.json"

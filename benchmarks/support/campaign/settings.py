@@ -12,6 +12,8 @@ from phalanx.run.config import toml_value
 DISK_BYTES = 320 << 20  # more than a test of a disk writes
 PACE_S = 0.4
 """Rest in each step where something lasts for seconds, or nothing happens for minutes."""
+QUICK_S = 0.05
+"""Rest in all other steps: before the first fault, after a restart, and where steps are all that is waited for."""
 QUIET = "quiet"
 """Name of the case in which nothing happens."""
 SUBNET = "100.64.7.0/24"
@@ -78,20 +80,29 @@ def uses_namespaces(case: Manifest) -> bool:
 
 
 def script_arguments(case: Manifest, places: Places) -> list[str]:
-    kinds = kinds_of(case)
-    lasting = any(incident.lasts.unit == "seconds" for incident in case.incidents) or kinds & {*_UNHURRIED}
-    pace_s = PACE_S if lasting or case.id.startswith("healthy") else 0.05
-    if case.id == QUIET:
-        pace_s = 0.0
-    if "slow" in kinds:
-        pace_s = 0.1
     from_outside = any(
         incident.when.phase == "checkpoint" and not KINDS[incident.kind].is_inside for incident in case.incidents
     )
     arguments = [str(case.steps), "--losses", str(places.losses), "--states", str(places.states)]
-    arguments += ["--pace", str(pace_s), "--saving", "0.5" if from_outside else "0"]
-    arguments += ["--work", "20"] if "slow" in kinds else []
+    arguments += [*_pace(case), "--saving", "0.5" if from_outside else "0"]
+    arguments += ["--work", "20"] if "slow" in kinds_of(case) else []
     return arguments
+
+
+def _pace(case: Manifest) -> list[str]:
+    """How long steps rest: no longer than what the case waits for needs."""
+    if case.id == QUIET:
+        return ["--pace", "0"]
+    if case.id.startswith("healthy"):
+        return ["--pace", str(PACE_S)]
+    kinds = kinds_of(case)
+    if "slow" in kinds:  # how long a step takes has to be known before one is slow
+        return ["--pace", "0.1", "--quick", str(QUICK_S)]
+    lasting = any(incident.lasts.unit == "seconds" for incident in case.incidents) or kinds & {*_UNHURRIED}
+    if not lasting:
+        return ["--pace", str(QUICK_S)]
+    first = min(incident.when.step for incident in case.incidents)
+    return ["--pace", str(PACE_S), "--quick", str(QUICK_S), "--from", str(first)]
 
 
 def command(case: Manifest, places: Places, more: list[str]) -> list[str]:

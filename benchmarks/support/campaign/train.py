@@ -31,6 +31,8 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--losses", type=Path, required=True, help="file to which rank 0 adds a line per step")
     parser.add_argument("--states", type=Path, required=True, help="folder of checkpoints")
     parser.add_argument("--pace", type=float, default=0.05, help="rest in every step, seconds")
+    parser.add_argument("--quick", type=float, help="rest before the step --from and in later attempts; as --pace")
+    parser.add_argument("--from", type=int, default=0, dest="first", help="step from which on --pace holds")
     parser.add_argument("--saving", type=float, default=0.0, help="rest in every checkpoint, seconds")
     parser.add_argument("--work", type=int, default=0, help="more to compute in every step, of no consequence")
     return parser.parse_args()
@@ -74,13 +76,18 @@ class Training:
         parts = [parameter.grad.flatten() for parameter in self.model.parameters()]
         whole = torch.cat([*parts, loss.detach().reshape(1)]) / self.ranks
         began_ns = time.monotonic_ns()
-        time.sleep(self.options.pace)
+        time.sleep(self.pace_s(step))
         dist.all_reduce(whole)
         idle_ns = time.monotonic_ns() - began_ns
         for parameter, part in zip(self.model.parameters(), whole[:-1].split([p.numel() for p in parts]), strict=True):
             parameter.grad.copy_(part.view_as(parameter))
         self.optimizer.step()
         return whole[-1].item(), idle_ns
+
+    def pace_s(self, step: int) -> float:
+        options = self.options
+        is_quick = options.quick is not None and (step < options.first or self.attempt > 1)
+        return options.quick if is_quick else options.pace
 
     def use_own_disk(self, step: int) -> None:
         """As scripts do that keep samples at hand on the disk of their host."""
