@@ -88,6 +88,38 @@ def test_a_rank_that_says_what_it_expects_gets_it_and_no_more() -> None:
     assert found_s is not None and 120.0 <= found_s < 130.0
 
 
+def test_a_pause_of_others_is_no_excuse_for_a_rank_that_has_not_come_to_it() -> None:
+    """Rank 1 stands in the step after which rank 0 saves; rank 2, who has done it, may wait; rank 3 is not heard."""
+    for standing_at, kinds in ((19, ["watch", "due"]), (20, ["moving", "moving"])):
+        judge = StepJudge(1, 0.0)
+        for second in range(1, 20):
+            judge.observe(1, [worker(rank, second, 0.1, 1.0) for rank in range(4)], second + 0.1)
+        found = []
+        for second in range(20, 27):
+            age_s = second - standing_at + 0.1
+            saves = worker(0, 20, second - 20 + 0.1, 1.0, "checkpoint", second - 20 + 0.05, 60.0)
+            waits = worker(2, 20, second - 20 + 0.1, 1.0)
+            judge.observe(1, [saves, worker(1, standing_at, age_s, 1.0), waits], second + 0.1)
+            found.append(judge.standing(second + 0.1).kind)
+        assert [kind for kind in kinds if kind in found] == kinds, found
+        assert found[0] == "moving" and found[-1] == kinds[-1]
+    judge.observe(1, [worker(0, 21, 0.0, 7.0), worker(2, 21, 0.0, 7.0)], 27.0)
+    assert judge.standing(27.0).kind == "moving"
+
+
+def test_a_rank_that_comes_to_the_pause_later_is_excused_as_the_others() -> None:
+    judge = StepJudge(1, 0.0)
+    for second in range(1, 21):
+        judge.observe(1, [worker(0, second, 0.1, 1.0), worker(1, min(second, 19), 0.1, 1.0)], second + 0.1)
+    saves = worker(0, 20, 4.0, 1.0, "checkpoint", 4.0, 60.0)
+    judge.observe(1, [saves, worker(1, 19, 5.0, 1.0)], 24.0)
+    assert judge.standing(24.0).kind == "watch" and judge.next_look_s(24.0) < 3
+    judge.observe(1, [saves, worker(1, 20, 0.0, 5.0)], 25.0)
+    assert judge.standing(40.0).kind == "moving"
+    judge.observe(1, [worker(0, 20, 20.0, 1.0), worker(1, 20, 16.0, 5.0)], 41.0)
+    assert judge.standing(41.0).kind == "moving" and judge.standing(47.0).kind == "due", "the checkpoint is over"
+
+
 def test_an_evaluation_that_outlasts_what_it_expected_is_looked_at_and_left() -> None:
     job = Job([1.0] * 40, [Pause(20, 300.0, "evaluate", expects_s=100.0)])
     assert found_after_s(job, until_s=job.end) is None

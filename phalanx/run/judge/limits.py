@@ -83,6 +83,10 @@ class StepJudge:
         """Until when a rank's phase excuses the job, and its name."""
         self._longest: tuple[float, str] | None = None
         self._is_longest_known = True
+        self._paused_at = 0
+        """The most steps that a rank had done when it paused."""
+        self._left: set[int] = set()
+        """Ranks that have not made a step which others had done before they paused."""
         self._step_s = self._progress_s = now_s
         """When any rank's last step ended, and the same or when a phase began, if that is later."""
         self._front = -1
@@ -110,6 +114,8 @@ class StepJudge:
         if attempt != self.attempt:
             return
         step_of, pauses = self._step_of, self._pauses  # this is done for every rank once a second
+        if self._left and not pauses:
+            self._left.clear()
         like: WorkerState | None = None
         for worker in workers:
             if (
@@ -135,8 +141,12 @@ class StepJudge:
             if worker.state == "ended":
                 step_of.pop(rank, None)
                 self._drop_pause(rank)
+                self._left.discard(rank)
             elif worker.phase not in ORDINARY_PHASES or worker.expects_s > 0 or rank in pauses:
+                self._left.discard(rank)
                 self._look_for_pause(worker, now_s)
+            elif pauses:
+                self._look_if_left(worker, step)
         self._progress_s = max(self._progress_s, self._step_s)
 
     def _look_for_pause(self, worker: WorkerState, now_s: float) -> None:
@@ -144,6 +154,7 @@ class StepJudge:
         began_s = now_s - worker.phase_age_s
         self._progress_s = max(self._progress_s, began_s)
         if wanted_s > 0:
+            self._paused_at = max(self._paused_at, worker.steps_here)
             pause = began_s + wanted_s, worker.phase
             before = self._pauses.get(worker.rank)
             self._pauses[worker.rank] = pause
@@ -154,6 +165,13 @@ class StepJudge:
             self._was_excused |= began_s + wanted_s > now_s
         else:
             self._drop_pause(worker.rank)
+
+    def _look_if_left(self, worker: WorkerState, step: int) -> None:
+        """Who waits for a rank that pauses has done as many steps; who has done fewer is what others will wait for."""
+        if 0 < step < self._paused_at and worker.step_age_s > self._watch_s():
+            self._left.add(worker.rank)
+        else:
+            self._left.discard(worker.rank)
 
     def _drop_pause(self, rank: int) -> None:
         before = self._pauses.pop(rank, None)
@@ -188,7 +206,7 @@ class StepJudge:
     def standing(self, now_s: float) -> Standing:
         """Where the job stands now."""
         quiet_s, limit_s, usual_s = self._quiet_s(now_s), self._limit_s(), self.usual_s
-        if (pause := self._pause(now_s)) is not None:
+        if not self._left and (pause := self._pause(now_s)) is not None:
             phase, left_s = pause
             return Standing("moving", quiet_s, quiet_s + left_s, usual_s, f"in {phase}, for {left_s:.0f} s more")
         if (patience_s := self._exceeded_patience_s(now_s)) is not None:
@@ -210,7 +228,7 @@ class StepJudge:
     def next_look_s(self, now_s: float) -> float:
         """Seconds until the standing changes if nothing is reported; at least 0."""
         quiet_s = self._quiet_s(now_s)
-        if (pause := self._pause(now_s)) is not None:
+        if not self._left and (pause := self._pause(now_s)) is not None:
             return pause[1]
         ahead = [at_s - quiet_s for at_s in (self._watch_s(), self._limit_s()) if at_s >= quiet_s]
         return max(min(ahead, default=0.0), 0.0)
