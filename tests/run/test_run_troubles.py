@@ -7,20 +7,27 @@ import gc
 import io
 import logging
 import os
+import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from driver_helpers import Town, running
 from rich.console import Console
 
+from phalanx.core.errors import UserError
 from phalanx.core.tasks import told
 from phalanx.run import messages
 from phalanx.run.api.serving import HttpServer
 from phalanx.run.backends.base import Listener
 from phalanx.run.backends.local import LocalBackend
 from phalanx.run.decide.actions import OpenIncident
+from phalanx.run.decide.policy import Job
+from phalanx.run.drive.main import _begin, _step_down
+from phalanx.run.drive.signals import heed_signals
+from phalanx.run.drive.troubles import told_to
 from phalanx.run.executor.checking import Checking
 from phalanx.run.executor.main import _read_kernel
 from phalanx.run.executor.parts import TEXT_CHARS, sendable
@@ -32,6 +39,7 @@ from phalanx.run.logs.files import RankLog
 from phalanx.run.logs.pump import Pump
 from phalanx.run.logs.tails import Tails
 from phalanx.run.now import Now
+from phalanx.run.people.hub import Hub, Told
 from phalanx.run.people.view import _Painter, show
 from phalanx.run.people.webhook import Webhook
 from phalanx.run.wire.addresses import Address
@@ -222,6 +230,81 @@ def test_a_host_is_gone_also_where_nothing_can_be_cleaned_up(
 
     assert run(story) == []
     assert "Read-only file system" in caplog.text
+
+
+def test_faults_of_the_driver_are_told_to_people() -> None:
+    hub = Hub()
+
+    async def story() -> None:
+        async with told_to(hub):
+            asyncio.get_running_loop().call_soon(lambda: 1 / 0)  # asyncio writes it down
+            await asyncio.sleep(0)
+            for _ in range(3):
+                await asyncio.to_thread(logging.getLogger("phalanx.x").error, "the store\nis %s", "shut")
+            logging.getLogger("phalanx.x").warning("it is late")
+            await asyncio.sleep(0.01)
+        logging.getLogger("phalanx.x").error("nobody is there")
+
+    asyncio.run(story())
+    said = [item.text for item in hub.since(0) if isinstance(item, Told)]
+    assert len(said) == 2 and "ZeroDivisionError: division by zero" in said[0]
+    assert said[1] == "a fault in the driver, whose log says more: the store"
+
+
+class Begins:
+    """A back end that cannot begin."""
+
+    async def begin(self, listener: Listener) -> None:
+        raise UserError("Slurm does not answer", cure="look at slurmctld")
+
+
+def test_a_back_end_that_cannot_be_used_just_now_is_no_end_of_a_job_that_runs(tmp_path: Path) -> None:
+    town = Town(tmp_path, "a", Job("j", hosts=1))
+    backend: Any = Begins()
+    with pytest.raises(UserError, match="Slurm"):
+        asyncio.run(_begin(town.driver, backend))
+    town.begin()
+    town.until(running(1))
+    asyncio.run(_begin(town.driver, backend))
+    assert "Slurm does not answer" in str(town.driver.problem) and town.driver.finished is None
+    town.journal.close()
+
+
+def test_a_driver_without_anybody_who_orders_hosts_steps_down(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> None:
+        raise FaultError("no orders")
+
+    async def story() -> None:
+        town = Town(tmp_path, "a", Job("j", hosts=1))
+        ordering = asyncio.create_task(fail())
+        ordering.add_done_callback(lambda task: _step_down(town.driver, task))
+        await asyncio.wait([ordering])
+        await asyncio.sleep(0)
+        assert "no orders" in str(town.driver.problem)
+        town.journal.close()
+
+    asyncio.run(story())
+    assert "nobody orders the back end any more" in caplog.text and "Traceback" in caplog.text
+
+
+def test_a_sigterm_that_nobody_can_explain_ends_the_driver_alone(tmp_path: Path) -> None:
+    class Silent:
+        async def goes_on(self) -> bool:
+            raise FaultError("no answer")
+
+        async def begin(self, listener: Listener) -> None: ...
+
+    async def story() -> None:
+        town = Town(tmp_path, "a", Job("j", hosts=1))
+        changed = asyncio.Event()
+        town.driver.on_change = changed.set
+        heed_signals(town.driver, Silent())  # type: ignore[arg-type]
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(changed.wait(), GUARD_S)
+        assert town.driver.problem is not None and town.driver.state.ending is None
+        town.journal.close()
+
+    asyncio.run(story())
 
 
 def test_an_interface_that_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

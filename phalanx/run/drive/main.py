@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import resource
 import signal
@@ -13,12 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from phalanx.core.errors import UserError
+from phalanx.core.tasks import told
 from phalanx.run.api.house import open_house
 from phalanx.run.backends.base import Backend, Ordered
 from phalanx.run.backends.choose import make_backend, settle
 from phalanx.run.config import RunConfig, workers_on
 from phalanx.run.drive.signals import heed_signals
 from phalanx.run.drive.told import executor_command, watching
+from phalanx.run.drive.troubles import told_to
 from phalanx.run.driver.book import Book
 from phalanx.run.driver.classify import class_of, suspects_named
 from phalanx.run.driver.driver import Driver
@@ -35,6 +39,8 @@ from phalanx.run.people.source import SHOWN_HOSTS, Source
 from phalanx.run.secrets import Token, ensure_token, server_context, without_tokens
 from phalanx.run.wire.addresses import publish
 from phalanx.run.wire.server import ExecutorServer
+
+_log = logging.getLogger(__name__)
 
 TO_BE_STARTED_AGAIN = 75
 """Exit status of a driver that had to end although the job goes on (EX_TEMPFAIL of sysexits.h)."""
@@ -116,12 +122,12 @@ class _Joined:
         heed_signals(driver, backend)
         # Whoever supervises a driver starts it with these blocked: one that comes too early waits for us.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
-        async with server, open_house(config, self.folder, driver, book, hub):
+        async with told_to(hub), server, open_house(config, self.folder, driver, book, hub):
             publish(self.folder / "driver", server.address)
-            await backend.begin(driver.listener())
-            driver.begin()
+            await _begin(driver, backend)
             ordering = asyncio.create_task(orders.run())
-            showing = asyncio.create_task(self.show(_Here(driver, book, hub)))
+            ordering.add_done_callback(lambda task: _step_down(driver, task))
+            showing = told(asyncio.create_task(self.show(_Here(driver, book, hub))), "the view")
             try:
                 await keep_going(driver, changed)
             finally:
@@ -166,6 +172,29 @@ class _Joined:
             ssl=server_context(config.tls.files) if config.tls.files else None,
             field="run.listen",
         )
+
+
+async def _begin(driver: Driver, backend: Backend) -> None:
+    """Begin; where the back end of a job that runs already cannot be used just now, the next driver tries again.
+
+    Raises:
+        UserError: it cannot be used, and nothing runs yet.
+    """
+    try:
+        await backend.begin(driver.listener())
+    except UserError as error:
+        if not driver.state.attempt:
+            raise
+        driver.step_down(error)
+    else:
+        driver.begin()
+
+
+def _step_down(driver: Driver, ordering: asyncio.Task[None]) -> None:
+    """Without anybody who orders hosts, a job would wait for ever."""
+    if not ordering.cancelled() and (error := ordering.exception()) is not None:
+        _log.error("nobody orders the back end any more", exc_info=error)
+        driver.step_down(RuntimeError(f"what orders the back end has failed: {type(error).__name__}: {error}"))
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 
+from phalanx.core.tasks import told
 from phalanx.run.backends.base import Backend, Movable
 from phalanx.run.decide.events import StopAsked
 from phalanx.run.driver.driver import Driver
+
+_log = logging.getLogger(__name__)
 
 
 class _MovedError(Exception):
@@ -23,7 +27,12 @@ def heed_signals(driver: Driver, backend: Backend) -> None:
         driver.ask(lambda at_s: StopAsked(at_s, f"{number.name} at {socket.gethostname()}"))
 
     async def ask_first(movable: Movable) -> None:
-        if await movable.goes_on():
+        try:
+            goes_on = await movable.goes_on()
+        except Exception:  # whoever is to be ended must not live on because of that; a job that is wanted goes on
+            _log.exception("the back end does not say whether the job shall go on: it does")
+            goes_on = True
+        if goes_on:
             driver.step_down(_MovedError("its process is ended, and the next one takes over"))
         else:
             stop(signal.SIGTERM)
@@ -31,6 +40,10 @@ def heed_signals(driver: Driver, backend: Backend) -> None:
     loop.add_signal_handler(signal.SIGINT, stop, signal.SIGINT)
     if isinstance(backend, Movable):
         asked: list[asyncio.Task[None]] = []  # a task that nobody holds may be dropped
-        loop.add_signal_handler(signal.SIGTERM, lambda: asked.append(loop.create_task(ask_first(backend))))
+
+        def ask() -> None:
+            asked.append(told(loop.create_task(ask_first(backend)), "what follows from SIGTERM"))
+
+        loop.add_signal_handler(signal.SIGTERM, ask)
     else:
         loop.add_signal_handler(signal.SIGTERM, stop, signal.SIGTERM)

@@ -290,8 +290,8 @@ class ExecutorServer:
         _log.warning("refused a connection from %s%s: %s%s", peer.address, _named(peer), refusal.reason, more)
 
     def _sweep_again(self) -> None:
-        self.sweep()
         self._sweeper = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep_again)
+        self.sweep()  # last, so that nothing that it raises is the end of it
 
 
 def _named(peer: Peer) -> str:
