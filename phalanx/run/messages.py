@@ -195,6 +195,10 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
 
     Attributes:
         dropped_lines: how many log lines were left out since the last heartbeat.
+        are_alike: the workers come in order of successive ranks, agree in all but times and sizes (`step`, `phase`,
+            `expects_s`, `steps_here`, `state`), and their losses are finite: whoever hears ten thousand hosts need look
+            at the first of each only. False says nothing.
+        busy_s: the longest of the workers; negative: none is known.
     """
 
     sequence: int
@@ -204,6 +208,8 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     host: HostState
     lines: list[LogLine] = []
     dropped_lines: int = 0
+    are_alike: bool = False
+    busy_s: float = -1.0
 
 
 class Prepared(Message, frozen=True, tag="prepared"):

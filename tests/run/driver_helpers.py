@@ -13,6 +13,7 @@ from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.decide.state import State
 from phalanx.run.driver.book import Book
 from phalanx.run.driver.driver import Driver, Settings
+from phalanx.run.executor.heartbeats import heartbeat
 from phalanx.run.journal import Journal, open_journal
 from phalanx.run.now import Now
 from phalanx.run.wire.peer import Mark
@@ -93,7 +94,7 @@ class FakeHost:
         self.sequence += 1
         found = [] if self.sent_bytes is None else [messages.Interface("ib0", self.sent_bytes, self.sent_bytes)]
         state = messages.HostState(0.0, 0, 0, 0, found)
-        return messages.Heartbeat(self.sequence, now_s, self.attempt, workers, state)
+        return heartbeat(self.sequence, now_s, self.attempt, workers, state, [])
 
 
 class Town:

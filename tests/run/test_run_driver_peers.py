@@ -13,11 +13,13 @@ from phalanx.run import messages
 from phalanx.run.decide import actions
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.driver.peers import SlowWatch
+from phalanx.run.executor.heartbeats import heartbeat
 from phalanx.run.judge.slow import SlowConfig
-from phalanx.run.messages import WorkerState
+from phalanx.run.messages import HostState, WorkerState
 from phalanx.run.now import Now
 
 HOSTS = 256
+HOST = HostState(0.0, 0, 0, 0)
 NAMES = [f"h{number:03}" for number in range(HOSTS)]
 
 
@@ -52,7 +54,7 @@ def run(cluster: Cluster, step_s: float, steps: int, config: SlowConfig | None =
         for index, name in enumerate(NAMES):
             busy_s = float(np.sort(times[:, index])[(per_beat - 1) // 2])
             report = [WorkerState(index, 1, "running", done, busy_s=busy_s, steps_here=done)]
-            watch.on_heartbeat(name, report, Now(now_s + 0.5 * index / HOSTS, now_s))
+            watch.on_heartbeat(name, heartbeat(1, 0.0, 1, report, HOST, []), Now(now_s + 0.5 * index / HOSTS, now_s))
         named += [(event.host, done) for event in watch.look(Now(now_s + 0.6, now_s))]  # type: ignore[union-attr]
     return named
 
@@ -78,7 +80,8 @@ def test_a_script_that_does_not_report_it_is_not_judged() -> None:
     watch = SlowWatch(1, NAMES[:2], SlowConfig(), 1.0)
     for second in range(100):
         for name in NAMES[:2]:
-            watch.on_heartbeat(name, [WorkerState(0, 1, "running", second, steps_here=second)], Now(second, second))
+            report = [WorkerState(0, 1, "running", second, steps_here=second)]
+            watch.on_heartbeat(name, heartbeat(1, 0.0, 1, report, HOST, []), Now(second, second))
         assert watch.look(Now(second, second)) == []
 
 

@@ -19,6 +19,7 @@ from phalanx.run.decide.events import (
 )
 from phalanx.run.driver.attempt import ADVANCED_S, BROKEN_STEPS, AttemptWatch
 from phalanx.run.driver.hosts import HostWatch
+from phalanx.run.executor.heartbeats import heartbeat
 from phalanx.run.messages import Heartbeat, Hello, HostState, WorkerEnded, WorkerState
 from phalanx.run.now import Now, read_clocks
 
@@ -34,7 +35,7 @@ def hello(host: str, attempt: int = 0, running: tuple[int, ...] = ()) -> Hello:
 
 
 def beat(attempt: int, *workers: WorkerState) -> Heartbeat:
-    return Heartbeat(1, 0.0, attempt, list(workers), HOST)
+    return heartbeat(1, 0.0, attempt, list(workers), HOST, [])
 
 
 def worker(rank: int, step: int = -1, **given: Any) -> WorkerState:

@@ -13,7 +13,7 @@ from phalanx.run.decide.events import Event, SlowHost, TrafficSilent
 from phalanx.run.judge.limits import Standing
 from phalanx.run.judge.slow import SlowConfig, SlowJudge
 from phalanx.run.judge.traffic import Traffic, TrafficConfig, TrafficJudge
-from phalanx.run.messages import Heartbeat, Interface, WorkerState
+from phalanx.run.messages import Heartbeat, Interface
 from phalanx.run.now import Now
 
 SETTLING_S = 10.0
@@ -59,17 +59,13 @@ class SlowWatch:
         self._per_round = 1
         self._told_s: dict[str, float] = {}
 
-    def on_heartbeat(self, host: str, workers: Sequence[WorkerState], now: Now) -> None:
+    def on_heartbeat(self, host: str, beat: Heartbeat, now: Now) -> None:
         """What the ranks of one host report."""
-        longest_s, steps = -1.0, 0
-        if not workers or workers[0].busy_s < 0:  # a script that does not report it
+        workers, longest_s = beat.workers, beat.busy_s
+        if longest_s <= 0 or not workers:  # a script that does not report it
             return
-        for worker in workers:
-            if worker.busy_s > longest_s:
-                longest_s = worker.busy_s
-            if worker.steps_here > steps:
-                steps = worker.steps_here
-        if longest_s <= 0 or not steps:
+        steps = workers[0].steps_here if beat.are_alike else max(worker.steps_here for worker in workers)
+        if not steps:
             return
         if self._judge is None:
             self._settle(steps, now)
@@ -130,7 +126,7 @@ class Peers:
     def on_heartbeat(self, host: str, beat: Heartbeat, now: Now) -> None:
         """What one host reports."""
         if beat.attempt == self._attempt and host in self._machines:
-            self._slow.on_heartbeat(host, beat.workers, now)
+            self._slow.on_heartbeat(host, beat, now)
             self._traffic.on_heartbeat(host, beat.host.interfaces, now)
 
     def look(self, standing: Standing, is_paused: bool, now: Now) -> list[Event]:

@@ -25,6 +25,7 @@ from phalanx.launch.warm import LEARNT, WarmTemplate, Word
 from phalanx.run import messages
 from phalanx.run.executor.alone import Alone
 from phalanx.run.executor.checking import Checking
+from phalanx.run.executor.heartbeats import heartbeat
 from phalanx.run.executor.parts import Here, Holder, Line, Senses, sendable
 from phalanx.run.executor.workers import Workers
 from phalanx.run.logs.pump import Pump
@@ -366,7 +367,7 @@ class Executor:
         workers = self.workers
         states = [] if workers is None else workers.states()
         attempt = self.attempt if workers is None else workers.attempt
-        return messages.Heartbeat(self._sequence, self.unix_s(), attempt, states, self.senses.state(), lines, dropped)
+        return heartbeat(self._sequence, self.unix_s(), attempt, states, self.senses.state(), lines, dropped)
 
     def _on_lines(self, rank: int, lines: Sequence[str]) -> None:
         found = self.senses.findings(rank, lines)

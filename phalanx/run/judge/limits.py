@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -109,25 +109,18 @@ class StepJudge:
         """How many steps the foremost rank has done in this attempt; -1: none has said so."""
         return self._front
 
-    def observe(self, attempt: int, workers: Iterable[WorkerState], now_s: float) -> None:
-        """Take in what some ranks report, such as those of one heartbeat."""
+    def observe(self, attempt: int, workers: Sequence[WorkerState], now_s: float, *, are_alike: bool = False) -> None:
+        """Take in what some ranks report, such as those of one heartbeat.
+
+        Args:
+            are_alike: they have the same steps, phase, state and expectation, so that one speaks for all.
+        """
         if attempt != self.attempt:
             return
-        step_of, pauses = self._step_of, self._pauses  # this is done for every rank once a second
+        step_of, pauses = self._step_of, self._pauses
         if self._left and not pauses:
             self._left.clear()
-        like: WorkerState | None = None
-        for worker in workers:
-            if (
-                like is not None
-                and not pauses
-                and worker.steps_here == like.steps_here
-                and worker.phase == like.phase
-                and worker.state == like.state
-                and worker.expects_s == like.expects_s
-            ):
-                continue  # it says nothing new
-            like = worker
+        for worker in workers[:1] if are_alike and not pauses and self._speaks_for_all(workers) else workers:
             rank, step = worker.rank, worker.steps_here if worker.step >= 0 else -1
             before = step_of.get(rank)
             if before != step:
@@ -148,6 +141,16 @@ class StepJudge:
             elif pauses:
                 self._look_if_left(worker, step)
         self._progress_s = max(self._progress_s, self._step_s)
+
+    def _speaks_for_all(self, workers: Sequence[WorkerState]) -> bool:
+        """Whether nothing is to be learnt from the others but their steps, which are noted."""
+        first = workers[0]
+        rank, step = first.rank, first.steps_here if first.step >= 0 else -1
+        is_ordinary = first.phase in ORDINARY_PHASES and first.expects_s <= 0 and first.state != "ended"
+        if not is_ordinary or step <= self._step_of.get(rank, 0):  # others may have made that step only now
+            return False
+        self._step_of.update(dict.fromkeys(range(rank + 1, rank + len(workers)), step))
+        return True
 
     def _look_for_pause(self, worker: WorkerState, now_s: float) -> None:
         wanted_s = worker.expects_s or (0.0 if worker.phase in ORDINARY_PHASES else self._config.phase_s)

@@ -215,15 +215,6 @@ class SlowJudge:
         return SlowUnit(self._units[index], math.exp(self._mean(blocks)[index]), since, last)
 
 
-def by_host(busy_s: Mapping[int, float], host_of: Mapping[int, str]) -> dict[str, float]:
-    """Own times of hosts from those of their ranks: of each the longest."""
-    times: dict[str, float] = {}
-    for rank, seconds in busy_s.items():
-        if rank in host_of:
-            times[host_of[rank]] = max(seconds, times.get(host_of[rank], seconds))
-    return times
-
-
 def noise_of(jumps: Sequence[Values]) -> float:
     """Standard deviation of a value by chance, from its changes from block to block."""
     changes = np.concatenate(jumps) if jumps else np.empty(0)

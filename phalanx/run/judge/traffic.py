@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,30 +61,44 @@ class _Host:
         heard_s: when they last grew by more than an unused link's do.
         window_bytes: since the present window began.
         rates: bytes per second in past windows, the newest last.
+        usual: the usual one; 0: not known.
+        last: interfaces as they were read last.
     """
 
     def __init__(self, now_s: float) -> None:
-        self.last: dict[str, tuple[int, int]] = {}
+        self.last: Sequence[Interface] = ()
         self.read_s: float | None = None
         self.heard_s = now_s
         self.window_bytes = 0
         self.rates: deque[float] = deque(maxlen=_USUAL_WINDOWS)
+        self.usual = 0.0
 
-    def count(self, interfaces: Iterable[Interface]) -> int:
+    def count(self, interfaces: Sequence[Interface]) -> int:
         """New bytes since the last time; an interface that is new counts from now on."""
-        new = 0
-        for interface in interfaces:
-            now = (interface.sent_bytes, interface.received_bytes)
-            before = self.last.get(interface.name)
-            if before is not None:
-                new += sum(grown(old, value) for old, value in zip(before, now, strict=True))
-            self.last[interface.name] = now
+        new, last = 0, self.last
+        self.last = interfaces
+        if len(interfaces) != len(last):
+            return _count_each(interfaces, last)
+        for now, before in zip(interfaces, last, strict=True):  # as it nearly always is
+            sent_bytes, received_bytes = now.sent_bytes - before.sent_bytes, now.received_bytes - before.received_bytes
+            if sent_bytes < 0 or received_bytes < 0 or now.name != before.name:
+                return _count_each(interfaces, last)
+            new += sent_bytes + received_bytes
         return new
 
-    @property
-    def usual(self) -> float:
-        """The usual rate; 0: not known."""
-        return statistics.median(self.rates) if len(self.rates) >= _ENOUGH_WINDOWS else 0.0
+    def add_rate(self, rate: float) -> None:
+        """A window is over."""
+        self.rates.append(rate)
+        self.usual = statistics.median(self.rates) if len(self.rates) >= _ENOUGH_WINDOWS else 0.0
+
+
+def _count_each(interfaces: Sequence[Interface], last: Sequence[Interface]) -> int:
+    known = {interface.name: interface for interface in last}
+    return sum(
+        grown(before.sent_bytes, now.sent_bytes) + grown(before.received_bytes, now.received_bytes)
+        for now in interfaces
+        if (before := known.get(now.name)) is not None
+    )
 
 
 class TrafficJudge:
@@ -102,7 +116,7 @@ class TrafficJudge:
         self._shares: dict[str, float] = {}
         self._low_windows = 0
 
-    def observe(self, host: str, interfaces: Iterable[Interface], now_s: float) -> None:
+    def observe(self, host: str, interfaces: Sequence[Interface], now_s: float) -> None:
         """Take in the counters of a host's training interfaces, such as those of a heartbeat."""
         known = self._hosts.get(host)
         if known is None:
@@ -171,7 +185,7 @@ class TrafficJudge:
             if host.usual > 0:
                 self._shares[name] = rate / host.usual
             if is_usual and (rate > self._config.least_rate or host.usual == 0):
-                host.rates.append(rate)
+                host.add_rate(rate)
         usual = sum(host.usual for host in self._hosts.values())
         total = sum(host.window_bytes for host in self._hosts.values()) / elapsed_s
         self._low_windows = self._low_windows + 1 if total < self._config.decline * usual else 0
