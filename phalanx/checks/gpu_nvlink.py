@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from phalanx.checks.contract import Check
@@ -34,19 +33,6 @@ def judge_nvlink(gpus: Sequence[Gpu]) -> CheckResult:
     action = "check fabric manager (systemctl status nvidia-fabricmanager) and Xid 74 in dmesg; reset the GPU"
     common = (float(worst.links_up), "links up", threshold.value, threshold.source)
     return CheckResult(_NAME, "fail" if bad else "pass", "; ".join(bad), *common, action if bad else "")
-
-
-def parse_nvlink_status(text: str) -> dict[int, int]:
-    """Links that are up, by GPU, from ``nvidia-smi nvlink --status``, as a bug report may contain it."""
-    found: dict[int, int] = {}
-    gpu = -1
-    for line in text.splitlines():
-        if match := re.match(r"GPU (\d+):", line):
-            gpu = int(match[1])
-            found[gpu] = 0
-        elif re.match(r"\s+Link \d+: [\d.]+ GB/s", line):
-            found[gpu] += 1
-    return found
 
 
 CHECK = Check(_NAME, "every GPU has as many NVLinks up as the others", "passive", run, limit_s=15.0)

@@ -80,14 +80,6 @@ class Gpus:
             return problem
 
 
-class KnownGpus(Gpus):
-    """GPUs that are given."""
-
-    def __init__(self, *gpus: Gpu) -> None:
-        super().__init__()
-        self._answer = gpus
-
-
 def count_on_bus(sys_root: Path) -> int:
     """NVIDIA's GPUs on the PCI bus, whether the driver still speaks to them or not."""
     found = 0

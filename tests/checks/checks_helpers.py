@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from phalanx.checks.contract import Check
-from phalanx.checks.gpus import Gpus
+from phalanx.checks.gpus import Gpu, Gpus
 from phalanx.checks.host import Host
 from phalanx.checks.result import CheckResult, passed
 
@@ -26,6 +26,14 @@ def recorded(name: str) -> Path:
     if not path.exists():
         pytest.skip(f"needs {path}")
     return path
+
+
+class KnownGpus(Gpus):
+    """GPUs that are given."""
+
+    def __init__(self, *gpus: Gpu) -> None:
+        super().__init__()
+        self._answer = gpus
 
 
 def empty_host(root: Path, **given: Any) -> Host:

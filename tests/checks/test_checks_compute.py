@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks_helpers import empty_host
+from checks_helpers import KnownGpus, empty_host
 
 from phalanx.checks import all_to_all, disk, gemm, gemm_repeat, memory_bandwidth
 from phalanx.checks.collective import CollectiveError, Task, bus_bytes, read_rank, run_here, start_rank
-from phalanx.checks.gpus import Gpu, KnownGpus
+from phalanx.checks.gpus import Gpu
 from phalanx.checks.host import Host
 
 _CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 import pytest
-from checks_helpers import empty_host, recorded, write_tree
+from checks_helpers import KnownGpus, empty_host, recorded, write_tree
 
 from phalanx.checks import gpu_count, gpu_ecc, gpu_memory, gpu_nvlink, gpu_rows, gpu_throttle, gpu_xid
 from phalanx.checks.gpus import (
     Gpu,
     Gpus,
-    KnownGpus,
     NoGpusError,
     SilentGpusError,
     count_files,
@@ -76,8 +76,21 @@ def test_xids_need_a_driver_and_a_log_that_may_be_read(tmp_path: Path) -> None:
     assert gpu_xid.run(replace(host, read_kernel_lines=lambda: lines)).outcome == "fail"
 
 
+def links_up(text: str) -> dict[int, int]:
+    """Links that are up, by GPU, from ``nvidia-smi nvlink --status``, as a bug report may contain it."""
+    found: dict[int, int] = {}
+    gpu = -1
+    for line in text.splitlines():
+        if match := re.match(r"GPU (\d+):", line):
+            gpu = int(match[1])
+            found[gpu] = 0
+        elif re.match(r"\s+Link \d+: [\d.]+ GB/s", line):
+            found[gpu] += 1
+    return found
+
+
 def test_links_of_a_real_a100_node() -> None:
-    up = gpu_nvlink.parse_nvlink_status(recorded("gpud-kmsg/fabric-manager_nvidia-smi.nvlink.status.a100").read_text())
+    up = links_up(recorded("gpud-kmsg/fabric-manager_nvidia-smi.nvlink.status.a100").read_text())
     assert up == dict.fromkeys(range(8), 12)
     gpus = [replace(_GOOD, index=index, links_up=links, links=12) for index, links in up.items()]
     assert gpu_nvlink.judge_nvlink(gpus).outcome == "pass"

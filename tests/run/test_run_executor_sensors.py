@@ -3,6 +3,7 @@
 # ruff: noqa: N802 - the names of NVML
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 import threading
@@ -67,7 +68,7 @@ def test_this_host_says_what_it_has(tmp_path: Path) -> None:
     assert state.memory_bytes > state.memory_free_bytes > 0
     assert state.disk_free_bytes == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.2)
     assert [one.name for one in state.interfaces] == ["lo"] and state.interfaces[0].is_up
-    assert sensors.silences == ["no accelerators can be read: no driver"]
+    assert state.accelerators == []
     assert 0 <= sensors.read().cpu_load <= 1
 
 
@@ -234,7 +235,7 @@ def test_a_driver_that_does_not_answer_holds_nobody_up(tmp_path: Path) -> None:
     driver.may_answer.clear()
     driver.used = 7
     assert accelerators.read(0.01)[0].memory_used_bytes == 0  # as it was
-    assert "NVML does not answer since" in accelerators.silence
+    assert "NVML does not answer since" in accelerators._states.silence
     driver.may_answer.set()
 
 
@@ -261,7 +262,7 @@ def test_memory_of_other_processes_is_not_waited_for() -> None:
 def test_where_there_is_no_driver_nothing_is_waited_for_and_the_reason_is_said() -> None:
     accelerators = Accelerators(lambda: NO_NVML)
     assert accelerators.read() == [] and accelerators.released({1}, 60) == []
-    assert accelerators.absent == accelerators.silence == "no accelerators can be read: no driver"
+    assert accelerators.absent == "no accelerators can be read: no driver"
 
 
 def test_a_question_is_asked_once_until_it_is_answered() -> None:
@@ -281,6 +282,29 @@ def test_a_question_is_asked_once_until_it_is_answered() -> None:
     may_answer.set()
     assert late._idle.wait(60) and late.last == 5
     assert late.take(60) == 5 and late.silence == "it: no more"
+
+
+def test_silence_for_long_a_late_answer_and_a_failure_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    may_answer = threading.Event()
+    answers: list[int | OSError] = [1, OSError("no more"), OSError("no more"), 2, OSError("no more")]
+
+    def ask() -> int:
+        may_answer.wait(60)
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    late = Late(ask, "the disk", 0, told_after_s=0.0)
+    for _ in range(3):
+        late.take(0.0)
+    may_answer.set()
+    assert late._idle.wait(60)
+    for _ in range(4):
+        late.take(60)
+    texts = [record.getMessage().partition(" since")[0].partition(" after")[0] for record in caplog.records]
+    assert texts == ["the disk does not answer", "the disk has answered", "the disk: no more", "the disk: no more"]
 
 
 def test_a_state_is_what_the_driver_is_sent(tmp_path: Path) -> None:

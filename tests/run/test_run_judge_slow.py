@@ -12,7 +12,7 @@ from run_slow_rank import QUIET, Case, Noise, own_times, run
 
 from phalanx.core.config import validate
 from phalanx.core.errors import UserError
-from phalanx.run.judge.slow import SlowConfig, SlowJudge, by_host, limit_of, noise_of
+from phalanx.run.judge.slow import SlowConfig, SlowJudge, limit_of, noise_of
 
 STILL = Noise(step=0.01, lasting=0.0, drift=0.0, common=0.0, tail=0.0, together=0.0, rack=0.0)
 
@@ -156,10 +156,6 @@ def test_hosts_that_say_nothing_for_a_while_are_left_out() -> None:
         times["h5"] *= 1.15
         found += [one.name for one in judge.observe(step, times)]
     assert found == ["h5"]
-
-
-def test_the_longest_rank_counts_for_its_host() -> None:
-    assert by_host({0: 1.0, 1: 1.2, 2: 0.9, 7: 5.0}, {0: "a", 1: "a", 2: "b"}) == {"a": 1.2, "b": 0.9}
 
 
 @pytest.mark.parametrize("drift", [0.5, 1.0, 2.0])

@@ -55,11 +55,6 @@ class Accelerators:
         """Why there are none, for people; empty: there are."""
         return self._open_late.last
 
-    @property
-    def silence(self) -> str:
-        """Why the last reading is not a new one, for people; empty: it is."""
-        return self.absent or self._open_late.silence or self._states.silence
-
     def read(self, within_s: float = 0.2) -> list[Accelerator]:
         """The state of all; the last one known where the driver does not answer in time."""
         return [] if self.absent else self._states.take(within_s)

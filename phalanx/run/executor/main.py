@@ -136,7 +136,6 @@ async def _serve(settings: Settings, reaper: Reaper, pages: Path) -> int:
     )
     senses = make_senses(means)
     await asyncio.to_thread(accelerators.mark_idle)
-    token = read_token(Path(settings.token)).reveal().encode()
     link = DriverLink(
         published(Path(settings.driver)),
         token,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from phalanx.run.executor.reaper import Reaper
 from phalanx.run.executor.sensors import Sensors
 from phalanx.run.judge.rules import KERNEL_RANK, Matcher, Watcher, load_rules
 from phalanx.run.now import unix_s
+
+_log = logging.getLogger(__name__)
 
 _EVIDENCE_BYTES = 900_000
 """Of stacks and flight records together; a message holds 1 MiB."""
@@ -69,6 +72,9 @@ def make_senses(means: Means) -> Senses:
     wanted = wanted_by(means.here.environ, [one.name for one in found])
     heartbeats = interface_of(means.here.address)
     chosen = choose_interfaces(found, heartbeats=heartbeats, wanted=wanted, single_host=means.is_only_host)
+    _log.info("traffic of training is that of %s: %s", ", ".join(chosen.names) or "no interface", chosen.reason)
+    for missing in filter(None, (means.kernel.problem, means.accelerators.absent)):
+        _log.info("%s", missing)
     sensors = Sensors(means.folder, chosen.names, means.accelerators)
     reader = Reader(Matcher(load_rules(list(means.rules))))
     return Senses(

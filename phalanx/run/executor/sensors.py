@@ -58,11 +58,6 @@ class Sensors:
             accelerators=self._accelerators.read(),
         )
 
-    @property
-    def silences(self) -> list[str]:
-        """What does not answer, or never did, for people."""
-        return [words for words in (self._disk.silence, self._accelerators.silence) if words]
-
     def _load(self) -> float:
         ticks = parse_cpu_ticks((self._proc / "stat").read_text())
         if ticks is None:
