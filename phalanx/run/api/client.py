@@ -92,7 +92,8 @@ class Client:
         Args:
             grace_s: between SIGTERM and SIGKILL; None: as the policy has it.
         """
-        return await self._post("/api/stop", {"who": who, "grace_s": grace_s})
+        given = {} if grace_s is None else {"grace_s": grace_s}  # a driver that runs may be older than this client
+        return await self._post("/api/stop", {"who": who, **given})
 
     async def order(self, what: str, host: str, who: str) -> str:
         """``drain``, ``evict`` or ``return`` a host; what was done."""
