@@ -190,8 +190,13 @@ class Channel(asyncio.Protocol):
 
     def _receive_frames(self, data: bytes) -> None:
         """The driver's side gives the protocol whole frames only, and those that `frames` knows not even to it."""
-        data = self._begun + data if self._begun else data
         limit_bytes = self._protocol.max_message_size or 0
+        if not self._begun:
+            content = frames.content_of(data)
+            if content is not None and len(content) <= limit_bytes:  # one frame, whole, as nearly always
+                self._heard(content)
+                return
+        data = self._begun + data
         while self._why is None and (size := frames.size_of(data)) is not None:
             if len(data) < size <= limit_bytes + _MAX_HEAD_BYTES:
                 break
