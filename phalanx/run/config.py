@@ -59,6 +59,11 @@ class PolicyConfig(Config):
     unknown_stop_s: float = Field(
         3.0, ge=0.05, description="the same for a host that has not been heard of for a while, seconds"
     )
+    together_stop_s: float = Field(
+        300.0,
+        ge=0.05,
+        description="the same where most hosts do not answer at once, as when the driver is cut off, seconds",
+    )
     grace_s: float = Field(
         30.0, ge=0, description="between SIGTERM and SIGKILL when a person stops the job or time is short, seconds"
     )
@@ -88,6 +93,7 @@ class PolicyConfig(Config):
         _below(self, "backoff_s", "backoff_limit_s")
         _below(self, "settle_s", "evidence_s")
         _below(self, "unknown_stop_s", "stop_s")
+        _below(self, "stop_s", "together_stop_s")
         if self.give_up_s and self.when_missing == "shrink":
             _below(self, "replace_wait_s", "give_up_s")
         return self

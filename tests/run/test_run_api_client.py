@@ -147,6 +147,13 @@ def test_a_job_is_stopped_once_however_often_it_is_asked_but_at_once_when_told_s
     assert [stop.grace_s for stop in stops][-1] == 0
 
 
+def test_a_host_whose_eviction_is_under_way_is_returned_later_and_that_is_said(house: House) -> None:
+    house.do(lambda: house.town.hosts["node-1"].__setattr__("is_mute", True))  # so that not all have stopped
+    ask(house, lambda client: client.order("evict", "node-2", "anna"))
+    with pytest.raises(UserError, match=r"node-2 is being evicted: .*; wait until .* shows it as evicted"):
+        ask(house, lambda client: client.order("return", "node-2", "anna"))
+
+
 def test_a_job_is_stopped_with_a_grace_in_seconds(house: House) -> None:
     house.do(lambda: house.town.hosts["node-1"].__setattr__("is_mute", True))
     assert "ranks have 90 s after SIGTERM" in ask(house, lambda client: client.stop("anna", 90.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from decide_helpers import Speeds, World, attempt_runs, ended, running
+from decide_helpers import SimHost, Speeds, World, attempt_runs, ended, host_names, running
 
 from phalanx.run.decide import actions as act
 from phalanx.run.decide import events as ev
@@ -545,6 +545,76 @@ def test_scripts_that_count_steps_from_their_start_are_believed_to_progress_unle
         world.run_until(attempt_runs(attempt))
         world.run_for(10 + attempt)
     assert running(world)
+
+
+def test_what_a_spare_has_left_of_an_attempt_that_the_journal_does_not_know_is_ended_and_its_number_not_used():
+    world = four_hosts(spares=0)
+    world.hosts["x"] = SimHost("x", attempt=7, ranks=[5])
+    world._join(world.hosts["x"])
+    world.run_for(10)
+    assert world.hosts["x"].ranks == [] and world.states()["x"] == "spare"
+    assert [(a.attempt, a.hosts) for a in world.taken("Stop")] == [(7, ("x",))]  # type: ignore[attr-defined]
+    assert world.state.attempt == 1 and running(world)  # nobody else is disturbed
+    world.kill(2)
+    world.run_until(attempt_runs(8))
+
+
+# The driver's own network
+
+
+def cut_off(silent: int, policy: Policy | None = None) -> World:
+    """Of eight hosts so many are not reached any more, just when all have to stop."""
+    world = World(Job("j", 8), policy, hosts=8)
+    world.run_until(running)
+    world.run_for(5)
+    for name in list(world.hosts)[1 : 1 + silent]:
+        world.cut(name)
+    world.kill(0)
+    world.run_for(60)
+    return world
+
+
+def test_where_most_hosts_do_not_answer_at_once_none_is_given_back_but_people_are_told():
+    world = cut_off(6)
+    assert world.state.phase == "stopping" and world.taken("Release") == []
+    (alert,) = [a.text for a in world.taken("Alert") if "cut off" in a.text]  # type: ignore[attr-defined]
+    assert "6 of 8 hosts do not say that their processes are gone" in alert
+    for name in world.state.placement[1:7]:
+        world.reconnect(name)
+    world.run_until(attempt_runs(2))
+    assert world.taken("Release") == [] and set(last_start(world).placement) == set(host_names(8))
+
+
+def test_where_most_hosts_never_answer_they_are_given_back_in_the_end():
+    world = cut_off(6)
+    begun_s = world.state.phase_since_s
+    world.run_until(lambda world: bool(world.taken("Release")))
+    assert world.now_s - begun_s == pytest.approx(world.policy.together_stop_s, abs=0.1)
+    assert len(world.taken("Release")) == 6
+
+
+def test_few_hosts_that_do_not_answer_are_given_back_soon():
+    world = cut_off(2)
+    assert len(world.taken("Release")) == 2 and world.state.phase == "waiting"
+
+
+def test_those_that_are_left_when_most_have_answered_are_not_waited_for_longer():
+    world = cut_off(6)
+    for name in world.state.placement[1:6]:
+        world.reconnect(name)
+        world.run_for(1)
+    world.run_for(world.policy.unknown_stop_s)
+    assert [a.host for a in world.taken("Release")] == ["g"]  # type: ignore[attr-defined]
+
+
+def test_a_job_that_ends_does_not_wait_for_hosts_that_are_not_reached():
+    world = cut_off(0)
+    for host in world.hosts.values():
+        world.cut(host.name)
+    world.deliver(ev.StopAsked(world.now_s, "ada", 0.0))
+    begun_s = world.now_s
+    world.run_until(ended)
+    assert world.now_s - begun_s <= world.policy.stop_s + 0.1
 
 
 # People

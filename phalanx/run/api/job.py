@@ -126,6 +126,10 @@ class Job:
     def give_back(self, name: str, who: str) -> str:
         """A host that was evicted may come back, one that is being drained stays."""
         host = self._host(name)
+        recovery = self.state.recovery
+        if host.state != "evicted" and recovery is not None and name in recovery.evict:
+            cure = "wait until `phalanx run status` shows it as evicted, and return it then"
+            raise OrderError(409, f"{name} is being evicted: {recovery.evict[name]}", cure)
         if host.state != "evicted" and not host.leaves:
             raise OrderError(409, f"{name} is {host.state}", "only an evicted or a draining host can return")
         self._ask(lambda at_s: events.ReturnAsked(at_s, name, who))

@@ -149,7 +149,7 @@ _PASSED: dict[str, Callable[[Turn], None]] = {
     "starting": attempts.not_started,
     "running": lambda turn: None,
     "diagnosing": recovery.stop,
-    "stopping": recovery.give_up_on_silent,
+    "stopping": recovery.not_stopped,
     "checking": lambda turn: None,
 }
 

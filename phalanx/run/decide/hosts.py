@@ -41,9 +41,9 @@ def _admit(turn: Turn, event: HostJoined, known: Host | None) -> None:
 
 
 def _end_leftovers(turn: Turn, event: HostJoined) -> None:
-    """What runs there belongs to an attempt that this host has no part in."""
+    """What runs there belongs to an attempt that this host has no part in; its executor refuses lower numbers."""
     if event.running:
-        turn.act(Stop(turn.state.attempt, (event.host,)))
+        turn.act(Stop(max(turn.state.attempt, event.attempt), (event.host,)))
 
 
 def _ask_again(turn: Turn, name: str) -> None:

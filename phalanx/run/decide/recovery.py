@@ -132,17 +132,41 @@ def stop(turn: Turn, grace_s: float = 0.0) -> None:
 
 
 def hurry(turn: Turn) -> None:
-    """Hosts that are not heard of are not waited for as long as others."""
+    """Hosts that are not heard of are not waited for as long as others, unless they are most of all."""
     state = turn.state
-    if state.deadline_s is None or any(state.hosts[host].state != "unknown" for host in state.awaited):
+    if state.deadline_s is None or _are_most_silent(state):
         return
-    limit_s = state.phase_since_s + state.policy.unknown_stop_s
+    usual_s = state.grace_s + state.policy.stop_s
+    were_most = state.deadline_s > state.phase_since_s + usual_s  # and are not now: the others have just come back
+    are_unknown = all(state.hosts[host].state == "unknown" for host in state.awaited)
+    wait_s = state.policy.unknown_stop_s if are_unknown else usual_s
+    limit_s = (turn.now_s if were_most else state.phase_since_s) + wait_s
     if limit_s < state.deadline_s:
         turn.set(deadline_s=limit_s)
 
 
-def give_up_on_silent(turn: Turn) -> None:
-    """Hosts that do not say that their processes are gone: the back end makes sure of it."""
+def _are_most_silent(state: State) -> bool:
+    """Whether it is rather the driver that is cut off: of a job that goes on, more hosts than can be at fault."""
+    count = len(state.awaited)
+    return state.ending is None and count > ladder.most_to_blame(state) and 2 * count > len(state.placement)
+
+
+def not_stopped(turn: Turn) -> None:
+    """The limit has passed, and hosts have not said that their processes are gone."""
+    state = turn.state
+    until_s = state.phase_since_s + state.policy.together_stop_s
+    if not _are_most_silent(state) or turn.now_s >= until_s:
+        _give_up_on_silent(turn)
+        return
+    why = f"{len(state.awaited)} of {len(state.placement)} hosts do not say that their processes are gone"
+    turn.alert("error", f"{why}; it may be the driver that is cut off: it waits {state.policy.together_stop_s:.0f} s")
+    turn.decided("no host is given back yet", f"{why}: a common cause")
+    turn.set(deadline_s=until_s)
+    turn.act(Stop(state.attempt, tuple(state.awaited)))
+
+
+def _give_up_on_silent(turn: Turn) -> None:
+    """The back end makes sure that nothing of the attempt is left there."""
     for host in tuple(turn.state.awaited):
         why = "it did not say in time that its processes are gone"
         turn.decided(f"{host} is given back, so that nothing of the attempt goes on there", why)
