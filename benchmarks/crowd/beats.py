@@ -7,6 +7,7 @@ import struct
 import msgspec
 
 from phalanx.run import messages as m
+from phalanx.run.executor.heartbeats import heartbeat as summed
 
 SEQUENCE = 1 << 24
 """Numbers from here on take the same five bytes in MessagePack."""
@@ -39,7 +40,7 @@ def worker(rank: int, step: int = 123_456, last_step_s: float = 0.3456, steps_he
 
 
 def heartbeat(sequence: int = SEQUENCE) -> m.Heartbeat:
-    return m.Heartbeat(sequence, UNIX_S, 1, [worker(rank) for rank in range(8)], STATE, LINES)
+    return summed(sequence, UNIX_S, 1, [worker(rank) for rank in range(8)], STATE, LINES)
 
 
 def named(value: object) -> object:
