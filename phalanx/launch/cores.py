@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.core.kernel_files import read_number
+
 _SYSTEM = Path("/sys/devices/system")
 
 
@@ -103,7 +105,5 @@ def _node_of_cpus(system: Path) -> dict[int, int]:
 
 
 def _number(path: Path, default: int) -> int:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return default
+    number = read_number(path)
+    return default if number is None else number

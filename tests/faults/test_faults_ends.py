@@ -125,8 +125,9 @@ def test_what_counts_as_a_limit(limits: list[int], limited: bool) -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_memory_cgroup_counts_only_where_it_holds_nobody_else(version: int, tmp_path: Path) -> None:
-    proc, root = tmp_path / "cgroup", tmp_path / "fs"
-    proc.write_text("4:memory:/box\n1:cpu:/other\n" if version == 1 else "0::/box\n")
+    proc, root = tmp_path / "proc", tmp_path / "fs"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self/cgroup").write_text("4:memory:/box\n1:cpu:/other\n" if version == 1 else "0::/box\n")
     box = root / "memory" / "box" if version == 1 else root / "box"
     box.mkdir(parents=True)
     (box / ("memory.limit_in_bytes" if version == 1 else "memory.max")).write_text("1048576\n")

@@ -8,6 +8,8 @@ import mmap
 import os
 from pathlib import Path
 
+from phalanx.core.kernel_files import PROC, own_groups, parse_meminfo, read_text
+
 _ALLOCATE_BYTES = 256 << 20  # at once, so that a lack of memory shows before all of it is gone
 _RESERVE_BYTES = 64 << 20  # left to the host
 
@@ -49,10 +51,8 @@ class Block:
 
 def available_bytes() -> int | None:
     """How much memory a new allocation can have, on this host and in this control group; None: not known."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        on_host = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
+    on_host = parse_meminfo(read_text(PROC / "meminfo") or "").get("MemAvailable")
+    if on_host is None:
         return None
     return min([on_host, *_in_groups()])
 
@@ -60,11 +60,10 @@ def available_bytes() -> int | None:
 def _in_groups() -> list[int]:
     """What the limits of this process's control group and those around it leave (control groups version 2)."""
     root = Path("/sys/fs/cgroup")
-    try:
-        own = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
-    except (OSError, StopIteration):
+    own = own_groups().get("")
+    if own is None:
         return []
-    folder = root / own.removeprefix("0::").lstrip("/")
+    folder = root / own.lstrip("/")
     folders = [folder, *folder.parents]
     left = [_in_group(group) for group in folders if group == root or root in group.parents]
     return [value for value in left if value is not None]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from phalanx.core.kernel_files import PROC, own_groups, read_text
 from phalanx.faults.agenda import Order
 from phalanx.faults.injectors.base import Act, RefusedError, Surroundings
 
@@ -53,20 +54,19 @@ def is_limited(limits_bytes: list[int], machine_bytes: int) -> bool:
     return any(0 <= limit <= machine_bytes * _PART for limit in limits_bytes)
 
 
-def own_cgroup_limits(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> list[int]:
+def own_cgroup_limits(proc: Path = PROC, root: Path = Path("/sys/fs/cgroup")) -> list[int]:
     """Limits in bytes of the memory cgroup (of either version) that holds this process and no other but its children.
 
     A cgroup with others in it is left out: the kernel might choose one of them.
     """
     limits = []
-    for line in proc.read_text().splitlines() if proc.exists() else []:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+    groups = own_groups(proc)
+    for name, top, file in (("memory", root / "memory", "memory.limit_in_bytes"), ("", root, "memory.max")):
+        if name not in groups:
             continue
-        top, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
-        folder = top / path.lstrip("/")
-        limit = _read(folder / name)
-        if limit.isdecimal() and _holds_only_us(_read(folder / "cgroup.procs")):
+        folder = top / groups[name].lstrip("/")
+        limit = read_text(folder / file) or ""
+        if limit.isdecimal() and _holds_only_us(read_text(folder / "cgroup.procs") or ""):
             limits.append(int(limit))
     return limits
 
@@ -74,10 +74,3 @@ def own_cgroup_limits(proc: Path = Path("/proc/self/cgroup"), root: Path = Path(
 def _holds_only_us(pids: str) -> bool:
     ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
     return bool(pids) and {int(pid) for pid in pids.split()} <= ours
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

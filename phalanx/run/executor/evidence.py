@@ -17,6 +17,7 @@ from pathlib import Path
 from phalanx.core.kernel_files import PROC
 from phalanx.core.process_table import read_process
 from phalanx.run.executor.flight_recorder import FlightSource, collect
+from phalanx.run.executor.reaping.tree import waits_in
 from phalanx.run.executor.stacks import Stacks, Start, py_spy_program, stacks_of
 from phalanx.run.messages import Accelerator, Evidence, RankEvidence
 
@@ -135,8 +136,7 @@ def _watch(pid: int, look: _Look, until_s: float, proc: Path) -> None:
         return
     ticks_per_s = os.sysconf("SC_CLK_TCK")
     look.state, look.cpu_s = first.state, first.cpu_ticks / ticks_per_s
-    with suppress(OSError):
-        look.waits_in = (proc / str(pid) / "wchan").read_text().strip().strip("0")
+    look.waits_in = waits_in(pid, proc)
     time.sleep(max(0.0, min(_REST_S, until_s - time.monotonic())))
     second = read_process(pid, proc)
     if second is not None and second.started_ticks == first.started_ticks:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from phalanx.core import units
 from phalanx.core.errors import UserError
+from phalanx.core.kernel_files import parse_meminfo
 from phalanx.model.config import ModelConfig
 from phalanx.model.shapes import parameter_table
 from phalanx.optim.config import OptimConfig
@@ -67,17 +68,13 @@ def smaller_model(needed: Mapping[str, int]) -> str:
 
 def host_available_bytes() -> int | None:
     """Memory this process could still get without swapping: the system's, its control groups' and its own limits."""
-    limits = [_meminfo("MemAvailable"), *_control_group_bytes(), _address_space_bytes()]
+    limits = [
+        parse_meminfo(_read("/proc/meminfo")).get("MemAvailable"),
+        *_control_group_bytes(),
+        _address_space_bytes(),
+    ]
     known = [value for value in limits if value is not None]
     return min(known) if known else None
-
-
-def _meminfo(name: str) -> int | None:
-    for line in _read("/proc/meminfo").splitlines():
-        key, _, value = line.partition(":")
-        if key == name:
-            return int(value.split()[0]) * 1024
-    return None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from phalanx.core.kernel_files import PROC
+from phalanx.core.kernel_files import PROC, read_text
 from phalanx.core.process_table import Process, processes, read_process
 
 
@@ -68,7 +68,11 @@ def describe(pid: int, proc: Path = PROC) -> str:
     process = read_process(pid, proc)
     if process is None:
         return f"{pid} (gone)"
-    where = ""
-    with suppress(OSError):
-        where = (proc / str(pid) / "wchan").read_text().strip()
-    return f"{pid} ({process.name}), state {process.state}" + (f", in {where}" if where not in ("", "0") else "")
+    where = waits_in(pid, proc)
+    return f"{pid} ({process.name}), state {process.state}" + (f", in {where}" if where else "")
+
+
+def waits_in(pid: int, proc: Path = PROC) -> str:
+    """The function of the kernel in which it waits; empty: in none, or it may not be read."""
+    where = read_text(proc / str(pid) / "wchan")
+    return where if where and where != "0" else ""
