@@ -38,6 +38,7 @@ class Build:
         sequence_length: of the samples, tokens.
         compute_dtype: of matrix products; master weights are float32.
         seed: of the initial weights.
+        blank: leave the weights zero, since a restore fills them next.
         compile: compile each block; only where no rank is waited for inside of one.
         registered: the name under which torch finds a group, for its operators over symmetric memory; None where there
             are none.
@@ -47,6 +48,7 @@ class Build:
     device: torch.device
     compute_dtype: torch.dtype
     seed: int
+    blank: bool = False
     recompute: Recompute = "none"
     compile: bool = False
     registered: Callable[[Group], str] | None = None
@@ -120,7 +122,7 @@ def _hold(
         shards,
         groups,
         config,
-        initial=_initial(model, build),
+        initial=None if build.blank else _initial(model, build),
         device=build.device,
         whole_blocks=build.compile,
     )

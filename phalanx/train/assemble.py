@@ -74,10 +74,11 @@ def assemble(
     with explained(described(needed), smaller_model(needed)), ranks.phases.phase("model"):
         saver = open_saver(spread, folder.path, ranks, say, points)
         build = partial(build_run, spread, folder, device, prepared, ranks, saver)
-        run = build()
+        blank = saver.has_states()
+        run = build(blank=blank)
     try:
         with explained(described(needed), smaller_model(needed)), ranks.phases.phase("checkpoint"):
-            run = take_up(run, build, say)
+            run = take_up(run, build, say, blank=blank)
             run.watch()
         _note_start(run, config, say)
     except BaseException:
@@ -139,10 +140,17 @@ def _require_a_batch(config: RunConfig, prepared: Prepared) -> None:
 
 
 def build_run(
-    config: RunConfig, folder: RunFolder, device: Device, prepared: Prepared, ranks: Ranks, saver: Saver
+    config: RunConfig,
+    folder: RunFolder,
+    device: Device,
+    prepared: Prepared,
+    ranks: Ranks,
+    saver: Saver,
+    *,
+    blank: bool = False,
 ) -> Run:
-    """Every part of a run that starts at step 0."""
-    trainer = build_trainer(config, prepared.vocab_size, device, ranks)
+    """Every part of a run that starts at step 0; with `blank` its weights are anything, until they are restored."""
+    trainer = build_trainer(config, prepared.vocab_size, device, ranks, blank=blank)
     loader = Loader(prepared, config.data)
     torch.manual_seed(config.train.seed)  # nothing here draws from torch's generator; what a user adds may
     whole_shapes = {name: p.shape for name, p in parameter_table(trainer.config).items()}
@@ -169,15 +177,16 @@ def build_run(
     )
 
 
-def build_trainer(config: RunConfig, vocab_size: int, device: Device, ranks: Ranks) -> Trainer:
-    """The model with the weights of its seed: whole, or this rank's part of it."""
+def build_trainer(config: RunConfig, vocab_size: int, device: Device, ranks: Ranks, *, blank: bool = False) -> Trainer:
+    """The model with the weights of its seed, or `blank`: whole, or this rank's part of it."""
     if ranks.mesh is None:
-        return LocalTrainer(build_model(config, vocab_size, device), device)
+        return LocalTrainer(build_model(config, vocab_size, device, blank=blank), device)
     build = Build(
         sequence_length=config.data.sequence_length,
         device=device.torch_device,
         compute_dtype=device.compute_dtype,
         seed=config.train.seed,
+        blank=blank,
         recompute=config.train.recompute,
         compile=config.train.compile,
         registered=ranks.mesh.registered,
@@ -185,23 +194,26 @@ def build_trainer(config: RunConfig, vocab_size: int, device: Device, ranks: Ran
     return SpreadTrainer(build_engine(complete_model(config, vocab_size), config.parallel, ranks.mesh, build))
 
 
-def build_model(config: RunConfig, vocab_size: int, device: Device) -> Decoder:
-    """The model on its device with the weights of its seed, recomputation and compilation as configured."""
+def build_model(config: RunConfig, vocab_size: int, device: Device, *, blank: bool = False) -> Decoder:
+    """The model on its device with the weights of its seed, or `blank`; recomputation and compilation as configured."""
     model = Decoder(complete_model(config, vocab_size), device=device.torch_device, compute_dtype=device.compute_dtype)
-    initialise(model, config.train.seed)
+    if not blank:
+        initialise(model, config.train.seed)
     model.recompute = config.train.recompute
     if config.train.compile:
         model.compile()
     return model
 
 
-def take_up(run: Run, build: Callable[[], Run], say: Say) -> Run:
+def take_up(run: Run, build: Callable[[], Run], say: Say, *, blank: bool) -> Run:
     """Go on from the newest good state; else start, from `train.init_from` where that is set.
 
     Args:
         run: as it was built.
-        build: builds it again: the only way back where a state turns out to be damaged after parts of it were read.
+        build: builds it again, with the weights of its seed: the only way back where a state turns out to be damaged
+            after parts of it were read, or where nothing good was found to fill blank weights with.
         say: shows a line to a person.
+        blank: the weights of `run` are anything so far.
 
     Returns:
         The run, or the one that was built instead.
@@ -209,13 +221,15 @@ def take_up(run: Run, build: Callable[[], Run], say: Say) -> Run:
     try:
         restored = run.restore()
     except SpoiltError:
-        run, restored = build(), None
+        restored, blank = None, True
     if restored is not None:
         if run.config.run.resume == "changed" or not _keeps_micro_batch(run):
             run.progress.micro_batch = choose_micro_batch(run)  # it, or the layout, may be what was changed
         where = described_source(restored, destination(run.config, run.folder.path))
         say(f"going on from {where} (step {restored.step} of {run.total_steps})")
         return run
+    if blank:
+        run = build()
     if run.ranks.is_first and open_store(destination(run.config, run.folder.path), _options(run)).names():
         say("no checkpoint is whole: starting again from step 0")
     if run.config.train.init_from:

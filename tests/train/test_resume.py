@@ -31,6 +31,8 @@ from phalanx.checkpoint.restore import open_checkpoint
 from phalanx.core.errors import UserError
 from phalanx.core.points import Points
 from phalanx.data.batch import Batch
+from phalanx.model.init import initialise
+from phalanx.train import assemble
 from phalanx.train.run import Run
 
 pytestmark = pytest.mark.usefixtures("no_peak")
@@ -299,6 +301,24 @@ def test_when_all_are_damaged_the_run_starts_anew_and_says_so(tmp_path: Path) ->
     printed = run_all(tmp_path)
     assert printed.count("is damaged") == 4
     assert "no checkpoint is whole: starting again from step 0" in printed
+    assert figures(tmp_path / "run") == figures(tmp_path / "straight")
+
+
+def test_weights_that_are_restored_are_not_drawn_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    monkeypatch.setattr(assemble, "initialise", lambda *given: (drawn.append(1), initialise(*given)))
+    run_all(tmp_path, run="straight")
+    run = begin(configured(tmp_path))
+    _stop_at(run, 4)
+    finish(run)
+    assert len(drawn) == 2
+    finish(begin(configured(tmp_path)))
+    assert len(drawn) == 2
+    assert figures(tmp_path / "run") == figures(tmp_path / "straight")
+    for path in copies(tmp_path / "run"):
+        (path / "manifest.json").write_text("{")
+    run_all(tmp_path)  # nothing good is found, before anything was read
+    assert len(drawn) == 3
     assert figures(tmp_path / "run") == figures(tmp_path / "straight")
 
 

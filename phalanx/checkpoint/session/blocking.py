@@ -21,7 +21,7 @@ from phalanx.checkpoint.session.ledger import Event
 from phalanx.checkpoint.session.session import Tensors
 from phalanx.checkpoint.snapshot.plans import Roles
 from phalanx.checkpoint.storage.latest import advance, claim
-from phalanx.checkpoint.storage.location import open_store
+from phalanx.checkpoint.storage.location import has_names, open_store
 from phalanx.checkpoint.storage.prune import prune
 from phalanx.checkpoint.together import at_first
 from phalanx.core.layout import Layout
@@ -65,6 +65,10 @@ class BlockingSession:
         self._tensors: Tensors = {}
         self._shards: Mapping[str, Shard] = {}
         self._events: list[Event] = []
+
+    def has_states(self) -> bool:
+        """Whether there is anything that `restore` would try, good or not; all ranks together, the same answer."""
+        return at_first(self._peers, lambda: has_names(self._folder))
 
     def restore(
         self,

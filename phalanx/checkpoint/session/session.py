@@ -29,7 +29,8 @@ from phalanx.checkpoint.session.pace import StepPace
 from phalanx.checkpoint.session.stall import Stall
 from phalanx.checkpoint.snapshot.copying import Copier, Copying
 from phalanx.checkpoint.snapshot.plans import Roles, make_plans
-from phalanx.checkpoint.storage.location import open_store
+from phalanx.checkpoint.storage.location import has_names, open_store
+from phalanx.checkpoint.together import everywhere
 from phalanx.core.errors import UserError
 from phalanx.core.shard import Shard
 
@@ -86,6 +87,18 @@ class Session:
     def is_under_way(self) -> bool:
         """Whether a snapshot of this rank has not come to the last of its stages yet, as far as is known."""
         return self._ledger.is_under_way or (self._copying is not None and not self._copying.finished)
+
+    def has_states(self) -> bool:
+        """Whether there is anything that `restore` would try, good or not; all ranks together, the same answer."""
+
+        peers, destination = self.job.peers, self.job.destination
+
+        def seen() -> bool:
+            if self._link.ask(lambda keeper: bool(keeper.held()), False):
+                return True
+            return peers.rank == 0 and has_names(destination.url, destination.options)
+
+        return any(everywhere(peers, seen))
 
     def restore(
         self,

@@ -44,6 +44,14 @@ def open_store(url: str | Path, options: Mapping[str, Any] | None = None, points
     return ObjectStore(url, options, points)
 
 
+def has_names(url: str | Path, options: Mapping[str, Any] | None = None) -> bool:
+    """Whether any checkpoint is published there, whole or damaged; no, where that cannot be found out."""
+    try:
+        return bool(open_store(url, options).names())
+    except (OSError, UserError):
+        return False
+
+
 def _require(protocol: str, url: str) -> None:
     try:
         fsspec.get_filesystem_class(protocol)
