@@ -88,7 +88,6 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path, value: Any, message: str)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "nothing to save was given; give model="),
         ({"model": 3}, "model: is a int, not a torch.nn.modules.module.Module; give a Module"),
         ({"optimizer": nn.Linear(1, 1)}, "optimizer: is a Linear, not a torch.optim.optimizer.Optimizer"),
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))])}, "in no model given here; give the model too"),
@@ -99,6 +98,14 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path, value: Any, message: str)
 def test_wrong_use_is_refused_with_the_cure(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Checkpointer(tmp_path, **given)
+
+
+def test_nothing_to_save_is_refused_when_it_is_needed(tmp_path: Path) -> None:
+    checkpoints = Checkpointer(tmp_path)
+    for use in (checkpoints.restore, lambda: checkpoints.step(1), lambda: restore_checkpoint(tmp_path)):
+        with pytest.raises(UserError, match="nothing to save was given; give model="):
+            use()
+    checkpoints.close()
 
 
 def test_generators_go_on_where_they_were() -> None:

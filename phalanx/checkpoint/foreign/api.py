@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.checkpoint.config import CheckpointConfig
+from phalanx.checkpoint.foreign.blank import UndrawnParameters
 from phalanx.checkpoint.foreign.peers import find_peers, leave
 from phalanx.checkpoint.foreign.resuming import put_back
 from phalanx.checkpoint.foreign.saving import Saving
@@ -87,6 +89,7 @@ class Checkpointer:
         self._updates = Updates(self._training.optimizers.values(), self.before_update)
         self._step = 0
         self._ended = True
+        self._is_blank = False
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -104,6 +107,29 @@ class Checkpointer:
         seen = self._saving.restore({}, {})
         return {} if seen is None else dict(seen.state)
 
+    @contextmanager
+    def blank_weights(self) -> Iterator[bool]:
+        """For making a model: where `restore` will replace its weights, no random numbers are drawn for them first.
+
+        ::
+
+            checkpoints = Checkpointer("runs/mine/checkpoints", every_steps=100)
+            with checkpoints.blank_weights() as is_blank:
+                model = make_model()
+            …
+            checkpoints.add(model=model, optimizer=optimizer)
+            step = checkpoints.restore()
+
+        Every module made in here has to be given to `add`. Generators of random numbers are not where they would be
+        else, until `restore` puts them back, which is strict then.
+
+        Returns:
+            Whether there is something to restore, so that such weights are zero until then.
+        """
+        self._is_blank = bool(self.look())
+        with UndrawnParameters() if self._is_blank else nullcontext():
+            yield self._is_blank
+
     def restore(self, *, strict: bool = True) -> int:
         """Put everything back into the newest good state that there is; returns its step, 0 where there is none.
 
@@ -112,9 +138,16 @@ class Checkpointer:
                 there stays as it is, and a line says so.
 
         Raises:
-            UserError: it does not fit: what is missing, of another shape, or was written by something else.
+            UserError: it does not fit: what is missing, of another shape, or was written by something else; nothing was
+                given; or nothing good is left to fill `blank_weights` with.
         """
+        self._training.require_any()
+        strict = strict or self._is_blank
         self._step = put_back(self._saving.restore, self._training, self.peers, self._say, strict=strict)
+        if self._is_blank and not self._step:
+            problem = "the state that was there when the model was made is gone or damaged, and its weights are blank"
+            raise UserError(problem, cure="start again: without a state the model is made as ever")
+        self._is_blank = False
         self._ended = not self._saving.only_in_memory  # if no step follows, `close` has to make it durable
         return self._step
 
@@ -137,8 +170,12 @@ class Checkpointer:
             of this step is durable then.
 
         Raises:
-            UserError: a checkpoint that was waited for could not be written; a state holds what cannot be saved.
+            UserError: a checkpoint that was waited for could not be written; a state holds what cannot be saved;
+                nothing was given; the weights are blank.
         """
+        self._training.require_any()
+        if self._is_blank:
+            raise UserError("the weights are blank: restore() was not called", cure="call it before the first step")
         stop = self._stopping.agreed(self._saving.expected_durable_s)
         last = ending or bool(stop)
         self._saving.after_step(step, stepped=self._updates.stepped, metrics=metrics or {}, ending=last)
@@ -221,6 +258,7 @@ def restore_checkpoint(
     peers = find_peers()
     config = _settings(None, settings, folder)
     training = TrainingState(model, optimizer, extra, peers.rank, peers.size)
+    training.require_any()
     everywhere(peers, lambda: training.collect() and None)
 
     def say(line: str) -> None:

@@ -98,6 +98,9 @@ class TrainingState:
         self.add(model, optimizer, {})
         self.rank, self._world_size = rank, world_size
         self._blob_bytes = 0
+
+    def require_any(self) -> None:
+        """Raises UserError where nothing was given so far."""
         if not (self.models or self.optimizers or self.extra):
             raise UserError("nothing to save was given", cure="give model=, optimizer= or extra=")
 
