@@ -2,8 +2,10 @@
 
 Two local hosts with a gloo rank each run `support/recovery/training.py`, a DDP script whose state (weights and AdamW's
 moments) has the size named. `phalanx run` with the state in the keepers' memory, and with a file that the script has
-saved, against torchrun with two agents and the same file. All are measured in the same way: ranks write down the time
-after each thing that they have done. The cases take turns in each round; a run loses one rank of each host.
+saved, against torchrun with two agents and the same file; with the plain script and with one that does what
+docs/warm_start.md says of scripts that are to be back soon. All are measured in the same way: ranks write down the time
+after each thing that they have done, with the CPU seconds and page faults until then. The cases take turns in each
+round; a run loses one rank of each host.
 
 For detection, the time until the driver has written the fault into its journal: from the signal, or from what the rank
 did last. A host that is dead has lost all of its processes; one that is silent has all of them stopped.
@@ -28,7 +30,7 @@ from pathlib import Path
 
 import psutil
 from support.recovery.job import Job
-from support.recovery.marks import PARTS, decided, parts, read_marks, stage_ends, stepped
+from support.recovery.marks import PARTS, STAGES, costs, decided, parts, read_marks, stage_ends, stepped
 from support.recovery.torchrun import Torchrun
 
 SCRIPT = Path(__file__).parent / "support" / "recovery" / "training.py"
@@ -38,8 +40,10 @@ STEP_S = 0.1
 
 CASES = {
     "phalanx run, state in memory": "memory",
+    "phalanx run, quick script, state in memory": "memory --quick",
     "phalanx run, state in a file": "file",
     "torchrun, state in a file": "torchrun",
+    "torchrun, quick script, state in a file": "torchrun --quick",
 }
 STEPS_BEFORE = 20
 WITHIN_S = 300.0
@@ -61,12 +65,15 @@ class Recovery:
     Attributes:
         parts_s: by the names of `PARTS`.
         total_s: from the signal to the first step of the rank that made it last.
+        cpu_s, faults: of the rank that took most, by the names of `STAGES`: CPU seconds, and pages given by the kernel.
     """
 
     case: str
     state_mb: int
     parts_s: dict[str, float]
     total_s: float
+    cpu_s: dict[str, float]
+    faults: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -80,8 +87,8 @@ class Detection:
 
 def make_job(folder: Path, case: str, state_mb: int) -> Job:
     """A job that has not been started."""
-    kind = CASES[case]
-    script = [str(SCRIPT), str(folder), str(state_mb), "file" if kind == "torchrun" else kind, str(STEP_S)]
+    kind, *options = CASES[case].split()
+    script = [str(SCRIPT), str(folder), str(state_mb), "file" if kind == "torchrun" else kind, str(STEP_S), *options]
     return Torchrun(folder, script) if kind == "torchrun" else Job(folder, [*HOSTS, "--", *script])
 
 
@@ -109,10 +116,12 @@ def recovery(job: Job, case: str, state_mb: int, rank: int, known: set[int]) -> 
     os.kill(victim, signal.SIGKILL)
     new = until_stepped(job, kill_s, known)
     known |= new
-    ends = stage_ends(read_marks(job.folder), new)
+    marks = read_marks(job.folder)
+    ends = stage_ends(marks, new)
     if not isinstance(job, Torchrun):
         ends |= decided(job.events(), kill_s)
-    return Recovery(case, state_mb, parts(kill_s, ends), ends["step"] - kill_s)
+    cpu_s, faults = costs(marks, new)
+    return Recovery(case, state_mb, parts(kill_s, ends), ends["step"] - kill_s, cpu_s, faults)
 
 
 def until_stepped(job: Job, since_s: float, known: set[int]) -> set[int]:
@@ -218,7 +227,7 @@ def table_of_recoveries(found: Sequence[Recovery]) -> str:
         totals = {
             case: [one.total_s for one in found if (one.case, one.state_mb) == (case, state_mb)] for case in CASES
         }
-        peer = totals["torchrun, state in a file"]
+        peer = totals["torchrun, state in a file"]  # with the plain script
         for case, seconds in totals.items():
             if seconds:
                 ratio = f"{statistics.median(peer) / statistics.median(seconds):.1f} x" if peer else "not measured"
@@ -238,6 +247,20 @@ def table_of_parts(found: Sequence[Recovery]) -> str:
         ]
         if any(cells):
             lines.append(f"| {words} | " + " | ".join(f"{statistics.median(s):.3f}" if s else "" for s in cells) + " |")
+    return "\n".join(lines)
+
+
+def table_of_costs(found: Sequence[Recovery]) -> str:
+    """In Markdown: medians of what a rank has used up, a row for each case and size."""
+    stages = STAGES[3:]
+    lines = ["| state | | " + " | ".join(f"{PARTS[stage]}: CPU s, pages" for stage in stages) + " |"]
+    lines.append("|---|---|" + "---|" * len(stages))
+    for case, state_mb in dict.fromkeys((one.case, one.state_mb) for one in found):
+        mine = [one for one in found if (one.case, one.state_mb) == (case, state_mb)]
+        cpu_s = [statistics.median(one.cpu_s[stage] for one in mine) for stage in stages]
+        faults = [statistics.median(one.faults[stage] for one in mine) for stage in stages]
+        cells = [f"{seconds:.2f}, {pages:,.0f}" for seconds, pages in zip(cpu_s, faults, strict=True)]
+        lines.append(f"| {state_mb} MB | {case} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -279,7 +302,7 @@ def main() -> None:
             noticed.append(detection(fault))
             print(f"round {number + 1}: {fault}: {noticed[-1].seconds:.2f} s", flush=True)
     print(f"\n{len(os.sched_getaffinity(0))} CPUs, load {os.getloadavg()[0]:.1f}, {rounds} rounds\n")
-    tables = [table_of_recoveries(found), table_of_parts(found)] if found else []
+    tables = [table_of_recoveries(found), table_of_parts(found), table_of_costs(found)] if found else []
     print("\n\n".join([*tables, *([table_of_detections(noticed)] if noticed else [])]))
     if args.json:
         every: list[Recovery | Detection] = [*found, *noticed]

@@ -34,6 +34,7 @@ class Mark:
         attempt: as the launcher counts restarts.
         what: has been done.
         step: its number; -1: it is about none.
+        user_s, system_s, faults: CPU seconds, and pages that the kernel had to give, of the process since it began.
     """
 
     unix_s: float
@@ -42,17 +43,22 @@ class Mark:
     pid: int
     what: str
     step: int
+    user_s: float
+    system_s: float
+    faults: int
 
 
 def read_marks(folder: Path) -> list[Mark]:
     """All that there are by now."""
     path = folder / "marks"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [_mark(*line.split()) for line in lines]
+    return [_mark(line.split()) for line in lines]
 
 
-def _mark(time_ns: str, attempt: str, rank: str, pid: str, what: str, step: str) -> Mark:
-    return Mark(int(time_ns) * 1e-9, int(attempt), int(rank), int(pid), what, int(step))
+def _mark(words: Sequence[str]) -> Mark:
+    time_ns, attempt, rank, pid, what, step, user_s, system_s, faults = words
+    numbers = int(time_ns) * 1e-9, int(attempt), int(rank), int(pid)
+    return Mark(*numbers, what, int(step), float(user_s), float(system_s), int(faults))
 
 
 def stepped(marks: Iterable[Mark], since_s: float, known: set[int]) -> set[int]:
@@ -67,6 +73,21 @@ def stage_ends(marks: Sequence[Mark], pids: set[int]) -> dict[str, float]:
         firsts = [min(m.unix_s for m in marks if m.pid == pid and m.what == stage) for pid in pids]
         ends[stage] = max(firsts)
     return ends
+
+
+def costs(marks: Sequence[Mark], pids: set[int]) -> tuple[dict[str, float], dict[str, int]]:
+    """CPU seconds and page faults between the stages, each of the process that took most."""
+    cpu_s: dict[str, float] = dict.fromkeys(STAGES, 0.0)
+    faults: dict[str, int] = dict.fromkeys(STAGES, 0)
+    for pid in pids:
+        before_s, before = 0.0, 0
+        for stage in STAGES:
+            mark = min((m for m in marks if m.pid == pid and m.what == stage), key=lambda m: m.unix_s)
+            used_s = mark.user_s + mark.system_s
+            cpu_s[stage] = max(cpu_s[stage], used_s - before_s)
+            faults[stage] = max(faults[stage], mark.faults - before)
+            before_s, before = used_s, mark.faults
+    return cpu_s, faults
 
 
 def decided(events: Sequence[Event], kill_s: float) -> dict[str, float]:
