@@ -109,6 +109,7 @@ class Run:
         self.driver: subprocess.Popen[bytes] | None = None
         self._began: set[int] = set()
         self._due: dict[int, float] = {}
+        self._journal_ns: tuple[int, ...] = ()
         self._threads: list[threading.Thread] = []
         self._over = threading.Event()
         self._pids: set[int] = set()
@@ -168,10 +169,15 @@ class Run:
 
     def _look(self) -> None:
         self.watched.look()
+        path = self.places.run / "journal.db"
+        now = tuple(_changed_ns(file) for file in (path, path.with_name("journal.db-wal")))
+        if now == self._journal_ns:  # fifty times a second it is not worth opening it to see that
+            return
         with contextlib.suppress(UserError, JournalError):
-            journal = read_journal(str(self.places.run / "journal.db"), job="train")
+            journal = read_journal(str(path), job="train")
             with journal:
                 self.story.take(journal.read(self.story.next_sequence))
+            self._journal_ns = now
 
     # Incidents from outside
 
@@ -291,6 +297,13 @@ def write_certificates(folder: Path, address: str) -> None:
     own.private_key_pem.write_to_path(str(key))
     own.cert_chain_pems[0].write_to_path(str(folder / "certificate.pem"))
     authority.cert_pem.write_to_path(str(folder / "authority.pem"))
+
+
+def _changed_ns(file: Path) -> int:
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def processes_of(folder: Path) -> list[int]:
