@@ -116,6 +116,10 @@ class Story:
         opened = self._opened = self._opened or Opened()
         if recovery is not None:
             self._learn(opened, recovery, before)
+            # The last one that is waited for is lost and replaced with one event, after which no recovery goes on.
+            opened.gone |= {
+                host for host in before.placement if _is_out(self.state, host) and not _is_out(before, host)
+            }
         if isinstance(event, events.SuspectsNamed):
             opened.ranks.update({rank: before.host_of(rank) or "" for rank in event.ranks})
         removed = {action.host for action in done if isinstance(action, actions.Evict | actions.Release)}
@@ -167,6 +171,10 @@ class Story:
 
     def _tell(self, at_s: float, what: str, **fields: object) -> None:
         self.facts.append(Fact(at_s, what, **fields))  # type: ignore[arg-type]
+
+
+def _is_out(state: State, host: str) -> bool:
+    return state.hosts[host].state in ("gone", "evicted")
 
 
 def _ranks_on(state: State, host: str, per_host: int) -> range:
