@@ -50,6 +50,17 @@ def test_silence_of_a_host_or_a_rank_is_evidence() -> None:
     assert made.is_over(at(1.5)) and made.evidence()[3].stacks == "late"
 
 
+def test_a_host_of_which_nothing_is_heard_is_not_waited_for() -> None:
+    unknown = {"b"}
+    made = Look(3, RANKS, at(0), 2.0, unknown.__contains__)
+    assert not made.is_over(at(1))
+    made.add("a", Evidence(3, [RankEvidence(0, WAITING), RankEvidence(1, WAITING)]))
+    assert made.is_over(at(1))
+    assert [one.is_silent for one in made.evidence()] == [False, False, True, True]
+    unknown.clear()  # it is heard of again
+    assert not made.is_over(at(1))
+
+
 def test_nothing_is_done_while_steps_are_made() -> None:
     looks = Looks()
     assert looks.wish(standing("moving")) == "nothing"

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from driver_helpers import FakeHost, Town, running
+from driver_helpers import STEP_S, FakeHost, Town, running
 
 from phalanx.run import messages
 from phalanx.run.decide import actions, events
@@ -314,6 +314,17 @@ class TestProgress:
             host.is_mute = False
             town.connect(host.name)
         town.until(running(2))
+
+    def test_a_host_that_is_cut_off_does_not_hold_up_the_looks_at_the_others(self, make: Make) -> None:
+        town = make()
+        town.until(running(1))
+        town.go_on(30)
+        began_s = town.now_s
+        town.hosts["b"].is_mute = town.hosts["a"].stalled = town.hosts["b"].stalled = True
+        town.until(lambda state: state.phase == "diagnosing")
+        assert 3 * STEP_S < town.now_s - began_s < 3 * STEP_S + 3.5
+        town.until(running(2))
+        assert "c takes the ranks of b" in report(town)
 
     def test_a_hang_before_the_first_step_is_found(self, make: Make) -> None:
         town = make()

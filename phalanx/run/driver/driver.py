@@ -281,7 +281,7 @@ class Driver:
         standing = self.attempt.standing(now)
         wish = self._looks.wish(standing)
         if wish == "look":
-            self._looks.begin(self._gather(self.state.placement, now))
+            self._looks.begin(self._gather(self.state.placement, now, self.hosts.is_unknown))
         elif wish == "dismiss":
             self.attempt.dismiss(now)
         elif wish == "hang":
@@ -326,13 +326,13 @@ class Driver:
             if look.attempt == self.state.attempt:
                 self._feed([self._name_suspects(self.state, look.evidence(), now.unix_s)])
 
-    def _gather(self, hosts: Sequence[str], now: Now) -> Look:
+    def _gather(self, hosts: Sequence[str], now: Now, is_unknown: Callable[[str], bool] = lambda host: False) -> Look:
         state = self.state
         within_s = max(state.policy.evidence_s - _JUDGE_S, state.policy.evidence_s / 2)
         places = {host: ranks_of(place, state.job.workers_per_host) for place, host in enumerate(state.placement)}
         for host in hosts:
             self._line.send(host, messages.Gather(state.attempt, [], within_s))
-        return Look(state.attempt, {host: places[host] for host in hosts if host in places}, now, within_s)
+        return Look(state.attempt, {host: places[host] for host in hosts if host in places}, now, within_s, is_unknown)
 
     # What is decided
 

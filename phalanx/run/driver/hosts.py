@@ -64,6 +64,11 @@ class HostWatch:
         """Whether it is the very executor that was dismissed, and not a new one of that host."""
         return self._dismissed.get(hello.host) == (hello.boot_id, hello.pid)
 
+    def is_unknown(self, host: str) -> bool:
+        """Whether nothing is heard of it, or never was."""
+        heard = self.hosts.get(host)
+        return heard is None or heard.is_unknown
+
     def peer_of(self, host: str) -> str:
         """``address:port`` where it serves measurements of the network; empty: it does not, or is not known."""
         heard = self.hosts.get(host)

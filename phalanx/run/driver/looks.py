@@ -5,7 +5,7 @@ A hang needs more than time without a step: between two looks nothing may move. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,12 +26,14 @@ class Look:
         ranks: of each host that was asked.
         began: when it was asked for.
         within_s: how long answers are waited for; what has not come then is silent.
+        is_unknown: whether nothing is heard of a host anyway, so that it is not waited for.
     """
 
     attempt: int
     ranks: Mapping[str, Sequence[int]]
     began: Now
     within_s: float
+    is_unknown: Callable[[str], bool] = lambda host: False
     _found: dict[int, RankEvidence] = field(default_factory=dict)
     _answered: set[str] = field(default_factory=set)
 
@@ -45,7 +47,7 @@ class Look:
 
     def is_over(self, now: Now) -> bool:
         """Whether all have answered, or nobody is waited for any more."""
-        return self._answered >= set(self.ranks) or self.left_s(now) <= 0
+        return self.left_s(now) <= 0 or all(host in self._answered or self.is_unknown(host) for host in self.ranks)
 
     def left_s(self, now: Now) -> float:
         """Seconds for which answers are still waited for."""
