@@ -79,13 +79,12 @@ def test_what_comes_together_is_one_commit_and_done_after_it() -> None:
     assert len(around.disk.commits) == 2 and around.log[-1] == "changed" and around.log.count("changed") == 2
 
 
-def test_of_what_cannot_be_written_nothing_has_happened() -> None:
+def test_of_what_cannot_be_written_nothing_is_done() -> None:
     around = Around()
     around.disk.is_full = True
-    before = around.book.state
     around.join("a", 10.0)
     around.later.pop()()
-    assert around.log == ["changed"] and around.book.state == before and around.book.marks == {}
+    assert around.log == ["changed"] and around.book.marks == {}
     assert isinstance(around.commits.problem, JournalError)
     around.disk.is_full = False
     around.join("b", 11.0)

@@ -74,7 +74,7 @@ class Book:
     anything be done about it.
 
     Attributes:
-        state: after the last event that was taken in.
+        state: after the last event that was taken in. Its dictionaries go on to the next one: read it at once.
         marks: how far messages of each host have been taken in; for `phalanx.run.wire.ExecutorServer`.
         addresses: of all hosts that were ever met, as workers of other hosts reach them.
         first_actions: what has to be done now that the book is open.
@@ -98,13 +98,9 @@ class Book:
         self._marks: dict[str, tuple[Mark, float]] = {}
         self._met: dict[str, str] = {}
         """Of messages that are not written down yet: marks, each with when it came, and addresses."""
-        was_begun = self._read()
-        self._own = {}
-        if was_begun:
-            self._written = self.state
+        if self._read():
             self.first_actions = self.apply(DriverRestarted(unix_s))
         else:
-            self._written = self.state
             self._drafts.append(self._draft("note", msgspec.json.encode(Header(job, policy)), unix_s))
             self.first_actions = self.apply(JobBegun(unix_s))
 
@@ -126,23 +122,15 @@ class Book:
         """Write down what was taken in; it is in the journal for good when this returns.
 
         Raises:
-            JournalError: it could not be written, and nothing of it has happened. JournalLostError: a later driver has
-                taken the job over.
+            JournalError: it could not be written, and is still to be. JournalLostError: a later driver has taken the
+                job over.
         """
         notes = [self._draft("note", _received(host, mark), at_s) for host, (mark, at_s) in self._marks.items()]
-        drafts, marks, met = [*self._drafts, *notes], self._marks, self._met
+        if self._drafts or notes:
+            self._journal.append_all([*self._drafts, *notes])
+        self.marks.update({host: mark for host, (mark, _) in self._marks.items()})
+        self.addresses.update(self._met)
         self._drafts, self._marks, self._met = [], {}, {}
-        try:
-            if drafts:
-                self._journal.append_all(drafts)
-        except Exception:
-            self.state = self._written
-            raise
-        finally:
-            self._own = {}
-        self._written = self.state
-        self.marks.update({host: mark for host, (mark, _) in marks.items()})
-        self.addresses.update(met)
 
     def apply(self, event: Event, received: Mapping[str, Mark] | None = None) -> list[Action]:
         """`take`, and `write` at once."""

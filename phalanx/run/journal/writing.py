@@ -63,6 +63,7 @@ class Journal:
         self.epoch = epoch
         with connection.begin():
             self._last = rows.last_sequence(connection, job)
+        self._is_last_known = True
 
     @property
     def last_sequence(self) -> int:
@@ -134,14 +135,18 @@ class Journal:
         while True:
             try:
                 with told(self._place):
-                    return self._try_to_store(drafts)
+                    last = self._try_to_store(drafts)
             except JournalError:
+                self._is_last_known = False
                 if not self._place.reconnects:
                     raise
                 self._drop()
                 if self._clock.monotonic_s() >= until_s:
                     raise
-            self._clock.sleep(_RETRY_S)
+                self._clock.sleep(_RETRY_S)
+            else:
+                self._is_last_known = True
+                return last
 
     def _try_to_store(self, drafts: Sequence[Draft]) -> int:
         """One try; gives the sequence of the last entry."""
@@ -150,13 +155,14 @@ class Journal:
             if rows.newest_epoch(connection, self._job) != self.epoch:
                 raise JournalLostError(f"another driver writes {self._place}: this one ({self.epoch}) has to end")
             entries = _numbered(drafts, self._last + 1, self.epoch)
-            # Of a connection that broke it is not known whether the commit had been done. If so the same is not
-            # appended again, and anything else comes after it.
-            there = rows.chunk(connection, self._job, self._last + 1, len(drafts) + 1)
-            if there == entries:
-                return entries[-1].sequence
-            if there:
-                entries = _numbered(drafts, rows.last_sequence(connection, self._job) + 1, self.epoch)
+            if not self._is_last_known:
+                # Of a connection that broke it is not known whether the commit had been done. If so the same is not
+                # appended again, and anything else comes after it.
+                there = rows.chunk(connection, self._job, self._last + 1, len(drafts) + 1)
+                if there == entries:
+                    return entries[-1].sequence
+                if there:
+                    entries = _numbered(drafts, rows.last_sequence(connection, self._job) + 1, self.epoch)
             rows.add_entries(connection, self._job, entries)
         return entries[-1].sequence
 
