@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 from phalanx.core.kernel_files import PROC
 
 _GONE = "ZXx"
+_EXITING = 0x4 | 0x400  # PF_EXITING, PF_SIGNALED
+_KILL_PENDING = 1 << (signal.SIGKILL - 1)
 _STAT_BYTES = 4096
 
 
@@ -53,6 +56,17 @@ def read_process(pid: int, proc: Path = PROC) -> Process | None:
         return None
     finally:
         os.close(descriptor)
+
+
+def is_dying(pid: int, proc: Path = PROC) -> bool:
+    """Whether a process is ending, or has got a SIGKILL, though the kernel may not have freed its memory yet."""
+    try:
+        stat = Path(f"{proc}/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        status = Path(f"{proc}/{pid}/status").read_text(errors="replace")
+    except OSError:  # there is no /proc, or no such process
+        return False
+    pending = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigPnd:", "ShdPnd:"))]
+    return bool(int(stat[6]) & _EXITING) or any(signals & _KILL_PENDING for signals in pending)
 
 
 def parse_stat(content: bytes) -> Process | None:

@@ -80,7 +80,7 @@ class Exited:
 
     Attributes:
         code: as subprocess has it, negative for a signal.
-        is_killed: the template had been told to kill it by then.
+        is_killed: the template has killed it, and nobody else had before.
     """
 
     rank: int

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from typing import Any
 
+from phalanx.core.process_table import is_dying
 from phalanx.core.processes import die_with_parent, name_process, why_not_fork
 from phalanx.launch.children import Child, descriptors_of, execute_child, fork_child, held_for
 from phalanx.launch.failures import failure_of_exception
@@ -63,11 +64,15 @@ def _prepare(prepare: Prepare) -> Prepared:
 
 @dataclass
 class _Attempt:
-    """The processes of one attempt, by rank."""
+    """The processes of one attempt, by rank.
+
+    Attributes:
+        killed: that were told to end here, and were not ending by then.
+    """
 
     children: dict[int, Child] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
-    is_killed: bool = False
+    killed: set[int] = field(default_factory=set)
 
     def running(self) -> list[Child]:
         return [child for rank, child in self.children.items() if rank not in self.ended]
@@ -114,9 +119,10 @@ class _Template:
         elif isinstance(message, Kill):
             if message.attempt in self._attempts:
                 self._hear(message.attempt, self._attempts[message.attempt])  # who is gone already was not killed here
-            if message.attempt in self._attempts:
-                self._attempts[message.attempt].is_killed = True
-                _kill(self._attempts[message.attempt])
+            if (attempt := self._attempts.get(message.attempt)) is not None:
+                # A large process that somebody has killed stays for a while, until its memory is freed.
+                attempt.killed |= {child.rank for child in attempt.running() if not is_dying(child.pid)}
+                _kill(attempt)
             else:
                 self._line.send(Over(message.attempt))
 
@@ -156,7 +162,7 @@ class _Template:
             if (code := child.peek()) is not None:
                 child.pass_words_on(say)  # the last ones, written before it ended
                 attempt.ended.add(child.rank)
-                say(Exited(child.rank, time.monotonic_ns(), code, attempt.is_killed))
+                say(Exited(child.rank, time.monotonic_ns(), code, child.rank in attempt.killed))
         if not attempt.running():
             self._bury(attempt)
             del self._attempts[number]

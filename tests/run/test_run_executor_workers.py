@@ -125,6 +125,7 @@ def test_attempts_one_after_another(tmp_path: Path) -> None:
         async with a_host(tmp_path) as host:
             await killed(host)
             await killed_while_stopping(host)
+            await killed_just_before(host)
             await raised(host)
             await left(host)
             await shouted(host)
@@ -179,6 +180,18 @@ async def killed_while_stopping(host: Host) -> None:
     await host.until_over(2)
     await host.template.kill(9)
     await host.until_over(3)
+    assert not host.ended[2].by_us and host.ended[3].by_us
+
+
+async def killed_just_before(host: Host) -> None:
+    """What has killed a rank is told though it is still ending when all are killed."""
+    started = await host.start(10, "wait")
+    await host.until_stepped()
+    assert host.workers is not None
+    host.workers.is_stopping = True
+    os.kill(started.pids[2], signal.SIGKILL)
+    await host.template.kill(10)
+    await host.until_over(2, 3)
     assert not host.ended[2].by_us and host.ended[3].by_us
 
 
