@@ -20,7 +20,7 @@ from phalanx.run.decide.events import SuspectsNamed
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.driver.book import Book
 from phalanx.run.driver.driver import Driver, Settings
-from phalanx.run.driver.serving import keep_going
+from phalanx.run.driver.serving import aside_of, keep_going
 from phalanx.run.journal import open_journal
 from phalanx.run.now import Now, read_clocks
 from phalanx.run.wire.server import ExecutorServer
@@ -61,7 +61,8 @@ async def serve(hosts: int, workers: int, folder: Path) -> None:
     nobody, ready = Nobody(), Standing()
     # Hosts that are started by the thousand need a while until all have been heard.
     policy = Policy(joining_check="passive", passive_check_s=120.0, store_s=60.0, start_s=300.0, stop_s=120.0)
-    with open_journal(str(folder / "journal.db"), job=JOB) as journal:
+    loop = asyncio.get_running_loop()
+    with open_journal(str(folder / "journal.db"), job=JOB) as journal, aside_of(loop) as aside:
         book = Book(journal, Job(JOB, hosts, workers), policy, read_clocks().unix_s)
         server = ExecutorServer(
             TOKEN,
@@ -81,7 +82,7 @@ async def serve(hosts: int, workers: int, folder: Path) -> None:
             lambda ended: None,
             nobody_stands_out,
             Settings(),
-            later=asyncio.get_running_loop().call_soon,
+            aside=aside,
         )
         changed = asyncio.Event()
         driver.on_change = changed.set

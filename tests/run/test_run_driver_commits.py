@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 import pytest
 
@@ -10,7 +11,7 @@ from phalanx.run.decide.actions import Action, Check
 from phalanx.run.decide.events import HostJoined
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.driver.book import Book
-from phalanx.run.driver.commits import GroupCommit
+from phalanx.run.driver.commits import Aside, GroupCommit
 from phalanx.run.journal import Draft, Entry, JournalError
 from phalanx.run.wire.peer import Mark
 
@@ -40,14 +41,38 @@ class Around:
         self.book = Book(self.disk, Job("j", hosts=2), Policy(), 9.0)
         self.log: list[str] = []
         self.later: list[Callable[[], None]] = []
+        self.writing: list[tuple[Future[None], Callable[[], None]]] = []
         self.commits = GroupCommit(
             self.book,
             self.perform,
             lambda host: self.log.append(f"acknowledge {host}"),
             lambda: self.log.append("changed"),
-            self.later.append if puts_off else None,
+            Aside(self.later.append, self.later.append, self.submit) if puts_off else None,
         )
         self.disk.commits.clear()
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        """To be written by a thread; `write` is that thread."""
+        future: Future[None] = Future()
+        self.writing.append((future, work))
+        return future
+
+    def write(self) -> None:
+        future, work = self.writing.pop(0)
+        try:
+            work()
+        except JournalError as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    def go_on(self) -> None:
+        """Everything that is due, until nothing is."""
+        while self.later or self.writing:
+            while self.later:
+                self.later.pop(0)()
+            if self.writing:
+                self.write()
 
     def perform(self, action: Action, at_s: float) -> None:
         if isinstance(action, Check):
@@ -67,7 +92,7 @@ def test_what_comes_together_is_one_commit_and_done_after_it() -> None:
     assert around.commits.owes("a") and around.commits.owes("b") and not around.commits.owes("c")
     assert (around.log, around.disk.commits, len(around.later)) == ([], [], 1)
     assert set(around.book.state.hosts) == {"a", "b"}, "decisions do not wait for the disk"
-    around.later.pop()()
+    around.go_on()
     assert [sum(draft.kind == "event" for draft in commit) for commit in around.disk.commits] == [2]
     assert around.log == ["check a at 10", "check b at 11", "acknowledge a", "acknowledge b", "changed"]
     assert not around.commits.owes("a")
@@ -75,20 +100,62 @@ def test_what_comes_together_is_one_commit_and_done_after_it() -> None:
     assert len(around.later) == 1
     around.commits.settle()  # somebody cannot wait: what was put off has nothing left to do
     assert around.log[-3:] == ["check c at 12", "acknowledge c", "changed"]
-    around.later.pop()()
+    around.go_on()
     assert len(around.disk.commits) == 2 and around.log[-1] == "changed" and around.log.count("changed") == 2
+
+
+def test_what_comes_while_the_disk_is_waited_for_is_the_next_commit() -> None:
+    around = Around()
+    around.join("a", 10.0)
+    around.later.pop(0)()
+    around.join("b", 11.0)
+    around.join("a", 11.5)
+    while around.later:
+        around.later.pop(0)()
+    assert len(around.writing) == 1 and around.log == [] and around.commits.owes("a") and around.commits.owes("b")
+    around.write()
+    around.later.pop(0)()
+    assert around.log == ["check a at 10", "changed"], "a has said more since, which is not written down"
+    assert len(around.writing) == 1
+    around.go_on()
+    assert around.log[2:] == ["check b at 11", "check a at 11.5", "acknowledge b", "acknowledge a", "changed"]
+    assert len(around.disk.commits) == 2 and not around.commits.owes("a")
+
+
+def test_who_cannot_wait_waits_for_what_is_on_its_way_too() -> None:
+    around = Around()
+    around.join("a", 10.0)
+    around.later.pop(0)()
+    around.join("b", 11.0)
+    around.write()
+    around.commits.settle()
+    assert [line for line in around.log if line != "changed"] == [
+        *("check a at 10", "acknowledge a"),
+        *("check b at 11", "acknowledge b"),
+    ]
+    around.go_on()
+    assert len(around.disk.commits) == 2 and around.log.count("check a at 10") == 1
+
+
+def test_a_driver_that_steps_down_leaves_what_is_on_its_way_to_the_next() -> None:
+    around = Around()
+    around.join("a", 10.0)
+    around.later.pop(0)()
+    around.commits.problem = RuntimeError("another one takes over")
+    around.go_on()
+    assert around.log == ["changed"] and len(around.disk.commits) == 1
 
 
 def test_of_what_cannot_be_written_nothing_is_done() -> None:
     around = Around()
     around.disk.is_full = True
     around.join("a", 10.0)
-    around.later.pop()()
+    around.go_on()
     assert around.log == ["changed"] and around.book.marks == {}
     assert isinstance(around.commits.problem, JournalError)
     around.disk.is_full = False
     around.join("b", 11.0)
-    around.later.pop()()
+    around.go_on()
     assert around.log == ["changed"] and around.disk.commits == [], "this driver does nothing any more"
 
 
@@ -106,6 +173,6 @@ def test_an_action_that_fails_does_not_keep_others_from_being_done(caplog: pytes
     around = Around()
     around.join("bad", 10.0)
     around.join("b", 11.0)
-    around.later.pop()()
+    around.go_on()
     assert around.log[:2] == ["check bad at 10", "check b at 11"] and around.commits.problem is None
     assert "this action cannot be performed" in caplog.text

@@ -25,9 +25,10 @@ from phalanx.run.drive.told import executor_command, watching
 from phalanx.run.drive.troubles import told_to
 from phalanx.run.driver.book import Book
 from phalanx.run.driver.classify import class_of, suspects_named
+from phalanx.run.driver.commits import Aside
 from phalanx.run.driver.driver import Driver
 from phalanx.run.driver.overview import known, overview
-from phalanx.run.driver.serving import BackendOrders, keep_going, let_leave
+from phalanx.run.driver.serving import BackendOrders, aside_of, keep_going, let_leave
 from phalanx.run.executor.accelerators import Accelerators
 from phalanx.run.journal import Journal, open_journal
 from phalanx.run.judge.rules import Matcher, load_rules
@@ -95,6 +96,10 @@ class _Joined:
 
     async def serve(self) -> int:
         """Serve until the job has ended, or this driver has to."""
+        with aside_of(asyncio.get_running_loop()) as aside:
+            return await self._serve(aside)
+
+    async def _serve(self, aside: Aside) -> int:
         config = self.config
         setting = config.workers_per_host
         gpus = 0 if isinstance(setting, int) else len(Accelerators().read())  # of this host, which stands for all
@@ -115,7 +120,7 @@ class _Joined:
             lambda ended: class_of(self.matcher, ended),
             suspects_named,
             watching(config),
-            later=asyncio.get_running_loop().call_soon,
+            aside=aside,
         )
         changed = asyncio.Event()
         driver.on_change = changed.set

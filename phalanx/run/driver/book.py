@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -65,6 +65,19 @@ class Paper(Protocol):
     def read(self, from_sequence: int = 1) -> Iterator[Entry]:
         """All entries in order."""
         ...
+
+
+class Batch(NamedTuple):
+    """What is written down together.
+
+    Attributes:
+        marks: and when the messages came.
+        met: addresses of hosts.
+    """
+
+    drafts: list[Draft]
+    marks: dict[str, tuple[Mark, float]]
+    met: dict[str, str]
 
 
 class Book:
@@ -125,12 +138,31 @@ class Book:
             JournalError: it could not be written, and is still to be. JournalLostError: a later driver has taken the
                 job over.
         """
+        taken = self._drafts, self._marks, self._met
+        batch = self.batch()
+        try:
+            self.append(batch)
+        except Exception:
+            self._drafts, self._marks, self._met = taken
+            raise
+        self.done(batch)
+
+    def batch(self) -> Batch:
+        """What has been taken in and is not written down, to be `append`ed now and `done` then."""
         notes = [self._draft("note", _received(host, mark), at_s) for host, (mark, at_s) in self._marks.items()]
-        if self._drafts or notes:
-            self._journal.append_all([*self._drafts, *notes])
-        self.marks.update({host: mark for host, (mark, _) in self._marks.items()})
-        self.addresses.update(self._met)
+        batch = Batch([*self._drafts, *notes], self._marks, self._met)
         self._drafts, self._marks, self._met = [], {}, {}
+        return batch
+
+    def append(self, batch: Batch) -> None:
+        """Write it; called from any thread, one batch after another. Raises as `write`."""
+        if batch.drafts:
+            self._journal.append_all(batch.drafts)
+
+    def done(self, batch: Batch) -> None:
+        """It has been written."""
+        self.marks.update({host: mark for host, (mark, _) in batch.marks.items()})
+        self.addresses.update(batch.met)
 
     def apply(self, event: Event, received: Mapping[str, Mark] | None = None) -> list[Action]:
         """`take`, and `write` at once."""

@@ -20,7 +20,7 @@ from phalanx.run.driver.attempt import AttemptWatch
 from phalanx.run.driver.book import Book
 from phalanx.run.driver.classify import by_its_end
 from phalanx.run.driver.commands import commands
-from phalanx.run.driver.commits import GroupCommit, Later
+from phalanx.run.driver.commits import Aside, GroupCommit
 from phalanx.run.driver.findings import BEFORE_S, Findings
 from phalanx.run.driver.hosts import HostWatch
 from phalanx.run.driver.looks import Look, Looks
@@ -75,7 +75,7 @@ class Driver:
         name_suspects: the judge of evidence.
         settings: of watching.
         clocks: the time.
-        later: for group commit, such as a loop's `call_soon`; None: each event is written down by itself.
+        aside: to write the journal while everything else goes on; None: each event waits for the disk.
 
     Attributes:
         hosts: of which has been heard.
@@ -94,12 +94,12 @@ class Driver:
         name_suspects: NameSuspects,
         settings: Settings,
         clocks: Callable[[], Now] = read_clocks,
-        later: Later | None = None,
+        aside: Aside | None = None,
     ) -> None:
         self._book, self._line, self._orders, self._people = book, line, orders, people
         self._classify, self._name_suspects = classify, name_suspects
         self._settings, self._clocks = settings, clocks
-        self._commits = GroupCommit(book, self._perform, line.acknowledge, lambda: self.on_change(), later)
+        self._commits = GroupCommit(book, self._perform, line.acknowledge, lambda: self.on_change(), aside)
         self.hosts = HostWatch(settings.heartbeat_s)
         self.attempt: AttemptWatch | None = None
         self.finished: actions.Finish | None = None
@@ -184,7 +184,6 @@ class Driver:
 
     def tick(self) -> None:
         """Do what is due."""
-        self._commits.settle()
         now = self._clocks()
         self._feed(self.hosts.tick(now))
         self._look_at_progress(now)

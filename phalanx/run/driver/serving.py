@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from phalanx.run import messages
 from phalanx.run.backends.base import Backend
 from phalanx.run.decide import actions
+from phalanx.run.driver.commits import Aside
 from phalanx.run.driver.driver import Driver
 from phalanx.run.journal import JournalError, JournalLostError
 
@@ -113,6 +115,13 @@ async def let_leave(server: Crowd, reason: str, within_s: float = LEAVE_S) -> li
             while server.hosts():
                 await asyncio.sleep(0.02)
     return server.hosts()
+
+
+@contextmanager
+def aside_of(loop: asyncio.AbstractEventLoop) -> Iterator[Aside]:
+    """A thread that writes the journal, for as long as this context lasts."""
+    with ThreadPoolExecutor(1, thread_name_prefix="journal") as pool:
+        yield Aside(loop.call_soon, loop.call_soon_threadsafe, pool.submit)
 
 
 async def keep_going(driver: Driver, changed: asyncio.Event) -> None:
