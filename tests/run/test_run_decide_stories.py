@@ -617,6 +617,35 @@ def test_a_job_that_ends_does_not_wait_for_hosts_that_are_not_reached():
     assert world.now_s - begun_s <= world.policy.stop_s + 0.1
 
 
+def cut_off_in_checks(silent: int) -> World:
+    """Of eight hosts so many are not reached any more, just when all are checked because nobody stands out."""
+    world = World(Job("j", 8), None, hosts=8)
+    world.run_until(running)
+    world.run_for(5)
+    for name in list(world.hosts)[1 : 1 + silent]:
+        world.hosts[name].mute.add("Check")
+    world.names_suspects = False
+    world.hang(0)
+    world.run_until(lambda world: world.state.phase == "checking")
+    world.run_for(world.policy.passive_check_s + 1)
+    return world
+
+
+def test_where_most_hosts_do_not_answer_checks_none_is_given_back_at_once():
+    world = cut_off_in_checks(6)
+    assert world.state.phase == "checking" and world.taken("Release") == []
+    (alert,) = [a.text for a in world.taken("Alert") if "cut off" in a.text]  # type: ignore[attr-defined]
+    assert "6 of 8 hosts do not answer their checks" in alert
+    world.run_until(lambda world: bool(world.taken("Release")))
+    assert len(world.taken("Release")) == 6, "in the end they are"
+    assert len([a for a in world.taken("Alert") if "cut off" in a.text]) == 1  # type: ignore[attr-defined]
+
+
+def test_few_hosts_that_do_not_answer_their_checks_are_given_back_soon():
+    world = cut_off_in_checks(2)
+    assert len(world.taken("Release")) == 2 and not [a for a in world.taken("Alert") if "cut off" in a.text]  # type: ignore[attr-defined]
+
+
 # People
 
 

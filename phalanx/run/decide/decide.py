@@ -134,8 +134,8 @@ def _expire(turn: Turn) -> bool:
     """Act upon limits that have passed; whether there were any."""
     state = turn.state
     late = turn.late_checks()
-    for name in late:
-        hosts.not_checked(turn, name)
+    if late:
+        hosts.are_late(turn, late)
     if state.deadline_s is None or turn.now_s < state.deadline_s:
         return bool(late)
     turn.set(deadline_s=None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from phalanx.run.decide import attempts, faults, ladder, recovery
 from phalanx.run.decide.actions import Check, Evict, Gather, OpenStore, Release, Stop, Where
 from phalanx.run.decide.events import CheckFailed, CheckPassed, HostGone, HostJoined, HostUnknown, SlowHost
@@ -148,6 +150,25 @@ def _fail_together(turn: Turn, name: str, why: str) -> bool:
         return False
     recovery.learn(turn, evict={**found.evict, name: why})
     return len(found.evict) >= ladder.most_to_blame(turn.state)
+
+
+def are_late(turn: Turn, late: list[str]) -> None:
+    """The limit of these hosts' checks has passed without an answer."""
+    state = turn.state
+    asked = [name for name in late if name in state.awaited and not state.checks[name].is_extended]
+    together = ladder.is_driver_cut_off(state, len(asked))
+    if together:
+        wait_s = state.policy.together_stop_s
+        why = f"{len(asked)} of {len(state.placement)} hosts do not answer their checks"
+        turn.alert("error", f"{why}; it may be the driver that is cut off: it waits {wait_s:.0f} s")
+        turn.decided("no host is given back yet", f"{why}: a common cause")
+        for name in asked:
+            check = replace(state.checks[name], deadline_s=turn.now_s + wait_s, is_extended=True)
+            turn.await_check(name, check)
+            turn.act(Check(name, check.number, check.kind, check.peers))
+    for name in late:
+        if not together or name not in asked:
+            not_checked(turn, name)
 
 
 def not_checked(turn: Turn, name: str) -> None:

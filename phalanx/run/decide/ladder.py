@@ -77,6 +77,11 @@ def most_to_blame(state: State) -> int:
     return max(2, len(state.placement) // 8)
 
 
+def is_driver_cut_off(state: State, silent: int) -> bool:
+    """Whether so many hosts that do not answer say more of the driver's own network, in a job that goes on."""
+    return state.ending is None and silent > most_to_blame(state) and 2 * silent > len(state.placement)
+
+
 def seen_before(state: State, recovery: Recovery, host: str) -> int:
     """How often the host, its place or its group has been at fault within the window."""
     return max(_count(state, mark) for mark in _marks(state, recovery, [host]))

@@ -134,7 +134,7 @@ def stop(turn: Turn, grace_s: float = 0.0) -> None:
 def hurry(turn: Turn) -> None:
     """Hosts that are not heard of are not waited for as long as others, unless they are most of all."""
     state = turn.state
-    if state.deadline_s is None or _are_most_silent(state):
+    if state.deadline_s is None or ladder.is_driver_cut_off(state, len(state.awaited)):
         return
     usual_s = state.grace_s + state.policy.stop_s
     were_most = state.deadline_s > state.phase_since_s + usual_s  # and are not now: the others have just come back
@@ -145,17 +145,11 @@ def hurry(turn: Turn) -> None:
         turn.set(deadline_s=limit_s)
 
 
-def _are_most_silent(state: State) -> bool:
-    """Whether it is rather the driver that is cut off: of a job that goes on, more hosts than can be at fault."""
-    count = len(state.awaited)
-    return state.ending is None and count > ladder.most_to_blame(state) and 2 * count > len(state.placement)
-
-
 def not_stopped(turn: Turn) -> None:
     """The limit has passed, and hosts have not said that their processes are gone."""
     state = turn.state
     until_s = state.phase_since_s + state.policy.together_stop_s
-    if not _are_most_silent(state) or turn.now_s >= until_s:
+    if not ladder.is_driver_cut_off(state, len(state.awaited)) or turn.now_s >= until_s:
         _give_up_on_silent(turn)
         return
     why = f"{len(state.awaited)} of {len(state.placement)} hosts do not say that their processes are gone"

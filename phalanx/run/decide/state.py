@@ -45,12 +45,17 @@ class Host(Value, frozen=True):
 
 
 class PendingCheck(Value, frozen=True):
-    """A check whose answer is awaited."""
+    """A check whose answer is awaited.
+
+    Attributes:
+        is_extended: most hosts have not answered theirs, so it was asked again, with more time.
+    """
 
     number: int
     kind: CheckKind
     deadline_s: float
     peers: tuple[str, ...] = ()
+    is_extended: bool = False
 
 
 class Failure(Value, frozen=True):
