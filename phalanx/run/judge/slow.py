@@ -129,9 +129,10 @@ class SlowJudge:
         out, and so is what comes after its block.
         """
         row = self._block.setdefault(step, np.full(len(self._units), np.nan))
-        for name, seconds in busy_s.items():
-            if name in self._index and math.isfinite(seconds) and seconds > 0:
-                row[self._index[name]] = math.log(seconds)
+        indices = np.fromiter((self._index.get(name, -1) for name in busy_s), np.intp, len(busy_s))
+        seconds = np.fromiter(busy_s.values(), np.float64, len(busy_s))
+        is_good = (indices >= 0) & np.isfinite(seconds) & (seconds > 0)
+        row[indices[is_good]] = np.log(seconds[is_good])
         if not self._is_complete():
             return []
         first, last = min(self._block), max(self._block)
