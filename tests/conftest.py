@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 
 import pytest
@@ -10,6 +11,17 @@ from hypothesis import settings
 # How long an example takes is the machine's affair: a busy one must not make a test fail.
 settings.register_profile("phalanx", deadline=None)
 settings.load_profile("phalanx")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Signals that this process ignores would be ignored by all that it starts, too.
+
+    Whoever runs the tests in the background of a script, or under nohup, has SIGINT, SIGQUIT or SIGHUP ignored: then
+    no test of a Ctrl-C or of a terminal that is closed could pass.
+    """
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 @pytest.hookimpl(trylast=True)
