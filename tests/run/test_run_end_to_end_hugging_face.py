@@ -35,7 +35,8 @@ def test_a_killed_rank_changes_nothing_of_what_is_trained(tmp_path: Path) -> Non
         job.wait_for(lambda: saved.exists() and len(losses(job)) > SAVED_EVERY + 2 and job.events("started"))
         os.kill(job.wait_for(lambda: job.rank_pid(1)), signal.SIGKILL)
         assert job.commands[-1].wait(300) == 0, job.output
-        assert len(job.events("worker-failed")) == 1
+        # The other rank may say that its peer is gone before it is killed.
+        assert [event.fields["rank"] for event in job.events("worker-failed") if not event.fields["follows"]] == [1]
         assert len(losses(job)) > STEPS - 5  # some were logged twice
         assert job.processes() == []
     results = [(job.folder / "out" / "model.safetensors").read_bytes() for job in (straight, killed)]

@@ -65,4 +65,4 @@ def status(error: BaseException | None) -> int:
 def cause_of(error: BaseException) -> str:
     """The first line of an error, or its name where it says nothing."""
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return (str(said).splitlines() or [""])[0][:200] or type(error).__name__
+    return (str(said).splitlines() or [""])[0][:400] or type(error).__name__
