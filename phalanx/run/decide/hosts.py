@@ -155,9 +155,8 @@ def _fail_together(turn: Turn, name: str, why: str) -> bool:
 def are_late(turn: Turn, late: list[str]) -> None:
     """The limit of these hosts' checks has passed without an answer."""
     state = turn.state
-    asked = [name for name in late if name in state.awaited and not state.checks[name].is_extended]
-    together = ladder.is_driver_cut_off(state, len(asked))
-    if together:
+    asked = dict.fromkeys(name for name in late if name in state.awaited and not state.checks[name].is_extended)
+    if ladder.is_driver_cut_off(state, len(asked)):
         wait_s = state.policy.together_stop_s
         why = f"{len(asked)} of {len(state.placement)} hosts do not answer their checks"
         turn.alert("error", f"{why}; it may be the driver that is cut off: it waits {wait_s:.0f} s")
@@ -166,9 +165,9 @@ def are_late(turn: Turn, late: list[str]) -> None:
             check = replace(state.checks[name], deadline_s=turn.now_s + wait_s, is_extended=True)
             turn.await_check(name, check)
             turn.act(Check(name, check.number, check.kind, check.peers))
+        late = [name for name in late if name not in asked]
     for name in late:
-        if not together or name not in asked:
-            not_checked(turn, name)
+        not_checked(turn, name)
 
 
 def not_checked(turn: Turn, name: str) -> None:
