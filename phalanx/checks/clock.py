@@ -24,7 +24,9 @@ def run(host: Host) -> CheckResult:
         try:
             key = read_key(host.peer_key) if host.peer_key else None
             clock_ns = partial(_unix_ns, host)
-            measured.append(measure_peer(address, transfer_bytes=0, limit_s=2.0, clock_ns=clock_ns, key=key))
+            measured.append(
+                measure_peer(address, transfer_bytes=0, limit_s=2.0, within_s=5.0, clock_ns=clock_ns, key=key)
+            )
         except (PeerError, ValueError) as error:
             problems.append(str(error))
     if not measured:
@@ -43,7 +45,8 @@ def judge_clock(measured: list[PeerMeasure], synchronised: bool | None, threshol
     off = [each for each in measured if abs(each.clock_ahead_s) - each.clock_error_s > threshold.value]
     worst = max(measured, key=lambda each: abs(each.clock_ahead_s))
     is_ours = 2 * len(off) > len(measured)
-    notes = [f"{each.peer} is {abs(each.clock_ahead_s):.3g} s {_side(each.clock_ahead_s)}" for each in off]
+    bad = {each.peer: f"its clock is {abs(each.clock_ahead_s):.3g} s {_side(each.clock_ahead_s)}" for each in off}
+    notes = [f"{peer}: {why}" for peer, why in bad.items()]
     if synchronised is False:
         notes.append("not synchronised by NTP")
     if off and not is_ours:
@@ -57,6 +60,7 @@ def judge_clock(measured: list[PeerMeasure], synchronised: bool | None, threshol
         threshold.value,
         threshold.source,
         _ACTION if is_ours else "",
+        bad,
     )
 
 

@@ -7,8 +7,8 @@ with it was only the partner of a bad one. So one bad host costs two tests, howe
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+import bisect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.checks.thresholds import OTHERS_SHARE, Threshold
@@ -44,31 +44,44 @@ def plan_neighbours(hosts: Sequence[str]) -> list[list[Pair]]:
     return [pairs] if pairs else []
 
 
-def bad_pairs(rates: Rates, threshold: Threshold | None) -> dict[Pair, str]:
+def bad_pairs(rates: Rates, threshold: Threshold | None, share: float = OTHERS_SHARE) -> dict[Pair, str]:
     """Pairs that failed or were slow, and why.
 
     Args:
         threshold: bytes per second; None: against the median of the other pairs, where there are three or more.
+        share: of that median, from which on a pair is good.
     """
-    known = [rate for rate in rates.values() if rate is not None]
+    known = sorted(rate for rate in rates.values() if rate is not None)
     found = {}
     for pair, rate in rates.items():
         if rate is None:
             found[pair] = "gave no result"
             continue
-        limit = threshold or _others(known, rate)
+        limit = threshold or _others(known, rate, share)
         if limit and rate < limit.value:
             found[pair] = f"{rate / 1e9:.3g} GB/s, less than {limit.value / 1e9:.3g} ({limit.source})"
     return found
 
 
-def _others(known: list[float], rate: float) -> Threshold | None:
+def _others(known: list[float], rate: float, share: float) -> Threshold | None:
+    """A share of the median of all but one, out of sorted rates; without looking at each of what may be thousands."""
     if len(known) < 3:
         return None
-    others = list(known)
-    others.remove(rate)
-    median = statistics.median(others)
-    return Threshold(OTHERS_SHARE * median, f"{OTHERS_SHARE:.0%} of the median of the other pairs")
+    place, left = bisect.bisect_left(known, rate), len(known) - 1
+    low, high = (known[index + (index >= place)] for index in ((left - 1) // 2, left // 2))
+    return Threshold(share * (low + high) / 2, f"{share:.0%} of the median of the other pairs")
+
+
+def doubtful(hosts: Sequence[str], first: Collection[Pair], bad: Collection[Pair]) -> tuple[list[str], list[str]]:
+    """After the first round: hosts that were in bad pairs only, and hosts that were in a good one.
+
+    Args:
+        first: the pairs that were tested.
+        bad: of these.
+    """
+    in_good = {host for pair in first if pair not in bad for host in pair}
+    suspects = {host for pair in bad for host in pair} - in_good
+    return [host for host in hosts if host in suspects], [host for host in hosts if host in in_good]
 
 
 def plan_suspects(suspects: Sequence[str], good: Sequence[str]) -> list[list[Pair]]:
@@ -83,9 +96,7 @@ def name_bad_hosts(hosts: Sequence[str], transport: Transport, threshold: Thresh
     """Test all hosts, in the order of who is near whom, and name the bad ones."""
     first = _run(plan_neighbours(hosts), transport)
     first_bad = bad_pairs(first, threshold)
-    in_good = {host for pair in first if pair not in first_bad for host in pair}
-    suspects = [host for host in hosts if host not in in_good and any(host in pair for pair in first_bad)]
-    good = [host for host in hosts if host in in_good]
+    suspects, good = doubtful(hosts, first, first_bad)
     if not suspects:
         return Judgement({})
     if not good:

@@ -197,6 +197,7 @@ def measure_peer(
     *,
     transfer_bytes: int = 64 << 20,
     limit_s: float = 10.0,
+    within_s: float = 60.0,
     clock_ns: Clock = time.time_ns,
     key: bytes | None = None,
 ) -> PeerMeasure:
@@ -205,20 +206,16 @@ def measure_peer(
     Args:
         transfer_bytes: sent in each direction.
         limit_s: of any single wait.
+        within_s: of all together: on a link that loses most of its packets each wait may end in time.
         key: that both sides know; None: the peer asks for none.
     """
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=limit_s) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if key is not None:
-                _introduce(connection, key)
-            ways = sorted(_ask_clock(connection, clock_ns) for _ in range(_PINGS))
-            _time_send(connection, _WARM_BYTES)
-            sending_s = _time_send(connection, transfer_bytes)
-            receiving_s = _time_receive(connection, transfer_bytes)
-    except OSError as error:
-        raise PeerError(f"{address}: {error}") from error
+    with _connected(address, limit_s, within_s) as connection:
+        if key is not None:
+            _introduce(connection, key)
+        ways = sorted(_ask_clock(connection, clock_ns) for _ in range(_PINGS))
+        _time_send(connection, _WARM_BYTES)
+        sending_s = _time_send(connection, transfer_bytes)
+        receiving_s = _time_receive(connection, transfer_bytes)
     shortest_s, ahead_s = ways[0]
     return PeerMeasure(
         peer=address,
@@ -228,6 +225,41 @@ def measure_peer(
         clock_ahead_s=ahead_s,
         clock_error_s=shortest_s / 2,
     )
+
+
+@contextmanager
+def _connected(address: str, limit_s: float, within_s: float) -> Iterator[socket.socket]:
+    """A connection that is hung up after `within_s`; whatever goes wrong on it is a `PeerError`."""
+    host, _, port = address.rpartition(":")
+    until_s, is_late = time.monotonic() + within_s, threading.Event()
+    try:
+        first_s = min(limit_s, within_s)
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=first_s) as connection:
+            connection.settimeout(limit_s)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with _hung_up_at(until_s, connection, is_late):
+                yield connection
+    except (OSError, PeerError) as error:
+        what = f"no measure within {within_s:g} s" if is_late.is_set() else error
+        raise PeerError(f"{address}: {what}") from error
+
+
+@contextmanager
+def _hung_up_at(until_s: float, connection: socket.socket, is_late: threading.Event) -> Iterator[None]:
+    """Whoever waits on the connection goes on then at the latest, and `is_late` is set."""
+
+    def hang_up() -> None:
+        is_late.set()
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(max(until_s - time.monotonic(), 0.0), hang_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _ask_clock(connection: socket.socket, clock_ns: Clock) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from phalanx.checks.thresholds import Threshold, given_threshold, slow_hosts
 
 _NAME = "peers"
 _BYTES = 64 << 20
+_WITHIN_S = 10.0  # of one peer: the checks of a recovery are waited for no longer than 30 s
 _ACTION = "test pairs in two rounds to learn which end is bad; check routes, MTU and the switch ports"
 
 
@@ -23,7 +24,7 @@ def run(host: Host) -> CheckResult:
     for address in host.peers:
         try:
             key = read_key(host.peer_key) if host.peer_key else None
-            measured.append(measure_peer(address, transfer_bytes=_BYTES, key=key))
+            measured.append(measure_peer(address, transfer_bytes=_BYTES, within_s=_WITHIN_S, key=key))
         except (PeerError, ValueError) as error:
             if host.is_suspect and isinstance(error.__cause__, ConnectionRefusedError):
                 continue  # that host answers, so the network works: only its executor has gone
@@ -48,13 +49,14 @@ def judge_peers(
     """
     rates = {each.peer: min(each.send_bytes_per_s, each.receive_bytes_per_s) / 1e9 for each in measured}
     limits = {peer: given.value for peer, rate in rates.items() if rate < given.value} if given else slow_hosts(rates)
-    bad = [f"{peer}: {rates[peer]:.3g} GB/s, less than {limit:.3g}" for peer, limit in limits.items()]
-    bad += [f"no measure: {problem}" for problem in problems.values()]
+    bad = {peer: f"{rates[peer]:.3g} GB/s, less than {limit:.3g}" for peer, limit in limits.items()}
+    bad |= {peer: f"no measure: {problem.removeprefix(f'{peer}: ')}" for peer, problem in problems.items()}
     is_cleared = is_suspect and len(limits) < len(rates)
     latency = f"{max(each.latency_s for each in measured) * 1e6:.0f} µs" if measured else ""
     known = given is not None or len(rates) > 2
     cleared = "the way to the others is good, so this is about that end" if bad and is_cleared else ""
-    notes = [*bad, cleared, latency, "" if known or bad else "no threshold is known"]
+    said = "; ".join(f"{peer}: {why}" for peer, why in bad.items())
+    notes = [said, cleared, latency, "" if known or bad else "no threshold is known"]
     is_bad = bool(bad) and not is_cleared
     return CheckResult(
         _NAME,
@@ -65,6 +67,8 @@ def judge_peers(
         given.value if given else min(limits.values(), default=None),
         given.source if given else "70% of the median of the other peers" if limits else "",
         _ACTION if is_bad else "",
+        bad,
+        {peer: rate * 1e9 for peer, rate in rates.items()},
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Outcome = Literal["pass", "fail", "skip"]
@@ -19,6 +19,8 @@ class CheckResult:
         threshold: what the value was held against; None: no threshold is known, and the value is shown only.
         threshold_source: where the threshold comes from.
         action: what a person, or the driver, had better do about a failure.
+        bad_peers: address of a peer -> what is bad between it and this host; either end may be at fault.
+        peer_rates: address of a peer -> bytes per second to and from it, of the slower direction.
     """
 
     name: str
@@ -29,6 +31,8 @@ class CheckResult:
     threshold: float | None = None
     threshold_source: str = ""
     action: str = ""
+    bad_peers: dict[str, str] = field(default_factory=dict)
+    peer_rates: dict[str, float] = field(default_factory=dict)
 
     def explained(self, *parts: str) -> CheckResult:
         """The same with another reason: those of `parts` that are not empty."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 from checks_helpers import empty_host
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from phalanx.checks import clock, loopback, peers
 from phalanx.checks.host import host_from_settings
-from phalanx.checks.neighbours import Pair, Rates, name_bad_hosts, plan_neighbours, plan_suspects
+from phalanx.checks.neighbours import Pair, Rates, bad_pairs, name_bad_hosts, plan_neighbours, plan_suspects
 from phalanx.checks.peer import PeerError, PeerMeasure, measure_peer, serve_peer
 from phalanx.checks.thresholds import Threshold, slow_hosts
 from phalanx.core.errors import UserError
@@ -115,7 +116,8 @@ def test_our_wrong_clock_is_seen_by_most_peers_and_one_wrong_peer_is_not_ours(tm
     wrong = replace(_MEASURE, peer="h9:1", clock_ahead_s=-40.0)
     limit = Threshold(1.0, "test")
     theirs = clock.judge_clock([*right, wrong], True, limit)
-    assert (theirs.outcome, theirs.reason) == ("pass", "h9:1 is 40 s behind us; ours agrees with most")
+    assert (theirs.outcome, theirs.reason) == ("pass", "h9:1: its clock is 40 s behind us; ours agrees with most")
+    assert theirs.bad_peers == {"h9:1": "its clock is 40 s behind us"}
     ours = clock.judge_clock([replace(each, clock_ahead_s=5.0) for each in right], False, limit)
     assert ours.outcome == "fail"
     assert "not synchronised" in ours.reason
@@ -206,6 +208,37 @@ def test_a_slow_peer_is_named_against_the_others() -> None:
     assert peers.judge_peers(measured, {}, Threshold(1.0, "given")).outcome == "pass"
 
 
+def test_what_was_found_is_told_by_peer_too() -> None:
+    measured = [replace(_MEASURE, peer="a:1", send_bytes_per_s=3e9), replace(_MEASURE, peer="b:1")]
+    result = peers.judge_peers(measured, {"x:1": "x:1: timed out"}, Threshold(5.0, "given"))
+    assert result.peer_rates == {"a:1": pytest.approx(3e9), "b:1": pytest.approx(10e9)}
+    assert result.bad_peers == {"a:1": "3 GB/s, less than 5", "x:1": "no measure: timed out"}
+
+
+def test_a_way_that_lets_little_through_is_given_up_in_time() -> None:
+    """Each wait ends within its limit, since now and then a little comes."""
+    ended = threading.Event()
+
+    def trickle(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            while not ended.wait(0.05):
+                try:
+                    connection.sendall(b"T")
+                except OSError:
+                    return
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=trickle, args=(server,))
+        thread.start()
+        try:
+            with pytest.raises(PeerError, match=r"no measure within 0\.5 s"):
+                measure_peer(f"127.0.0.1:{server.getsockname()[1]}", key=b"a key", within_s=0.5)
+        finally:
+            ended.set()
+            thread.join()
+
+
 def test_peers_are_tested_or_told_of(tmp_path: Path) -> None:
     assert peers.run(empty_host(tmp_path)).outcome == "skip"
     with serve_peer() as port:
@@ -265,6 +298,15 @@ def test_without_a_good_host_nobody_is_blamed() -> None:
     assert judged.bad == {}
     assert judged.open is not None
     assert set(judged.open) == {"a", "b"}
+
+
+@given(st.lists(st.sampled_from([1e9, 2e9, 6e9, 6.5e9, 8e9, 9e9, 1e10]), max_size=30))
+def test_a_pair_is_held_against_the_median_of_the_others(rates: list[float]) -> None:
+    pairs = {(f"a{number}", f"b{number}"): rate for number, rate in enumerate(rates)}
+    for share in (0.5, 0.7):
+        others = {pair: [rate for other, rate in pairs.items() if other != pair] for pair in pairs}
+        slow = [pair for pair, rate in pairs.items() if len(pairs) > 2 and rate < share * median(others[pair])]
+        assert list(bad_pairs(pairs, None, share)) == slow
 
 
 def test_suspects_outnumber_good_hosts() -> None:
