@@ -17,8 +17,10 @@ import time
 from pathlib import Path
 
 from rich.console import Console
+from support.campaign.control import forget_networks
 from support.campaign.running import run_case
 from support.campaign.settings import PACE_S
+from support.leaving import nothing_left
 
 from phalanx.faults.campaign import STEPS, ci_cases, family_of, generate, healthy
 from phalanx.faults.manifest import Manifest
@@ -52,12 +54,13 @@ def main() -> int:
     options, console = read_options(), Console()
     cases, results = chosen(options), Results(options.folder)
     todo = results.pending(cases) if options.resume else cases
-    for number, case in enumerate(todo, 1):
-        began_s = time.monotonic()
-        guard_s = options.guard + (options.minutes * 120 if options.healthy else 0)
-        score = run_case(case, options.folder, guard_s=guard_s, keep=options.keep)
-        words = f"[{number}/{len(todo)}] {case.id}: {score.outcome} in {time.monotonic() - began_s:.0f} s"
-        console.print("; ".join([words, *score.problems]), soft_wrap=True, highlight=False, markup=False)
+    with nothing_left(forget_networks, keep=options.keep):
+        for number, case in enumerate(todo, 1):
+            began_s = time.monotonic()
+            guard_s = options.guard + (options.minutes * 120 if options.healthy else 0)
+            score = run_case(case, options.folder, guard_s=guard_s, keep=options.keep)
+            words = f"[{number}/{len(todo)}] {case.id}: {score.outcome} in {time.monotonic() - began_s:.0f} s"
+            console.print("; ".join([words, *score.problems]), soft_wrap=True, highlight=False, markup=False)
     console.print(summary(cases, results))
     found = [results.find(case) for case in cases]
     return int(any(result is None or result.score.outcome != "right" for result in found))

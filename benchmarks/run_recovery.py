@@ -29,10 +29,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
+from support.leaving import nothing_left
 from support.recovery.job import Job
 from support.recovery.marks import PARTS, STAGES, costs, decided, parts, read_marks, stage_ends, stepped
 from support.recovery.torchrun import Torchrun
 
+SOCKETS = Path(tempfile.gettempdir()) / f"phalanx-{os.geteuid()}"
+"""Where the script has its keepers listen, whatever becomes this program's own folder for temporary files."""
 SCRIPT = Path(__file__).parent / "support" / "recovery" / "training.py"
 HOSTS = ("--hosts", "2", "--workers-per-host", "1")
 STEP_S = 0.1
@@ -104,9 +107,20 @@ def recoveries(case: str, state_mb: int, rest_s: float) -> list[Recovery]:
                 time.sleep(rest_s)  # what is learnt in the first attempt is imported meanwhile
                 found.append(recovery(job, case, state_mb, rank, known))
                 job.wait_for(lambda: is_calm(job, known), WITHIN_S)
-        for left in (Path(tempfile.gettempdir()) / f"phalanx-{os.geteuid()}").glob(f"keeper-{Path(name).name}-*"):
-            left.unlink()  # its keeper has been killed with the job
+        forget_keepers(Path(name))
         return found
+
+
+def forget_keepers(folder: Path) -> None:
+    """Remove the sockets of keepers that were killed with the job of this folder."""
+    for left in SOCKETS.glob(f"keeper-{folder.name}-*"):
+        left.unlink()
+
+
+def forget_all_keepers(folder: Path) -> None:
+    """Of the jobs whose folders are in this one."""
+    for job in folder.iterdir():
+        forget_keepers(job)
 
 
 def recovery(job: Job, case: str, state_mb: int, rank: int, known: set[int]) -> Recovery:
@@ -310,4 +324,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with nothing_left(forget_all_keepers):
+        main()

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from run_wire import ask, line, process
+from support.leaving import nothing_left
 
 WORKERS = 8
 ROW = "{:>7} {:>10} {:>8} {:>8} {:>9} {:>8} {:>7} {:>7} {:>7} {:>7} {:>8} {:>9} {:>8}"
@@ -64,13 +65,14 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     print(f"Python {platform.python_version()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start")
     print(ROW.format(*HEAD))
-    for count in arguments.counts:
-        if count + 100 > hard:
-            print(f"{count:>7} left out: this process may open {hard} files")
-            continue
-        for _ in range(arguments.repeats):
-            with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-                show(count, measure(count, arguments.seconds, min(arguments.deaths, count), folder))
+    with nothing_left(inside=arguments.folder):
+        for count in arguments.counts:
+            if count + 100 > hard:
+                print(f"{count:>7} left out: this process may open {hard} files")
+                continue
+            for _ in range(arguments.repeats):
+                with tempfile.TemporaryDirectory() as folder:
+                    show(count, measure(count, arguments.seconds, min(arguments.deaths, count), folder))
 
 
 def show(count: int, seen: Outcome) -> None:

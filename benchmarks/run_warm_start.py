@@ -26,6 +26,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from support.leaving import nothing_left
+
 from phalanx.launch.cores import Share
 from phalanx.launch.messages import Exited
 from phalanx.launch.script import Group, Places, Script, rank_specs, torchrun_environment
@@ -191,4 +193,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with nothing_left():
+        main()

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 from crowd.beats import payload
 from crowd.servers import CONTENDERS, lacks
+from support.leaving import nothing_left
 
 HERE = Path(__file__).parent
 ROW = "{:20} {:>7} {:>10} {:>7} {:>9} {:>8} {:>8} {:>8} {:>8} {:>8} {:>6}"
@@ -188,4 +189,5 @@ def certified() -> Iterator[tuple[Path, Path]]:
 
 
 if __name__ == "__main__":
-    main()
+    with nothing_left():
+        main()

@@ -331,10 +331,17 @@ def _command_line(pid: int) -> list[str]:
 
 @contextlib.contextmanager
 def work_folder(keep: bool = False) -> Iterator[Path]:
-    """A folder whose name tells nothing."""
+    """A folder for one case, whose name tells nothing; the case is run in ``job`` in there."""
     folder = Path(tempfile.mkdtemp(prefix="job-"))
     try:
         yield folder
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def forget_networks(folder: Path) -> None:
+    """Let go of the networks of all cases that have been run in work folders in this one."""
+    if shutil.which("ip") is not None:
+        for job in folder.glob("job-*/job"):
+            Network(Places(job).run, SUBNET).end()
