@@ -7,7 +7,8 @@ import struct
 import msgspec
 
 from phalanx.run import messages as m
-from phalanx.run.executor.heartbeats import heartbeat as summed
+from phalanx.run.heartbeats import heartbeat as summed
+from phalanx.run.heartbeats import report_of
 
 SEQUENCE = 1 << 24
 """Numbers from here on take the same five bytes in MessagePack."""
@@ -40,11 +41,14 @@ def worker(rank: int, step: int = 123_456, last_step_s: float = 0.3456, steps_he
 
 
 def heartbeat(sequence: int = SEQUENCE) -> m.Heartbeat:
-    return summed(sequence, UNIX_S, 1, [worker(rank) for rank in range(8)], STATE, LINES)
+    return summed(sequence, UNIX_S, 1, [worker(rank) for rank in range(8)], STATE, LINES, carried_bytes=1 << 46)
 
 
 def named(value: object) -> object:
-    """The same with names, as JSON has it."""
+    """The same with names, as JSON has it; the report is no longer one by itself."""
+    if isinstance(value, m.Heartbeat):
+        parts = {name: named(getattr(value, name)) for name in value.__struct_fields__ if name != "report"}
+        return {**parts, "report": named(report_of(value))}
     if isinstance(value, msgspec.Struct):
         return {name: named(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, list):

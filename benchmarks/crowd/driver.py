@@ -71,6 +71,7 @@ async def serve(hosts: int, workers: int, folder: Path) -> None:
             0,
             silence_s=600.0,
             on_hello=lambda host, hello: driver.on_hello(host, hello),
+            on_heartbeats=lambda beats: driver.on_heartbeats(beats),
             on_message=lambda host, message: driver.on_message(host, message),
             on_gone=lambda host, why: driver.on_disconnected(host, why),
         )

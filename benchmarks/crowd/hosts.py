@@ -17,7 +17,7 @@ import msgspec
 from crowd import members
 from crowd.beats import LINES, STATE, UNIX_S, masked_frame, worker
 from phalanx.run import messages as m
-from phalanx.run.executor.heartbeats import heartbeat
+from phalanx.run.heartbeats import heartbeat
 from phalanx.run.wire import codec
 
 STEP_S = 0.5
@@ -80,7 +80,9 @@ class Host(members.Member):
         self.sequence += 1
         steps = int((now_s - self.began_s) / STEP_S) if self.ranks else 0
         workers = [worker(rank, steps, STEP_S, steps) for rank in self.ranks]
-        content = ENCODER.encode(heartbeat(self.sequence, UNIX_S, self.attempt, workers, STATE, LINES))
+        carried_bytes = int(now_s * 1e9)
+        beat = heartbeat(self.sequence, UNIX_S, self.attempt, workers, STATE, LINES, carried_bytes=carried_bytes)
+        content = ENCODER.encode(beat)
         self.crowd.shortest = min(self.crowd.shortest, len(content)) if self.ranks else self.crowd.shortest
         self.sent_s = time.perf_counter()
         self.transport.write(masked_frame(content))

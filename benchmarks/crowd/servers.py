@@ -14,7 +14,7 @@ import resource
 import ssl
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +62,15 @@ def memory() -> dict[str, int]:
 
 
 async def ours(ready: Ready, context: ssl.SSLContext | None) -> None:
-    def heard(host: str, message: object) -> None:
-        ready.beats += 1
-        ready.latest[host] = message
+    def heard(beats: Sequence[tuple[str, m.Heartbeat]]) -> dict[str, str]:
+        ready.beats += len(beats)
+        ready.latest.update(beats)
+        return {}
 
     server = ExecutorServer(
         TOKEN, JOB, "127.0.0.1", 0, ssl=context,
-        silence_s=600.0, on_hello=lambda host, hello: None, on_message=heard, on_gone=lambda host, why: None,
+        silence_s=600.0, on_hello=lambda host, hello: None, on_heartbeats=heard, on_message=lambda host, message: None,
+        on_gone=lambda host, why: None,
     )  # fmt: skip
     address = await server.start()
     ready.listen(address.port)
@@ -150,6 +152,8 @@ def pydantic_model(struct: type) -> Any:
     import pydantic
 
     def kind(hint: Any) -> Any:
+        if hint is msgspec.Raw:
+            return pydantic_model(m.Report)
         if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
             return pydantic_model(hint)
         if typing.get_origin(hint) is list:

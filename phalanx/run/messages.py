@@ -190,26 +190,57 @@ class Hello(Message, frozen=True, tag="hello"):
     peer_port: int = 0
 
 
-class Heartbeat(Message, frozen=True, tag="heartbeat"):
-    """Once a second.
+class Report(Message, frozen=True):
+    """What a host has to say, at length; read only by who needs it (`phalanx.run.heartbeats.report_of`).
 
     Attributes:
         dropped_lines: how many log lines were left out since the last heartbeat.
-        are_alike: the workers come in order of successive ranks, agree in all but times and sizes (`step`, `phase`,
-            `expects_s`, `steps_here`, `state`), and their losses are finite: whoever hears ten thousand hosts need look
-            at the first of each only. False says nothing.
+    """
+
+    workers: list[WorkerState]
+    host: HostState
+    lines: list[LogLine] = []
+    dropped_lines: int = 0
+
+
+class Pace(Message, frozen=True):
+    """Where all ranks of a host are that make steps, successive ranks with finite losses: one speaks for all.
+
+    Attributes:
+        count: of the ranks.
+        step, last_step_s: of each; see `WorkerState`.
+        step_age_s: the least of them.
+    """
+
+    count: int
+    step: int
+    step_age_s: float
+    last_step_s: float
+
+
+class Heartbeat(Message, frozen=True, tag="heartbeat"):
+    """Once a second: a few words that sum up the rest, so that whoever hears ten thousand hosts need not read it.
+
+    Attributes:
+        report: a `Report`, not decoded.
+        pace: None: the ranks are not alike, or do something else than steps, and have to be looked at one by one.
+        rank: the first of the workers; -1: there is none.
+        steps_here: the most of any worker.
         busy_s: the longest of the workers; negative: none is known.
+        carried_bytes: by the interfaces that training uses, since the executor began; -1: there are none.
+        line_count: of the report.
     """
 
     sequence: int
     unix_s: float
     attempt: int
-    workers: list[WorkerState]
-    host: HostState
-    lines: list[LogLine] = []
-    dropped_lines: int = 0
-    are_alike: bool = False
+    report: msgspec.Raw
+    pace: Pace | None = None
+    rank: int = -1
+    steps_here: int = 0
     busy_s: float = -1.0
+    carried_bytes: int = -1
+    line_count: int = 0
 
 
 class Prepared(Message, frozen=True, tag="prepared"):

@@ -13,7 +13,7 @@ from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.decide.state import State
 from phalanx.run.driver.book import Book
 from phalanx.run.driver.driver import Driver, Settings
-from phalanx.run.executor.heartbeats import heartbeat
+from phalanx.run.heartbeats import heartbeat
 from phalanx.run.journal import Journal, open_journal
 from phalanx.run.now import Now
 from phalanx.run.wire.peer import Mark
@@ -92,9 +92,9 @@ class FakeHost:
             for rank in self.ranks
         ]
         self.sequence += 1
-        found = [] if self.sent_bytes is None else [messages.Interface("ib0", self.sent_bytes, self.sent_bytes)]
-        state = messages.HostState(0.0, 0, 0, 0, found)
-        return heartbeat(self.sequence, now_s, self.attempt, workers, state, [])
+        carried_bytes = -1 if self.sent_bytes is None else 2 * self.sent_bytes
+        state = messages.HostState(0.0, 0, 0, 0)
+        return heartbeat(self.sequence, now_s, self.attempt, workers, state, [], carried_bytes=carried_bytes)
 
 
 class Town:
@@ -177,7 +177,10 @@ class Town:
         self.begin()
 
     def say(self, host: str, message: messages.FromExecutor) -> None:
-        self.driver.on_message(host, message)
+        if isinstance(message, messages.Heartbeat):
+            self.driver.on_heartbeats([(host, message)])
+        else:
+            self.driver.on_message(host, message)
         self.deliver()
 
     def deliver(self) -> None:
@@ -208,7 +211,7 @@ class Town:
     def _beat(self) -> None:
         for host in self.hosts.values():
             if not host.is_mute:
-                self.driver.on_message(host.name, host.beat(self.now_s))
+                self.driver.on_heartbeats([(host.name, host.beat(self.now_s))])
                 self.deliver()
 
     def _clocks(self) -> Now:

@@ -14,6 +14,7 @@ from phalanx.run.executor.evidence import Subject
 from phalanx.run.executor.executor import Executor
 from phalanx.run.executor.parts import Here, Senses
 from phalanx.run.executor.reaper import Killed
+from phalanx.run.heartbeats import report_of
 
 GUARD_S = 240.0
 M = TypeVar("M")
@@ -95,3 +96,8 @@ def make_executor(
     driver = Driver()
     here = Here("h", "127.0.0.1", "left", dict(os.environ), folder / "pages", folder / "logs", driver_lost_s=10.0)
     return Executor(here, driver, Holder(), senses, clock=clock), driver
+
+
+def workers_of(beat: messages.Heartbeat) -> list[messages.WorkerState]:
+    """What a heartbeat says of ranks."""
+    return report_of(beat).workers

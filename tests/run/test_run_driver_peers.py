@@ -13,7 +13,7 @@ from phalanx.run import messages
 from phalanx.run.decide import actions
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.driver.peers import SlowWatch
-from phalanx.run.executor.heartbeats import heartbeat
+from phalanx.run.heartbeats import heartbeat
 from phalanx.run.judge.slow import SlowConfig
 from phalanx.run.messages import HostState, WorkerState
 from phalanx.run.now import Now

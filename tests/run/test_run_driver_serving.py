@@ -116,6 +116,7 @@ def test_from_the_first_connection_to_the_end(tmp_path: Path, monkeypatch: pytes
                 "127.0.0.1",
                 0,
                 on_hello=lambda host, hello: driver.on_hello(host, hello),
+                on_heartbeats=lambda beats: driver.on_heartbeats(beats),
                 on_message=lambda host, message: driver.on_message(host, message),
                 on_gone=lambda host, why: driver.on_disconnected(host, why),
             )

@@ -19,7 +19,7 @@ from phalanx.run.decide.events import (
 )
 from phalanx.run.driver.attempt import ADVANCED_S, BROKEN_STEPS, AttemptWatch
 from phalanx.run.driver.hosts import HostWatch
-from phalanx.run.executor.heartbeats import heartbeat
+from phalanx.run.heartbeats import heartbeat
 from phalanx.run.messages import Heartbeat, Hello, HostState, WorkerEnded, WorkerState
 from phalanx.run.now import Now, read_clocks
 
@@ -43,7 +43,7 @@ def worker(rank: int, step: int = -1, **given: Any) -> WorkerState:
 
 
 def watch(world_size: int = 2) -> AttemptWatch:
-    return AttemptWatch(3, world_size, at(0), lambda ended: "host" if "Xid" in ended.text else "process")
+    return AttemptWatch(3, world_size, 1, at(0), lambda ended: "host" if "Xid" in ended.text else "process")
 
 
 def ended(rank: int, **given: Any) -> WorkerEnded:

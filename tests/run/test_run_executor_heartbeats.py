@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import Raw
 from msgspec.structs import replace
 
 from phalanx.run.driver.attempt import AttemptWatch
-from phalanx.run.executor.heartbeats import are_alike, heartbeat
-from phalanx.run.messages import HostState, WorkerState
+from phalanx.run.heartbeats import BadReportError, heartbeat, pace_of, report_of
+from phalanx.run.messages import HostState, LogLine, Pace, Report, WorkerState
 from phalanx.run.now import Now
 
 HOST = HostState(0.0, 0, 0, 0)
-ALIKE = [WorkerState(rank, 10, "running", 7, busy_s=0.1 * rank, steps_here=7, phase="step") for rank in range(4, 8)]
+ALIKE = [
+    WorkerState(rank, 10, "running", 7, 0.1 * rank + 0.1, 2.0, "step", busy_s=0.1 * rank, steps_here=7)
+    for rank in range(4, 8)
+]
 
 
-def test_ranks_are_alike_that_differ_in_times_and_sizes_only() -> None:
-    assert are_alike(ALIKE) and not are_alike([])
-    assert are_alike([replace(ALIKE[0], step_age_s=3.0, cpu_s=1.0, rss_bytes=5, pid=3), *ALIKE[1:]])
+def test_ranks_have_a_pace_that_make_steps_and_differ_in_times_and_sizes_only() -> None:
+    assert pace_of(ALIKE) == Pace(4, 7, 0.5, 2.0) and pace_of([]) is None
+    later = replace(ALIKE[0], step_age_s=3.0, cpu_s=1.0, rss_bytes=5, pid=3)
+    assert pace_of([later, *ALIKE[1:]]) == Pace(4, 7, ALIKE[1].step_age_s, 2.0)
     for change in (
         {"step": 8},
         {"steps_here": 6},
@@ -31,8 +38,28 @@ def test_ranks_are_alike_that_differ_in_times_and_sizes_only() -> None:
         {"loss": math.inf},
         {"rank": 6},
     ):
-        assert not are_alike([ALIKE[0], replace(ALIKE[1], **change), *ALIKE[2:]]), change
-    assert not are_alike(ALIKE[::-1])
+        assert pace_of([ALIKE[0], replace(ALIKE[1], **change), *ALIKE[2:]]) is None, change
+    assert pace_of(ALIKE[::-1]) is None
+
+
+@pytest.mark.parametrize("change", [{"step": -1}, {"phase": "evaluate"}, {"state": "ended"}, {"expects_s": 9.0}])
+def test_ranks_that_make_no_steps_have_none(change: dict[str, object]) -> None:
+    assert pace_of([replace(worker, **change) for worker in ALIKE]) is None
+
+
+def test_what_is_said_at_length_is_read_from_it() -> None:
+    lines = [LogLine(4, "step 7")]
+    beat = heartbeat(1, 0.0, 1, ALIKE, HOST, lines, 3, 1000)
+    assert report_of(beat) == Report(ALIKE, HOST, lines, 3)
+    assert (beat.rank, beat.steps_here, beat.line_count, beat.carried_bytes) == (4, 7, 1, 1000)
+    empty = heartbeat(1, 0.0, 1, [], HOST, [])
+    assert (empty.rank, empty.steps_here, empty.line_count, empty.carried_bytes) == (-1, 0, 0, -1)
+
+
+@given(st.binary())
+def test_what_is_no_report_is_told_so(content: bytes) -> None:
+    with suppress(BadReportError):
+        report_of(replace(heartbeat(1, 0.0, 1, [], HOST, []), report=Raw(content)))
 
 
 def test_the_longest_own_time_is_told() -> None:
@@ -58,18 +85,20 @@ def reports(draw: st.DrawFn) -> list[WorkerState]:
 @settings(deadline=None)
 def test_the_driver_hears_the_same_whether_it_is_told_or_not(beats: list[list[WorkerState]]) -> None:
     now = Now(1000.0, 5000.0)
-    told, plain = (AttemptWatch(1, 4, now, lambda ended: "process") for _ in range(2))
+    told, plain = (AttemptWatch(1, 4, 2, now, lambda ended: "process") for _ in range(2))
     for second, workers in enumerate(beats):
         now = Now(1000.0 + second, 5000.0 + second)
         beat = heartbeat(second, 0.0, 1, workers, HOST, [])
-        assert told.on_heartbeat(beat, now) == plain.on_heartbeat(replace(beat, are_alike=False), now)
-        assert [(seen.rank, seen.step) for seen in told.workers] == [(seen.rank, seen.step) for seen in plain.workers]
+        assert list(told.on_heartbeat(beat, now)) == list(plain.on_heartbeat(replace(beat, pace=None), now))
+        if second % 3 == 0:  # who looks at ranks must not change what is concluded
+            assert repr(told.workers(range(4))) == repr(plain.workers(range(4)))  # a loss may be no number
         assert (told.step, told.is_running, told.standing(now)) == (plain.step, plain.is_running, plain.standing(now))
 
 
 def test_a_host_that_is_wrong_about_it_is_heard_rank_by_rank() -> None:
-    watch = AttemptWatch(1, 4, Now(1000.0, 5000.0), lambda ended: "process")
+    watch = AttemptWatch(1, 4, 2, Now(1000.0, 5000.0), lambda ended: "process")
     for ranks in ((1, 3), (3, 4), (-1, 0), (2, 1)):
         workers = [WorkerState(rank, 1, "running", 5, steps_here=5) for rank in ranks]
-        watch.on_heartbeat(replace(heartbeat(1, 0.0, 1, workers, HOST, []), are_alike=True), Now(1001.0, 5001.0))
-    assert [seen.rank for seen in watch.workers] == [0, 1, 2, 3]
+        beat = replace(heartbeat(1, 0.0, 1, workers, HOST, []), pace=Pace(2, 5, 0.0, 1.0))
+        watch.on_heartbeat(beat, Now(1001.0, 5001.0))
+    assert [seen.rank for seen in watch.workers(range(-1, 5))] == [0, 1, 2, 3]

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from run_executor_parts import GUARD_S, Driver, make_executor
+from run_executor_parts import GUARD_S, Driver, make_executor, workers_of
 
 from phalanx.run import messages
 from phalanx.run.executor.executor import Executor
+from phalanx.run.heartbeats import report_of
 
 SCRIPT = """\
 import os, time
@@ -77,8 +78,14 @@ async def attempt_one(executor: Executor, driver: Driver) -> list[int]:
     assert await driver.until(messages.Started) == started
     found = await driver.until(messages.Found)
     assert found.findings[0].line.endswith("host h world 2")
-    beat = await driver.until(messages.Heartbeat, lambda beat: all(w.steps_here for w in beat.workers) and beat.workers)
-    assert beat.attempt == 1 and [worker.step for worker in beat.workers] == [1, 1] and beat.host.cpu_load == 0.5
+    beat = await driver.until(
+        messages.Heartbeat, lambda beat: all(w.steps_here for w in workers_of(beat)) and workers_of(beat)
+    )
+    assert (
+        beat.attempt == 1
+        and [worker.step for worker in workers_of(beat)] == [1, 1]
+        and report_of(beat).host.cpu_load == 0.5
+    )
     assert executor.hello().running == [0, 1] and executor.hello().attempt == 1
     learnt = await driver.until(messages.Prepared)
     assert "own_part" in learnt.learnt and learnt.problem == ""
@@ -144,10 +151,11 @@ def test_a_second_stop_ends_the_grace_of_the_first(tmp_path: Path) -> None:
             executor.hear(messages.Prepare(["deaf.py"], False, str(tmp_path), {}, []))
             executor.hear(start(1))
             await driver.until(
-                messages.Heartbeat, lambda beat: beat.workers and all(w.steps_here for w in beat.workers)
+                messages.Heartbeat,
+                lambda beat: workers_of(beat) and all(w.steps_here for w in workers_of(beat)),
             )
             executor.hear(messages.Stop(1, 3600.0))
-            await driver.until(messages.Heartbeat, lambda beat: all(w.state == "stopping" for w in beat.workers))
+            await driver.until(messages.Heartbeat, lambda beat: all(w.state == "stopping" for w in workers_of(beat)))
             executor.hear(messages.Stop(1, 7200.0))  # as a driver says that was started again: nobody gets more time
             executor.hear(messages.Stop(1, 0.1))
             assert (await driver.until(messages.Stopped)).stuck == []
@@ -165,7 +173,8 @@ def test_the_first_step_of_all_ranks_is_told_before_the_next_heartbeat_is_due(tm
             executor.hear(messages.Prepare(["script.py"], False, str(tmp_path), {}, []))
             executor.hear(start(1))
             await driver.until(
-                messages.Heartbeat, lambda beat: beat.workers and all(w.steps_here for w in beat.workers)
+                messages.Heartbeat,
+                lambda beat: workers_of(beat) and all(w.steps_here for w in workers_of(beat)),
             )
             await driver.until(messages.Started)
 

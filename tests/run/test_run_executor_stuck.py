@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from run_executor_parts import GUARD_S, SENSES, make_executor
+from run_executor_parts import GUARD_S, SENSES, make_executor, workers_of
 
 from phalanx.run import messages
 from phalanx.run.executor.evidence import Subject, gather
@@ -61,7 +61,7 @@ async def evidence_of_stuck_ranks(folder: Path, program: Path | None) -> message
         executor.hear(messages.Prepare(["script.py"], False, str(folder), {}, []))
         executor.hear(messages.Start(1, [0, 1, 2], 3, 0, 1, "127.0.0.1", 1))
         pids = (await driver.until(messages.Started)).pids
-        await driver.until(messages.Heartbeat, lambda beat: [w.steps_here for w in beat.workers] == [1, 1, 1])
+        await driver.until(messages.Heartbeat, lambda beat: [w.steps_here for w in workers_of(beat)] == [1, 1, 1])
         os.kill(pids[2], signal.SIGSTOP)
         await until_state(pids[2], "T")
         executor.hear(messages.Gather(1, [], WITHIN_S))

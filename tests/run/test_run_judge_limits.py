@@ -146,7 +146,7 @@ def test_a_checkpoint_that_began_in_an_earlier_attempt_does_not_count() -> None:
     assert "checkpoint" in before.standing(11.0).why
     after = StepJudge(2, 20.0)
     after.observe(1, [dangling], 21.0)
-    assert (after.front, after.usual_s) == (-1, None)
+    assert after.standing(21.0).why == "before its first step" and after.usual_s is None
     for second in range(22, 40):
         after.observe(2, [worker(0, second, 0.2, 1.0, "step", 0.2)], float(second))
     assert after.standing(39.0).kind == "moving"

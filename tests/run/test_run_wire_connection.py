@@ -374,5 +374,7 @@ async def test_a_driver_of_another_version_is_told_so():
 
 
 def test_the_server_can_be_made_outside_a_loop():
-    server = ExecutorServer(TOKEN, JOB, "localhost", 0, on_hello=print, on_message=print, on_gone=print)
+    server = ExecutorServer(
+        TOKEN, JOB, "localhost", 0, on_hello=print, on_heartbeats=dict, on_message=print, on_gone=print
+    )
     assert server.hosts() == []

@@ -35,7 +35,17 @@ async def main(journal: Path, where: Path) -> None:
     def gone(host: str, why: str) -> None:
         pass
 
-    server = ExecutorServer(TOKEN, JOB, "127.0.0.1", 0, on_hello=hello, on_message=message, on_gone=gone, marks=marks)
+    server = ExecutorServer(
+        TOKEN,
+        JOB,
+        "127.0.0.1",
+        0,
+        on_hello=hello,
+        on_heartbeats=lambda beats: {},
+        on_message=message,
+        on_gone=gone,
+        marks=marks,
+    )
     async with server:
         addresses.publish(where, server.address)
         await asyncio.Event().wait()

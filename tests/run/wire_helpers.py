@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+from phalanx.run import heartbeats
 from phalanx.run import messages as m
 from phalanx.run.wire import codec, proof
 from phalanx.run.wire.addresses import parse
@@ -38,7 +39,7 @@ def hello(host: str = "node-1", attempt: int = 0, running: list[int] | None = No
 
 def heartbeat(sequence: int) -> m.Heartbeat:
     worker = m.WorkerState(rank=0, pid=10, state="running", step=sequence)
-    return m.Heartbeat(sequence, 0.0, 1, [worker], m.HostState(0.5, 1, 1, 1))
+    return heartbeats.heartbeat(sequence, 0.0, 1, [worker], m.HostState(0.5, 1, 1, 1), [])
 
 
 def ended(rank: int) -> m.WorkerEnded:
@@ -79,10 +80,16 @@ class Driver:
             settings.pop("host", "127.0.0.1"),
             port,
             on_hello=self._hello,
+            on_heartbeats=self._beats,
             on_message=self._message,
             on_gone=lambda host, why: self.heard.add("gone", host, why),
             **settings,
         )
+
+    def _beats(self, beats: list[tuple[str, m.Heartbeat]]) -> dict[str, str]:
+        for host, beat in beats:
+            self.heard.add("message", host, beat)
+        return {}
 
     def _message(self, host: str, message: m.FromExecutor) -> bool:
         self.heard.add("message", host, message)

@@ -171,6 +171,7 @@ class _Joined:
             host.strip("[]"),
             int(port),
             on_hello=lambda host, hello: driver().on_hello(host, hello),
+            on_heartbeats=lambda beats: driver().on_heartbeats(beats),
             on_message=lambda host, message: driver().on_message(host, message),
             on_gone=lambda host, why: driver().on_disconnected(host, why),
             marks=book.marks,

@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from phalanx.run.decide.events import Advanced, Event, Fault, LossBroken, Running, WorkerFailed, WorkersReturned
+from phalanx.run.heartbeats import BadReportError, report_of
 from phalanx.run.judge.limits import LimitConfig, Standing, StepJudge
 from phalanx.run.messages import Heartbeat, WorkerEnded, WorkerState
 from phalanx.run.now import Now
@@ -51,6 +53,7 @@ class AttemptWatch:
     Args:
         attempt: its number.
         world_size: how many ranks it has.
+        workers_per_host: so many successive ones are of one host.
         began: when its processes were started.
         classify: for ranks that fail.
         limits: how long it may make no step.
@@ -58,6 +61,7 @@ class AttemptWatch:
 
     attempt: int
     world_size: int
+    workers_per_host: int
     began: Now
     classify: Classify
     limits: LimitConfig = field(default_factory=LimitConfig)
@@ -66,6 +70,8 @@ class AttemptWatch:
         self._judge = StepJudge(self.attempt, self.began.monotonic_s, self.limits)
         self._ranks = [_Rank() for _ in range(self.world_size)]
         self._seen: list[WorkerState | None] = [None] * self.world_size
+        self._paced: dict[int, Heartbeat] = {}
+        """By the first rank of hosts of which one rank spoke for all when last heard: newer than what is in `_seen`."""
         self._ended: set[int] = set()
         self._returned: set[int] = set()
         self._to_step = self._to_number = self.world_size
@@ -88,14 +94,15 @@ class AttemptWatch:
         """Whether all ranks count their steps from the beginning of the training."""
         return self._to_number == 0
 
-    @property
-    def workers(self) -> list[WorkerState]:
-        """What ranks reported last, those that have."""
-        return [seen for seen in self._seen if seen is not None]
+    def workers(self, ranks: Sequence[int]) -> list[WorkerState]:
+        """What these reported last, those that have."""
+        for first in dict.fromkeys(rank - rank % self.workers_per_host for rank in ranks):
+            self._recall(first)
+        return [seen for rank in ranks if 0 <= rank < self.world_size and (seen := self._seen[rank]) is not None]
 
     def worker(self, rank: int) -> WorkerState | None:
         """What a rank reported last; None: nothing yet."""
-        return self._seen[rank] if 0 <= rank < self.world_size else None
+        return next(iter(self.workers([rank])), None)
 
     def steps_per_s(self, now: Now) -> float | None:
         """Over the last minute; None: there are not two steps to tell it from."""
@@ -110,17 +117,16 @@ class AttemptWatch:
         return self._is_running
 
     def on_heartbeat(self, beat: Heartbeat, now: Now) -> list[Event]:
-        """What the ranks of one host report."""
+        """What the ranks of one host report.
+
+        Raises:
+            BadReportError: it cannot be read.
+        """
         if beat.attempt != self.attempt:
             return []
-        workers, before = beat.workers, self._step
-        if not self._is_running:
-            for worker in workers:
-                self._note_first(worker)
-        are_alike = bool(beat.are_alike and workers and not self._broken and self._note_alike(workers))
-        if not are_alike:
-            self._note_each(workers)
-        self._judge.observe(beat.attempt, workers, now.monotonic_s, are_alike=are_alike)
+        before = self._step
+        if not self._note_pace(beat, now):
+            self._note_report(beat, now)
         if self._step > before:
             self._count(now)
         told = [] if self._is_running or self._to_step else self._begin_running(now)
@@ -139,7 +145,7 @@ class AttemptWatch:
             self._returned.add(ended.rank)
             return [WorkersReturned(now.unix_s, self.attempt)] if len(self._returned) == self.world_size else []
         kind = "status" if ended.kind == "returned" else ended.kind
-        has_stepped, seen = self._ranks[ended.rank].has_stepped, self._seen[ended.rank]
+        has_stepped, seen = self._ranks[ended.rank].has_stepped, self.worker(ended.rank)
         step = max(ended.step, -1 if seen is None else seen.step)
         step = step if step > 0 or has_stepped else -1
         return [
@@ -180,28 +186,50 @@ class AttemptWatch:
         """Seconds until the standing changes if nothing is reported."""
         return self._judge.next_look_s(now.monotonic_s)
 
-    def _note_alike(self, workers: Sequence[WorkerState]) -> bool:
-        """Take in the reports of a host of which one speaks for all; False: the host is wrong about that.
+    def _note_pace(self, beat: Heartbeat, now: Now) -> bool:
+        """Take in a host of which one rank speaks for all; False: its report has to be read.
 
         Of ten thousand hosts this is done ten thousand times a second.
         """
-        begin, end = workers[0].rank, workers[-1].rank + 1
-        if begin < 0 or end - begin != len(workers) or end > self.world_size:
+        pace = beat.pace
+        if pace is None or self._broken or not self._is_running or not self._judge.observe_pace(beat, now.monotonic_s):
             return False
-        self._seen[begin:end] = workers
-        first = workers[0]
-        if first.step > self._step and first.steps_here > 0:
-            self._step = first.step
+        self._paced[beat.rank] = beat
+        if pace.step > self._step and beat.steps_here > 0:
+            self._step = pace.step
         return True
 
-    def _note_each(self, workers: Sequence[WorkerState]) -> None:
+    def _note_report(self, beat: Heartbeat, now: Now) -> None:
+        workers = report_of(beat).workers
+        self._recall(beat.rank)
+        if not self._is_running:
+            for worker in workers:
+                self._note_first(worker)
         if self._broken or not all(math.isfinite(worker.loss) for worker in workers):
             self._note_losses(workers)
         for worker in workers:
-            if 0 <= worker.rank < self.world_size:
-                self._seen[worker.rank] = worker
-                if worker.step > self._step and worker.steps_here > 0:
-                    self._step = worker.step
+            self._note(worker)
+        are_alike = beat.pace is not None and self._is_a_host(beat.rank, beat.pace.count, workers)
+        self._judge.observe(beat.attempt, workers, now.monotonic_s, are_alike=are_alike)
+
+    def _note(self, worker: WorkerState) -> None:
+        if 0 <= worker.rank < self.world_size:
+            self._seen[worker.rank] = worker
+            if worker.step > self._step and worker.steps_here > 0:
+                self._step = worker.step
+
+    def _is_a_host(self, rank: int, count: int, workers: Sequence[WorkerState]) -> bool:
+        """Whether these are all ranks of one host, in order, as it says: then one may speak for all from now on."""
+        whole = range(rank, rank + self.workers_per_host)
+        is_whole = [worker.rank for worker in workers] == list(whole) and count == len(whole)
+        return is_whole and rank >= 0 and not rank % len(whole) and whole.stop <= self.world_size
+
+    def _recall(self, first: int) -> None:
+        """What the ranks of a host reported last, where one has spoken for all until now."""
+        if (beat := self._paced.pop(first, None)) is not None:
+            with suppress(BadReportError):  # nobody has had to read it
+                for worker in report_of(beat).workers:
+                    self._note(worker)
 
     def _note_first(self, worker: WorkerState) -> None:
         """What counts until all ranks have made a step."""
@@ -245,7 +273,8 @@ class AttemptWatch:
         first = min(broken.values())
         if self.step < first + BROKEN_STEPS:
             return []
-        if self.step < first + PATIENT_STEPS and any(0 <= seen.step < first for seen in self.workers):
+        seen = self.workers(range(self.world_size))
+        if self.step < first + PATIENT_STEPS and any(0 <= worker.step < first for worker in seen):
             return []  # what others say of that step is on its way
         self._is_broken = True
         ranks = tuple(sorted(number for number, step in broken.items() if step == first))

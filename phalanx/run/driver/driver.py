@@ -23,11 +23,14 @@ from phalanx.run.driver.commands import commands
 from phalanx.run.driver.commits import Aside, GroupCommit
 from phalanx.run.driver.findings import BEFORE_S, Findings
 from phalanx.run.driver.hosts import HostWatch
+from phalanx.run.driver.lines import LineBudget
 from phalanx.run.driver.looks import Look, Looks
 from phalanx.run.driver.peers import Peers, PeersConfig
 from phalanx.run.driver.preparing import Preparing
+from phalanx.run.heartbeats import BadReportError, report_of
 from phalanx.run.judge.limits import LimitConfig
 from phalanx.run.now import Now, read_clocks
+from phalanx.run.wire.codec import KeptMessage
 from phalanx.run.wire.peer import Mark
 
 _log = logging.getLogger(__name__)
@@ -109,6 +112,7 @@ class Driver:
         self._told_hang_s: float | None = None
         self._findings, self._preparing = Findings(), Preparing(settings.versions)
         self._peers: Peers | None = None
+        self._lines = LineBudget()
 
     @property
     def state(self) -> State:
@@ -157,8 +161,24 @@ class Driver:
             self._line.send(host, prepare)
         self._feed(self.hosts.on_hello(hello, now), host)
 
-    def on_message(self, host: str, message: messages.FromExecutor) -> bool:
-        """What an executor reports.
+    def on_heartbeats(self, beats: Sequence[tuple[str, messages.Heartbeat]]) -> dict[str, str]:
+        """What executors report once a second; hosts whose report cannot be read, and why.
+
+        Raises:
+            JournalError, JournalLostError: what follows from it could not be written down; see `on_message`.
+        """
+        if (problem := self.problem) is not None:
+            raise problem
+        now, bad = self._clocks(), dict[str, str]()
+        for host, beat in beats:
+            try:
+                self._hear(host, beat, now)
+            except BadReportError as error:
+                bad[host] = str(error)
+        return bad
+
+    def on_message(self, host: str, message: KeptMessage) -> bool:
+        """What an executor reports else.
 
         Returns:
             It is not written down yet; the line's `acknowledge` is called when it is.
@@ -224,15 +244,19 @@ class Driver:
 
     # What is heard, as events
 
-    def _events_of(self, host: str, message: messages.FromExecutor, now: Now) -> list[Event]:
+    def _hear(self, host: str, beat: messages.Heartbeat, now: Now) -> None:
+        """Of ten thousand hosts this is done ten thousand times a second."""
+        if beat.line_count and self._lines.take(beat.line_count, beat.rank, now):
+            self._people.wrote(report_of(beat).lines, now)
+        if self._peers is not None:
+            self._peers.on_heartbeat(host, beat, now)
+        if told := self.hosts.on_heartbeat(host, beat, now):
+            self._feed(told)
+        if self.attempt is not None and (told := self.attempt.on_heartbeat(beat, now)):
+            self._feed(told)
+
+    def _events_of(self, host: str, message: KeptMessage, now: Now) -> list[Event]:
         match message:
-            case messages.Heartbeat():
-                if message.lines:
-                    self._people.wrote(message.lines, now)
-                if self._peers is not None:
-                    self._peers.on_heartbeat(host, message, now)
-                heard = self.hosts.on_heartbeat(host, message, now)
-                return [*heard, *(self.attempt.on_heartbeat(message, now) if self.attempt else [])]
             case messages.WorkerEnded():
                 self._people.heard(host, message, now)
                 return self.attempt.on_ended(message, now) if self.attempt else []
@@ -391,7 +415,9 @@ class Driver:
     def _watch(self, attempt: int, world_size: int) -> None:
         """Begin to watch an attempt, unless it is watched already."""
         if self.attempt is None or self.attempt.attempt != attempt:
-            self.attempt = AttemptWatch(attempt, world_size, self._clocks(), self._fault_of, self._settings.limits)
+            per_host = self.state.job.workers_per_host
+            began, limits = self._clocks(), self._settings.limits
+            self.attempt = AttemptWatch(attempt, world_size, per_host, began, self._fault_of, limits)
             self._looks, self._gathering, self._told_hang_s, self._peers = Looks(), None, None, None
 
 

@@ -6,10 +6,12 @@ it is gone.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import heapq
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from phalanx.run.decide.events import Event, HostJoined, HostUnknown
+from phalanx.run.heartbeats import BadReportError, report_of
 from phalanx.run.messages import Heartbeat, Hello, HostState
 from phalanx.run.now import Now
 from phalanx.run.wire.addresses import Address
@@ -25,14 +27,21 @@ class Heard:
     Attributes:
         hello: how it introduced itself, last time.
         last_s: when it was heard of.
-        state: its last report; None: none has come.
+        beat: its last heartbeat; None: none has come.
         is_unknown: it has been said that nothing is heard of it.
     """
 
     hello: Hello
     last_s: float
-    state: HostState | None = None
+    beat: Heartbeat | None = None
     is_unknown: bool = False
+
+    @property
+    def state(self) -> HostState | None:
+        """Of the last heartbeat; None: none has come, or it cannot be read."""
+        with suppress(BadReportError):
+            return report_of(self.beat).host if self.beat is not None else None
+        return None
 
 
 @dataclass
@@ -48,8 +57,9 @@ class HostWatch:
 
     heartbeat_s: float
     hosts: dict[str, Heard] = field(default_factory=dict)
-    _order: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    """Those that are not unknown, whoever was heard of longest ago first."""
+    _queue: list[tuple[float, str]] = field(default_factory=list)
+    """A heap of those that are not unknown, each with a time at which it was heard of."""
+    _queued: set[str] = field(default_factory=set)
     heartbeats: int = 0
     _dismissed: dict[str, tuple[str, int]] = field(default_factory=dict)
 
@@ -79,49 +89,62 @@ class HostWatch:
     def on_hello(self, hello: Hello, now: Now) -> list[Event]:
         """A host has connected, for the first time or again."""
         before = self.hosts.get(hello.host)
-        state = before.state if before is not None else None
-        self.hosts[hello.host] = Heard(hello, now.monotonic_s, state)
-        self._order[hello.host] = None
-        self._order.move_to_end(hello.host)
+        self.hosts[hello.host] = Heard(hello, now.monotonic_s, before.beat if before is not None else None)
+        self._await(hello.host)
         return [HostJoined(now.unix_s, hello.host, hello.rack, hello.attempt, tuple(hello.running))]
 
     def on_heartbeat(self, host: str, beat: Heartbeat, now: Now) -> list[Event]:
-        """It is there; if it was unknown, what it reports says what still runs on it."""
+        """It is there; if it was unknown, what it reports says what still runs on it.
+
+        Raises:
+            BadReportError: it cannot be read.
+        """
         heard = self.hosts.get(host)
         if heard is None:  # it has been forgotten meanwhile
             return []
         self.heartbeats += 1
-        was_unknown, heard.is_unknown = heard.is_unknown, False
-        heard.last_s, heard.state = now.monotonic_s, beat.host
-        self._order[host] = None
-        self._order.move_to_end(host)
-        if not was_unknown:
+        heard.last_s, heard.beat = now.monotonic_s, beat
+        if not heard.is_unknown:
             return []
-        running = tuple(worker.rank for worker in beat.workers if worker.state != "ended")
+        running = tuple(worker.rank for worker in report_of(beat).workers if worker.state != "ended")
+        heard.is_unknown = False
+        self._await(host)
         return [HostJoined(now.unix_s, host, heard.hello.rack, beat.attempt, running)]
 
     def on_gone(self, host: str) -> None:
         """The back end says that it is gone: nothing is expected of it any more."""
         self.hosts.pop(host, None)
-        self._order.pop(host, None)
 
     def tick(self, now: Now) -> list[Event]:
         """Those of which nothing has been heard for too long, once each."""
         events: list[Event] = []
-        while self._order:
-            name = next(iter(self._order))
-            if now.monotonic_s - self.hosts[name].last_s <= self._limit_s:
-                break
-            del self._order[name]
+        while (name := self._longest_silent(now)) is not None:
             self.hosts[name].is_unknown = True
             events.append(HostUnknown(now.unix_s, name))
         return events
 
     def next_look_s(self, now: Now) -> float:
-        """Seconds until the next host may be unknown; infinite where none can be."""
-        if not self._order:
-            return float("inf")
-        return max(self.hosts[next(iter(self._order))].last_s + self._limit_s - now.monotonic_s, 0.0)
+        """Seconds until the next host may be unknown, at least; infinite where none can be."""
+        return max(self._queue[0][0] + self._limit_s - now.monotonic_s, 0.0) if self._queue else float("inf")
+
+    def _await(self, host: str) -> None:
+        if host not in self._queued:
+            self._queued.add(host)
+            heapq.heappush(self._queue, (self.hosts[host].last_s, host))
+
+    def _longest_silent(self, now: Now) -> str | None:
+        """Take out a host that has been silent for too long; None: there is none."""
+        while self._queue and self._queue[0][0] + self._limit_s < now.monotonic_s:
+            queued_s, name = self._queue[0]
+            heard = self.hosts.get(name)
+            if heard is not None and heard.last_s > queued_s:
+                heapq.heapreplace(self._queue, (heard.last_s, name))
+                continue
+            heapq.heappop(self._queue)
+            self._queued.discard(name)
+            if heard is not None:
+                return name
+        return None
 
     @property
     def _limit_s(self) -> float:

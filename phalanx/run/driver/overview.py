@@ -111,7 +111,6 @@ def _chosen(state: State, most: int | None) -> list[str]:
 def _view(known: Known, name: str, host: Host, place: int, now: Now) -> HostView:
     heard, attempt = known.heard.get(name), known.attempt
     ranks = tuple(ranks_of(place, known.state.job.workers_per_host)) if place >= 0 else ()
-    workers = [attempt.worker(rank) for rank in ranks] if attempt is not None else []
     return HostView(
         name=name,
         state=host.state,
@@ -124,7 +123,7 @@ def _view(known: Known, name: str, host: Host, place: int, now: Now) -> HostView
         silent_s=-1.0 if heard is None else max(now.monotonic_s - heard.last_s, 0.0),
         is_checking=name in known.state.checks,
         seen=None if heard is None else heard.state,
-        workers=tuple(worker for worker in workers if worker is not None),
+        workers=tuple(attempt.workers(ranks)) if attempt is not None else (),
     )
 
 

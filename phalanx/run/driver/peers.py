@@ -13,7 +13,7 @@ from phalanx.run.decide.events import Event, SlowHost, TrafficSilent
 from phalanx.run.judge.limits import Standing
 from phalanx.run.judge.slow import SlowConfig, SlowJudge
 from phalanx.run.judge.traffic import Traffic, TrafficConfig, TrafficJudge
-from phalanx.run.messages import Heartbeat, Interface
+from phalanx.run.messages import Heartbeat
 from phalanx.run.now import Now
 
 SETTLING_S = 10.0
@@ -61,19 +61,19 @@ class SlowWatch:
 
     def on_heartbeat(self, host: str, beat: Heartbeat, now: Now) -> None:
         """What the ranks of one host report."""
-        workers, longest_s = beat.workers, beat.busy_s
-        if longest_s <= 0 or not workers:  # a script that does not report it
-            return
-        steps = workers[0].steps_here if beat.are_alike else max(worker.steps_here for worker in workers)
-        if not steps:
+        longest_s, steps = beat.busy_s, beat.steps_here
+        if longest_s <= 0 or steps <= 0:  # a script that does not report it
             return
         if self._judge is None:
             self._settle(steps, now)
             return
         number = steps // self._per_round
         if number > self._done:
-            self._rows.setdefault(number, {})[host] = longest_s
-            self._newest = max(self._newest, number)
+            row = self._rows.get(number)
+            if row is None:
+                row = self._rows[number] = {}
+                self._newest = max(self._newest, number)
+            row[host] = longest_s
 
     def look(self, now: Now) -> list[Event]:
         """Who has been found slow; called about once a heartbeat."""
@@ -127,7 +127,7 @@ class Peers:
         """What one host reports."""
         if beat.attempt == self._attempt and host in self._machines:
             self._slow.on_heartbeat(host, beat, now)
-            self._traffic.on_heartbeat(host, beat.host.interfaces, now)
+            self._traffic.on_heartbeat(host, beat.carried_bytes, now)
 
     def look(self, standing: Standing, is_paused: bool, now: Now) -> list[Event]:
         """What has been found."""
@@ -150,11 +150,11 @@ class TrafficWatch:
         self._told: dict[str, float] = {}
         self._next_s = -math.inf
 
-    def on_heartbeat(self, host: str, interfaces: Sequence[Interface], now: Now) -> None:
-        """The counters of one host."""
-        if interfaces and not self.is_off:
+    def on_heartbeat(self, host: str, carried_bytes: int, now: Now) -> None:
+        """The counter of one host."""
+        if carried_bytes >= 0 and not self.is_off:
             self._seen = True
-            self._judge.observe(host, interfaces, now.monotonic_s)
+            self._judge.observe(host, carried_bytes, now.monotonic_s)
 
     def look(self, standing: Standing, is_paused: bool, now: Now) -> list[Event]:
         """What has to be told; judged once a second at most."""

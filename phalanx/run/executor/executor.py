@@ -24,10 +24,11 @@ from phalanx.launch.store import open_store_socket
 from phalanx.launch.warm import LEARNT, WarmTemplate, Word
 from phalanx.run import messages
 from phalanx.run.executor.alone import Alone
+from phalanx.run.executor.carried import Carried
 from phalanx.run.executor.checking import Checking
-from phalanx.run.executor.heartbeats import heartbeat
 from phalanx.run.executor.parts import Here, Holder, Line, Senses, sendable
 from phalanx.run.executor.workers import Workers
+from phalanx.run.heartbeats import heartbeat
 from phalanx.run.logs.pump import Pump
 from phalanx.run.logs.tails import Tails
 from phalanx.run.wire.codec import TooLargeError
@@ -83,6 +84,7 @@ class Executor:
     _started: messages.Started | None = None
     _pump: Pump | None = None
     _tails: Tails = field(default_factory=Tails)
+    _carried: Carried = field(default_factory=Carried)
     _heartbeat_s: float = 1.0
     _sequence: int = 0
 
@@ -367,7 +369,9 @@ class Executor:
         workers = self.workers
         states = [] if workers is None else workers.states()
         attempt = self.attempt if workers is None else workers.attempt
-        return heartbeat(self._sequence, self.unix_s(), attempt, states, self.senses.state(), lines, dropped)
+        host = self.senses.state()
+        carried_bytes = self._carried.add(host.interfaces)
+        return heartbeat(self._sequence, self.unix_s(), attempt, states, host, lines, dropped, carried_bytes)
 
     def _on_lines(self, rank: int, lines: Sequence[str]) -> None:
         found = self.senses.findings(rank, lines)

@@ -11,7 +11,7 @@ from phalanx.run import messages
 from phalanx.run.executor.evidence import Subject
 from phalanx.run.executor.reaper import Killed
 from phalanx.run.logs.files import KEPT_BYTES, SEGMENT_BYTES, RankLog
-from phalanx.run.wire.codec import LiveMessage
+from phalanx.run.wire.codec import KeptMessage
 
 
 class Line(Protocol):
@@ -22,7 +22,7 @@ class Line(Protocol):
         """Whether the driver hears."""
         ...
 
-    def send(self, message: LiveMessage) -> bool:
+    def send(self, message: messages.Heartbeat | KeptMessage) -> bool:
         """Send, or keep until it can be sent."""
         ...
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field
 
 from phalanx.core.config import Config
-from phalanx.run.messages import Interface
 
-_WRAP = 1 << 32
 _USUAL_WINDOWS = 30
 _ENOUGH_WINDOWS = 3
 _LOW_WINDOWS = 2
@@ -54,51 +52,31 @@ class Traffic:
 
 
 class _Host:
-    """One host's counters.
+    """One host's counter.
 
     Attributes:
-        read_s: when they were read last; None: not yet.
-        heard_s: when they last grew by more than an unused link's do.
+        carried_bytes: as it was heard last.
+        read_s: when; None: not yet.
+        heard_s: when it last grew by more than an unused link's does.
         window_bytes: since the present window began.
         rates: bytes per second in past windows, the newest last.
         usual: the usual one; 0: not known.
-        last: interfaces as they were read last.
     """
 
+    __slots__ = ("carried_bytes", "heard_s", "rates", "read_s", "usual", "window_bytes")
+
     def __init__(self, now_s: float) -> None:
-        self.last: Sequence[Interface] = ()
+        self.carried_bytes = 0
         self.read_s: float | None = None
         self.heard_s = now_s
         self.window_bytes = 0
         self.rates: deque[float] = deque(maxlen=_USUAL_WINDOWS)
         self.usual = 0.0
 
-    def count(self, interfaces: Sequence[Interface]) -> int:
-        """New bytes since the last time; an interface that is new counts from now on."""
-        new, last = 0, self.last
-        self.last = interfaces
-        if len(interfaces) != len(last):
-            return _count_each(interfaces, last)
-        for now, before in zip(interfaces, last, strict=True):  # as it nearly always is
-            sent_bytes, received_bytes = now.sent_bytes - before.sent_bytes, now.received_bytes - before.received_bytes
-            if sent_bytes < 0 or received_bytes < 0 or now.name != before.name:
-                return _count_each(interfaces, last)
-            new += sent_bytes + received_bytes
-        return new
-
     def add_rate(self, rate: float) -> None:
         """A window is over."""
         self.rates.append(rate)
         self.usual = statistics.median(self.rates) if len(self.rates) >= _ENOUGH_WINDOWS else 0.0
-
-
-def _count_each(interfaces: Sequence[Interface], last: Sequence[Interface]) -> int:
-    known = {interface.name: interface for interface in last}
-    return sum(
-        grown(before.sent_bytes, now.sent_bytes) + grown(before.received_bytes, now.received_bytes)
-        for now in interfaces
-        if (before := known.get(now.name)) is not None
-    )
 
 
 class TrafficJudge:
@@ -111,23 +89,24 @@ class TrafficJudge:
 
     def __init__(self, hosts: Iterable[str], now_s: float, config: TrafficConfig | None = None) -> None:
         self._config = config or TrafficConfig()
+        self._least_rate = self._config.least_rate
         self._hosts = {host: _Host(now_s) for host in hosts}
         self._window_began_s = now_s
         self._shares: dict[str, float] = {}
         self._low_windows = 0
 
-    def observe(self, host: str, interfaces: Sequence[Interface], now_s: float) -> None:
-        """Take in the counters of a host's training interfaces, such as those of a heartbeat."""
+    def observe(self, host: str, carried_bytes: int, now_s: float) -> None:
+        """Take in what a host's training interfaces have carried since its executor began, as heartbeats say it."""
         known = self._hosts.get(host)
         if known is None:
             return
-        new = known.count(interfaces)
-        if known.read_s is not None:
-            known.window_bytes += new
-            unused = max(self._config.least_rate, 0.001 * known.usual) * max(now_s - known.read_s, 0.0)
-            if new > unused:
-                known.heard_s = now_s
-        known.read_s = now_s
+        new, read_s = carried_bytes - known.carried_bytes, known.read_s
+        known.carried_bytes, known.read_s = carried_bytes, now_s
+        if read_s is None or new <= 0:  # less: another executor
+            return
+        known.window_bytes += new
+        if new > max(self._least_rate, 0.001 * known.usual) * (now_s - read_s):
+            known.heard_s = now_s
 
     def judge(self, now_s: float, quiet_s: float, usual_step_s: float | None, is_paused: bool = False) -> Traffic:
         """What the traffic says.
@@ -195,11 +174,3 @@ class TrafficJudge:
         self._window_began_s = now_s
         for host in self._hosts.values():
             host.window_bytes = 0
-
-
-def grown(before: int, now: int) -> int:
-    """By how much a counter has grown that may have begun anew, or wrapped at 32 bits as old drivers' do."""
-    if now >= before:
-        return now - before
-    wrapped = now + _WRAP - before
-    return wrapped if 0 <= now < before < _WRAP and wrapped < _WRAP // 2 else max(now, 0)

@@ -1,4 +1,7 @@
-"""What has been said lately, in order, for all who read it: alerts, incidents, lines of ranks. Torch-free."""
+"""What has been said lately, in order, for all who read it: alerts, incidents, lines of ranks. Torch-free.
+
+Lines are kept apart from the rest, so that a job that writes much does not drive out its alerts.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from typing import Literal
 
 import msgspec
@@ -51,11 +55,12 @@ class Hub:
     """The last items. For one event loop.
 
     Args:
-        most: items that are kept; who is slower than that misses some, which the numbers show.
+        most: items of either kind that are kept; who is slower than that misses some, which the numbers show.
     """
 
     def __init__(self, most: int = 2000) -> None:
-        self._items: deque[Item] = deque(maxlen=most)
+        self._told: deque[Told] = deque(maxlen=most)
+        self._wrote: deque[Wrote] = deque(maxlen=most)
         self._last = 0
         self._changed = asyncio.Event()
         self._is_over = False
@@ -88,12 +93,18 @@ class Hub:
     def wrote(self, lines: Sequence[LogLine], at: Now) -> None:
         """Keep lines of ranks."""
         for line in lines:
-            self._add(Wrote(0, at.unix_s, line.rank, line.text))
+            self._last += 1
+            self._wrote.append(Wrote(self._last, at.unix_s, line.rank, line.text))
+        self._changed.set()
 
     def since(self, number: int) -> list[Item]:
         """Those that are newer than this number, as far as they are still kept."""
-        new = min(self._last - number, len(self._items))
-        return list(self._items)[-new:] if new > 0 else []
+
+        def is_newer(item: Item) -> bool:
+            return item.number > number
+
+        told, wrote = takewhile(is_newer, reversed(self._told)), takewhile(is_newer, reversed(self._wrote))
+        return sorted([*told, *wrote], key=lambda item: item.number)
 
     async def follow(self, number: int) -> AsyncIterator[Item]:
         """Those that are newer than this number, until `close`."""
@@ -125,7 +136,7 @@ class Hub:
         self._is_over = True
         self._changed.set()
 
-    def _add(self, item: Item) -> None:
+    def _add(self, told: Told) -> None:
         self._last += 1
-        self._items.append(msgspec.structs.replace(item, number=self._last))
+        self._told.append(msgspec.structs.replace(told, number=self._last))
         self._changed.set()

@@ -126,7 +126,8 @@ class Channel(asyncio.Protocol):
         """Send the bytes of a frame as `frames.framed` makes them, unless it is ending; on the driver's side only."""
         if self._why is None and self._transport is not None:
             self._transport.write(frame)
-            self._drop_slow()
+            if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+                self._drop_slow()
 
     def send(self, content: bytes) -> None:
         """Send a frame with this content."""

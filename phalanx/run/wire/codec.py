@@ -45,8 +45,6 @@ KeptMessage = (
     | messages.Checked
     | messages.Refused
 )
-LiveMessage = messages.Heartbeat | KeptMessage
-"""What an executor says after its `Hello`."""
 
 
 class BadMessageError(ValueError):
@@ -131,14 +129,23 @@ class Decoder:
             raise BadMessageError(str(error)) from error
 
 
+def acknowledged(sequence: int) -> bytes:
+    """The bytes of `Acknowledged`, of which as many are sent as heartbeats come."""
+    return _ACKNOWLEDGED + _encode(sequence)
+
+
 def encode(message: messages.Message, limit_bytes: int = messages.MAX_FRAME_BYTES) -> bytes:
     """The bytes of a message.
 
     Raises:
         TooLargeError: there are more than `limit_bytes`.
     """
-    content = msgspec.msgpack.encode(message)
+    content = _encode(message)
     if len(content) > limit_bytes:
         kind = type(message).__name__
         raise TooLargeError(f"{kind} of {len(content)} bytes: a frame holds {limit_bytes}; send less in one message")
     return content
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_ACKNOWLEDGED = _encode(messages.Acknowledged(0))[:-1]

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from phalanx.run import messages
 from phalanx.run.wire import codec, frames, proof
 from phalanx.run.wire.channel import Channel, Ending, server_protocol
-from phalanx.run.wire.codec import Accepted, Answer, BadMessageError, Challenge, Kept, LiveMessage, Received
+from phalanx.run.wire.codec import Accepted, Answer, BadMessageError, Challenge, Kept, KeptMessage, Received
 
 
 class Mark(NamedTuple):
@@ -46,7 +46,10 @@ class House(Protocol):
     def join(self, peer: Peer, hello: messages.Hello) -> None:
         """It has said hello."""
 
-    def take(self, peer: Peer, message: LiveMessage, sequence: int | None) -> bool:
+    def beat(self, peer: Peer, beat: messages.Heartbeat) -> None:
+        """Its heartbeat has come."""
+
+    def take(self, peer: Peer, message: KeptMessage, sequence: int) -> bool:
         """It has said something; False: this could not be handled, or is not received for good yet."""
 
     def leave(self, peer: Peer, ending: Ending) -> None:
@@ -144,13 +147,9 @@ class Peer:
     def _work(self, content: bytes) -> None:
         frame = self._house.frames.decode(content)
         if isinstance(frame, messages.Heartbeat):
-            if self._house.take(self, frame, None):
-                self._tell(messages.Acknowledged(frame.sequence))
+            self._house.beat(self, frame)
         elif isinstance(frame, Kept):
             if self._house.take(self, frame.message, frame.sequence):
-                self._tell(Received(frame.sequence))
+                self.channel.write(frames.framed(codec.encode(Received(frame.sequence))))
         else:
             raise BadMessageError("a second Hello")
-
-    def _tell(self, message: messages.Message) -> None:
-        self.channel.write(frames.framed(codec.encode(message)))

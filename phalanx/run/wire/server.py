@@ -6,7 +6,7 @@ import asyncio
 import logging
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 from phalanx.run import messages
@@ -14,7 +14,7 @@ from phalanx.run.secrets import require_tls_unless_loopback
 from phalanx.run.wire import codec, frames, proof
 from phalanx.run.wire.addresses import Address
 from phalanx.run.wire.channel import Channel, Ending, quiet_logger
-from phalanx.run.wire.codec import Answer, LiveMessage
+from phalanx.run.wire.codec import Answer, KeptMessage
 from phalanx.run.wire.door import Clock, Door, Sparing
 from phalanx.run.wire.peer import Mark, Peer
 
@@ -42,7 +42,10 @@ class ExecutorServer:
     Args:
         host, port: where to listen; port 0: any. More than loopback needs `ssl`.
         on_hello: called with the name of a host and what it says of itself. It should `send` a `Welcome`.
-        on_message: called with the name and a message. A message is acknowledged when this returns, unless it
+        on_heartbeats: called with the names of hosts and their heartbeats, all that came in one round of the loop, in
+            order and before anything else that these hosts have said since. They are acknowledged when it returns; it
+            says which hosts made no sense and why, and these are turned away.
+        on_message: called with the name and any other message. A message is acknowledged when this returns, unless it
             returns True: then `acknowledge` will be called. It comes again, over a new connection, when this raises.
         on_gone: called with the name and why, when a connection has ended and no other has taken its place.
         clock: seconds, monotonic.
@@ -62,7 +65,8 @@ class ExecutorServer:
         port: int,
         *,
         on_hello: Callable[[str, messages.Hello], None],
-        on_message: Callable[[str, LiveMessage], bool | None],
+        on_heartbeats: Callable[[Sequence[tuple[str, messages.Heartbeat]]], Mapping[str, str]],
+        on_message: Callable[[str, KeptMessage], bool | None],
         on_gone: Callable[[str, str], None],
         ssl: ssl.SSLContext | None = None,
         clock: Clock = time.monotonic,
@@ -77,14 +81,17 @@ class ExecutorServer:
         self.logger = quiet_logger()
         self._listen_at = Address(host, port)
         self._ssl = ssl
-        self._on_hello, self._on_message, self._on_gone = on_hello, on_message, on_gone
+        self._on_hello, self._on_heartbeats = on_hello, on_heartbeats
+        self._on_message, self._on_gone = on_message, on_gone
         self._silence_s = silence_s
         self._marks = dict(marks or {})
         self._held: dict[str, Mark] = {}  # before the first message of those that are not received for good
         self._peers: dict[str, Peer] = {}
         self._open: set[Peer] = set()
         self._unproven: dict[Peer, None] = {}  # the oldest first
+        self._beats: list[tuple[Peer, messages.Heartbeat]] = []  # of this round of the loop
         self._door, self._sparing = Door(clock), Sparing(clock)
+        self._loop: asyncio.AbstractEventLoop
         self._server: asyncio.Server | None = None
         self._sweeper: asyncio.TimerHandle | None = None
         self._closing: asyncio.Event | None = None
@@ -93,7 +100,7 @@ class ExecutorServer:
 
     async def start(self) -> Address:
         """Listen; what others connect to is returned."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         limit_s = HANDSHAKE_S if self._ssl is not None else None
         host, port = self._listen_at
         self._server = await loop.create_server(
@@ -207,6 +214,7 @@ class ExecutorServer:
 
     def join(self, peer: Peer, hello: messages.Hello) -> None:
         """See `phalanx.run.wire.peer.House`."""
+        self._hear()
         before = self._peers.get(peer.host)
         self._peers[peer.host] = peer
         if before is not None:
@@ -220,22 +228,28 @@ class ExecutorServer:
         except Exception:
             self._failed(peer)
 
-    def take(self, peer: Peer, message: LiveMessage, sequence: int | None) -> bool:
+    def beat(self, peer: Peer, beat: messages.Heartbeat) -> None:
         """See `phalanx.run.wire.peer.House`."""
+        if not self._beats:
+            self._loop.call_soon(self._hear)
+        self._beats.append((peer, beat))
+
+    def take(self, peer: Peer, message: KeptMessage, sequence: int) -> bool:
+        """See `phalanx.run.wire.peer.House`."""
+        self._hear()
         before = self._marks[peer.host]
         if self._peers.get(peer.host) is not peer:
             return False
-        if sequence is not None:
-            if sequence <= before.sequence:
-                return peer.host not in self._held
-            self._marks[peer.host] = Mark(peer.instance, sequence)
+        if sequence <= before.sequence:
+            return peer.host not in self._held
+        self._marks[peer.host] = Mark(peer.instance, sequence)
         try:
             is_later = self._on_message(peer.host, message)
         except Exception:
             self._marks[peer.host] = before
             self._failed(peer)
             return False
-        if sequence is None or not is_later:
+        if not is_later:
             return True
         self._held.setdefault(peer.host, before)
         return False
@@ -247,6 +261,7 @@ class ExecutorServer:
 
     def leave(self, peer: Peer, ending: Ending) -> None:
         """See `phalanx.run.wire.peer.House`."""
+        self._hear()
         if peer in self._unproven and self._closing is None:
             reason = f"it ended before it had proved itself: {ending.reason}"
             self.refuse(peer, proof.Refusal("end", reason))
@@ -268,6 +283,24 @@ class ExecutorServer:
         self._report(peer, refusal)
 
     # The rest
+
+    def _hear(self) -> None:
+        """Hand on the heartbeats that have come in this round of the loop, and answer them."""
+        if not self._beats:
+            return
+        beats, self._beats = self._beats, []
+        beats = [(peer, beat) for peer, beat in beats if self._peers.get(peer.host) is peer]
+        try:
+            bad = self._on_heartbeats([(peer.host, beat) for peer, beat in beats])
+        except Exception:
+            for peer, _ in beats:
+                self._failed(peer)
+            return
+        for peer, beat in beats:
+            if bad and (why := bad.get(peer.host)) is not None:
+                peer.refuse(codec.BAD_FRAME, proof.Refusal("frame", f"not a report that may come here: {why}"))
+            else:
+                peer.channel.write(frames.small(codec.acknowledged(beat.sequence)))
 
     def _connection(self) -> Channel:
         return Peer(self).channel
