@@ -7,7 +7,8 @@ import pytest
 from keeper_processes import until
 
 from phalanx.checkpoint.keeper.maps import Map, _touch
-from phalanx.checkpoint.keeper.memory import Block, available_bytes
+from phalanx.checkpoint.keeper.memory import Block
+from phalanx.core.free_memory import available_bytes
 
 SIZE = 40 << 20
 

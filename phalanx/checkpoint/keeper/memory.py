@@ -6,9 +6,8 @@ import errno
 import fcntl
 import mmap
 import os
-from pathlib import Path
 
-from phalanx.core.kernel_files import PROC, own_groups, parse_meminfo, read_text
+from phalanx.core.free_memory import available_bytes
 
 _ALLOCATE_BYTES = 256 << 20  # at once, so that a lack of memory shows before all of it is gone
 _RESERVE_BYTES = 64 << 20  # left to the host
@@ -47,38 +46,6 @@ class Block:
         self.memory = memoryview(b"")  # the map ends with the last view of it
         os.close(self.reading)
         os.close(self.descriptor)
-
-
-def available_bytes() -> int | None:
-    """How much memory a new allocation can have, on this host and in this control group; None: not known."""
-    on_host = parse_meminfo(read_text(PROC / "meminfo") or "").get("MemAvailable")
-    if on_host is None:
-        return None
-    return min([on_host, *_in_groups()])
-
-
-def _in_groups() -> list[int]:
-    """What the limits of this process's control group and those around it leave (control groups version 2)."""
-    root = Path("/sys/fs/cgroup")
-    own = own_groups().get("")
-    if own is None:
-        return []
-    folder = root / own.lstrip("/")
-    folders = [folder, *folder.parents]
-    left = [_in_group(group) for group in folders if group == root or root in group.parents]
-    return [value for value in left if value is not None]
-
-
-def _in_group(folder: Path) -> int | None:
-    try:
-        limit = (folder / "memory.max").read_text().strip()
-        if limit == "max":
-            return None
-        used = int((folder / "memory.current").read_text())
-        rows = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return int(limit) - used + int(rows.get("inactive_file", 0)) + int(rows.get("active_file", 0))
-    except (OSError, ValueError):
-        return None
 
 
 def _allocate(descriptor: int, length: int, name: str) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 
 from phalanx.core import units
 from phalanx.core.errors import UserError
-from phalanx.core.kernel_files import parse_meminfo
+from phalanx.core.free_memory import available_bytes
+from phalanx.core.kernel_files import PROC, read_text
 from phalanx.model.config import ModelConfig
 from phalanx.model.shapes import parameter_table
 from phalanx.optim.config import OptimConfig
@@ -68,60 +67,14 @@ def smaller_model(needed: Mapping[str, int]) -> str:
 
 def host_available_bytes() -> int | None:
     """Memory this process could still get without swapping: the system's, its control groups' and its own limits."""
-    limits = [
-        parse_meminfo(_read("/proc/meminfo")).get("MemAvailable"),
-        *_control_group_bytes(),
-        _address_space_bytes(),
-    ]
+    limits = [available_bytes(), _address_space_bytes()]
     known = [value for value in limits if value is not None]
     return min(known) if known else None
 
 
-@dataclass(frozen=True)
-class _GroupFiles:
-    """What a version of control groups calls its files: where they are, limit and use (bytes), and the cached share."""
-
-    root: Path
-    limit: str
-    used: str
-    cache: str
-
-
-_VERSION_2 = _GroupFiles(Path("/sys/fs/cgroup"), "memory.max", "memory.current", "file")
-_VERSION_1 = _GroupFiles(Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache")
-
-
-def _control_group_bytes() -> Iterator[int | None]:
-    """What the limits of this process's control groups leave: of its own, and of each that it lies in.
-
-    In a container the path that the kernel tells may be that of the host, where the container sees its group as the
-    root: groups that are not there are passed over, and the root is always looked at.
-    """
-    for line in _read("/proc/self/cgroup").splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0" or "memory" in controllers.split(","):
-            files = _VERSION_2 if number == "0" else _VERSION_1
-            group = Path(path.lstrip("/"))
-            yield from (_left_in(files.root / nested, files) for nested in (group, *group.parents))
-
-
-def _left_in(group: Path, files: _GroupFiles) -> int | None:
-    """What the limit of one group leaves, None without one; its page cache counts as free.
-
-    (Version 1 has no word for "no limit": it shows a number beyond any machine's memory, which is the least of none.)
-    """
-    limit, used = _read(group / files.limit).strip(), _read(group / files.used).strip()
-    if not limit.isdigit() or not used.isdigit():
-        return None
-    cached = [
-        line.split()[1] for line in _read(group / "memory.stat").splitlines() if line.startswith(f"{files.cache} ")
-    ]
-    return max(int(limit) - int(used) + (int(cached[0]) if cached else 0), 0)
-
-
 def _address_space_bytes() -> int | None:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    pages = _read("/proc/self/statm").split()
+    pages = (read_text(PROC / "self/statm") or "").split()
     if limit == resource.RLIM_INFINITY or not pages:
         return None
     return max(limit - int(pages[0]) * resource.getpagesize(), 0) + _unused_heap_bytes()
@@ -130,17 +83,10 @@ def _address_space_bytes() -> int | None:
 def _unused_heap_bytes() -> int:
     """Address space that the allocator holds already without using it (`use_huge_pages` takes much at once)."""
     unused, in_heap = 0, False
-    for line in _read("/proc/self/smaps").splitlines():
+    for line in (read_text(PROC / "self/smaps") or "").splitlines():
         name, *values = line.split()
         if not name.endswith(":"):
             in_heap = line.endswith("[heap]")
         elif in_heap and name in ("Size:", "Rss:"):
             unused += int(values[0]) * (1024 if name == "Size:" else -1024)
     return max(unused, 0)
-
-
-def _read(path: str | Path) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
