@@ -325,3 +325,26 @@ async def test_when_too_many_wait_the_oldest_goes(monkeypatch):
             await good.welcomed()
         for mute in mutes:
             await mute.__aexit__(None, None, None)
+
+
+@runs
+async def test_a_report_that_cannot_be_read_costs_its_sender_the_connection_and_nobody_else_anything():
+    def unreadable(beats):
+        driver.heard.add("beats", [host for host, _ in beats])
+        return {"node-2": "no report"}
+
+    async with (
+        driving() as driver,
+        executing(driver.address) as good,
+        calling(driver.address) as raw,
+    ):
+        driver.server._on_heartbeats = unreadable
+        await good.welcomed()
+        await proved(raw, "node-2")
+        await driver.heard.until(lambda: driver.hellos() == 2)
+        raw.channel.send(codec.encode(heartbeat(1)))
+        ending = await raw.ended()
+        assert ending.code == codec.BAD_FRAME and "no report" in ending.reason
+        assert good.link.send(heartbeat(1)) and good.link.send(ended(0))
+        await good.link.drained()
+        assert good.link.connected

@@ -1,6 +1,7 @@
 """Executors and driver over real sockets: what is said arrives, once and in order, whatever becomes of connections."""
 
 import asyncio
+import struct
 
 import pytest
 from wire_helpers import (
@@ -378,3 +379,31 @@ def test_the_server_can_be_made_outside_a_loop():
         TOKEN, JOB, "localhost", 0, on_hello=print, on_heartbeats=dict, on_message=print, on_gone=print
     )
     assert server.hosts() == []
+
+
+@runs
+async def test_heartbeats_that_come_together_are_heard_together_and_before_what_was_said_after_them():
+    async with driving() as driver, calling(driver.address) as raw:
+        calls = driver.heard
+
+        def hear(beats):
+            calls.add("beats", [beat.sequence for _, beat in beats])
+            return {}
+
+        driver.server._on_heartbeats = hear
+        await proved(raw)
+        await calls.kind("hello")
+        said = [heartbeat(1), heartbeat(2), codec.Kept(1, ended(0)), heartbeat(3)]
+        raw.channel._transport.writelines([bytes(frame) for frame in map(client_frame, said)])
+        await calls.until(lambda: sum(len(what[1]) for what in calls.all if what[0] == "beats") == 3)
+        heard = [what for what in calls.all if what[0] != "hello"]
+        assert [what[1] if what[0] == "beats" else "ended" for what in heard] == [[1, 2], "ended", [3]]
+        told = [codec.Decoder(codec.FromDriverFrame).decode(await raw.frame()) for _ in range(5)]
+        answers = [m.Acknowledged(1), m.Acknowledged(2), codec.Received(1), m.Acknowledged(3)]
+        assert told == [m.Welcome(m.VERSION, JOB, 0, 1.0), *answers]
+
+
+def client_frame(message):
+    """A whole masked frame."""
+    content = codec.encode(message)
+    return struct.pack(">BBH", 0x82, 0x80 | 126, len(content)) + b"\0\0\0\0" + content

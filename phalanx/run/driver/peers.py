@@ -127,7 +127,8 @@ class Peers:
         """What one host reports."""
         if beat.attempt == self._attempt and host in self._machines:
             self._slow.on_heartbeat(host, beat, now)
-            self._traffic.on_heartbeat(host, beat.carried_bytes, now)
+            if beat.carried_bytes >= 0 and not self._traffic.is_off:
+                self._traffic.observe(host, beat.carried_bytes, now.monotonic_s)
 
     def look(self, standing: Standing, is_paused: bool, now: Now) -> list[Event]:
         """What has been found."""
@@ -145,20 +146,14 @@ class TrafficWatch:
     def __init__(self, attempt: int, hosts: Mapping[str, str], config: TrafficConfig, now: Now) -> None:
         self._attempt, self._config = attempt, config
         self._judge = TrafficJudge(hosts, now.monotonic_s, config)
+        self.observe = self._judge.observe
         self.is_off = len(set(hosts.values())) < 2
-        self._seen = False
         self._told: dict[str, float] = {}
         self._next_s = -math.inf
 
-    def on_heartbeat(self, host: str, carried_bytes: int, now: Now) -> None:
-        """The counter of one host."""
-        if carried_bytes >= 0 and not self.is_off:
-            self._seen = True
-            self._judge.observe(host, carried_bytes, now.monotonic_s)
-
     def look(self, standing: Standing, is_paused: bool, now: Now) -> list[Event]:
         """What has to be told; judged once a second at most."""
-        if self.is_off or not self._seen or now.monotonic_s < self._next_s:
+        if self.is_off or now.monotonic_s < self._next_s:
             return []
         self._next_s = now.monotonic_s + 1.0
         traffic = self._judge.judge(now.monotonic_s, standing.quiet_s, standing.usual_s, is_paused)
