@@ -124,8 +124,8 @@ def test_attempts_one_after_another(tmp_path: Path) -> None:
     async def story() -> None:
         async with a_host(tmp_path) as host:
             await killed(host)
-            await killed_while_stopping(host)
-            await killed_just_before(host)
+            await killed_by_another(host, 9, is_over=True)
+            await killed_by_another(host, 10, is_over=False)
             await raised(host)
             await left(host)
             await shouted(host)
@@ -170,27 +170,16 @@ async def killed(host: Host) -> None:
     assert not any(psutil.pid_exists(pid) for pid in started.pids.values())
 
 
-async def killed_while_stopping(host: Host) -> None:
-    """What has killed a rank before we did is told, though the others are being stopped by then."""
-    started = await host.start(9, "wait")
+async def killed_by_another(host: Host, attempt: int, *, is_over: bool) -> None:
+    """What has killed a rank is told though all are being stopped by then, be it over or still ending of that."""
+    started = await host.start(attempt, "wait")
     await host.until_stepped()
     assert host.workers is not None
     host.workers.is_stopping = True
     os.kill(started.pids[2], signal.SIGKILL)
-    await host.until_over(2)
-    await host.template.kill(9)
-    await host.until_over(3)
-    assert not host.ended[2].by_us and host.ended[3].by_us
-
-
-async def killed_just_before(host: Host) -> None:
-    """What has killed a rank is told though it is still ending when all are killed."""
-    started = await host.start(10, "wait")
-    await host.until_stepped()
-    assert host.workers is not None
-    host.workers.is_stopping = True
-    os.kill(started.pids[2], signal.SIGKILL)
-    await host.template.kill(10)
+    if is_over:
+        await host.until_over(2)
+    await host.template.kill(attempt)
     await host.until_over(2, 3)
     assert not host.ended[2].by_us and host.ended[3].by_us
 
