@@ -23,6 +23,7 @@ from phalanx.run.driver.overview import overview
 from phalanx.run.driver.past import remember
 from phalanx.run.now import read_clocks
 from phalanx.run.people.overview import HostView, Overview
+from phalanx.run.people.words import harmless, link_troubles
 
 _STYLES = {
     "active": "green",
@@ -170,7 +171,7 @@ def _step(host: HostView) -> str:
 def _notes(host: HostView) -> str:
     phases = sorted({worker.phase for worker in host.workers if worker.phase not in ("", "step")})
     parts = ["is being checked"] if host.is_checking else []
-    return "; ".join([*parts, *phases, *filter(None, (host.why, host.leaves))])
+    return harmless("; ".join([*parts, *phases, *filter(None, (host.why, host.leaves, link_troubles(host)))]))
 
 
 def _count(count: int, one: str, many: str) -> str:

@@ -80,11 +80,12 @@ class WorkerState(Message, frozen=True):
 
 
 class Interface(Message, frozen=True):
-    """A network interface that training uses: counters since it came up.
+    """A network interface that training uses: counters of the kernel.
 
     Attributes:
+        errors: of sending and receiving, since the executor began.
         is_up: link state.
-        flaps: how often the link has gone down.
+        flaps: how often the link has gone down since then.
     """
 
     name: str

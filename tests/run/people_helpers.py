@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from phalanx.run.messages import HostState, WorkerState
+from phalanx.run.messages import HostState, Interface, WorkerState
 from phalanx.run.people.hub import Item, Told, Wrote
 from phalanx.run.people.overview import HostView, IncidentView, Overview
 
@@ -31,6 +31,12 @@ def host(number: int, state: str = "active", **changes: Any) -> HostView:
         workers=workers,
     )
     return replace(view, **changes)
+
+
+def with_links(view: HostView, *links: Interface) -> HostView:
+    """With these interfaces for training."""
+    assert view.seen is not None
+    return replace(view, seen=replace(view.seen, interfaces=list(links)))
 
 
 def job(hosts: Sequence[HostView], **changes: Any) -> Overview:

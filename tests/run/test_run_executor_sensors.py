@@ -91,8 +91,35 @@ def test_load_and_memory_are_taken_from_the_columns_that_hold_them(tmp_path: Pat
     (proc / "stat").write_text("cpu  150 0 130 710 110 0 0 0 60 0\n")
     assert sensors.read().cpu_load == pytest.approx(0.8)
     eth1, gone = first.interfaces
-    assert (eth1.received_bytes, eth1.sent_bytes, eth1.errors, eth1.flaps, eth1.is_up) == (2100, 2200, 4, 2, True)
+    assert (eth1.received_bytes, eth1.sent_bytes, eth1.is_up) == (2100, 2200, True)
     assert (gone.name, gone.is_up) == ("gone", False)
+
+
+def test_errors_and_lost_links_count_from_the_beginning_of_the_executor(tmp_path: Path) -> None:
+    proc, sys_root = made_roots(tmp_path)
+    device, table = sys_root / "class/net/eth1", proc / "net/dev"
+    [eth1] = read_interfaces(["eth1"], sys_root, proc)
+    assert (eth1.errors, eth1.flaps) == (4, 2)
+    sensors = Sensors(tmp_path, ["eth1"], Accelerators(lambda: NO_NVML), proc_root=proc, sys_root=sys_root)
+
+    def troubles() -> tuple[int, int, bool]:
+        [now] = sensors.read().interfaces
+        return now.errors, now.flaps, now.is_up
+
+    assert troubles() == (0, 0, True)
+    rows = table.read_text()
+    table.write_text(rows.replace("eth1: 2100 2 3 ", "eth1: 2100 2 10 "))
+    (device / "carrier_down_count").write_text("3\n")
+    (device / "operstate").write_text("down\n")
+    assert troubles() == (7, 1, False)
+    table.write_text("\n".join(row for row in rows.splitlines() if "eth1" not in row) + "\n")
+    assert troubles() == (7, 1, False)  # its driver is loaded anew, and counts from the beginning
+    table.write_text(rows.replace("eth1: 2100 2 3 ", "eth1: 2100 2 0 ").replace("2200 5 1 ", "2200 5 0 "))
+    (device / "carrier_down_count").write_text("0\n")
+    (device / "operstate").write_text("up\n")
+    assert troubles() == (7, 1, True)
+    (device / "carrier_down_count").write_text("1\n")
+    assert troubles() == (7, 2, True)
 
 
 def test_training_uses_the_fastest_devices_but_the_one_that_carries_heartbeats(tmp_path: Path) -> None:

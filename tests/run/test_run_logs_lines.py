@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html.parser
+import re
 
 import pytest
 from hypothesis import given
@@ -126,18 +127,22 @@ def test_a_text_is_cut() -> None:
     assert (cut("abc", 3), cut("abcd", 3)) == ("abc", "ab…")
 
 
+MISSING = re.compile(r"… (one|[\d,]+) more lines? (?:is|are) in the log")
+
+
 def test_tails_are_bounded_and_count_what_is_left_out() -> None:
     tails = Tails(heartbeat_lines=2, heartbeat_chars=5, kept_lines=3)
     tails.add(1, ["a", "b"])
     tails.add(0, ["long long"])
     tails.add(1, ["c"])
     lines, dropped = tails.take()
-    assert [(line.rank, line.text) for line in lines] == [(0, "long…"), (1, "b"), (1, "c")]
+    told = [(0, "long…"), (1, "… one more line is in the log"), (1, "b"), (1, "c")]
+    assert [(line.rank, line.text) for line in lines] == told
     assert dropped == 1
     assert tails.take() == ([], 0)
     tails.add(1, ["d", "e", "f", "g"])
     lines, dropped = tails.take()
-    assert ([line.text for line in lines], dropped) == (["f", "g"], 2)
+    assert ([line.text for line in lines], dropped) == (["… 2 more lines are in the log", "f", "g"], 2)
     assert (tails.last(1), tails.last(0), tails.last(7)) == (["e", "f", "g"], ["long long"], [])
     tails.clear()
     assert (tails.last(1), tails.take()) == ([], ([], 0))
@@ -149,8 +154,10 @@ def test_every_line_of_a_tail_is_sent_or_counted(steps: list[tuple[int, list[str
     for step in [*steps, None]:
         if step is None:
             lines, dropped = tails.take()
-            assert len(lines) <= 4 * 4
-            seen += len(lines) + dropped
+            missing = [found[1] for line in lines if (found := MISSING.fullmatch(line.text))]
+            assert sum(1 if count == "one" else int(count.replace(",", "")) for count in missing) == dropped
+            assert len(lines) - len(missing) <= 4 * 4
+            seen += len(lines) - len(missing) + dropped
         else:
             tails.add(*step)
             added += len(step[1])

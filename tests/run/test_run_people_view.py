@@ -9,10 +9,14 @@ import threading
 from pathlib import Path
 
 import pytest
-from people_helpers import HOSTILE, Played, host, job, open_incident, told, wrote
+from msgspec.structs import replace
+from people_helpers import HOSTILE, Played, host, job, open_incident, told, with_links, wrote
 from rich.console import Console
 
+from phalanx.cli.run_status import show as show_status
+from phalanx.run.messages import Interface
 from phalanx.run.people import view
+from phalanx.run.people.html import page
 from phalanx.run.people.panel import Panel
 from phalanx.run.people.view import show
 from phalanx.run.people.words import Ranks, harmless
@@ -69,6 +73,29 @@ def test_few_hosts_are_all_shown_with_the_incident_and_the_last_events() -> None
     assert text.index("host-1") < text.index("host-0 active") < text.index("host-2")
     assert "7.2s" in text and "nothing has been heard of it" in text
     assert "said lately" in text
+
+
+def test_what_was_wrong_with_links_stands_beside_what_a_host_is_about() -> None:
+    calm, down = Interface("eth0", 5, 5), Interface("eth1", 5, 5, is_up=False, flaps=1)
+    noisy = Interface("ib0", 5, 5, errors=1200, flaps=3)
+    hosts = [
+        with_links(host(0), calm),
+        with_links(host(1), calm, noisy),
+        with_links(host(2), down),
+        with_links(host(3), *[replace(noisy, name=f"ib{n}", flaps=0) for n in range(4)]),
+    ]
+    lines = drawn(Panel(job(hosts)), 120, 40)[3:]
+    assert [line.split()[0] for line in lines] == ["host-2", "host-0", "host-1", "host-3"]
+    found = [line.partition("step")[2] for line in lines]
+    assert found[0].strip() == "; eth1: down, went down once"
+    assert found[1].strip() == ""
+    assert found[2].strip() == "; ib0: went down 3 times, 1,200 errors"
+    assert found[3].strip() == "; ib0: 1,200 errors; ib1: 1,200 errors; 2 more links"
+    status = Console(file=io.StringIO(), width=120)
+    show_status(job(hosts), status)
+    for words in ("ib0: went down 3 times, 1,200 errors", "eth1: down, went down once"):
+        assert words in seen(status)
+        assert words in page(job(hosts), [], [])
 
 
 def test_where_there_is_little_room_columns_go_and_what_a_host_is_about_stays() -> None:

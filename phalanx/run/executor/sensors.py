@@ -10,6 +10,7 @@ from phalanx.core.kernel_files import parse_cpu_ticks, parse_meminfo
 from phalanx.run.executor.accelerators import Accelerators
 from phalanx.run.executor.interfaces import read_interfaces
 from phalanx.run.executor.late import Late
+from phalanx.run.executor.link_troubles import LinkTroubles
 from phalanx.run.messages import HostState
 
 _DISK_S = 0.05  # the folder may be on a server that is gone
@@ -34,7 +35,7 @@ class Sensors:
         proc_root: Path = Path("/proc"),
         sys_root: Path = Path("/sys"),
     ) -> None:
-        self._interfaces = list(interfaces)
+        self._interfaces, self._troubles = list(interfaces), LinkTroubles()
         self._accelerators = accelerators
         self._proc = proc_root
         self._sys = sys_root
@@ -54,7 +55,7 @@ class Sensors:
             memory_bytes=total_bytes,
             memory_free_bytes=free_bytes,
             disk_free_bytes=self._disk.take(_DISK_S),
-            interfaces=read_interfaces(self._interfaces, self._sys, self._proc),
+            interfaces=self._troubles.since_begun(read_interfaces(self._interfaces, self._sys, self._proc)),
             accelerators=self._accelerators.read(),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from phalanx.run.logs.lines import cut
@@ -22,24 +22,31 @@ class Tails:
         self._heartbeat_lines, self._heartbeat_chars, self._kept_lines = heartbeat_lines, heartbeat_chars, kept_lines
         self._new: dict[int, deque[str]] = {}
         self._kept: dict[int, deque[str]] = {}
-        self._dropped = 0
+        self._dropped: Counter[int] = Counter()
 
     def add(self, rank: int, lines: Sequence[str]) -> None:
         """Lines that a rank has written."""
         new = self._new.setdefault(rank, deque(maxlen=self._heartbeat_lines))
-        self._dropped += max(len(new) + len(lines) - self._heartbeat_lines, 0)
+        self._dropped[rank] += max(len(new) + len(lines) - self._heartbeat_lines, 0)
         new.extend(lines[-self._heartbeat_lines :])
         self._kept.setdefault(rank, deque(maxlen=self._kept_lines)).extend(lines[-self._kept_lines :])
 
     def take(self) -> tuple[list[LogLine], int]:
-        """The newest lines since the last call, in the order of ranks, and how many were left out."""
-        lines = [
-            LogLine(rank, cut(text, self._heartbeat_chars)) for rank in sorted(self._new) for text in self._new[rank]
-        ]
-        dropped = self._dropped
+        """The newest lines since the last call, in the order of ranks, and how many were left out.
+
+        Where some of a rank's were, a line says so before the others.
+        """
+        lines = [line for rank in sorted(self._new) for line in self._newest(rank)]
+        dropped = self._dropped.total()
         self._new.clear()
-        self._dropped = 0
+        self._dropped.clear()
         return lines, dropped
+
+    def _newest(self, rank: int) -> list[LogLine]:
+        dropped = self._dropped[rank]
+        words = "one more line is" if dropped == 1 else f"{dropped:,} more lines are"
+        missing = [LogLine(rank, f"… {words} in the log")] if dropped else []
+        return missing + [LogLine(rank, cut(text, self._heartbeat_chars)) for text in self._new[rank]]
 
     def last(self, rank: int) -> list[str]:
         """The newest lines of a rank, whole."""
@@ -49,4 +56,4 @@ class Tails:
         """Forget all, as when an attempt begins."""
         self._new.clear()
         self._kept.clear()
-        self._dropped = 0
+        self._dropped.clear()

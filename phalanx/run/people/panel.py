@@ -181,13 +181,13 @@ def _row(texts: Sequence[str], columns: Sequence[_Column], width: int, style: st
 
 
 def doing(host: HostView) -> str:
-    """What a host is about, or why it is in its state."""
+    """What a host is about, or why it is in its state; and what was wrong with its links."""
     if host.is_checking:
         return "being checked"
     if host.leaves or host.state not in ("active", "spare"):
         return host.leaves or host.why
     phases = dict.fromkeys(worker.phase or worker.state for worker in host.workers)
-    return ", ".join(phases)
+    return "; ".join(filter(None, (", ".join(phases), words.link_troubles(host))))
 
 
 def _ranks(host: HostView) -> str:

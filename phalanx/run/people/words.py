@@ -11,6 +11,7 @@ from rich.text import Text
 
 from phalanx.core.units import duration
 from phalanx.run.logs.lines import strip_ansi
+from phalanx.run.messages import Interface
 from phalanx.run.people.hub import Item, Told, Wrote
 from phalanx.run.people.overview import HostView, Overview
 from phalanx.run.secrets import scrub_text
@@ -19,6 +20,9 @@ Ranks = Literal["0", "all", "none"]
 """Whose lines are shown."""
 
 COLOURS = {"info": "", "warning": "yellow", "error": "bold red", "good": "green"}
+
+_LINKS = 2
+"""Of a host, whose troubles are told; of more only how many."""
 
 _TURNS = re.compile(r"[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
@@ -68,7 +72,26 @@ def progress(now: Overview) -> str:
 
 def is_calm(host: HostView) -> bool:
     """Whether nothing about it needs to be looked at."""
-    return host.state in ("active", "spare") and not host.leaves and host.silent_s < 5
+    is_up = host.seen is None or all(one.is_up for one in host.seen.interfaces)
+    return host.state in ("active", "spare") and not host.leaves and host.silent_s < 5 and is_up
+
+
+def link_troubles(host: HostView) -> str:
+    """What was wrong with the links that training uses since the host's executor began; empty: nothing."""
+    found = [text for one in (host.seen.interfaces if host.seen is not None else ()) if (text := _link_trouble(one))]
+    more = [f"{len(found) - _LINKS} more links"] if len(found) > _LINKS else []
+    return "; ".join([*found[:_LINKS], *more])
+
+
+def _link_trouble(interface: Interface) -> str:
+    parts = [] if interface.is_up else ["down"]
+    parts += [f"went down {_times(interface.flaps)}"] if interface.flaps else []
+    parts += [f"{interface.errors:,} error{'' if interface.errors == 1 else 's'}"] if interface.errors else []
+    return f"{interface.name}: {', '.join(parts)}" if parts else ""
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count:,} times"
 
 
 def counted(now: Overview) -> str:
