@@ -214,6 +214,14 @@ class TestEnds:
         assert attempt.on_ended(ended(0, **good), at(1)) == []
         assert attempt.on_ended(ended(1, **good), at(2)) == [WorkersReturned(5002.0, 3)]
 
+    def test_steps_that_no_heartbeat_has_told_count_at_the_end(self) -> None:
+        attempt = watch()
+        attempt.on_heartbeat(beat(3, worker(0, 27), worker(1, 27)), at(1))
+        good = {"kind": "returned", "code": 0, "summary": ""}
+        attempt.on_ended(ended(0, step=30, **good), at(2))
+        told = attempt.on_ended(ended(1, step=29, **good), at(2))
+        assert told == [Advanced(5002.0, 3, 30), WorkersReturned(5002.0, 3)]
+
     def test_another_exit_status_is_a_failure(self) -> None:
         [failed] = watch().on_ended(ended(0, kind="returned", code=7), at(1))
         assert isinstance(failed, WorkerFailed) and failed.kind == "status"

@@ -143,7 +143,9 @@ class AttemptWatch:
             return []
         if ended.kind == "returned" and ended.code == 0:
             self._returned.add(ended.rank)
-            return [WorkersReturned(now.unix_s, self.attempt)] if len(self._returned) == self.world_size else []
+            self._step = max(self._step, ended.step)
+            is_over = len(self._returned) == self.world_size
+            return [*self.catch_up(now), WorkersReturned(now.unix_s, self.attempt)] if is_over else []
         kind = "status" if ended.kind == "returned" else ended.kind
         has_stepped, seen = self._ranks[ended.rank].has_stepped, self.worker(ended.rank)
         step = max(ended.step, -1 if seen is None else seen.step)
