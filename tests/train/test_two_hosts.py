@@ -21,6 +21,9 @@ from phalanx.checkpoint.restore import candidates, open_checkpoint
 STEPS = 40
 REPLICATE = {"parallel.replicate": 2}
 SHARD = {"parallel.shard": 2, "model.vocab_multiple": 2}
+ENDLESS = 100_000
+STEADY = {"optim.schedule.kind": "constant", "optim.schedule.warmup_steps": 0}
+"""What a step does is not a matter of how many there will be: a run may be told its end when it has been looked at."""
 
 Start = Callable[..., Cluster]
 
@@ -56,11 +59,13 @@ def start(tmp_path: Path, straight: Callable[..., TinyRun]) -> Iterator[Start]:
     """Start a run on hosts with so many ranks each, and wait until each of them could be lost."""
     with ExitStack() as running:
 
-        def started(ranks: list[int], changes: dict[str, Any], racks: tuple[str, ...] = ()) -> Cluster:
+        def started(
+            ranks: list[int], changes: dict[str, Any], racks: tuple[str, ...] = (), steps: int = STEPS
+        ) -> Cluster:
             run = TinyRun(tmp_path, "run", {"train.steps": STEPS} | changes)
             share_text(straight(changes), tmp_path)
             cluster = running.enter_context(a_cluster(run, ranks, racks))
-            cluster.start()
+            cluster.start({"train.steps": steps})
             cluster.until_replicated()
             return cluster
 
@@ -169,7 +174,7 @@ def damage_replicas(cluster: Cluster, host: int, steps: list[int]) -> int:
 
 
 def test_a_keeper_dies_and_replicas_go_to_the_new_one(start: Start, straight: Callable[..., TinyRun]) -> None:
-    cluster = start([1, 1], SHARD)
+    cluster = start([1, 1], SHARD | STEADY, steps=ENDLESS)
     cluster.kill_keeper(0)
     killed = cluster.run.last_step()
     cluster.until(
@@ -177,12 +182,13 @@ def test_a_keeper_dies_and_replicas_go_to_the_new_one(start: Start, straight: Ca
     )
     assert "there is a keeper on this host again" in cluster.log(0)
     whole = cluster.lose(1).whole
-    go_on(cluster)
+    end = {"train.steps": cluster.run.last_step() + 5}
+    go_on(cluster, **end, **{"run.resume": "changed"})
     taken_up = cluster.taken_up()
     assert taken_up is not None and taken_up.step == whole[0] > killed
     # a shard came from another host: how, how much, how fast
     assert re.search(r"the memory of .*lo of host \S+: [\d.]+ \w+ at [\d.]+ GB/s", taken_up.source)
-    require_same(cluster.run, straight(SHARD))
+    require_same(cluster.run, straight(SHARD | STEADY | end))
 
 
 def _newest_replica(cluster: Cluster, host: int) -> int:
