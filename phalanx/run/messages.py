@@ -139,6 +139,8 @@ class CheckOutcome(Message, frozen=True):
     threshold: float | None = None
     threshold_source: str = ""
     action: str = ""
+    bad_peers: dict[str, str] = {}
+    peer_rates: dict[str, float] = {}
 
 
 class RankEvidence(Message, frozen=True):
@@ -424,7 +426,7 @@ class Check(Message, frozen=True, tag="check"):
     """Test this host.
 
     Attributes:
-        peers: ``host:port`` of hosts that are believed good, to test the network with.
+        peers: ``host:port`` of hosts to test the network with.
     """
 
     number: int

@@ -34,6 +34,8 @@ class SimHost:
     Attributes:
         ranks: that run there, of `attempt`.
         fails_checks: why its checks do not pass; empty: they do.
+        link: why no peer can be measured from there, nor it from them; empty: they can.
+        rate: bytes per second of its link.
         is_cut: its executor cannot reach the driver, nor can it be reached; its workers go on.
         hung: ranks that stand still.
         mute: messages that it never answers, by name of the action.
@@ -48,6 +50,8 @@ class SimHost:
     ranks: list[int] = field(default_factory=list)
     hung: set[int] = field(default_factory=set)
     fails_checks: str = ""
+    link: str = ""
+    rate: float = 10e9
     fails_start: str = ""
     fails_store: str = ""
     stuck: tuple[int, ...] = ()
@@ -434,9 +438,20 @@ class World:
             self._answer(host, seconds, lambda now: self._checked(host, action, now))
 
     def _checked(self, host: SimHost, action: act.Check, now_s: float) -> ev.Event:
-        if host.fails_checks and action.kind != "passive":
-            return ev.CheckFailed(now_s, host.name, action.number, host.fails_checks)
-        return ev.CheckPassed(now_s, host.name, action.number)
+        if action.kind == "passive":
+            return ev.CheckPassed(now_s, host.name, action.number)
+        ways = {peer: self._way(host, peer) for peer in action.peers}
+        bad = {peer: why for peer, (why, _) in ways.items() if why}
+        rates = {peer: rate for peer, (why, rate) in ways.items() if not why}
+        if host.fails_checks or bad:
+            why = "; ".join(filter(None, [host.fails_checks, *(f"peers: {peer}: {why}" for peer, why in bad.items())]))
+            return ev.CheckFailed(now_s, host.name, action.number, why, bad, rates, not host.fails_checks)
+        return ev.CheckPassed(now_s, host.name, action.number, bad, rates)
+
+    def _way(self, host: SimHost, peer: str) -> tuple[str, float]:
+        """What is bad between two hosts, and how fast it is."""
+        other = self.hosts[peer]
+        return host.link or other.link or ("" if other.is_alive else "timed out"), min(host.rate, other.rate)
 
     def _on_Evict(self, action: act.Evict) -> None:  # noqa: N802
         self._take_away(action.host)

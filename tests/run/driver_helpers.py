@@ -19,6 +19,7 @@ from phalanx.run.now import Now
 from phalanx.run.wire.peer import Mark
 
 STEP_S = 1.0
+ALL_GOOD = [messages.CheckOutcome("memory", "pass")]
 
 
 @dataclass
@@ -32,6 +33,9 @@ class FakeHost:
         saved: steps that were done before this attempt; with `is_absolute` they are counted.
         busy_s: own time per step; negative: it is not reported.
         sent_bytes: of its training interface; None: it has none.
+        address: as other hosts reach it.
+        peer_port: where it serves measurements of the network; 0: it does not.
+        check: what its checks find; asked again, it answers the same.
     """
 
     name: str
@@ -49,11 +53,14 @@ class FakeHost:
     busy_s: float = -1.0
     sent_bytes: int | None = None
     heard: list[messages.FromDriver] = field(default_factory=list)
+    address: str = ""
+    peer_port: int = 0
+    answers: dict[int, messages.Checked] = field(default_factory=dict)
+    check: Callable[[messages.Check], list[messages.CheckOutcome]] = lambda order: ALL_GOOD
 
     def hello(self) -> messages.Hello:
-        return messages.Hello(
-            1, self.name, f"at-{self.name}", 2, 0, [], "", self.boot, self.pid, self.attempt, self.ranks
-        )
+        address, mine = self.address or f"at-{self.name}", (self.boot, self.pid, self.attempt, self.ranks)
+        return messages.Hello(1, self.name, address, 2, 0, [], "", *mine, self.peer_port)
 
     def answer(self, message: messages.FromDriver, now_s: float) -> list[messages.FromExecutor]:
         self.heard.append(message)
@@ -67,7 +74,9 @@ class FakeHost:
                 self.ranks, self.stalled = [], False
                 return [messages.Stopped(message.attempt, 0.1)]
             case messages.Check():
-                return [messages.Checked(message.number, [messages.CheckOutcome("memory", "pass")])]
+                if message.number not in self.answers:
+                    self.answers[message.number] = messages.Checked(message.number, self.check(message))
+                return [self.answers[message.number]]
             case messages.Gather():
                 looks = [messages.RankEvidence(rank, "wait (train.py)", step=self.steps) for rank in self.ranks]
                 return [messages.Evidence(message.attempt, looks)]

@@ -26,6 +26,8 @@ offsets = st.sampled_from([0] * 8 + [-1, 1, 5])
 ranks = st.integers(-1, 9)
 steps = st.integers(-1, 30)
 words = st.sampled_from(["x", "y 1", "y 2", ""])
+bad_peers = st.dictionaries(names, st.sampled_from(["timed out", ""]), max_size=2)
+peer_rates = st.dictionaries(names, st.sampled_from([0.0, 1e9, 9e9, -1.0]), max_size=2)
 
 
 class Draft(msgspec.Struct, frozen=True):
@@ -56,8 +58,19 @@ _FIELDS = [
     (ev.HostJoined, _dict(host=names, running=st.just((0, 1))), offsets),
     (ev.HostUnknown, _dict(host=names), _NONE),
     (ev.HostGone, _dict(host=names, why=words), _NONE),
-    (ev.CheckPassed, _dict(host=names, number=offsets), _NONE),
-    (ev.CheckFailed, _dict(host=names, number=offsets, why=words), _NONE),
+    (ev.CheckPassed, _dict(host=names, number=offsets, bad_peers=bad_peers, peer_rates=peer_rates), _NONE),
+    (
+        ev.CheckFailed,
+        _dict(
+            host=names,
+            number=offsets,
+            why=words,
+            bad_peers=bad_peers,
+            peer_rates=peer_rates,
+            is_between=st.booleans(),
+        ),
+        _NONE,
+    ),
     (ev.SlowHost, _dict(host=names, factor=st.floats(0.5, 3)), offsets),
     (ev.StoreOpened, _dict(port=st.integers(0, 70000)), offsets),
     (ev.StoreFailed, _dict(problem=words), offsets),
@@ -131,6 +144,8 @@ class Watcher:
         self.opens = 0
         self.orders = 0
         self.mine, self.own = self.state, {}
+        self.links: set[str] = set()
+        """Hosts whose links are bad."""
 
     def event(self, draft: Draft) -> ev.Event:
         fields = dict(draft.fields)
@@ -180,6 +195,9 @@ class Watcher:
         assert set(state.leaving) == {name for name, host in state.hosts.items() if host.leaves}
         places = {name: host.place for name, host in state.hosts.items() if host.place >= 0}
         assert places == {name: place for place, name in enumerate(state.placement)}
+        rounds = state.recovery.rounds if state.recovery is not None else None
+        assert rounds is None or state.phase == "checking", "nobody is tested with others outside a recovery"
+        assert not state.ways or rounds is not None
         limits = [check.deadline_s for check in state.checks.values()]
         assert (state.checks_due_s is None) == (not limits)
         assert state.checks_due_s is None or state.checks_due_s <= min(limits)
@@ -256,7 +274,10 @@ class Watcher:
             case act.Gather():
                 return [ev.SuspectsNamed(now_s, action.attempt)]
             case act.Check():
-                return [ev.CheckPassed(now_s, action.host, action.number)]
+                bad = {peer: "timed out" for peer in action.peers if {peer, action.host} & self.links}
+                if bad:
+                    return [ev.CheckFailed(now_s, action.host, action.number, "", bad, {}, True)]
+                return [ev.CheckPassed(now_s, action.host, action.number, {}, dict.fromkeys(action.peers, 9e9))]
         return []
 
 
@@ -282,6 +303,44 @@ def test_no_order_of_events_breaks_what_must_hold_and_with_answers_it_comes_to_r
     watcher.now_s = watcher.state.now_s
     watcher.answer_all()
     assert replay(policy, job, watcher.journal) == watcher.state
+    assert state_from_json(to_json(watcher.state)) == watcher.state
+    assert [event_from_json(to_json(event)) for event in watcher.journal] == watcher.journal
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=SLOW)
+@given(
+    st.integers(2, 5),
+    st.sampled_from(["wait", "shrink"]),
+    st.sets(st.sampled_from(NAMES), max_size=2),
+    st.lists(st.tuples(st.sampled_from([0.0, 0.1, 40.0]), st.integers(0, 6), drafts()), max_size=25),
+    st.one_of(_NONE, _ENDS),
+)
+def test_no_order_of_events_breaks_tests_between_hosts(hosts, missing, links, plan, end):
+    watcher = Watcher(Policy(when_missing=missing, replace_wait_s=5.0, give_up_s=50.0), Job("j", hosts))
+    watcher.feed(ev.JobBegun(0.0))
+    for name in NAMES:
+        watcher.feed(ev.HostJoined(0.0, name))
+    for attempt in (1, 2):  # twice nobody stands out
+        while watcher.state.phase != "running":
+            _answer_some(watcher)
+        watcher.feed(ev.NoProgress(watcher.now_s, attempt, 9.0, 5.0))
+        while watcher.state.phase in ("diagnosing", "stopping"):
+            _answer_some(watcher)
+    assert watcher.state.recovery is not None and watcher.state.recovery.rounds is not None
+    watcher.links = links
+    for passes_s, count, draft in plan:
+        for _ in range(count):
+            if watcher.todo:
+                todo = watcher.todo.pop(0)
+                for event in watcher._answers(todo):
+                    watcher.feed(event)
+        watcher.now_s += passes_s
+        watcher.feed(watcher.event(draft))
+    if end is not None:
+        watcher.feed(watcher.event(end))
+    watcher.now_s = watcher.state.now_s
+    watcher.answer_all()
+    assert replay(watcher.policy, watcher.job, watcher.journal) == watcher.state
     assert state_from_json(to_json(watcher.state)) == watcher.state
     assert [event_from_json(to_json(event)) for event in watcher.journal] == watcher.journal
 

@@ -1,4 +1,4 @@
-"""Every phase with every event has an expected outcome: the table of docs/run_decisions.md, which is read here."""
+"""Every phase with every event has an expected outcome: the tables of docs/run_decisions.md, which are read here."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import get_args
 
 import msgspec
 import pytest
-from decide_helpers import World, running
+from decide_helpers import World, attempt_runs, running
 
+from phalanx.run.decide import actions as act
 from phalanx.run.decide import events as ev
 from phalanx.run.decide.decide import decide
 from phalanx.run.decide.policy import Job
@@ -19,6 +20,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "run_decisions.md"
 KINDS = {kind.__struct_config__.tag: kind for kind in get_args(ev.Event)}
 QUIET = ("AddToIncident", "OpenIncident")
 """Left out of the table: every recovery has them."""
+
+ROUNDS = ("first round", "second round")
+BETWEEN = "check-failed-between"
+"""A row of its own: only the network between two hosts is bad."""
 
 
 def state_in(phase: str) -> State:
@@ -39,6 +44,24 @@ def state_in(phase: str) -> State:
         world.finish_work()
     world.run_until(lambda w: w.state.phase == phase)
     return world.state
+
+
+def state_in_round(which: str) -> State:
+    """Four hosts a to d and a spare are tested with each other; a does not reach b, and only b has not answered yet."""
+    world = World(Job("j", 4, 2, 1), names_suspects=False)
+    for attempt in (1, 2):
+        world.run_until(attempt_runs(attempt))
+        world.run_for(5)
+        world.hang(3)
+    world.hosts["a"].link = "timed out"
+    asked = 4 if which == "first round" else 6
+    world.run_until(lambda w: len([a for a in w.taken("Check") if a.peers]) == asked)  # type: ignore[attr-defined]
+    state = world.state
+    for name, check in list(state.checks.items()):
+        if name != "b":
+            asked_for = act.Check(name, check.number, check.kind, check.peers)
+            state, _ = decide(state, world._checked(world.hosts[name], asked_for, state.now_s))
+    return state
 
 
 def sample(kind: type, state: State) -> ev.Event:
@@ -70,8 +93,22 @@ def sample(kind: type, state: State) -> ev.Event:
 
 def outcome(phase: str, tag: str) -> str:
     """What happens, as the table says it: the next phase if it is another, and the actions; ``noted``: state only."""
-    before = state_in(phase)
-    after, actions = decide(before, sample(KINDS[tag], before))
+    if phase in PHASES:
+        before = state_in(phase)
+        return outcome_of(before, sample(KINDS[tag], before))
+    before = state_in_round(phase)
+    if tag == BETWEEN:
+        number, peer = before.checks["b"].number, before.checks["b"].peers[0]
+        return outcome_of(before, ev.CheckFailed(before.now_s, "b", number, "", {peer: "timed out"}, is_between=True))
+    event = sample(KINDS[tag], before)
+    if isinstance(event, ev.CheckPassed):
+        event = msgspec.structs.replace(event, peer_rates={before.checks["b"].peers[0]: 1e10})
+    return outcome_of(before, event)
+
+
+def outcome_of(before: State, event: ev.Event) -> str:
+    """The same of one event."""
+    after, actions = decide(before, event)
     names = [type(action).__name__ for action in actions if type(action).__name__ not in QUIET]
     words = list(dict.fromkeys(names))
     if after.phase != before.phase:
@@ -82,10 +119,10 @@ def outcome(phase: str, tag: str) -> str:
     return "–" if same else "noted"
 
 
-def table() -> dict[str, dict[str, str]]:
-    """Of the page: event → phase → outcome."""
+def table(first: str = "waiting") -> dict[str, dict[str, str]]:
+    """One of the page's, with this first column: event → phase → outcome."""
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    head = next(i for i, line in enumerate(lines) if line.startswith("| event |"))
+    head = next(i for i, line in enumerate(lines) if line.startswith(f"| event | {first} |"))
     rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines[head:]]
     names = rows[0][1:]
     return {
@@ -98,11 +135,13 @@ def table() -> dict[str, dict[str, str]]:
 def test_every_event_has_a_row_and_every_phase_a_column():
     assert set(table()) == set(KINDS)
     assert all(set(row) == set(PHASES) for row in table().values())
+    assert set(table(ROUNDS[0])) == {*KINDS, BETWEEN}
+    assert all(set(row) == set(ROUNDS) for row in table(ROUNDS[0]).values())
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", [*PHASES, *ROUNDS])
 def test_every_event_has_its_expected_outcome_in(phase: str):
-    expected = {tag: row[phase] for tag, row in table().items()}
+    expected = {tag: row[phase] for tag, row in table("waiting" if phase in PHASES else ROUNDS[0]).items()}
     assert {tag: outcome(phase, tag) for tag in expected} == expected
 
 
@@ -118,9 +157,9 @@ def test_what_is_about_another_attempt_changes_nothing_but_time_in(phase: str):
                 assert actions == [] and msgspec.structs.replace(after, now_s=before.now_s) == before
 
 
-def as_markdown() -> str:
-    """The table as it is now; to be read before it is put into the page."""
-    lines = ["| event | " + " | ".join(PHASES) + " |", "|---" * (len(PHASES) + 1) + "|"]
-    for tag in KINDS:
-        lines.append(f"| `{tag}` | " + " | ".join(outcome(phase, tag) for phase in PHASES) + " |")
+def as_markdown(columns: tuple[str, ...] = PHASES) -> str:
+    """A table as it is now; to be read before it is put into the page."""
+    lines = ["| event | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for tag in [*KINDS, BETWEEN] if columns == ROUNDS else KINDS:
+        lines.append(f"| `{tag}` | " + " | ".join(outcome(phase, tag) for phase in columns) + " |")
     return "\n".join(lines)

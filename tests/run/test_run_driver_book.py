@@ -68,12 +68,12 @@ def test_marks_come_back(path: str) -> None:
         book.apply(HostJoined(12.0, "a"), {"a": Mark(b"\x00link", 6)})
         book.apply(HostJoined(12.5, "a"), {"a": Mark(b"\x00link", 6)})
         book.meet("a", "10.0.0.1", 12.6)
-        book.meet("a", "10.0.0.2", 12.7)
+        book.meet("a", "10.0.0.2", 12.7, "10.0.0.2:4001")
         book.write()
     with open_journal(path) as journal:
         again = Book(journal, JOB, POLICY, 13.0)
         assert again.marks == {"a": Mark(b"\x00link", 6), "b": Mark(b"x", 1)}
-        assert again.addresses == {"a": "10.0.0.2"}
+        assert again.addresses == {"a": "10.0.0.2"} and again.peers == {"a": "10.0.0.2:4001"}
     with read_journal(path) as reader:
         notes = [entry.json_text for entry in reader.read() if entry.kind == "note"]
     assert sum('"received"' in note for note in notes) == 3  # a mark that has not moved is not written again

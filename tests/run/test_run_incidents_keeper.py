@@ -140,9 +140,14 @@ def test_a_report_of_very_many_hosts_stays_small(tmp_path: Path) -> None:
         kept.tell(OPEN, at(0))
         for number in range(3 * MOST_FACTS):
             kept.tell(AddToIncident(1, "back end", f"host-{number} is gone", Where(f"host-{number}")), at(1))
+        for number in range(3 * MOST_FACTS):
+            kept.tell(AddToIncident(1, "driver", f"decision {number}", is_decision=True), at(1))
         kept.tell(CLOSE, at(2))
     incident = load(tmp_path, 1)
-    assert len([fact for fact in incident.facts if isinstance(fact, Seen)]) == MOST_FACTS
+    seen = [fact for fact in incident.facts if isinstance(fact, Seen)]
+    decided = [fact.what for fact in incident.facts if isinstance(fact, Decided)]
+    assert len(seen) + len(decided) == MOST_FACTS
+    assert decided[0] == "decision 0" and len(decided) == 50  # what was decided after all that was seen
     assert incident.outcome is not None
 
 

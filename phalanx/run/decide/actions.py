@@ -66,7 +66,7 @@ class Check(ActionBase, frozen=True, tag="check"):
     """Test a host; one that has been asked this number before answers again.
 
     Attributes:
-        peers: hosts that are believed good, to test the network with.
+        peers: hosts to test the network with; where one host alone is suspected, they are believed good.
     """
 
     host: str

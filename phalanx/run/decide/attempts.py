@@ -125,7 +125,7 @@ def on_started(turn: Turn, event: Started) -> None:
     """One host more has started its ranks; the first step is what the others are waited for now."""
     if turn.state.phase != "starting":
         return
-    if list(turn.state.awaited) == [event.host]:
+    if len(turn.state.awaited) == 1 and event.host in turn.state.awaited:
         turn.all_started()
         turn.set(deadline_s=None)
     turn.no_longer_awaited(event.host)
@@ -183,7 +183,7 @@ def on_stopped(turn: Turn, event: Stopped) -> None:
     turn.note(f"executor of {event.host}", why, Where(event.host))
     turn.alert("error", f"{why}: the host has to be restarted", event.host)
     if state.recovery is not None:
-        recovery.learn(turn, stuck={**state.recovery.stuck, event.host: why})
+        turn.learn(stuck={**state.recovery.stuck, event.host: why})
 
 
 # Running

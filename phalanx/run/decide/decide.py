@@ -9,7 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.run.decide import attempts, endings, faults, hosts, noticed, orders, recovery, restarted, user_code
+from phalanx.run.decide import (
+    attempts,
+    between,
+    endings,
+    faults,
+    hosts,
+    noticed,
+    orders,
+    recovery,
+    restarted,
+    user_code,
+)
 from phalanx.run.decide.actions import Action
 from phalanx.run.decide.advice import would_do
 from phalanx.run.decide.events import (
@@ -202,6 +213,8 @@ def _stopping(turn: Turn) -> bool:
 def _checking(turn: Turn) -> bool:
     if turn.state.awaited:
         return False
+    if between.go_on(turn):
+        return True
     recovery.let_leave(turn)
     recovery.wait(turn)
     return True
@@ -228,7 +241,7 @@ def _advise_if_due(turn: Turn) -> None:
         return
     if turn.now_s >= due_s or found.cause == "hang" or recovery.is_settled(turn.state):
         turn.alert("error", f"{found.why}. It is not done, since the policy only advises: {would_do(turn.state)}")
-        recovery.learn(turn, is_decided=True)
+        turn.learn(is_decided=True)
 
 
 def _end_of_all(turn: Turn) -> None:

@@ -25,7 +25,7 @@ def finish(turn: Turn, ending: Ending) -> None:
     if turn.state.asked:
         turn.act(AskForHosts(0))
     turn.enter("ended")
-    turn.set(ending=ending, recovery=None, checks={}, checks_due_s=None, asked=0, lacking_since_s=None)
+    turn.set(ending=ending, recovery=None, ways={}, checks={}, checks_due_s=None, asked=0, lacking_since_s=None)
     turn.act(Finish(ending.status, ending.reason, ending.requeue))
 
 

@@ -72,18 +72,34 @@ class HostGone(EventBase, frozen=True, tag="host-gone"):
 
 
 class CheckPassed(EventBase, frozen=True, tag="check-passed"):
-    """A host has passed the check of this number."""
+    """A host has passed the check of this number.
+
+    Attributes:
+        bad_peers: other hosts, by name -> what is bad between them and this one; either may be at fault.
+        peer_rates: other hosts that were measured -> bytes per second, of the slower direction; 0: it answers, and how
+            fast tells nothing.
+    """
 
     host: str
     number: int
+    bad_peers: dict[str, str] = {}
+    peer_rates: dict[str, float] = {}
 
 
 class CheckFailed(EventBase, frozen=True, tag="check-failed"):
-    """A host has not passed the check of this number."""
+    """A host has not passed the check of this number.
+
+    Attributes:
+        bad_peers, peer_rates: as in `CheckPassed`.
+        is_between: nothing is bad but what `bad_peers` says: all tests of this host alone are passed.
+    """
 
     host: str
     number: int
     why: str = ""
+    bad_peers: dict[str, str] = {}
+    peer_rates: dict[str, float] = {}
+    is_between: bool = False
 
 
 class Unprepared(EventBase, frozen=True, tag="unprepared"):

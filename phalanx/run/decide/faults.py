@@ -119,8 +119,8 @@ def on_suspects_named(turn: Turn, event: SuspectsNamed) -> None:
     text = f"suspected: {who}: {why}" if who else f"nobody stands out: {event.why}"
     turn.note("judge of the evidence", text, where)
     known = state.recovery
-    recovery.learn(turn, suspects={**known.suspects, **suspects})
+    turn.learn(suspects={**known.suspects, **suspects})
     if event.group:
-        recovery.learn(turn, group=event.group, group_hosts=group)
+        turn.learn(group=event.group, group_hosts=group)
     if state.phase == "diagnosing" and known.cause == "hang":
         recovery.stop(turn)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from phalanx.run.decide import attempts, faults, ladder, recovery
+from phalanx.run.decide import attempts, between, checks, faults, ladder, recovery
 from phalanx.run.decide.actions import Check, Evict, Gather, OpenStore, Release, Stop, Where
 from phalanx.run.decide.events import CheckFailed, CheckPassed, HostGone, HostJoined, HostUnknown, SlowHost
 from phalanx.run.decide.state import Failure, Host
@@ -39,7 +39,7 @@ def _admit(turn: Turn, event: HostJoined, known: Host | None) -> None:
     }
     turn.set_host(event.host, rack=event.rack, state="joining", why="being checked", **changes)
     _end_leftovers(turn, event)
-    recovery.ask_check(turn, event.host, "passive" if was_away else turn.state.policy.joining_check)
+    checks.ask(turn, event.host, "passive" if was_away else turn.state.policy.joining_check)
 
 
 def _end_leftovers(turn: Turn, event: HostJoined) -> None:
@@ -109,21 +109,29 @@ def on_check_passed(turn: Turn, event: CheckPassed) -> None:
     check = state.checks.get(name)
     if check is None or check.number != event.number:
         return
-    turn.drop_check(name)
-    host = state.hosts[name]
-    if name in state.awaited:
+    if not between.takes(turn, event) and name in state.awaited:
         turn.note(f"{check.kind} check of {name}", "passed", Where(name))
+    _may_take_part(turn, name)
+
+
+def _may_take_part(turn: Turn, name: str) -> None:
+    """Its check is over."""
+    turn.drop_check(name)
+    if name in turn.state.awaited:
         turn.no_longer_awaited(name)
-        turn.set_host(name, state="draining" if host.leaves else "active", why="")
+        turn.set_host(name, state="draining" if turn.state.hosts[name].leaves else "active", why="")
     else:
         turn.set_host(name, state="spare", why="ready")
 
 
 def on_check_failed(turn: Turn, event: CheckFailed) -> None:
-    """A host must not take part."""
+    """A host must not take part, unless it is the network between it and another that is bad."""
     state, name = turn.state, event.host
     check = state.checks.get(name)
     if check is None or check.number != event.number:
+        return
+    if event.is_between and between.takes(turn, event):
+        _may_take_part(turn, name)
         return
     why = f"it has not passed its {check.kind} check: {event.why}"
     if name not in state.awaited and state.policy.advise_only:
@@ -131,25 +139,9 @@ def on_check_failed(turn: Turn, event: CheckFailed) -> None:
         turn.set_host(name, state="spare", why=why)
         turn.alert("warning", f"{why}; it would be evicted", name)
         return
-    if _fail_together(turn, name, why):
-        turn.note(f"{check.kind} check of {name}", f"not passed: {event.why}", Where(name))
-        turn.decided(f"{name} is given back, not evicted", "many others have not passed their checks either")
-        turn.alert("error", f"{why}; so have many others, so it is given back, not evicted", name)
-        turn.release(name, why)
-        return
     turn.note(f"{check.kind} check of {name}", f"not passed: {event.why}", Where(name))
-    turn.decided(f"{name} is evicted", f"it has not passed its {check.kind} check")
-    turn.alert("error", f"{why}; it is evicted", name)
-    turn.evict(name, why)
-
-
-def _fail_together(turn: Turn, name: str, why: str) -> bool:
-    """Whether more hosts fail their checks in this recovery than can be at fault by themselves."""
-    found = turn.state.recovery
-    if found is None or name not in turn.state.awaited:
-        return False
-    recovery.learn(turn, evict={**found.evict, name: why})
-    return len(found.evict) >= ladder.most_to_blame(turn.state)
+    said = f"it has not passed its {check.kind} check"
+    checks.fails(turn, name, why, said, is_of_recovery=name in state.awaited)
 
 
 def are_late(turn: Turn, late: list[str]) -> None:

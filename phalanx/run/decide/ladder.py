@@ -27,6 +27,7 @@ class Plan(msgspec.Struct, frozen=True):
         use_previous: go on with the previous version of the code.
         stop: nothing is left to try.
         marks: keys of the history to which this fault is added.
+        is_between: the hosts of `checks` are tested with each other, too.
     """
 
     what: str
@@ -36,6 +37,7 @@ class Plan(msgspec.Struct, frozen=True):
     use_previous: bool = False
     stop: bool = False
     marks: tuple[str, ...] = ()
+    is_between: bool = False
 
 
 def plan(state: State, recovery: Recovery) -> Plan:
@@ -105,7 +107,9 @@ def _nobody(state: State, recovery: Recovery, leave: dict[str, str]) -> Plan:
         return Plan(what, "nobody stands out", checks, marks=("everyone",))
     if count == 1:
         active: dict[str, CheckKind] = dict.fromkeys(everyone, state.policy.active_check)
-        return Plan("active checks of all", "again nobody stands out", active, marks=("everyone",))
+        is_between = len(everyone) > 1
+        what = "active checks of all" + (", and of the network between them in two rounds" if is_between else "")
+        return Plan(what, "again nobody stands out", active, marks=("everyone",), is_between=is_between)
     return _last_rungs(state, Plan("", "nobody stands out, more than twice", marks=("everyone",)))
 
 

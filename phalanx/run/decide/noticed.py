@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.run.decide import endings, faults, orders, recovery, user_code
+from phalanx.run.decide import endings, faults, orders, user_code
 from phalanx.run.decide.actions import Where
 from phalanx.run.decide.events import Noticed, StartFailed, Unprepared
 from phalanx.run.decide.ladder import OF_THE_HOST
@@ -23,7 +23,7 @@ def on_noticed(turn: Turn, event: Noticed) -> None:
     known = state.recovery
     is_blamed = event.is_fatal and is_kernel and event.fault in OF_THE_HOST
     if is_blamed and known is not None and state.phase in ("diagnosing", "stopping") and state.has_place(event.host):
-        recovery.learn(turn, suspects={**known.suspects, event.host: text})
+        turn.learn(suspects={**known.suspects, event.host: text})
 
 
 def on_unprepared(turn: Turn, event: Unprepared) -> None:

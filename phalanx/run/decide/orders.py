@@ -80,7 +80,7 @@ def on_evict_asked(turn: Turn, event: EvictAsked) -> None:
         turn.evict(name, why)
     elif state.ending is None and recovery.see(turn, "planned", event.who or "a person", f"{name} is to be evicted"):
         known = turn.state.recovery
-        recovery.learn(turn, evict={**(known.evict if known else {}), name: why})
+        turn.learn(evict={**(known.evict if known else {}), name: why})
 
 
 def on_return_asked(turn: Turn, event: ReturnAsked) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from msgspec.structs import replace
 
-from phalanx.run.decide import advice, brakes, endings, ladder, user_code
-from phalanx.run.decide.actions import Check, Gather, Stop, Where
-from phalanx.run.decide.placement import can_spare, count_ready, ready_hosts
-from phalanx.run.decide.policy import CheckKind
-from phalanx.run.decide.state import Cause, Ending, Failure, PendingCheck, Recovery, State
+from phalanx.run.decide import advice, between, brakes, checks, endings, ladder, user_code
+from phalanx.run.decide.actions import Gather, Stop, Where
+from phalanx.run.decide.placement import can_spare, count_ready
+from phalanx.run.decide.state import Cause, Ending, Failure, Recovery, State
 from phalanx.run.decide.turn import Turn
 
 _DECISIVE = ("signal", "interrupted", "start", "silent", "loss")
@@ -59,12 +56,6 @@ def _first_phase(turn: Turn, cause: Cause) -> None:
         turn.enter("diagnosing", state.policy.settle_s)
 
 
-def learn(turn: Turn, **changes: Any) -> None:
-    """Change fields of the recovery."""
-    if turn.state.recovery is not None:
-        turn.set(recovery=replace(turn.state.recovery, **changes))
-
-
 def add_failure(turn: Turn, host: str, failure: Failure) -> None:
     """A rank of this host, or all of it, has failed; what is known of that rank already stays."""
     state, recovery = turn.state, turn.state.recovery
@@ -75,8 +66,7 @@ def add_failure(turn: Turn, host: str, failure: Failure) -> None:
         return
     short = replace(failure, summary=failure.summary[:_SUMMARY_CHARACTERS])
     ranks = 1 if failure.rank >= 0 else state.job.workers_per_host - len(known)
-    learn(
-        turn,
+    turn.learn(
         failures={**recovery.failures, host: (*known, short)},
         failed=recovery.failed + ranks,
         words=user_code.counted(recovery.words, short, ranks),
@@ -94,7 +84,7 @@ def _is_clear(state: State, failure: Failure) -> bool:
 def add_lost(turn: Turn, host: str, why: str) -> None:
     """A host is gone."""
     if turn.state.recovery is not None:
-        learn(turn, lost={**turn.state.recovery.lost, host: why})
+        turn.learn(lost={**turn.state.recovery.lost, host: why})
 
 
 def is_settled(state: State) -> bool:
@@ -217,43 +207,18 @@ def _judge(turn: Turn, recovery: Recovery) -> None:
 def _climb(turn: Turn, plan: ladder.Plan) -> None:
     turn.decided(plan.what, plan.why)
     turn.set(history=ladder.with_marks(turn.state, plan.marks))
-    learn(turn, evict=plan.evict, is_decided=True)
+    turn.learn(evict=plan.evict, is_decided=True)
     if plan.use_previous:
         turn.set(version=turn.state.job.previous_version)
-    check_suspects(turn, plan.checks)
-
-
-def check_suspects(turn: Turn, kinds: dict[str, CheckKind]) -> None:
-    """Have hosts checked before the next attempt."""
-    good = [host for host in ready_hosts(turn.state) if host not in kinds]
-    for host, kind in kinds.items():
-        if turn.state.hosts[host].state in ("gone", "evicted"):
-            continue
-        turn.set_host(host, state="suspect", why=f"{kind} check after a fault")
-        ask_check(turn, host, kind, peers_of(turn.state, host, good) if kind != "passive" else ())
-    turn.set(awaited={host: None for host in kinds if host in turn.state.checks})
-
-
-def peers_of(state: State, host: str, good: list[str]) -> tuple[str, ...]:
-    """Up to two hosts believed good, of the same rack if possible."""
-    rack = state.hosts[host].rack
-    near = [other for other in good if state.hosts[other].rack == rack]
-    return tuple((near + [other for other in good if other not in near])[:2]) if near else tuple(good[:2])
-
-
-def ask_check(turn: Turn, host: str, kind: CheckKind, peers: tuple[str, ...] = ()) -> None:
-    """Have a host checked, and wait for its answer."""
-    state = turn.state
-    number = state.check_count + 1
-    pending = PendingCheck(number, kind, turn.now_s + state.policy.check_s(kind), peers)
-    turn.set(check_count=number)
-    turn.await_check(host, pending)
-    turn.act(Check(host, number, kind, peers))
+    if plan.is_between:
+        between.begin(turn, tuple(plan.checks), turn.state.policy.active_check)
+    else:
+        checks.ask_suspects(turn, plan.checks)
 
 
 def wait(turn: Turn) -> None:
     """On to the next attempt, as soon as there are hosts for it."""
-    turn.set(recovery=None, lacking_since_s=None)
+    turn.set(recovery=None, ways={}, lacking_since_s=None)
     turn.enter("waiting")
 
 

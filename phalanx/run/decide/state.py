@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from phalanx.checks.neighbours import Pair
 from phalanx.run.decide.events import Fault
 from phalanx.run.decide.policy import CheckKind, Job, Policy
 
@@ -83,6 +84,33 @@ class LastWord(Value, frozen=True):
     kind: str
 
 
+class Ways(Value, frozen=True):
+    """What a host has found of the network to its peers, by their names; see `CheckPassed`."""
+
+    bad: dict[str, str] = {}
+    rates: dict[str, float] = {}
+
+
+class Rounds(Value, frozen=True):
+    """Tests of all hosts of the attempt with each other: of neighbours, then of doubtful hosts with good ones.
+
+    Attributes:
+        kind: of the checks.
+        first: pairs of the first round.
+        doubts: in the second round, by host: what was bad in the first.
+        second: pairs that have been asked for in the second round: a doubtful host, and the one that tests it.
+        turns: of the second round that are still to come; in none of them a host is in two pairs.
+        by_spares: no pair of the first round was good, so spares are the partners of the second.
+    """
+
+    kind: CheckKind
+    first: tuple[Pair, ...]
+    doubts: dict[str, str] = {}
+    second: tuple[Pair, ...] = ()
+    turns: tuple[tuple[Pair, ...], ...] = ()
+    by_spares: bool = False
+
+
 class Recovery(Value, frozen=True):
     """What has been learnt since something went wrong with the present attempt.
 
@@ -97,6 +125,7 @@ class Recovery(Value, frozen=True):
         stuck: hosts with processes that do not end.
         evict: hosts that must go, and why.
         is_decided: the ladder has spoken.
+        rounds: the hosts are tested with each other; None: they are not.
     """
 
     cause: Cause
@@ -113,6 +142,7 @@ class Recovery(Value, frozen=True):
     stuck: dict[str, str] = {}
     evict: dict[str, str] = {}
     is_decided: bool = False
+    rounds: Rounds | None = None
 
 
 class Incident(Value, frozen=True):
@@ -198,6 +228,7 @@ class State(Value, frozen=True):
         lacking_since_s: since when there are too few hosts to start.
         checks: by host.
         checks_due_s: the limit of no check is before that; None: none is awaited, or the last one was answered.
+        ways: by host that has tested them, in a recovery with `Rounds`.
         history: times of faults by ``host NAME``, ``place N`` and ``group NAME``.
         leaving: hosts with `Host.leaves`, to find them quickly.
         asked: for how many hosts the back end was asked last.
@@ -223,6 +254,7 @@ class State(Value, frozen=True):
     checks: dict[str, PendingCheck] = {}
     checks_due_s: float | None = None
     check_count: int = 0
+    ways: dict[str, Ways] = {}
     progress: Progress = Progress()
     brakes: Brakes = Brakes()
     recovery: Recovery | None = None

@@ -18,7 +18,7 @@ from phalanx.run.decide.actions import (
     Release,
     Where,
 )
-from phalanx.run.decide.state import Host, HostState, Incident, PendingCheck, Phase, State
+from phalanx.run.decide.state import Host, HostState, Incident, PendingCheck, Phase, State, Ways
 
 _NOWHERE = Where()
 
@@ -51,6 +51,11 @@ class Turn:
     def set(self, **changes: Any) -> None:
         """Change fields of the state."""
         self.state = replace(self.state, **changes)
+
+    def learn(self, **changes: Any) -> None:
+        """Change fields of the recovery, if one goes on."""
+        if self.state.recovery is not None:
+            self.set(recovery=replace(self.state.recovery, **changes))
 
     def act(self, *actions: Action) -> None:
         """Have these performed."""
@@ -95,6 +100,10 @@ class Turn:
             del checks[name]
             if not checks:
                 self.set(checks_due_s=None)
+
+    def add_ways(self, name: str, ways: Ways) -> None:
+        """A host has tested the network to its peers."""
+        self._owned("ways")[name] = ways
 
     def late_checks(self) -> list[str]:
         """Hosts whose checks should have been answered by now."""

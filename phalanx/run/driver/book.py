@@ -46,10 +46,16 @@ class Received(msgspec.Struct, frozen=True, tag_field="note", tag="received"):
 
 
 class Met(msgspec.Struct, frozen=True, tag_field="note", tag="met"):
-    """Where workers of other hosts reach this one."""
+    """Where other hosts reach this one.
+
+    Attributes:
+        address: for their workers.
+        peer: ``address:port`` for measurements of the network; empty: nowhere.
+    """
 
     host: str
     address: str
+    peer: str = ""
 
 
 Note = Header | Received | Met
@@ -72,12 +78,12 @@ class Batch(NamedTuple):
 
     Attributes:
         marks: and when the messages came.
-        met: addresses of hosts.
+        met: hosts, and where they are reached.
     """
 
     drafts: list[Draft]
     marks: dict[str, tuple[Mark, float]]
-    met: dict[str, str]
+    met: dict[str, Met]
 
 
 class Book:
@@ -90,6 +96,7 @@ class Book:
         state: after the last event that was taken in. Its dictionaries go on to the next one: read it at once.
         marks: how far messages of each host have been taken in; for `phalanx.run.wire.ExecutorServer`.
         addresses: of all hosts that were ever met, as workers of other hosts reach them.
+        peers: ``address:port`` where each of them serves measurements of the network; empty: nowhere.
         first_actions: what has to be done now that the book is open.
 
     Args:
@@ -105,12 +112,13 @@ class Book:
         self._journal = journal
         self.marks: dict[str, Mark] = {}
         self.addresses: dict[str, str] = {}
+        self.peers: dict[str, str] = {}
         self.state = initial(policy, job)
         self._own: Own = {}
         self._drafts: list[Draft] = []
         self._marks: dict[str, tuple[Mark, float]] = {}
-        self._met: dict[str, str] = {}
-        """Of messages that are not written down yet: marks, each with when it came, and addresses."""
+        self._met: dict[str, Met] = {}
+        """Of messages that are not written down yet: marks, each with when it came, and where hosts are reached."""
         if self._read():
             self.first_actions = self.apply(DriverRestarted(unix_s))
         else:
@@ -162,7 +170,8 @@ class Book:
     def done(self, batch: Batch) -> None:
         """It has been written."""
         self.marks.update({host: mark for host, (mark, _) in batch.marks.items()})
-        self.addresses.update(batch.met)
+        for met in batch.met.values():
+            self._keep(met)
 
     def apply(self, event: Event, received: Mapping[str, Mark] | None = None) -> list[Action]:
         """`take`, and `write` at once."""
@@ -170,11 +179,11 @@ class Book:
         self.write()
         return actions
 
-    def meet(self, host: str, address: str, unix_s: float) -> None:
-        """Remember where a host is reached."""
-        if self.addresses.get(host) != address:
-            self._drafts.append(self._draft("note", msgspec.json.encode(Met(host, address)), unix_s))
-            self._met[host] = address
+    def meet(self, host: str, address: str, unix_s: float, peer: str = "") -> None:
+        """Remember where a host is reached; `peer` as in `Met`."""
+        if (self.addresses.get(host), self.peers.get(host)) != (address, peer):
+            met = self._met[host] = Met(host, address, peer)
+            self._drafts.append(self._draft("note", msgspec.json.encode(met), unix_s))
 
     def _read(self) -> bool:
         """Whether anything was in the journal."""
@@ -194,7 +203,10 @@ class Book:
         elif isinstance(note, Received):
             self.marks[note.host] = Mark(base64.b64decode(note.instance), note.sequence)
         elif isinstance(note, Met):
-            self.addresses[note.host] = note.address
+            self._keep(note)
+
+    def _keep(self, met: Met) -> None:
+        self.addresses[met.host], self.peers[met.host] = met.address, met.peer
 
     def _draft(self, kind: Kind, text: bytes, unix_s: float) -> Draft:
         return Draft(kind, self.state.attempt, text.decode(), unix_s)

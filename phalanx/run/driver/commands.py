@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from phalanx.run import messages
@@ -18,13 +19,13 @@ class Command(NamedTuple):
 
 
 def commands(
-    action: Action, addresses: Mapping[str, str], peer_of: Callable[[str], str] = lambda host: ""
+    action: Action, addresses: Mapping[str, str], peers: Mapping[str, str] = MappingProxyType({})
 ) -> list[Command]:
     """The messages that perform an action; none where it is the back end's alone, the judge's or for people.
 
     Args:
         addresses: of hosts, as workers of other hosts reach them; that of the host with the store is among them.
-        peer_of: ``host:port`` where a host serves measurements of the network; empty: nowhere.
+        peers: ``host:port`` where a host serves measurements of the network; empty: nowhere.
     """
     match action:
         case actions.OpenStore():
@@ -36,7 +37,7 @@ def commands(
         case actions.Evict() | actions.Release():
             return [Command(action.host, messages.End(action.why))]
         case actions.Check():
-            serving = [address for address in map(peer_of, action.peers) if address]
+            serving = [address for peer in action.peers if (address := peers.get(peer))]
             return [Command(action.host, messages.Check(action.number, action.kind, serving))]
         case _:
             return []

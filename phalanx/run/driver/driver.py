@@ -18,6 +18,7 @@ from phalanx.run.decide.state import State, next_deadline
 from phalanx.run.driver.around import Line, Orders, People
 from phalanx.run.driver.attempt import AttemptWatch
 from phalanx.run.driver.book import Book
+from phalanx.run.driver.checked import judged, serves_at
 from phalanx.run.driver.classify import by_its_end
 from phalanx.run.driver.commands import commands
 from phalanx.run.driver.commits import Aside, GroupCommit
@@ -152,7 +153,7 @@ class Driver:
             self._line.send(host, messages.End("this host is no part of the job any more"))
             return
         self._orders.arrived(host)
-        self._book.meet(host, hello.address, now.unix_s)
+        self._book.meet(host, hello.address, now.unix_s, serves_at(hello))
         welcome = messages.Welcome(
             messages.VERSION, self.state.job.name, self.state.attempt, self._settings.heartbeat_s
         )
@@ -271,7 +272,7 @@ class Driver:
             case messages.Stopped():
                 return [events.Stopped(now.unix_s, message.attempt, host, tuple(message.stuck))]
             case messages.Checked():
-                return [_judged(host, message, now)]
+                return [judged(host, message, self._peers_of(host), self.hosts, now)]
             case messages.Prepared():
                 return self._preparing.answered(host, message, self.state.version, now)
             case messages.Found():
@@ -280,6 +281,11 @@ class Driver:
                 self._people.heard(host, message, now)
                 self._take_evidence(host, message)
         return []
+
+    def _peers_of(self, host: str) -> dict[str, str]:
+        """With whom it was to test the network, and where these serve measurements."""
+        asked = self.state.checks.get(host)
+        return {peer: self._book.peers.get(peer, "") for peer in (asked.peers if asked is not None else ())}
 
     def _take_evidence(self, host: str, evidence: messages.Evidence) -> None:
         for look in (self._looks.pending, self._gathering):
@@ -409,7 +415,7 @@ class Driver:
             for host in action.hosts:
                 if (prepare := self._preparing.before_start(host, action.version)) is not None:
                     self._line.send(host, prepare)
-        for command in commands(action, self._book.addresses, self.hosts.peer_of):
+        for command in commands(action, self._book.addresses, self._book.peers):
             self._line.send(command.host, command.message)
 
     def _watch(self, attempt: int, world_size: int) -> None:
@@ -419,11 +425,3 @@ class Driver:
             began, limits = self._clocks(), self._settings.limits
             self.attempt = AttemptWatch(attempt, world_size, per_host, began, self._fault_of, limits)
             self._looks, self._gathering, self._told_hang_s, self._peers = Looks(), None, None, None
-
-
-def _judged(host: str, checked: messages.Checked, now: Now) -> Event:
-    failed = [outcome for outcome in checked.outcomes if outcome.outcome == "fail"]
-    if not failed:
-        return events.CheckPassed(now.unix_s, host, checked.number)
-    why = "; ".join(f"{outcome.name}: {outcome.reason}" for outcome in failed)
-    return events.CheckFailed(now.unix_s, host, checked.number, why)

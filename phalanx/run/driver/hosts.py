@@ -14,7 +14,6 @@ from phalanx.run.decide.events import Event, HostJoined, HostUnknown
 from phalanx.run.heartbeats import BadReportError, report_of
 from phalanx.run.messages import Heartbeat, Hello, HostState
 from phalanx.run.now import Now
-from phalanx.run.wire.addresses import Address
 
 SILENT_HEARTBEATS = 3.5
 """After the time of so many heartbeats without one, a host is unknown."""
@@ -79,12 +78,10 @@ class HostWatch:
         heard = self.hosts.get(host)
         return heard is None or heard.is_unknown
 
-    def peer_of(self, host: str) -> str:
-        """``address:port`` where it serves measurements of the network; empty: it does not, or is not known."""
+    def machine_of(self, host: str) -> str:
+        """What hosts of one machine have in common; empty: nothing is known of it."""
         heard = self.hosts.get(host)
-        if heard is None or not heard.hello.peer_port:
-            return ""
-        return str(Address(heard.hello.address, heard.hello.peer_port))
+        return heard.hello.boot_id if heard is not None else ""
 
     def on_hello(self, hello: Hello, now: Now) -> list[Event]:
         """A host has connected, for the first time or again."""

@@ -145,7 +145,7 @@ def check(means: Means, kind: str, peers: Sequence[str], own: Sequence[int]) -> 
         makes_folder=True,  # as the script would, with its first checkpoint
         peers=tuple(peers),
         peer_key=means.token,
-        is_suspect=True,  # where there are peers, they are believed good
+        is_suspect=True,  # several peers are believed good; with one alone the driver decides which end is bad
         own_pids=frozenset(own),
         unix_s=unix_s,
     )

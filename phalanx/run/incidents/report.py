@@ -13,6 +13,9 @@ from phalanx.run.incidents.facts import AnyFact, Decided, Incident, Lost, Outcom
 MOST_FACTS = 300
 """Of a report; with very many hosts nobody reads what each of them has said."""
 
+_FOR_DECISIONS = 50
+"""Of these are kept for what is decided after all hosts have spoken."""
+
 PHASES = {
     "detecting": "detect",
     "diagnosing": "evidence",
@@ -56,7 +59,7 @@ def opened(action: OpenIncident, job: str, unix_s: float, scrub: Scrub) -> Incid
 
 def added(incident: Incident, action: AddToIncident, unix_s: float, scrub: Scrub) -> Incident:
     """The report with what was seen or decided since; the same of the same moment is told once."""
-    if len(incident.facts) >= MOST_FACTS:
+    if len(incident.facts) >= MOST_FACTS - (0 if action.is_decision else _FOR_DECISIONS):
         return incident
     if action.is_decision:
         fact: AnyFact = Decided(unix_s=unix_s, what=scrub(action.text), why=scrub(action.why), by=action.by)
