@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 from pydantic import Field, field_validator, model_validator
 
 from phalanx.core.config import Config, Loaded, load
@@ -59,10 +58,10 @@ class PolicyConfig(Config):
     unknown_stop_s: float = Field(
         3.0, ge=0.05, description="the same for a host that has not been heard of for a while, seconds"
     )
-    together_stop_s: float = Field(
+    cut_off_s: float = Field(
         300.0,
         ge=0.05,
-        description="the same where most hosts do not answer at once, as when the driver is cut off, seconds",
+        description="how long most hosts that do not answer at once are waited for: the driver may be cut off, seconds",
     )
     grace_s: float = Field(
         30.0, ge=0, description="between SIGTERM and SIGKILL when a person stops the job or time is short, seconds"
@@ -84,7 +83,7 @@ class PolicyConfig(Config):
 
     def to_policy(self) -> Policy:
         """What the decision function takes."""
-        return msgspec.convert(self.model_dump(), Policy)
+        return Policy(**self.model_dump())
 
     @model_validator(mode="after")
     def _in_order(self) -> PolicyConfig:
@@ -93,7 +92,7 @@ class PolicyConfig(Config):
         _below(self, "backoff_s", "backoff_limit_s")
         _below(self, "settle_s", "evidence_s")
         _below(self, "unknown_stop_s", "stop_s")
-        _below(self, "stop_s", "together_stop_s")
+        _below(self, "stop_s", "cut_off_s")
         if self.give_up_s and self.when_missing == "shrink":
             _below(self, "replace_wait_s", "give_up_s")
         return self

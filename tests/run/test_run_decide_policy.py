@@ -81,3 +81,10 @@ def test_a_clock_that_goes_back_stands_still():
 def test_deciding_needs_no_torch():
     code = "import sys, phalanx.run.decide.replay; sys.exit('torch' in sys.modules)"
     assert run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
+
+
+def test_policies_of_journals_that_were_written_before_are_read():
+    written = b'{"advise_only":true,"stop_s":20.0,"together_stop_s":600.0}'
+    policy = msgspec.json.decode(written, type=Policy)
+    assert (policy.stop_s, policy.cut_off_s) == (20.0, 600.0)
+    assert msgspec.json.decode(to_json(policy), type=Policy) == policy

@@ -589,7 +589,7 @@ def test_where_most_hosts_never_answer_they_are_given_back_in_the_end():
     world = cut_off(6)
     begun_s = world.state.phase_since_s
     world.run_until(lambda world: bool(world.taken("Release")))
-    assert world.now_s - begun_s == pytest.approx(world.policy.together_stop_s, abs=0.1)
+    assert world.now_s - begun_s == pytest.approx(world.policy.cut_off_s, abs=0.1)
     assert len(world.taken("Release")) == 6
 
 

@@ -149,7 +149,7 @@ def are_late(turn: Turn, late: list[str]) -> None:
     state = turn.state
     asked = dict.fromkeys(name for name in late if name in state.awaited and not state.checks[name].is_extended)
     if ladder.is_driver_cut_off(state, len(asked)):
-        wait_s = state.policy.together_stop_s
+        wait_s = state.policy.cut_off_s
         why = f"{len(asked)} of {len(state.placement)} hosts do not answer their checks"
         turn.alert("error", f"{why}; it may be the driver that is cut off: it waits {wait_s:.0f} s")
         turn.decided("no host is given back yet", f"{why}: a common cause")

@@ -31,7 +31,8 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         start_s: limit for the start of an attempt's processes.
         stop_s: limit for their end, with device memory given back.
         unknown_stop_s: the same for a host that has not been heard of for a while.
-        together_stop_s: the same where most hosts do not answer at once: that is rather the driver's own network.
+        cut_off_s: how long an end, or a check of a recovery, is waited for where most hosts do not answer at once: that
+            is rather the driver's own network.
         grace_s: between SIGTERM and SIGKILL when a person stops the job, or its time is short.
         passive_check_s, quick_check_s, full_check_s: limits for the answer of a check.
         max_restarts_without_step: recoveries in a row without a new step before the job ends with status 4.
@@ -56,7 +57,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     start_s: float = 120.0
     stop_s: float = 15.0
     unknown_stop_s: float = 3.0
-    together_stop_s: float = 300.0
+    cut_off_s: float = msgspec.field(default=300.0, name="together_stop_s")  # what journals call it
     grace_s: float = 30.0
     passive_check_s: float = 5.0
     quick_check_s: float = 30.0
@@ -82,7 +83,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _LIMITS = (
-    *("evidence_s", "store_s", "start_s", "stop_s", "unknown_stop_s", "together_stop_s", "fault_window_s"),
+    *("evidence_s", "store_s", "start_s", "stop_s", "unknown_stop_s", "cut_off_s", "fault_window_s"),
     *("passive_check_s", "quick_check_s", "full_check_s"),
 )
 _FROM_ZERO = ("replace_wait_s", "give_up_s", "settle_s", "grace_s", "max_restarts", "backoff_s")

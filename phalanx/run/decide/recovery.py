@@ -138,12 +138,12 @@ def hurry(turn: Turn) -> None:
 def not_stopped(turn: Turn) -> None:
     """The limit has passed, and hosts have not said that their processes are gone."""
     state = turn.state
-    until_s = state.phase_since_s + state.policy.together_stop_s
+    until_s = state.phase_since_s + state.policy.cut_off_s
     if not ladder.is_driver_cut_off(state, len(state.awaited)) or turn.now_s >= until_s:
         _give_up_on_silent(turn)
         return
     why = f"{len(state.awaited)} of {len(state.placement)} hosts do not say that their processes are gone"
-    turn.alert("error", f"{why}; it may be the driver that is cut off: it waits {state.policy.together_stop_s:.0f} s")
+    turn.alert("error", f"{why}; it may be the driver that is cut off: it waits {state.policy.cut_off_s:.0f} s")
     turn.decided("no host is given back yet", f"{why}: a common cause")
     turn.set(deadline_s=until_s)
     turn.act(Stop(state.attempt, tuple(state.awaited)))
