@@ -33,6 +33,7 @@ class FakeHost:
         saved: steps that were done before this attempt; with `is_absolute` they are counted.
         busy_s: own time per step; negative: it is not reported.
         sent_bytes: of its training interface; None: it has none.
+        phase, expects_s: what its ranks say that they are in, and for how long.
         address: as other hosts reach it.
         peer_port: where it serves measurements of the network; 0: it does not.
         check: what its checks find; asked again, it answers the same.
@@ -52,6 +53,8 @@ class FakeHost:
     is_absolute: bool = False
     busy_s: float = -1.0
     sent_bytes: int | None = None
+    phase: str = ""
+    expects_s: float = 0.0
     heard: list[messages.FromDriver] = field(default_factory=list)
     address: str = ""
     peer_port: int = 0
@@ -94,6 +97,9 @@ class FakeHost:
                 self.saved + self.steps,
                 age_s,
                 STEP_S,
+                self.phase,
+                age_s,
+                self.expects_s,
                 busy_s=self.busy_s,
                 steps_here=self.steps,
                 is_absolute=self.is_absolute,

@@ -326,6 +326,30 @@ class TestProgress:
         town.until(running(2))
         assert "c takes the ranks of b" in report(town)
 
+    def test_a_host_that_is_cut_off_in_a_checkpoint_does_not_excuse_the_job(self, make: Make) -> None:
+        town = make()
+        town.until(running(1))
+        town.go_on(30)
+        for host in (town.hosts["a"], town.hosts["b"]):
+            host.stalled, host.phase, host.expects_s = True, "checkpoint", 60.0
+        town.go_on(1.5)
+        began_s, town.hosts["b"].is_mute, town.hosts["a"].phase, town.hosts["a"].expects_s = town.now_s, True, "", 0.0
+        town.until(lambda state: state.phase == "diagnosing")
+        assert town.now_s - began_s < 3 * STEP_S + 5
+        town.until(running(2))
+        assert "c takes the ranks of b" in report(town)
+
+    def test_a_checkpoint_excuses_the_job_for_the_time_that_it_takes(self, make: Make) -> None:
+        town = make()
+        town.until(running(1))
+        town.go_on(30)
+        for host in (town.hosts["a"], town.hosts["b"]):
+            host.stalled, host.phase, host.expects_s = True, "checkpoint", 60.0
+        town.go_on(50)
+        town.hosts["a"].phase, town.hosts["a"].expects_s = "", 0.0  # it waits for the other
+        assert running(1)(town.driver.state)
+        town.until(lambda state: state.phase == "diagnosing", within_s=30)
+
     def test_a_hang_before_the_first_step_is_found(self, make: Make) -> None:
         town = make()
         for host in town.hosts.values():

@@ -180,6 +180,10 @@ class AttemptWatch:
         """Whether a rank says that it evaluates, writes a checkpoint or the like."""
         return self._judge.is_paused(now.monotonic_s)
 
+    def forget_pauses(self, ranks: Sequence[int]) -> None:
+        """These do not excuse the job any more, until they say again what they do."""
+        self._judge.forget_pauses(ranks)
+
     def dismiss(self, now: Now) -> None:
         """What stood still has been looked at, and moves."""
         self._judge.dismiss(now.monotonic_s)

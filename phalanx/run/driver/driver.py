@@ -206,7 +206,9 @@ class Driver:
     def tick(self) -> None:
         """Do what is due."""
         now = self._clocks()
-        self._feed(self.hosts.tick(now))
+        if silent := self.hosts.tick(now):
+            self._feed(silent)
+            self._forget_pauses()
         self._look_at_progress(now)
         self._look_at_peers(now)
         self._judge_evidence(now)
@@ -317,6 +319,14 @@ class Driver:
             self._told_hang_s, self._looks = now.monotonic_s, Looks()
             told = events.NoProgress(now.unix_s, self.attempt.attempt, standing.quiet_s, standing.limit_s)
             self._feed([*self._caught_up(now), told])
+
+    def _forget_pauses(self) -> None:
+        """Those of hosts of which nothing is heard: what they wrote or evaluated then may have ended, or they have."""
+        state = self.state
+        places = [place for place, host in enumerate(state.placement) if self.hosts.is_unknown(host)]
+        if self.attempt is None or 2 * len(places) > len(state.placement):  # it may be the driver that is cut off
+            return
+        self.attempt.forget_pauses([rank for place in places for rank in ranks_of(place, state.job.workers_per_host)])
 
     def _caught_up(self, now: Now) -> list[Event]:
         """How far the attempt was, for whoever has to know what is lost."""

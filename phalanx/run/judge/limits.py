@@ -192,6 +192,11 @@ class StepJudge:
         else:
             self._left.discard(worker.rank)
 
+    def forget_pauses(self, ranks: Sequence[int]) -> None:
+        """Nothing is heard of these ranks: what they said that they do does not excuse the job any more."""
+        for rank in ranks:
+            self._drop_pause(rank)
+
     def _drop_pause(self, rank: int) -> None:
         before = self._pauses.pop(rank, None)
         if before is not None and before == self._longest:
