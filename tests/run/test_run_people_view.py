@@ -67,11 +67,16 @@ def test_of_many_hosts_those_in_trouble_come_first_and_the_others_are_counted() 
 
 
 def test_few_hosts_are_all_shown_with_the_incident_and_the_last_events() -> None:
-    hosts = [host(0), host(1, "unknown", why="nothing has been heard of it", silent_s=7.25), host(2, "spare")]
+    hosts = [
+        host(0),
+        host(1, "unknown", why="nothing has been heard of it", silent_s=7.25),
+        host(2, "spare", why="ready"),
+    ]
     text = "\n".join(drawn(Panel(job(hosts, incident=open_incident()), [told(3, "said lately")]), 80, 40))
     assert "incident 1, open for 1.2s: rank 1 on host-0: killed by SIGKILL" in text
     assert text.index("host-1") < text.index("host-0 active") < text.index("host-2")
     assert "7.2s" in text and "nothing has been heard of it" in text
+    assert "ready" in text.partition("host-2")[2].partition("\n")[0]
     assert "said lately" in text
 
 

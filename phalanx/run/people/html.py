@@ -44,7 +44,7 @@ article td:first-child{white-space:nowrap}
 .wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th{font-weight:500;color:var(--soft);font-size:.8rem}
 th,td{text-align:left;padding:.28rem .7rem .28rem 0;vertical-align:top}
-td{border-top:1px solid var(--line)}.n{text-align:right}
+td{border-top:1px solid var(--line)}.n{text-align:right}.n+:not(.n){padding-left:.6rem}
 pre{margin:0;font:12.5px/1.5 ui-monospace,monospace;white-space:pre-wrap;overflow-wrap:anywhere}
 .box{background:var(--card);border-radius:.5rem;padding:.6rem .8rem;max-height:26rem;overflow-y:auto}
 """

@@ -184,10 +184,9 @@ def doing(host: HostView) -> str:
     """What a host is about, or why it is in its state; and what was wrong with its links."""
     if host.is_checking:
         return "being checked"
-    if host.leaves or host.state not in ("active", "spare"):
-        return host.leaves or host.why
-    phases = dict.fromkeys(worker.phase or worker.state for worker in host.workers)
-    return "; ".join(filter(None, (", ".join(phases), words.link_troubles(host))))
+    phases = ", ".join(dict.fromkeys(worker.phase or worker.state for worker in host.workers))
+    about = phases if host.state == "active" and not host.leaves else host.leaves or host.why
+    return "; ".join(filter(None, (about, words.link_troubles(host))))
 
 
 def _ranks(host: HostView) -> str:
