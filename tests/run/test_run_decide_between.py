@@ -195,6 +195,18 @@ def test_a_partner_that_is_lost_before_the_second_round_evicts_nobody():
     assert evicted(world) == [] and "d cleared" in world.story()
 
 
+@pytest.mark.parametrize("says_why", ["power", ""])
+def test_a_partner_that_is_lost_in_the_second_round_evicts_nobody(says_why: str):
+    """Who could not reach it is not bad for that, whether the back end has told of it or it is only not heard of."""
+    world = stuck(4, spares=1)
+    world.hosts["c"].link = "timed out"  # with d, which is tested with b then
+    world.speeds.check["quick"] = 8.0
+    world.run_until(lambda world: len(peers_asked(world)) == 6)
+    world.lose_host("b", says_why)
+    world.run_until(lambda world: world.state.phase != "checking")
+    assert evicted(world) == ["c"] and "not measured: d with b" in world.story()
+
+
 def test_a_single_host_is_tested_with_spares_as_before():
     world = stuck(1, spares=2)
     world.run_until(attempt_runs(3))

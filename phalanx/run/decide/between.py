@@ -139,7 +139,9 @@ def _judge(turn: Turn, rounds: Rounds) -> None:
     """Who was bad in both rounds has to go; who was good in the second is cleared."""
     state = turn.state
     asked = [pair for pair in rounds.second if state.hosts[pair[0]].state in _THERE]
-    found = _found(state, asked, known=_found(state, rounds.first).rates)
+    # A partner that has gone meanwhile, or is not heard of, could not be reached for that reason.
+    measured = [pair for pair in asked if state.hosts[pair[1]].state in (*_THERE, "spare")]
+    found = _found(state, measured, known=_found(state, rounds.first).rates)
     turn.note("second round between hosts", _summary(asked, found))
     if found.rates:
         turn.decided(f"{advice.names(host for host, _ in found.rates)} cleared", "good with a good host")
