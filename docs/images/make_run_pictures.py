@@ -111,7 +111,7 @@ def draw_page(now: Overview, items: list[Item], folder: Path) -> None:
     if browser is None:
         sys.stderr.write("no chromium: the page is not drawn\n")
         return
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1100,1000"]
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1100,880"]
     picture = HERE / "run-page.png"
     subprocess.run([browser, *options, f"--screenshot={picture}", path.as_uri()], check=True, timeout=120)
 
