@@ -27,6 +27,8 @@ from phalanx.faults.manifest import Manifest
 from phalanx.faults.results import Results, summary
 
 SEED = 7
+WIDTH = 132
+"""Of the table, where nobody watches a terminal."""
 QUICK = ("sigkill--rank-1", "host-killed--host-2", "exception-recurring--rank-0")
 
 
@@ -51,7 +53,8 @@ def read_options() -> argparse.Namespace:
 
 
 def main() -> int:
-    options, console = read_options(), Console()
+    options = read_options()
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     cases, results = chosen(options), Results(options.folder)
     todo = results.pending(cases) if options.resume else cases
     with nothing_left(forget_networks, keep=options.keep):

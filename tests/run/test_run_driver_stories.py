@@ -357,3 +357,29 @@ class TestProgress:
         town.until(lambda state: state.attempt == 1 and state.phase == "starting")
         town.until(lambda state: state.attempt == 2, within_s=400)
         assert "no step for" in report(town)
+
+
+class TestChecks:
+    def test_a_check_that_no_host_passes_ends_the_job_before_it_has_used_up_all_hosts(self, make: Make) -> None:
+        town = make("", JOB)
+        bad = messages.CheckOutcome("space", "fail", "1 MB are free, 10 are needed")
+        for name in "abcdef":
+            town.hosts[name] = FakeHost(name)
+            town.hosts[name].check = lambda order: [bad]
+            town.connect(name)
+        assert town.driver.finished is not None
+        assert town.driver.finished.status == 4 and not town.driver.finished.requeue
+        assert "4 hosts that came one after another" in town.driver.finished.reason
+        assert "1 MB are free" in town.driver.finished.reason
+        assert [one.host for one in town.orders if isinstance(one, actions.Evict)] == ["a", "b", "c"]
+
+    def test_one_that_passes_shows_that_it_is_the_hosts(self, make: Make) -> None:
+        town = make("", JOB)
+        bad = messages.CheckOutcome("space", "fail", "1 MB are free, 10 are needed")
+        for number, name in enumerate("abcdefgh"):
+            town.hosts[name] = FakeHost(name)
+            if number % 3:
+                town.hosts[name].check = lambda order: [bad]
+            town.connect(name)
+        town.until(running(1))
+        assert [one.host for one in town.orders if isinstance(one, actions.Evict)] == list("bcefh")

@@ -38,7 +38,7 @@ def pressed(state: State) -> Brakes:
     """The brakes with one recovery more."""
     idle = 1 if has_progressed(state.progress) else state.brakes.idle + 1
     not_before_s = state.now_s + backoff_s(state.policy, idle)
-    return Brakes(idle, state.brakes.recoveries + 1, not_before_s)
+    return Brakes(idle, state.brakes.recoveries + 1, not_before_s, state.brakes.unfit)
 
 
 def backoff_s(policy: Policy, idle: int) -> float:
@@ -46,6 +46,11 @@ def backoff_s(policy: Policy, idle: int) -> float:
     if idle <= 1:
         return 0.0
     return min(policy.backoff_limit_s, policy.backoff_s * 2.0 ** min(idle - 2, 60))
+
+
+def most_unfit(state: State) -> int:
+    """So many hosts may come one after another and not pass their check; with more it is not the hosts."""
+    return max(3, state.job.hosts // 8)
 
 
 def verdict(policy: Policy, brakes: Brakes) -> Ending | None:

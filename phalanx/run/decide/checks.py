@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from phalanx.run.decide import ladder
+from msgspec.structs import replace
+
+from phalanx.run.decide import brakes, endings, ladder
 from phalanx.run.decide.actions import Check
 from phalanx.run.decide.placement import ready_hosts
 from phalanx.run.decide.policy import CheckKind
-from phalanx.run.decide.state import PendingCheck, State
+from phalanx.run.decide.state import Ending, PendingCheck, State
 from phalanx.run.decide.turn import Turn
 
 
@@ -51,9 +53,36 @@ def fails(turn: Turn, name: str, why: str, said: str, *, is_of_recovery: bool) -
         turn.alert("error", f"{why}; so have many others, so it is given back, not evicted", name)
         turn.release(name, why)
         return
+    if not is_of_recovery and _are_unfit(turn):
+        _blame_none(turn, name, why)
+        return
     turn.decided(f"{name} is evicted", said)
     turn.alert("error", f"{why}; it is evicted", name)
     turn.evict(name, why)
+
+
+def passes(turn: Turn) -> None:
+    """A host that has come is good: so it is not all of them."""
+    if turn.state.brakes.unfit:
+        turn.set(brakes=replace(turn.state.brakes, unfit=0))
+
+
+def _are_unfit(turn: Turn) -> bool:
+    """Whether more hosts have come one after another and not passed than can be at fault by themselves."""
+    state = turn.state
+    turn.set(brakes=replace(state.brakes, unfit=state.brakes.unfit + 1))
+    return turn.state.brakes.unfit > brakes.most_unfit(state)
+
+
+def _blame_none(turn: Turn, name: str, why: str) -> None:
+    """What all hosts lack is not theirs: without any of them the job ends, before it has used up all that there are."""
+    count = turn.state.brakes.unfit
+    text = f"{count} hosts that came one after another have not passed their checks: a common cause"
+    turn.decided(f"{name} is given back, not evicted", text)
+    turn.alert("error", f"{why}; {text}, so it is given back, not evicted", name)
+    turn.release(name, why)
+    if turn.state.phase == "waiting":
+        endings.finish(turn, Ending(endings.NO_PROGRESS, f"{text}; of the last one: {why}"))
 
 
 def _are_many(turn: Turn, name: str, why: str) -> bool:

@@ -121,6 +121,7 @@ def _may_take_part(turn: Turn, name: str) -> None:
         turn.no_longer_awaited(name)
         turn.set_host(name, state="draining" if turn.state.hosts[name].leaves else "active", why="")
     else:
+        checks.passes(turn)
         turn.set_host(name, state="spare", why="ready")
 
 

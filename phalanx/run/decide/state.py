@@ -204,11 +204,13 @@ class Brakes(Value, frozen=True):
         idle: recoveries in a row without a new step.
         recoveries: in all.
         not_before_s: when the next attempt may begin.
+        unfit: hosts that came one after another and did not pass their check.
     """
 
     idle: int = 0
     recoveries: int = 0
     not_before_s: float = 0.0
+    unfit: int = 0
 
 
 class State(Value, frozen=True):
