@@ -51,7 +51,7 @@ class PolicyConfig(Config):
     settle_s: float = Field(
         0.4, ge=0, description="how long the culprit's own word is waited for after a failure that may follow, seconds"
     )
-    evidence_s: float = Field(4.0, ge=0.05, description="limit for evidence and its judgement, seconds")
+    evidence_s: float = Field(3.0, ge=0.05, description="limit for evidence and its judgement, seconds")
     store_s: float = Field(10.0, ge=0.05, description="limit for opening a rendezvous store, seconds")
     start_s: float = Field(120.0, ge=0.05, description="limit for starting the processes of an attempt, seconds")
     stop_s: float = Field(15.0, ge=0.05, description="limit for their end, with device memory given back, seconds")

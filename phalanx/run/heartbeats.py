@@ -30,7 +30,6 @@ def heartbeat(
     workers: list[WorkerState],
     host: HostState,
     lines: list[LogLine],
-    dropped_lines: int = 0,
     carried_bytes: int = -1,
 ) -> Heartbeat:
     """The heartbeat with these parts; see `phalanx.run.messages.Heartbeat`."""
@@ -38,7 +37,7 @@ def heartbeat(
         sequence,
         unix_s,
         attempt,
-        msgspec.Raw(_encode(Report(workers, host, lines, dropped_lines))),
+        msgspec.Raw(_encode(Report(workers, host, lines))),
         pace_of(workers),
         workers[0].rank if workers else -1,
         max((worker.steps_here for worker in workers), default=0),

@@ -194,16 +194,11 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class Report(Message, frozen=True):
-    """What a host has to say, at length; read only by who needs it (`phalanx.run.heartbeats.report_of`).
-
-    Attributes:
-        dropped_lines: how many log lines were left out since the last heartbeat.
-    """
+    """What a host has to say, at length; read only by who needs it (`phalanx.run.heartbeats.report_of`)."""
 
     workers: list[WorkerState]
     host: HostState
     lines: list[LogLine] = []
-    dropped_lines: int = 0
 
 
 class Pace(Message, frozen=True):

@@ -49,8 +49,8 @@ def test_ranks_that_make_no_steps_have_none(change: dict[str, object]) -> None:
 
 def test_what_is_said_at_length_is_read_from_it() -> None:
     lines = [LogLine(4, "step 7")]
-    beat = heartbeat(1, 0.0, 1, ALIKE, HOST, lines, 3, 1000)
-    assert report_of(beat) == Report(ALIKE, HOST, lines, 3)
+    beat = heartbeat(1, 0.0, 1, ALIKE, HOST, lines, 1000)
+    assert report_of(beat) == Report(ALIKE, HOST, lines)
     assert (beat.rank, beat.steps_here, beat.line_count, beat.carried_bytes) == (4, 7, 1, 1000)
     empty = heartbeat(1, 0.0, 1, [], HOST, [])
     assert (empty.rank, empty.steps_here, empty.line_count, empty.carried_bytes) == (-1, 0, 0, -1)
@@ -70,7 +70,7 @@ def test_the_longest_own_time_is_told() -> None:
 @st.composite
 def reports(draw: st.DrawFn) -> list[WorkerState]:
     """What two ranks of a host report: nearly always the same."""
-    first = draw(st.integers(-1, 4))
+    first = draw(st.sampled_from([0, 2]))
     step, phase, loss = draw(st.integers(-1, 30)), draw(st.sampled_from(["", "step", "evaluate"])), 1.0
     workers = []
     for rank in (first, first + 1):

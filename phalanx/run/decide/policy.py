@@ -52,7 +52,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     joining_check: CheckKind = "quick"
     active_check: Literal["quick", "full"] = "quick"
     settle_s: float = 0.4
-    evidence_s: float = 4.0
+    evidence_s: float = 3.0
     store_s: float = 10.0
     start_s: float = 120.0
     stop_s: float = 15.0

@@ -365,13 +365,12 @@ class Executor:
 
     def _beat(self) -> messages.Heartbeat:
         self._sequence += 1
-        lines, dropped = self._tails.take()
         workers = self.workers
         states = [] if workers is None else workers.states()
         attempt = self.attempt if workers is None else workers.attempt
         host = self.senses.state()
         carried_bytes = self._carried.add(host.interfaces)
-        return heartbeat(self._sequence, self.unix_s(), attempt, states, host, lines, dropped, carried_bytes)
+        return heartbeat(self._sequence, self.unix_s(), attempt, states, host, self._tails.take(), carried_bytes)
 
     def _on_lines(self, rank: int, lines: Sequence[str]) -> None:
         found = self.senses.findings(rank, lines)

@@ -31,16 +31,14 @@ class Tails:
         new.extend(lines[-self._heartbeat_lines :])
         self._kept.setdefault(rank, deque(maxlen=self._kept_lines)).extend(lines[-self._kept_lines :])
 
-    def take(self) -> tuple[list[LogLine], int]:
-        """The newest lines since the last call, in the order of ranks, and how many were left out.
-
-        Where some of a rank's were, a line says so before the others.
+    def take(self) -> list[LogLine]:
+        """The newest lines since the last call, in the order of ranks; where some of a rank's were left out, a line
+        says so before the others.
         """
         lines = [line for rank in sorted(self._new) for line in self._newest(rank)]
-        dropped = self._dropped.total()
         self._new.clear()
         self._dropped.clear()
-        return lines, dropped
+        return lines
 
     def _newest(self, rank: int) -> list[LogLine]:
         dropped = self._dropped[rank]
