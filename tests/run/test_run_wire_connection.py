@@ -9,6 +9,7 @@ from wire_helpers import (
     TOKEN,
     Clock,
     Driver,
+    Heard,
     answering,
     calling,
     driving,
@@ -407,3 +408,23 @@ def client_frame(message):
     """A whole masked frame."""
     content = codec.encode(message)
     return struct.pack(">BBH", 0x82, 0x80 | 126, len(content)) + b"\0\0\0\0" + content
+
+
+@runs
+async def test_heartbeats_that_the_driver_could_not_handle_cost_the_connection_and_the_next_one_is_heard():
+    fails, heard = [True], Heard()
+
+    def stumble(beats):
+        if fails:
+            fails.pop()
+            raise OSError("the journal's disk is full")
+        heard.add([beat.sequence for _, beat in beats])
+        return {}
+
+    async with driving() as driver, executing(driver.address) as executor:
+        driver.server._on_heartbeats = stumble
+        await executor.welcomed()
+        assert executor.link.send(heartbeat(1))
+        await executor.welcomed(2)
+        assert executor.link.send(heartbeat(2))
+        assert await heard.until(lambda: heard.all) == [[2]] and driver.hellos() == 2
