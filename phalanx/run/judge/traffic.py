@@ -6,15 +6,17 @@ whose interfaces have never carried any (training may use others than those that
 
 from __future__ import annotations
 
-import statistics
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import Field
 
 from phalanx.core.config import Config
+
+Floats = npt.NDArray[np.float64]
 
 _USUAL_WINDOWS = 30
 _ENOUGH_WINDOWS = 3
@@ -59,24 +61,40 @@ class _Host:
         read_s: when; None: not yet.
         heard_s: when it last grew by more than an unused link's does.
         window_bytes: since the present window began.
-        rates: bytes per second in past windows, the newest last.
-        usual: the usual one; 0: not known.
+        unused_rate: of an unused link, bytes per second.
     """
 
-    __slots__ = ("carried_bytes", "heard_s", "rates", "read_s", "usual", "window_bytes")
+    __slots__ = ("carried_bytes", "heard_s", "read_s", "unused_rate", "window_bytes")
 
-    def __init__(self, now_s: float) -> None:
+    def __init__(self, now_s: float, unused_rate: float) -> None:
         self.carried_bytes = 0
         self.read_s: float | None = None
         self.heard_s = now_s
         self.window_bytes = 0
-        self.rates: deque[float] = deque(maxlen=_USUAL_WINDOWS)
-        self.usual = 0.0
+        self.unused_rate = unused_rate
 
-    def add_rate(self, rate: float) -> None:
-        """A window is over."""
-        self.rates.append(rate)
-        self.usual = statistics.median(self.rates) if len(self.rates) >= _ENOUGH_WINDOWS else 0.0
+
+class _Usual:
+    """Bytes per second of each host in past windows: of twelve thousand hosts at once.
+
+    Attributes:
+        rates: the median of each; 0: not known.
+    """
+
+    def __init__(self, hosts: int) -> None:
+        self.rates = np.zeros(hosts)
+        self._past = np.full((hosts, _USUAL_WINDOWS), np.nan)
+        self._count = np.zeros(hosts, dtype=np.int64)
+
+    def add(self, rates: Floats, which: npt.NDArray[np.bool_]) -> None:
+        """A window is over, which counts for some of them."""
+        rows = np.flatnonzero(which)
+        self._past[rows, self._count[rows] % _USUAL_WINDOWS] = rates[rows]
+        self._count[rows] += 1
+        known = np.minimum(self._count[rows], _USUAL_WINDOWS)
+        past, each = np.sort(self._past[rows], axis=1), np.arange(len(rows))  # what is not there comes last
+        median = (past[each, (known - 1) // 2] + past[each, known // 2]) / 2
+        self.rates[rows] = np.where(known >= _ENOUGH_WINDOWS, median, 0.0)
 
 
 class TrafficJudge:
@@ -89,10 +107,11 @@ class TrafficJudge:
 
     def __init__(self, hosts: Iterable[str], now_s: float, config: TrafficConfig | None = None) -> None:
         self._config = config or TrafficConfig()
-        self._least_rate = self._config.least_rate
-        self._hosts = {host: _Host(now_s) for host in hosts}
+        self._hosts = {host: _Host(now_s, self._config.least_rate) for host in hosts}
+        self._usual = _Usual(len(self._hosts))
         self._window_began_s = now_s
-        self._shares: dict[str, float] = {}
+        self._shares = np.full(len(self._hosts), np.nan)
+        """Of the usual rate, in the last window."""
         self._low_windows = 0
 
     def observe(self, host: str, carried_bytes: int, now_s: float) -> None:
@@ -105,7 +124,7 @@ class TrafficJudge:
         if read_s is None or new <= 0:  # less: another executor
             return
         known.window_bytes += new
-        if new > max(self._least_rate, 0.001 * known.usual) * (now_s - read_s):
+        if new > known.unused_rate * (now_s - read_s):
             known.heard_s = now_s
 
     def judge(self, now_s: float, quiet_s: float, usual_step_s: float | None, is_paused: bool = False) -> Traffic:
@@ -127,8 +146,7 @@ class TrafficJudge:
         window_s = max(self._config.window_s, 3 * usual_step_s)
         if now_s - self._window_began_s >= window_s:
             self._close_window(now_s, is_usual=quiet_s < window_s)
-        usual = sum(host.usual for host in self._hosts.values())
-        if usual < self._config.least_rate * len(self._hosts):
+        if self._usual.rates.sum() < self._config.least_rate * len(self._hosts):
             return Traffic("unknown", why="no traffic has been seen on the training interfaces")
         return self._silence(now_s, quiet_s, usual_step_s) or self._decline()
 
@@ -144,30 +162,28 @@ class TrafficJudge:
         return Traffic("silent", 0.0, silent, f"no traffic of any host and no step for {needed_s:.0f} s")
 
     def _decline(self) -> Traffic:
-        if not self._shares:
+        if np.isnan(self._shares).all():
             return Traffic("usual")
-        usual = sum(host.usual for host in self._hosts.values())
-        share = sum(self._shares[name] * self._hosts[name].usual for name in self._shares) / usual
+        share = float(np.nansum(self._shares * self._usual.rates) / self._usual.rates.sum())
         if self._low_windows < _LOW_WINDOWS:
             return Traffic("usual", share)
-        least = min(self._shares.values())
-        lowest = tuple(sorted(name for name, its in self._shares.items() if its <= max(0.5 * share, least)))
+        is_low = self._shares <= max(0.5 * share, float(np.nanmin(self._shares)))
+        lowest = tuple(sorted(name for name, low in zip(self._hosts, is_low, strict=True) if low))
         return Traffic(
             "decline", share, lowest, f"traffic is at {share:.0%} of the usual, least at {', '.join(lowest)}"
         )
 
     def _close_window(self, now_s: float, is_usual: bool) -> None:
         elapsed_s = now_s - self._window_began_s
-        self._shares = {}
-        for name, host in self._hosts.items():
-            rate = host.window_bytes / elapsed_s
-            if host.usual > 0:
-                self._shares[name] = rate / host.usual
-            if is_usual and (rate > self._config.least_rate or host.usual == 0):
-                host.add_rate(rate)
-        usual = sum(host.usual for host in self._hosts.values())
-        total = sum(host.window_bytes for host in self._hosts.values()) / elapsed_s
-        self._low_windows = self._low_windows + 1 if total < self._config.decline * usual else 0
+        rates = np.fromiter((host.window_bytes for host in self._hosts.values()), float, len(self._hosts)) / elapsed_s
+        is_known = self._usual.rates > 0
+        self._shares = np.divide(rates, self._usual.rates, out=np.full(len(rates), np.nan), where=is_known)
+        if is_usual:
+            self._usual.add(rates, (rates > self._config.least_rate) | ~is_known)
+            for host, usual in zip(self._hosts.values(), self._usual.rates.tolist(), strict=True):
+                host.unused_rate = max(self._config.least_rate, 0.001 * usual)
+        is_low = rates.sum() < self._config.decline * self._usual.rates.sum()
+        self._low_windows = self._low_windows + 1 if is_low else 0
         self._begin_window(now_s)
 
     def _begin_window(self, now_s: float) -> None:
