@@ -28,6 +28,13 @@ def test_an_interface_that_appears_counts_from_then_on() -> None:
     assert carried.add([Interface("ib1", 10**15 + 7, 0)]) == 12
 
 
+def test_an_interface_that_was_gone_for_a_while_goes_on_where_it_was() -> None:
+    carried = Carried()
+    carried.add([Interface("ib0", 10**15, 0)])
+    assert carried.add([Interface("ib0", 0, 0, is_up=False)]) == 0
+    assert carried.add([Interface("ib0", 10**15 + 7, 0)]) == 7
+
+
 @given(st.lists(st.lists(st.builds(Interface, st.sampled_from(["x", "y"]), st.integers(), st.integers()), max_size=3)))
 def test_it_never_shrinks(readings: list[list[Interface]]) -> None:
     carried = Carried()

@@ -23,11 +23,18 @@ class Carried:
             Bytes until now; -1: there is no interface.
         """
         for now in interfaces:
+            if is_gone(now):  # what it has carried until then must not count again when it is back
+                continue
             if (before := self._last.get(now.name)) is not None:
                 self._bytes += grown(before.sent_bytes, now.sent_bytes)
                 self._bytes += grown(before.received_bytes, now.received_bytes)
-        self._last = {interface.name: interface for interface in interfaces}
+            self._last[now.name] = now
         return self._bytes if interfaces else -1
+
+
+def is_gone(interface: Interface) -> bool:
+    """It is not there just now, and so has no counters; they go on, or begin anew, when it is back."""
+    return not (interface.is_up or interface.sent_bytes or interface.received_bytes)
 
 
 def grown(before: int, now: int) -> int:

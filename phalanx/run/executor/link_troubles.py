@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from phalanx.run.executor.carried import grown
+from phalanx.run.executor.carried import grown, is_gone
 from phalanx.run.messages import Interface
 
 
@@ -26,13 +26,8 @@ class LinkTroubles:
 
     def _renewed(self, now: Interface) -> Interface:
         before, (errors, flaps) = self._kernel.get(now.name, now), self._since.get(now.name, (0, 0))
-        if not _is_gone(now):
+        if not is_gone(now):
             errors += grown(before.errors, now.errors)
             flaps += grown(before.flaps, now.flaps)
             self._kernel[now.name], self._since[now.name] = now, (errors, flaps)
         return msgspec.structs.replace(now, errors=errors, flaps=flaps)
-
-
-def _is_gone(interface: Interface) -> bool:
-    """It is not there just now, and so has no counters; they go on, or begin anew, when it is back."""
-    return not (interface.is_up or interface.sent_bytes or interface.received_bytes)
