@@ -285,6 +285,16 @@ class TestWhoIsThere:
         assert town.driver.state.hosts["b"].state == "spare"
 
 
+def in_checkpoint(make: Make) -> Town:
+    """A job all of whose ranks have said, just now, that they write a checkpoint for up to a minute."""
+    town = make()
+    town.until(running(1))
+    town.go_on(30)
+    for host in (town.hosts["a"], town.hosts["b"]):
+        host.stalled, host.phase, host.expects_s = True, "checkpoint", 60.0
+    return town
+
+
 class TestProgress:
     def test_lost_steps_are_counted_where_the_script_numbers_them(self, make: Make) -> None:
         town = make()
@@ -327,11 +337,7 @@ class TestProgress:
         assert "c takes the ranks of b" in report(town)
 
     def test_a_host_that_is_cut_off_in_a_checkpoint_does_not_excuse_the_job(self, make: Make) -> None:
-        town = make()
-        town.until(running(1))
-        town.go_on(30)
-        for host in (town.hosts["a"], town.hosts["b"]):
-            host.stalled, host.phase, host.expects_s = True, "checkpoint", 60.0
+        town = in_checkpoint(make)
         town.go_on(1.5)
         began_s, town.hosts["b"].is_mute, town.hosts["a"].phase, town.hosts["a"].expects_s = town.now_s, True, "", 0.0
         town.until(lambda state: state.phase == "diagnosing")
@@ -340,11 +346,7 @@ class TestProgress:
         assert "c takes the ranks of b" in report(town)
 
     def test_a_checkpoint_excuses_the_job_for_the_time_that_it_takes(self, make: Make) -> None:
-        town = make()
-        town.until(running(1))
-        town.go_on(30)
-        for host in (town.hosts["a"], town.hosts["b"]):
-            host.stalled, host.phase, host.expects_s = True, "checkpoint", 60.0
+        town = in_checkpoint(make)
         town.go_on(50)
         town.hosts["a"].phase, town.hosts["a"].expects_s = "", 0.0  # it waits for the other
         assert running(1)(town.driver.state)
