@@ -20,6 +20,8 @@ COMMANDS: dict[str, str] = {
     "data": "Prepare text for training and look at what was prepared.",
     "generate": "Sample text from a trained model.",
     "evaluate": "Loss, perplexity and bits per byte on held-out text.",
+    "plan": "Know before: predict step time and memory, search the best layout for a cluster.",
+    "simulate": "What if: networks, failures over months, slow ranks.",
     "check": "Test this host: processors, memory, GPUs, network, disks, clock and settings.",
     "checkpoint": "List, show, verify, compare, convert and prune checkpoints.",
 }

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from phalanx.core import units
 from phalanx.core.errors import UserError
 from phalanx.core.layout import AXES, Axis, Layout
 from phalanx.model.config import ModelConfig
-from phalanx.model.shapes import Parameter, parameter_table
+from phalanx.model.shapes import parameter_table
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.pipeline.split import StageSpan, split_stages
-from phalanx.parallel.pipeline.tables import make_table, placement_of
+from phalanx.parallel.pipeline.tables import check_table, placement_of
 from phalanx.parallel.tensor.sizes import local_config
 
 # Tokens of a micro-batch that are enough to keep a GEMM near its best rate.
@@ -322,7 +324,7 @@ def _check_batches(config: ParallelConfig, task: Task, micro_batch: int) -> int:
             )
         count = batch // ranks // micro_batch if micro_batch else 0
         if config.pipeline > 1:
-            make_table(config.schedule, config.pipeline, config.num_chunks, count)
+            check_table(config.schedule, config.pipeline, config.num_chunks, count)
     return count
 
 
@@ -366,18 +368,28 @@ def _largest_share(config: ParallelConfig, task: Task) -> float:
         return 1.0
     spans = split_stages(task.model, task.sequence_length, config.stages)
     placement = placement_of(config.schedule, config.pipeline, config.num_chunks)
-    table = parameter_table(task.model)
     held = [
-        sum(sum(p.size for p in table.values() if _holds(spans[stage], p)) for stage in placement.stages_of(rank))
+        sum(_weights(task.model, spans[stage]) for stage in placement.stages_of(rank))
         for rank in range(config.pipeline)
     ]
-    return max(held) / sum(p.size for p in table.values())
+    return max(held) / sum(_weights_by_place(task.model).values())
 
 
-def _holds(span: StageSpan, parameter: Parameter) -> bool:
-    if parameter.layer is not None:
-        return parameter.layer in span.layers
-    return span.first if parameter.role == "embedding" else span.last
+def _weights(model: ModelConfig, span: StageSpan) -> int:
+    """Elements that a stage holds."""
+    by_place = _weights_by_place(model)
+    ends = by_place["embedding"] * span.first + by_place["head"] * span.last
+    return ends + sum(by_place[layer] for layer in span.layers)
+
+
+@lru_cache(maxsize=16)
+def _weights_by_place(model: ModelConfig) -> Counter[int | str]:
+    """Elements of each layer, of the embedding, and of what comes after the layers."""
+    by_place: Counter[int | str] = Counter()
+    for parameter in parameter_table(model).values():
+        outside = "embedding" if parameter.role == "embedding" else "head"
+        by_place[outside if parameter.layer is None else parameter.layer] += parameter.size
+    return by_place
 
 
 def _divisors(number: int) -> list[int]:

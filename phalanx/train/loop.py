@@ -14,6 +14,7 @@ from phalanx.checkpoint.policy.deadline import deadline_due, find_deadline
 from phalanx.optim.schedule import lr_factor
 from phalanx.train.device import GarbageCollection
 from phalanx.train.evaluate import Evaluation
+from phalanx.train.expected import OPTIMIZER, PASSES
 from phalanx.train.reports.profiling import StepProfiler
 from phalanx.train.reports.record import StepRecord
 from phalanx.train.reports.reporting import Reporter
@@ -44,7 +45,7 @@ def train(run: Run, reporter: Reporter) -> Outcome:
     Raises:
         UserError: too many bad steps in a row, no memory or disk left.
     """
-    config, progress, pulse = run.config, run.progress, run.ranks.pulse
+    config, progress, pulse, watch = run.config, run.progress, run.ranks.pulse, reporter.watch
     pulse.resume(progress.step)
     _keep_the_last_step(run, reporter)
     _evaluate_if_due(run, reporter)  # a clean stop may have left it out
@@ -56,13 +57,14 @@ def train(run: Run, reporter: Reporter) -> Outcome:
         run.batches() as batches,
     ):
         pulse.begin_steps()
-        for batch in batches:
+        for batch in watch.over(batches):
             step = progress.step + 1
             stop.ask()
             run.saver.ask(step)
             profiler.before_step(step)
 
             loss = run.accumulate_gradients(batch)
+            watch.end(PASSES)
             run.saver.fence()
             norm, grad_scale = run.optimizer.clip()
             bad = run.judge.judge(loss, norm)
@@ -70,6 +72,7 @@ def train(run: Run, reporter: Reporter) -> Outcome:
             run.optimizer.step(found_inf=bad, grad_scale=grad_scale)
             run.updated()
             run.note_update(lr)
+            watch.end(OPTIMIZER)
 
             samples, length = run.samples_of(batch), batch.tokens_BS.shape[1]
             progress.advance(samples, length)
@@ -83,6 +86,7 @@ def train(run: Run, reporter: Reporter) -> Outcome:
                 reporter.report(record.flush())
                 run.judge.raise_if_hopeless()
             pulse.step(step, _loss_at_hand(run, loss))
+            watch.end_step(ending=ending)
             if not ending and _evaluate_if_due(run, reporter):
                 record.resume_clock()
             _keep(run, reporter, record, ending=ending)

@@ -25,6 +25,8 @@ from phalanx.train.assemble import assemble
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.figures import check_early, default_folder
 from phalanx.train.derived.layout import axes_text
+from phalanx.train.device import resident_bytes
+from phalanx.train.expected import Expected
 from phalanx.train.failures import explained
 from phalanx.train.loop import Outcome, train
 from phalanx.train.ranks import Ranks, meet
@@ -52,23 +54,30 @@ _PHASES = {
 _EXIT_AT_END_OF_TIME = 143  # as after the SIGTERM that the scheduler would have sent
 
 
-def train_rank(worker: Worker, config: RunConfig, config_path: Path) -> int:
+def train_rank(worker: Worker, config: RunConfig, config_path: Path, expected: Expected | None = None) -> int:
     """What each of several ranks does: `train_session`, of which rank 0 alone writes and shows anything."""
     with errors_named(worker, config.parallel.layout):
         if worker.launcher != "phalanx":
             bind_started_elsewhere(worker.local_rank, worker.local_world_size)
         ranks = meet(worker, config.parallel)
         try:
-            return train_session(config, config_path, Console(quiet=worker.rank > 0), ranks)
+            return train_session(config, config_path, Console(quiet=worker.rank > 0), ranks, expected)
         finally:
             ranks.close()
 
 
-def train_session(config: RunConfig, config_path: Path, console: Console, ranks: Ranks | None = None) -> int:
+def train_session(
+    config: RunConfig,
+    config_path: Path,
+    console: Console,
+    ranks: Ranks | None = None,
+    expected: Expected | None = None,
+) -> int:
     """Train as `config` says, in its run folder.
 
     Args:
         ranks: the processes that train together, each of which calls this; None: this one alone.
+        expected: what a step was predicted to cost, which is held against the first ones; None: nothing was.
 
     Returns:
         0 when the last step is done; 128 and the signal's number when a signal ended the run early.
@@ -77,6 +86,7 @@ def train_session(config: RunConfig, config_path: Path, console: Console, ranks:
         UserError: for everything a person can mend.
     """
     check_early(config)
+    base_bytes = resident_bytes()
     ranks = ranks or Ranks()
     path = default_folder(config, config_path)
     folder = open_for_training(config, path) if ranks.is_first else RunFolder(path)
@@ -88,7 +98,7 @@ def train_session(config: RunConfig, config_path: Path, console: Console, ranks:
                 points = points_from_environment(os.environ)
                 run = assemble(config, folder, display.note, progress.show, ranks, points)
             display.note(headline(run))
-            outcome = _train_and_let_go(run, display)
+            outcome = _train_and_let_go(run, display, expected, base_bytes)
     finally:
         display.close()
         folder.release()
@@ -177,24 +187,27 @@ def sample(run: Run) -> str:
         return wanted.sample_prompt + "".join(pieces)
 
 
-def _train_and_let_go(run: Run, display: Display) -> Outcome:
+def _train_and_let_go(run: Run, display: Display, expected: Expected | None, base_bytes: int) -> Outcome:
     """Train; what lies in memory is given back only where the last checkpoint is durable."""
     clean = False
     try:
-        outcome = _train(run, display)
+        outcome = _train(run, display, expected, base_bytes)
         clean = True
         return outcome
     finally:
         run.saver.finish(clean=clean)
 
 
-def _train(run: Run, display: Display) -> Outcome:
+def _train(run: Run, display: Display, expected: Expected | None, base_bytes: int) -> Outcome:
     config = run.config
     logger = _open_loggers(run, display)
     logger.log_event("start", run.progress.step, run.ranks.phases.metrics())
     try:
         flops = flops_per_token(run.trainer.config, config.data.sequence_length).total
-        return train(run, Reporter(run, display, logger, flops))
+        on_host = run.device.torch_device.type == "cpu"
+        reporter = Reporter(run, display, logger, flops, expected, base_bytes if on_host else 0)
+        reporter.watch.start()
+        return train(run, reporter)
     finally:
         logger.close()
 

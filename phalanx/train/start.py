@@ -17,6 +17,7 @@ from phalanx.launch.rank import load_target
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.figures import check_early, default_folder, destination
 from phalanx.train.derived.layout import check_started, machines_here, resolve_layout, wanted_ranks
+from phalanx.train.expected import Expected
 from phalanx.train.reports.preparing import PrepareDisplay
 
 # By name, because they import torch, which the launcher of ranks does without.
@@ -26,8 +27,11 @@ _RANK = "phalanx.train.session:train_rank"
 _PRELOAD = (_RANK.partition(":")[0], "torch._dynamo", "torch._inductor.config")
 
 
-def start(config: RunConfig, config_path: Path, console: Console) -> int:
+def start(config: RunConfig, config_path: Path, console: Console, expected: Expected | None = None) -> int:
     """Train as `config` says, in as many processes as it wants.
+
+    Args:
+        expected: what a step was predicted to cost, which the run's first steps are held against; None: nothing was.
 
     Returns:
         The exit status.
@@ -39,11 +43,11 @@ def start(config: RunConfig, config_path: Path, console: Console) -> int:
     worker = worker_environment()
     if worker is not None:
         check_started(config, worker.world_size)
-        return int(load_target(_RANK)(worker, config, config_path))
+        return int(load_target(_RANK)(worker, config, config_path, expected))
     if wanted_ranks(config) == 1:
-        return int(load_target(_SESSION)(config, config_path, console))
+        return int(load_target(_SESSION)(config, config_path, console, None, expected))
     check_early(config)
-    return start_ranks(config, config_path, console)
+    return start_ranks(config, config_path, console, expected)
 
 
 def _prepare_keeper(config: RunConfig, config_path: Path) -> None:
@@ -54,7 +58,7 @@ def _prepare_keeper(config: RunConfig, config_path: Path) -> None:
     prepare_keeper(url, ttl_s=config.checkpoint.keeper_ttl_s)
 
 
-def start_ranks(config: RunConfig, config_path: Path, console: Console) -> int:
+def start_ranks(config: RunConfig, config_path: Path, console: Console, expected: Expected | None = None) -> int:
     """Prepare the text, see that the layout is possible, and start a rank for each of its places on this host.
 
     Raises:
@@ -64,4 +68,4 @@ def start_ranks(config: RunConfig, config_path: Path, console: Console) -> int:
     with PrepareDisplay(console) as progress:
         prepared = prepare(config.data, progress=progress.show)
     chosen = resolve_layout(config, prepared.vocab_size, machines_here(config, count), count, lambda _: None)
-    return launch_local(count, _RANK, (config, config_path), preload=_PRELOAD, layout=chosen.parallel.layout)
+    return launch_local(count, _RANK, (config, config_path, expected), preload=_PRELOAD, layout=chosen.parallel.layout)

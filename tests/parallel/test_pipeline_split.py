@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from phalanx.core.errors import UserError
 from phalanx.model.config import ModelConfig
 from phalanx.model.shapes import flops_per_token
-from phalanx.parallel.pipeline.split import StageSpan, _cut, imbalance, split_stages, stage_costs
+from phalanx.parallel.pipeline.split import StageSpan, cut, imbalance, split_stages, stage_costs
 
 
 def config(**changes: object) -> ModelConfig:
@@ -59,7 +59,7 @@ def test_no_cut_is_better(costs: list[int], data: st.DataObject) -> None:
 
     inner = itertools.combinations(range(1, len(costs)), stages - 1)
     best = min(value((0, *bounds, len(costs))) for bounds in inner)
-    found = _cut([float(cost) for cost in costs], stages)
+    found = cut([float(cost) for cost in costs], stages)
     assert found == sorted(set(found)) and len(found) == stages + 1
     assert value(tuple(found)) == best
 

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from phalanx.core.errors import UserError
 from phalanx.model.config import ModelConfig
@@ -45,6 +46,7 @@ class Costs:
         return self.embedding + sum(self.layers) + self.head
 
 
+@lru_cache(maxsize=16)  # whoever looks for a layout asks again and again
 def stage_costs(config: ModelConfig, sequence_length: int) -> Costs:
     """What the pieces of `config` cost; layers and head together are `phalanx.model.shapes.flops_per_token`.
 
@@ -82,7 +84,7 @@ def split_stages(config: ModelConfig, sequence_length: int, stages: int) -> list
     pieces = list(costs.layers)
     pieces[0] += costs.embedding
     pieces[-1] += costs.head
-    bounds = _cut(pieces, stages)
+    bounds = _kept_cut(tuple(pieces), stages)
     return [
         StageSpan(range(begin, end), begin == 0, end == config.layers, sum(pieces[begin:end]))
         for begin, end in itertools.pairwise(bounds)
@@ -99,7 +101,13 @@ def imbalance(spans: Sequence[StageSpan]) -> float:
     return max(costs) * len(costs) / sum(costs) - 1
 
 
-def _cut(costs: Sequence[float], stages: int) -> list[int]:
+@lru_cache(maxsize=256)
+def _kept_cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
+    """As `cut`."""
+    return tuple(cut(costs, stages))
+
+
+def cut(costs: Sequence[float], stages: int) -> list[int]:
     """Bounds 0 = b0 < b1 < … = len(costs): the least possible maximum of the sums between them, then of squares."""
     sums = list(itertools.accumulate(costs, initial=0.0))
     widest = _best(sums, stages, math.inf, max)

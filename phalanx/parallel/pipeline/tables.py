@@ -111,16 +111,29 @@ def make_table(schedule: Schedule, ranks: int, chunks: int, micro_batches: int) 
     Raises:
         UserError: the numbers do not fit one another.
     """
+    placement = check_table(schedule, ranks, chunks, micro_batches)
+    lists = [rank_actions(schedule, placement, rank, micro_batches) for rank in range(ranks)]
+    return Table(schedule, placement, micro_batches, tuple(map(tuple, lists)))
+
+
+def check_table(schedule: Schedule, ranks: int, chunks: int, micro_batches: int) -> Placement:
+    """See that there is such a table, without making it.
+
+    Raises:
+        UserError: the numbers do not fit one another.
+    """
     placement = placement_of(schedule, ranks, chunks)
     _check_counts(schedule, ranks, micro_batches)
+    return placement
+
+
+def rank_actions(schedule: Schedule, placement: Placement, rank: int, micro_batches: int) -> list[Action]:
+    """What one rank computes in one training step, in order: a row of `make_table`, which checks the numbers."""
     if schedule == "1f1b":
-        lists = [_one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)]
-    elif schedule == "zbv":
-        lists = [_v_shaped(rank, ranks, micro_batches) for rank in range(ranks)]
-    else:
-        split = schedule == "interleaved_zero_bubble"
-        lists = [_interleaved(rank, placement, micro_batches, split=split) for rank in range(ranks)]
-    return Table(schedule, placement, micro_batches, tuple(map(tuple, lists)))
+        return _one_forward_one_backward(rank, placement.ranks, micro_batches)
+    if schedule == "zbv":
+        return _v_shaped(rank, placement.ranks, micro_batches)
+    return _interleaved(rank, placement, micro_batches, split=schedule == "interleaved_zero_bubble")
 
 
 def forward_table(schedule: Schedule, ranks: int, chunks: int, micro_batches: int) -> Table:

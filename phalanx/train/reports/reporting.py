@@ -8,6 +8,8 @@ from phalanx.checkpoint.session.ledger import Event
 from phalanx.core import units
 from phalanx.telemetry.loggers import Kind, MetricsLogger
 from phalanx.train.evaluate import Evaluation
+from phalanx.train.expected import Expected
+from phalanx.train.reports.comparing import Watch
 from phalanx.train.reports.display import Display, Status
 from phalanx.train.reports.record import StepReport
 from phalanx.train.run import Run
@@ -18,9 +20,23 @@ class Reporter:
 
     Args:
         flops_per_token: of forward and backward, from the model's shapes.
+        expected: what the run's first steps are held against; None: nothing.
+        base_bytes: memory of the process before anything of the run was made.
+
+    Attributes:
+        watch: times the first steps.
     """
 
-    def __init__(self, run: Run, display: Display, logger: MetricsLogger, flops_per_token: float) -> None:
+    def __init__(
+        self,
+        run: Run,
+        display: Display,
+        logger: MetricsLogger,
+        flops_per_token: float,
+        expected: Expected | None = None,
+        base_bytes: int = 0,
+    ) -> None:
+        self.watch = Watch(expected, run, display.note, base_bytes)
         self._run = run
         self._display = display
         self._logger = logger

@@ -1,0 +1,128 @@
+"""Times of many cases that take turns, so that whatever slows the machine for a while slows all of them alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from phalanx.checks.calibration.contract import Precision, Timing
+from phalanx.parallel.group import Group
+
+_LEAST_S = 0.003  # of one turn: far above what the clock and the loop take
+_MOST_CALLS = 300
+_LONG_S = 0.05  # a case that takes longer has fewer turns
+_LEAST_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure.
+
+    Attributes:
+        what, sizes, precision: as in `Timing`.
+        run: does it once, and leaves everything ready to do it again.
+        calls_each: how many such things `run` does.
+    """
+
+    what: str
+    sizes: Mapping[str, float]
+    precision: Precision
+    run: Callable[[], object]
+    calls_each: int = 1
+
+
+@dataclass(frozen=True)
+class Stopwatch:
+    """Measures cases on one rank, in step with the others.
+
+    Attributes:
+        device: where the work is done.
+        group: all ranks that measure.
+        rounds: turns of each case; a long one has three at most.
+        clock: seconds of a CPU.
+    """
+
+    device: torch.device
+    group: Group
+    rounds: int
+    clock: Callable[[], float] = time.perf_counter
+
+    def measure(self, cases: Sequence[Case]) -> list[Timing]:
+        """The median time of each case; ranks must have the same cases."""
+        calls = [self._calls(case) for case in cases]
+        taken: list[list[float]] = [[] for _ in cases]
+        for turn in range(self.rounds):
+            for case, (count, rounds), times in zip(cases, calls, taken, strict=True):
+                if turn < rounds:
+                    self.group.barrier()
+                    times.append(self._seconds(case, count) / count / case.calls_each)
+        return [
+            Timing(case.what, case.sizes, case.precision, statistics.median(times), _spread(times))
+            for case, times in zip(cases, taken, strict=True)
+        ]
+
+    def _calls(self, case: Case) -> tuple[int, int]:
+        """Calls of one turn, and turns, the same on all ranks; the first run warms up and does not count."""
+        self.group.barrier()
+        seconds = self._seconds(case, 1)
+        if seconds < _LONG_S:
+            seconds = self._seconds(case, 1)
+        wanted = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        self.group.broadcast(wanted).wait()
+        seconds = max(wanted.item(), 1e-9)
+        rounds = self.rounds if seconds < _LONG_S else min(self.rounds, _LEAST_ROUNDS)
+        return round(min(_MOST_CALLS, max(1.0, _LEAST_S / seconds))), rounds
+
+    def _seconds(self, case: Case, count: int) -> float:
+        if self.device.type == "cuda":
+            return self._device_seconds(case, count)
+        began_s = self.clock()
+        for _ in range(count):
+            case.run()
+        return self.clock() - began_s
+
+    def _device_seconds(self, case: Case, count: int) -> float:
+        """Between two events, so that the host's part, which runs ahead, is left out."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(self.device)
+        begin.record()
+        for _ in range(count):
+            case.run()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+def _spread(times: Sequence[float]) -> float:
+    if len(times) < 4:
+        return 0.0
+    low, middle, high = statistics.quantiles(times, n=4)
+    return (high - low) / middle
+
+
+class Pool:
+    """Random operands of any shape out of one block that is larger than the caches.
+
+    In a step a kernel finds its operands in memory, or in a cache that others have used since; measured over and over
+    on the same ones, small kernels would be faster than they ever are there.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, elements: int) -> None:
+        self.device = device
+        generator = torch.Generator(device=device).manual_seed(0)
+        self._block = torch.randn(elements, device=device, generator=generator).to(dtype)
+        self._next = 0
+
+    def take(self, *shape: int) -> torch.Tensor:
+        """The next operand; no copy."""
+        count = 1
+        for size in shape:
+            count *= size
+        if self._next + count > len(self._block):
+            self._next = 0
+        start, self._next = self._next, self._next + -(-count // 16) * 16
+        return self._block[start : start + count].view(shape)

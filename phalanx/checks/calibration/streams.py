@@ -1,0 +1,86 @@
+"""The kernels between matrix products, which wait for memory: norms, activations, rotation, residuals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.checks.calibration.both_ways import both_ways
+from phalanx.checks.calibration.contract import Precision
+from phalanx.checks.calibration.stopwatch import Case, Pool
+from phalanx.kernels.norm import rms_norm
+from phalanx.model.rotary import rotate_heads
+
+HEAD_DIM = 64
+_EPS = 1e-5
+
+
+def cases(shapes: Sequence[tuple[int, int]], precision: Precision, pool: Pool, wide: Pool) -> list[Case]:
+    """All kinds for each (tokens, width); the residual stream comes out of `wide`, what is multiplied out of `pool`."""
+    found = []
+    for tokens, width in shapes:
+        sizes = {"tokens": tokens, "width": width}
+        found += _norms(sizes, precision, wide)
+        found += _activations(sizes, precision, pool)
+        found += _heads(sizes, precision, pool)
+        found.append(Case("sum", sizes, precision, _sum(tokens, width, wide)))
+    return found
+
+
+def _norms(sizes: dict[str, int], precision: Precision, wide: Pool) -> list[Case]:
+    tokens, width = sizes["tokens"], sizes["width"]
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+
+    def layer_norm(x: Tensor, weight: Tensor) -> Tensor:
+        return F.layer_norm(x, weight.shape, weight, None, _EPS).to(dtype)
+
+    def make() -> list[Tensor]:
+        return [wide.take(tokens, width), wide.take(width)]
+
+    return [
+        *both_ways("rms_norm", sizes, precision, lambda x, weight: rms_norm(x, weight, _EPS, dtype), make),
+        *both_ways("layer_norm", sizes, precision, layer_norm, make),
+    ]
+
+
+def _activations(sizes: dict[str, int], precision: Precision, pool: Pool) -> list[Case]:
+    tokens, width = sizes["tokens"], sizes["width"]
+
+    def gated(stacked: Tensor) -> Tensor:
+        gate, up = stacked.chunk(2, dim=1)
+        return F.silu(gate) * up
+
+    return [
+        *both_ways("swiglu", sizes, precision, gated, lambda: [pool.take(tokens, 2 * width)]),
+        *both_ways("gelu", sizes, precision, F.gelu, lambda: [pool.take(tokens, width)]),
+    ]
+
+
+def _heads(sizes: dict[str, int], precision: Precision, pool: Pool) -> list[Case]:
+    """Rotation of queries and keys; and heads to rows again, which on a CPU is how attention stores them already."""
+    tokens, heads = sizes["tokens"], max(1, sizes["width"] // HEAD_DIM)
+    angles = torch.rand(tokens, 1, HEAD_DIM // 2, device=pool.device)
+    cosines, sines = angles.cos(), angles.sin()
+
+    def rotate(stacked: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return rotate_heads(stacked, cosines, sines, heads, heads)
+
+    def attended() -> Tensor:
+        if pool.device.type == "cpu":
+            return pool.take(1, tokens, heads, HEAD_DIM).transpose(1, 2)
+        return pool.take(1, heads, tokens, HEAD_DIM)
+
+    def rows(out: Tensor) -> Tensor:
+        return out.transpose(1, 2).reshape(tokens, -1)
+
+    return [
+        *both_ways("rotary", sizes, precision, rotate, lambda: [pool.take(1, tokens, 3 * heads, HEAD_DIM)]),
+        *both_ways("rows", sizes, precision, rows, lambda: [attended()]),
+    ]
+
+
+def _sum(tokens: int, width: int, wide: Pool) -> Callable[[], object]:
+    return lambda: wide.take(tokens, width) + wide.take(tokens, width)

@@ -1,0 +1,181 @@
+"""One rank that measures, in a process of its own: told on stdin what to do, it answers in one line on stdout."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch._C._distributed_c10d import FileStore
+
+from phalanx.checks.calibration import attention, collectives, ends, launches, loading, products, streams, updates
+from phalanx.checks.calibration.contract import Answer, Precision, Task, Timing
+from phalanx.checks.calibration.stopwatch import Pool, Stopwatch
+from phalanx.core.cpu import cpu_line
+from phalanx.core.layout import Layout
+from phalanx.core.processes import die_with_parent, name_process
+from phalanx.kernels.host_memory import keep_freed_memory, use_huge_pages
+from phalanx.kernels.precision import cpu_has_fast_bf16
+from phalanx.parallel.group import Group
+from phalanx.parallel.mesh import Mesh
+
+_HUGE_PAGE_HEAP_BYTES = 2 << 30  # as in training
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the cases are.
+
+    Attributes:
+        rounds: turns of each case.
+        pool: elements of the block that operands are taken from.
+        shapes: tokens and width of what only waits for memory.
+        heads: tokens, width and vocabulary of the loss head.
+        updated: widths of layers whose parameters are updated.
+        messages: bytes of whole messages.
+    """
+
+    rounds: int
+    pool: int
+    tokens: tuple[int, ...]
+    widths: tuple[int, ...]
+    attended: int
+    queries: tuple[int, ...]
+    head_dims: tuple[int, ...]
+    shapes: tuple[tuple[int, int], ...]
+    heads: tuple[tuple[int, int, int], ...]
+    updated: tuple[int, ...]
+    messages: tuple[int, ...]
+
+
+_CPU = Scale(
+    rounds=5,
+    pool=24 << 20,
+    tokens=(128, 512, 2048),
+    widths=(128, 384, 1024, 2048),
+    attended=2048,
+    queries=(64, 128, 256, 512, 1024, 2048),
+    head_dims=(32, 64, 128),
+    shapes=((256, 128), (512, 384), (2048, 384), (2048, 1024), (2048, 2048)),
+    heads=((1024, 256, 256), (1024, 256, 4096), (1024, 512, 8192), (512, 256, 32768)),
+    updated=(128, 384, 768),
+    messages=(256, 8192, 131072, 1 << 20, 8 << 20, 32 << 20),
+)
+_GPU = Scale(
+    rounds=7,
+    pool=256 << 20,
+    tokens=(512, 2048, 8192),
+    widths=(1024, 2048, 4096, 12288),
+    attended=16384,
+    queries=(256, 512, 1024, 2048, 4096, 8192, 16384),
+    head_dims=(64, 128),
+    shapes=((1024, 1024), (4096, 2048), (8192, 4096), (8192, 12288)),
+    heads=((4096, 2048, 32768), (4096, 4096, 131072)),
+    updated=(1024, 4096),
+    messages=(512, 8192, 131072, 2 << 20, 32 << 20, 512 << 20),
+)
+_QUICK = Scale(
+    rounds=2,
+    pool=1 << 20,
+    tokens=(64, 256),
+    widths=(64, 256),
+    attended=256,
+    queries=(64, 256),
+    head_dims=(64,),
+    shapes=((64, 64), (256, 256)),
+    heads=((256, 64, 1024),),
+    updated=(64,),
+    messages=(1024, 1 << 20),
+)
+
+
+def measure(task: Task) -> Answer:
+    """Everything that the task asks for."""
+    numbers = {"process_s": max(time.time() - task.started_unix_s, 0.0)}
+    device = _prepare(task)
+    began_s = time.perf_counter()
+    group = _meet(task, device)
+    numbers["groups_s"] = time.perf_counter() - began_s
+    scale = _QUICK if task.quick else _GPU if device.type == "cuda" else _CPU
+    watch = Stopwatch(device, group, scale.rounds, _clock(task))
+    wide = Pool(device, torch.float32, scale.pool)
+    timings: list[Timing] = []
+    precisions = task.precisions or _fast_precisions(device)
+    for precision in precisions:
+        pool = wide if precision == "fp32" else Pool(device, torch.bfloat16, scale.pool)
+        timings += watch.measure(products.cases(scale.tokens, scale.widths, precision, pool))
+        timings += watch.measure(
+            attention.cases(scale.attended, scale.queries, scale.head_dims, precision, pool)
+            + streams.cases(scale.shapes, precision, pool, wide)
+            + ends.cases(scale.heads, precision, pool, wide)
+        )
+    timings += watch.measure(updates.cases(scale.updated, device))
+    if group.size > 1:
+        timings += Stopwatch(device, group, scale.rounds).measure(collectives.cases(scale.messages, group, device))
+    numbers |= {"host_launch_s": launches.host_launch_s(device), **launches.kernel_numbers(device)}
+    numbers |= {**_memory(device), **products.slow_rates(precisions, device), **loading.numbers(task.quick)}
+    return Answer(tuple(timings), numbers, {"device": _name(device), "torch": torch.__version__})
+
+
+def _clock(task: Task) -> Callable[[], float]:
+    """One thread alone is timed by what it has of its core: so other work on the host adds less to its times."""
+    return time.process_time if task.threads == 1 and task.device == "cpu" else time.perf_counter
+
+
+def _prepare(task: Task) -> torch.device:
+    """Cores, threads and memory as in training."""
+    if task.cpus and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, task.cpus)
+    torch.set_num_threads(task.threads)
+    torch.manual_seed(task.rank)
+    if task.device == "cuda":
+        torch.cuda.set_device(task.rank)
+        return torch.device("cuda", task.rank)
+    if keep_freed_memory():
+        use_huge_pages(_HUGE_PAGE_HEAP_BYTES)
+    return torch.device("cpu")
+
+
+def _meet(task: Task, device: torch.device) -> Group:
+    if task.ranks == 1:
+        return Group.alone()
+    store = FileStore(task.meet, task.ranks)
+    mesh = Mesh(Layout(replicate=task.ranks), task.rank, store, device, _TIMEOUT_S, _TIMEOUT_S)
+    group = mesh.group("replicate")
+    group.barrier()
+    return group
+
+
+def _fast_precisions(device: torch.device) -> tuple[Precision, ...]:
+    fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_has_fast_bf16()
+    return ("fp32", "bf16") if fast else ("fp32",)
+
+
+def _memory(device: torch.device) -> dict[str, float]:
+    if device.type == "cuda":
+        return {"memory_bytes": float(torch.cuda.get_device_properties(device).total_memory)}
+    return {"memory_bytes": float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))}
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_line("model name")
+
+
+def main() -> None:
+    """Do one task. What libraries print goes to stderr, so that it cannot be taken for the answer."""
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    task = Task.from_json(sys.stdin.read())
+    die_with_parent(task.parent)
+    name_process("phalanx measure")
+    answer.write(measure(task).to_json())
+    answer.flush()
+    os._exit(0)  # groups that are let go of one after the other would wait for each other
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""What `phalanx plan calibrate` does: where ranks compute, measuring, writing, showing."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import click
+from rich.markup import escape
+
+from phalanx.checks.busy import MOST_OTHER_WORK, OtherWork
+from phalanx.checks.calibration.contract import Precision
+from phalanx.checks.gpus import count_files
+from phalanx.cli.tables import make_console, make_table
+from phalanx.core import units
+from phalanx.core.errors import UserError
+from phalanx.launch.cores import allowed_cpus, local_shares, read_cores
+from phalanx.plan.calibrate.found import Found, found_of
+from phalanx.plan.calibrate.measure import Place, Wanted, measure
+from phalanx.plan.calibrate.summary import summary
+from phalanx.plan.calibrate.write import Machine, write_cluster
+
+_MOST_RANKS = 16
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for.
+
+    Attributes:
+        ranks: numbers of processes; empty: see `counts_of`.
+        device: ``auto``, ``cpu`` or ``cuda``.
+    """
+
+    output: Path
+    ranks: tuple[int, ...]
+    device: str
+    precisions: tuple[str, ...]
+    quick: bool
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it.
+
+    Attributes:
+        files: all that were written, the cluster's last.
+        busy_share: of this host's cores that other work kept busy.
+    """
+
+    files: tuple[Path, ...]
+    found: tuple[Found, ...]
+    seconds: float
+    busy_share: float
+
+
+def calibrate(request: Request, environment: Mapping[str, str], *, silent: bool) -> Outcome:
+    """Measure and write.
+
+    Raises:
+        UserError: a file cannot be written there, there are no such devices, or measuring failed.
+    """
+    _check_output(request.output)
+    gpus = _gpus(request.device, environment)
+    wanted = Wanted("cuda" if gpus else "cpu", cast(tuple[Precision, ...], request.precisions), request.quick)
+    machine = Machine(socket.gethostname(), "gpu" if gpus else "cpu", datetime.date.today().isoformat())
+    console, began_s = make_console(), time.perf_counter()
+    found = []
+    with OtherWork() as other:
+        for count in counts_of(request.ranks, gpus):
+            text = f"measuring with {count} process{'es' if count > 1 else ''} …"
+            with nullcontext() if silent or not console.is_terminal else console.status(text):
+                places = places_of(count, on_gpus=gpus > 0)
+                found.append(found_of(measure(places, wanted), places[0].threads))
+    files = write_cluster(request.output, found, machine)
+    return Outcome(tuple(files), tuple(found), time.perf_counter() - began_s, other.share)
+
+
+def counts_of(asked: tuple[int, ...], gpus: int) -> list[int]:
+    """Numbers of processes, ascending: as asked; else one for each GPU; else one, and one for each core.
+
+    Raises:
+        UserError: there are fewer GPUs.
+    """
+    if gpus and asked and max(asked) > gpus:
+        raise UserError(f"this host has {gpus} GPUs", cure=f"take up to {gpus}", field="--ranks", value=max(asked))
+    if asked:
+        return sorted(set(asked))
+    cores = len(read_cores(allowed_cpus()))
+    return [gpus] if gpus else [1, max(2, min(_MOST_RANKS, cores))]
+
+
+def places_of(count: int, *, on_gpus: bool) -> list[Place]:
+    """Where ranks compute, as `phalanx train` has it: one alone on all cores, several each on its share."""
+    if count == 1 and not on_gpus:
+        return [Place((), len(allowed_cpus()))]
+    return [Place(tuple(sorted(share.cpus or ())), share.threads) for share in local_shares(count)]
+
+
+def show(outcome: Outcome, as_json: bool) -> None:
+    """Print what was found."""
+    too_busy = outcome.busy_share > MOST_OTHER_WORK
+    path = outcome.files[-1]
+    if as_json:
+        click.echo(json.dumps(_as_object(outcome, too_busy), indent=1))
+        return
+    console = make_console()
+    table = make_table("measured", *(_heading(found) for found in outcome.found), right=(1, 2, 3, 4, 5, 6), whole=(0,))
+    for row in _rows(outcome):
+        table.add_row(*row)
+    console.print(table)
+    if too_busy:
+        told = f"[yellow]other work kept {outcome.busy_share:.0%} of this host busy[/]: these figures are too low"
+        console.print(f"{told}; measure again when it is idle", highlight=False)
+    beside = ", ".join(file.name for file in outcome.files[:-1])
+    console.print(f"written in {units.duration(outcome.seconds)}: {escape(str(path))} (with {escape(beside)})",
+                  highlight=False, soft_wrap=True)  # fmt: skip
+    console.print(f"next: phalanx plan CONFIG --cluster {escape(str(path))}", highlight=False, soft_wrap=True)
+
+
+def _heading(found: Found) -> str:
+    threads = f"{found.threads} thread{'s' if found.threads > 1 else ''}"
+    return f"1 process, {threads}" if found.ranks == 1 else f"each of {found.ranks}, {threads}"
+
+
+def _rows(outcome: Outcome) -> Iterator[tuple[str, ...]]:
+    columns = [{line.name: line for line in summary(found)} for found in outcome.found]
+    for name in dict.fromkeys(name for column in columns for name in column):
+        yield name, *(escape(column[name].text) if name in column else "" for column in columns)
+
+
+def _as_object(outcome: Outcome, too_busy: bool) -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "files": [str(file) for file in outcome.files],
+        "seconds": round(outcome.seconds, 1),
+        "other_work_share": round(outcome.busy_share, 3),
+        "too_busy": too_busy,
+        "measured": [
+            {
+                "ranks": found.ranks,
+                "threads": found.threads,
+                "values": {line.name: {"value": line.value, "unit": line.unit} for line in summary(found)},
+            }
+            for found in outcome.found
+        ],
+    }
+
+
+def _check_output(path: Path) -> None:
+    """Refuse before minutes are lost."""
+    if path.suffix != ".toml":
+        raise UserError("is no name of a TOML file", cure="end it in .toml", field="--output", value=str(path))
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        cure = "name a folder that is there and may be written to"
+        raise UserError("cannot be written", cure=cure, field="--output", value=str(path))
+
+
+def _gpus(device: str, environment: Mapping[str, str]) -> int:
+    """GPUs to measure, of those that this process may use.
+
+    Raises:
+        UserError: GPUs are asked for, and there are none.
+    """
+    if device == "cpu":
+        return 0
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    count = count_files(Path("/dev"))
+    if visible is not None:
+        count = min(count, len([name for name in visible.split(",") if name.strip()]))
+    if device == "cuda" and not count:
+        raise UserError("no GPU is visible", cure="take cpu or auto", field="--device", value=device)
+    return count

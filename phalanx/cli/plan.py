@@ -1,0 +1,106 @@
+"""`phalanx plan`: what a run will cost, and the best way to spread it. Its help imports nothing but click."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import click
+
+from phalanx.cli.lazy import LazyGroup
+from phalanx.core.errors import UserError
+
+SUBCOMMANDS: dict[str, tuple[str, str]] = {
+    "calibrate": ("phalanx.cli.plan_calibrate:command", "Measure this machine, and write a file that --cluster takes."),
+    "validate": ("phalanx.cli.plan_validate:command", "Predict every published measurement, and print the errors."),
+}
+
+_PREDICT = ""  # the subcommand of a command line that names none
+
+_EXAMPLES = """\
+phalanx plan configs/plan/gpt-175b.toml --cluster megascale --devices 12288
+phalanx plan configs/plan/gpt-175b.toml --cluster megascale --devices 1024 parallel.tensor=8 parallel.pipeline=8
+phalanx plan configs/plan/gpt-175b.toml --cluster megascale --devices 1024 --search --html report.html
+phalanx plan ./calibrate --cluster this.toml      a config that is called as a subcommand"""
+
+_MORE = "Exit status: 0 it fits, 1 it does not fit into the memory of a device, 2 bad input. See docs/plan.md."
+
+
+class _Plan(LazyGroup):
+    """A group whose first word may also be a config: then a prediction is made."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take words that name no subcommand for those of a prediction."""
+        if not args:
+            args = ["--help"]
+        if args[0] not in self.lazy and args[0] not in ("-h", "--help"):
+            args = [_PREDICT, *args]
+        return super().parse_args(ctx, args)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """One of those that are listed, or the prediction."""
+        return _predict if cmd_name == _PREDICT else super().get_command(ctx, cmd_name)
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Predicting first, then the rest."""
+        formatter.write_usage(ctx.command_path, "CONFIG --cluster NAME|FILE [OPTIONS] [KEY=VALUE]…")
+        formatter.write_usage(ctx.command_path, "COMMAND …", prefix="       ")
+        for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
+            formatter.write_paragraph()
+            formatter.write_text(paragraph)
+        _predict.format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
+        with formatter.section("Examples"):
+            for line in _EXAMPLES.splitlines():
+                formatter.write(f"{'':{formatter.current_indent}}{line}\n")
+        formatter.write_paragraph()
+        formatter.write_text(_MORE)
+
+
+@click.group(cls=_Plan, lazy=SUBCOMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+def command() -> None:
+    """Predict the step time, its parts and the memory of the run that CONFIG describes, or search the best layout.
+
+    KEY=VALUE pairs change single settings of CONFIG. Every number says whether it was measured, is derived or assumed.
+    """
+
+
+def _help(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        assert ctx.parent is not None
+        click.echo(ctx.parent.get_help())
+        ctx.exit()
+
+
+@click.command(_PREDICT, add_help_option=False)
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]…")
+@click.option("--cluster", metavar="NAME|FILE", help="Cluster: one that comes with Phalanx, or a .toml file.")
+@click.option("--devices", type=click.IntRange(min=1), metavar="N", help="Devices; else as many as CONFIG says.")
+@click.option("--software", metavar="NAME", help="Program that trains, such as megatron-lm-2023; else Phalanx.")
+@click.option("--search", is_flag=True, help="Search the best layouts instead; those of CONFIG are not looked at.")
+@click.option("--where", multiple=True, metavar="WORD", help="Of them only such as tensor=8 or 'pipeline<=16'; again.")
+@click.option("--top", type=click.IntRange(min=1), default=10, metavar="N", help="Layouts that a search shows [10].")
+@click.option("--sources", is_flag=True, help="All parts, however small, and what each rests on.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also write a page.")
+@click.option("-h", "--help", is_flag=True, is_eager=True, expose_value=False, callback=_help, help="This text.")
+def _predict(search: bool, where: tuple[str, ...], top: int, sources: bool, **given: Any) -> None:
+    """Predict, or search."""
+    # Not before: these import pydantic, rich and NumPy.
+    if search:
+        from phalanx.cli.plan_search import search_command
+
+        search_command(where=where, top=top, **given)
+    else:
+        from phalanx.cli.plan_predict import predict_command
+
+        _refuse_search_words(where)
+        predict_command(sources=sources, **given)
+
+
+def _refuse_search_words(where: tuple[str, ...]) -> None:
+    if where:
+        cure = "add --search, or set parallel.… on the command line"
+        raise UserError("is about a search", cure=cure, field="--where", value=where[0])

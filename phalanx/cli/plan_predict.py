@@ -1,0 +1,86 @@
+"""What `phalanx plan CONFIG` does: load, predict, show. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from phalanx.cli.planning import Planned, as_program, devices_of, plan_of
+from phalanx.cli.tables import make_console
+from phalanx.core.config import load
+from phalanx.core.errors import UserError
+from phalanx.plan.hardware.cluster import Cluster
+from phalanx.plan.hardware.load import cluster_names, load_cluster
+from phalanx.plan.predict import predict
+from phalanx.plan.report.page import prediction_figures, prediction_sections, write_page
+from phalanx.plan.report.plain import prediction_json
+from phalanx.plan.report.subject import Report
+from phalanx.plan.report.text import prediction_text
+from phalanx.plan.types import Prediction
+from phalanx.train.config import RunConfig
+
+_DOES_NOT_FIT = 1
+
+
+def predict_command(
+    config: Path,
+    overrides: tuple[str, ...],
+    cluster: str | None,
+    devices: int | None,
+    software: str | None,
+    sources: bool,
+    as_json: bool,
+    html: Path | None,
+) -> None:
+    """Predict the run of `config`, and show it as asked.
+
+    Raises:
+        UserError: anything that a person can mend.
+    """
+    loaded = load(RunConfig, config, overrides).value
+    machine = load_asked(cluster, devices_of(loaded, devices))
+    planned = as_program(plan_of(loaded, machine), software)
+    report = report_with(predict(planned.job, planned.strategy, machine), config.stem, planned, machine)
+    if html is not None:
+        write_page(html, f"{report.name} on {machine.name}", prediction_sections(report), prediction_figures(report))
+    if as_json:
+        click.echo(json.dumps(prediction_json(report), indent=1))
+    else:
+        console = make_console()
+        console.print(prediction_text(report, width=console.width, sources=sources), highlight=False)
+        if html is not None:
+            console.print(f"\npage: {html}", markup=False, highlight=False, soft_wrap=True)
+        if not report.fits:
+            console.print("\n--search looks for layouts that fit", markup=False, highlight=False)
+    if not report.fits:
+        sys.exit(_DOES_NOT_FIT)
+
+
+def load_asked(name: str | None, devices: int) -> Cluster:
+    """The cluster that the command line asks for.
+
+    Raises:
+        UserError: it names none, or one that is not there, or the devices do not fill it.
+    """
+    if name is None:
+        known = ", ".join(cluster_names())
+        cure = f"give --cluster: one of {known}, or a .toml file (phalanx plan calibrate writes this machine's)"
+        raise UserError("no cluster to predict for", cure=cure)
+    return load_cluster(name, devices)
+
+
+def report_with(prediction: Prediction, name: str, planned: Planned, cluster: Cluster) -> Report:
+    """A prediction with what a reader holds it against."""
+    return Report(
+        prediction=prediction,
+        name=name,
+        parameters=planned.parameters,
+        device=cluster.device.name,
+        device_memory_bytes=cluster.device.memory_bytes,
+        total_tokens=planned.total_tokens,
+        usd_per_device_hour=cluster.value("price.usd_per_device_hour") or None,
+        remarks=planned.remarks,
+    )

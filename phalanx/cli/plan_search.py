@@ -1,0 +1,70 @@
+"""What `phalanx plan CONFIG --search` does: load, search, show. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from phalanx.cli.plan_predict import load_asked, report_with
+from phalanx.cli.planning import as_program, devices_of, job_to_search
+from phalanx.cli.tables import make_console
+from phalanx.core import units
+from phalanx.core.config import load
+from phalanx.plan.predict import predict
+from phalanx.plan.report.page import prediction_figures, prediction_sections, write_page
+from phalanx.plan.report.plain import prediction_json
+from phalanx.plan.report.search_page import search_figures, search_sections
+from phalanx.plan.report.search_plain import search_json
+from phalanx.plan.report.search_text import search_text
+from phalanx.plan.score import score
+from phalanx.plan.search.constraints import parse
+from phalanx.plan.search.frontier import Costs
+from phalanx.plan.search.options import Machine
+from phalanx.plan.search.search import search
+from phalanx.plan.step.layers import Known
+from phalanx.train.config import RunConfig
+
+
+def search_command(
+    config: Path,
+    overrides: tuple[str, ...],
+    cluster: str | None,
+    devices: int | None,
+    software: str | None,
+    where: tuple[str, ...],
+    top: int,
+    as_json: bool,
+    html: Path | None,
+) -> None:
+    """Search the best layouts for the run of `config`, and show them as asked.
+
+    Raises:
+        UserError: anything that a person can mend; that nothing is possible, or fits, is among it.
+    """
+    asked = parse(where)
+    loaded = load(RunConfig, config, overrides).value
+    machine = load_asked(cluster, devices_of(loaded, devices))
+    searched = as_program(job_to_search(loaded, machine), software)
+    known: Known = {}
+    costs = Costs(
+        lambda strategy: score(searched.job, strategy, machine),
+        lambda strategy: predict(searched.job, strategy, machine, known),
+    )
+    result = search(searched.job, Machine.of(machine), costs, asked, top)
+    report = report_with(result.best[0], config.stem, searched, machine)
+    title = (
+        f"{config.stem}: {units.count(searched.parameters)} parameters on {machine.devices:,} x {machine.device.name} "
+        f"(cluster {machine.name})"
+    )
+    if html is not None:
+        sections = [f"<h1>{title}</h1>", *search_sections(result), *prediction_sections(report)]
+        write_page(html, title, sections, search_figures(result) | prediction_figures(report))
+    if as_json:
+        click.echo(json.dumps(search_json(result) | {"prediction_of_best": prediction_json(report)}, indent=1))
+        return
+    console = make_console()
+    console.print(search_text(result, title, width=console.width), highlight=False)
+    if html is not None:
+        console.print(f"\npage: {html}", markup=False, highlight=False, soft_wrap=True)

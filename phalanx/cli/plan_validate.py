@@ -1,0 +1,26 @@
+"""`phalanx plan validate`: every published measurement predicted again. Its help imports only click."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.option(
+    "--tables", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="CSV tables; else ours."
+)
+@click.option("--rows", "all_rows", is_flag=True, help="All rows of long tables, not the worst alone.")
+@click.option("--no-spread", is_flag=True, help="Leave out what other choices of what is unpublished come to.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also write a page.")
+def command(tables: Path | None, all_rows: bool, no_spread: bool, as_json: bool, html: Path | None) -> None:
+    """Predict every published step time, and print the error of each row, their mean and maximum.
+
+    Beside them stands the null model: two numbers fitted to all other rows of a table. What a publication leaves open
+    was assumed once, before the first comparison; what other choices would come to is printed too.
+    """
+    from phalanx.cli.validation import validate  # not before: help comes without it
+
+    validate(tables, all_rows=all_rows, with_spread=not no_spread, as_json=as_json, html=html)

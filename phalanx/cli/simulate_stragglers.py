@@ -1,0 +1,96 @@
+"""`phalanx simulate stragglers`: what waiting for the slowest of many ranks costs. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:  # NumPy and rich take tenths of a second; help pages do without them
+    from phalanx.plan.months.stragglers import Question, Waits
+
+_EXAMPLES = """\b
+Examples:
+  phalanx simulate stragglers --devices 12288
+  phalanx simulate stragglers --devices 12288 --pipeline 8 --chunks 6 --schedule interleaved_1f1b --micro-batches 32
+  phalanx simulate stragglers --devices 4096 --slow-share 0.002 --slow-excess 0.3 --find-s 50 --json
+"""
+
+_SCHEDULES = click.Choice(["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"])
+_COUNT = click.IntRange(min=1)
+
+
+@click.command(epilog=_EXAMPLES)
+@click.option("--devices", type=_COUNT, required=True, metavar="N", help="Devices of the job.")
+@click.option("--cluster", default="megascale", metavar="NAME|FILE", help="Whose hosts they are [megascale].")
+@click.option("--compute-s", type=float, default=1.0, metavar="S", help="Of one rank in a step, not waiting [1].")
+@click.option("--tensor", type=_COUNT, metavar="N", help="Tensor-parallel ranks [all of a host].")
+@click.option("--pipeline", type=_COUNT, default=1, metavar="N", help="Pipeline ranks [1].")
+@click.option("--chunks", type=_COUNT, default=1, metavar="N", help="Model chunks on each [1].")
+@click.option("--schedule", type=_SCHEDULES, default="1f1b", help="Of the pipeline [1f1b].")
+@click.option("--micro-batches", type=_COUNT, default=1, metavar="N", help="Of one pipeline in a step [1].")
+@click.option("--slow-share", type=float, metavar="X", help="Hosts that are slow, of all [the cluster's].")
+@click.option("--slow-excess", type=float, metavar="X", help="By which they are slower [the cluster's].")
+@click.option("--lasting-sigma", type=float, metavar="X", help="Spread of the other ranks [the cluster's].")
+@click.option("--pass-sigma", type=float, default=0.0, metavar="X", help="Spread of one rank's micro-batches [0].")
+@click.option("--slow-per-1000-host-days", type=float, default=0.294, metavar="X", help="One gets so [0.294].")
+@click.option("--find-s", type=float, default=1000.0, metavar="S", help="Until it is found and replaced [1000].")
+@click.option("--restart-s", type=float, default=300.0, metavar="S", help="The job stands still for that [300].")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also write a page.")
+@click.help_option("-h", "--help")
+def command(cluster: str, as_json: bool, html: Path | None, **options: Any) -> None:
+    """Predict how much longer a step takes because all ranks wait for the slowest of them.
+
+    Slow hosts: with as many as there are where nobody looks for them, and where they are found and replaced. How
+    often one gets slow is InfiniteHBD-Trace's (41 faults of 400 hosts in 349 days).
+    """
+    from phalanx.plan.months.stragglers import waits_by_size
+
+    question = _question(cluster, options)
+    _show(question, waits_by_size(question), as_json, html)
+
+
+def _question(cluster: str, options: dict[str, Any]) -> Question:
+    """What the options say; what they leave open is the cluster's."""
+    from dataclasses import replace
+
+    from phalanx.plan.constant.waiting import spread_of
+    from phalanx.plan.hardware.load import load_cluster
+    from phalanx.plan.months.stragglers import Question
+
+    machine = load_cluster(cluster)
+    names = ("slow_share", "slow_excess", "lasting_sigma", "pass_sigma")
+    given = {name: options[name] for name in names if options[name] is not None}
+    job = {name: options[name] for name in ("devices", "pipeline", "chunks", "schedule", "micro_batches", "compute_s")}
+    return Question(
+        replace(spread_of(machine), **given),
+        devices_per_host=machine.devices_per_host,
+        tensor=options["tensor"] or min(machine.devices_per_host, options["devices"]),
+        slow_per_host_day=options["slow_per_1000_host_days"] / 1000,
+        find_s=options["find_s"],
+        restart_s=options["restart_s"],
+        **job,
+    )
+
+
+def _show(question: Question, rows: Sequence[Waits], as_json: bool, html: Path | None) -> None:
+    from phalanx.cli.tables import make_console
+    from phalanx.plan.months.stragglers_report import stragglers_json, stragglers_text
+
+    if html is not None:
+        from phalanx.plan.report.months_page import stragglers_figures, stragglers_sections
+        from phalanx.plan.report.page import write_page
+
+        sections = stragglers_sections(question, rows)
+        write_page(html, "Waiting for the slowest", sections, stragglers_figures(rows))
+    if as_json:
+        click.echo(json.dumps(stragglers_json(question, rows), indent=1, allow_nan=False))
+        return
+    console = make_console()
+    console.print(stragglers_text(question, rows), highlight=False)
+    if html is not None:
+        console.print(f"\npage: {html}", markup=False, highlight=False, soft_wrap=True)

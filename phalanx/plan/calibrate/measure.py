@@ -1,0 +1,113 @@
+"""Starting the processes that measure, and hearing what they found. Torch-free: they are other processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.checks.calibration.contract import Answer, Kind, Precision, Task
+from phalanx.core.errors import UserError
+
+_WORKER = "phalanx.checks.calibration.worker"
+# By its name alone, so that nothing here imports torch.
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank computes.
+
+    Attributes:
+        cpus: hardware threads; empty: all that this process may use.
+        threads: for arithmetic.
+    """
+
+    cpus: tuple[int, ...]
+    threads: int
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How to measure.
+
+    Attributes:
+        precisions: of matrix products; empty: those that are fast.
+        limit_s: after which the processes are given up.
+    """
+
+    device: Kind = "cpu"
+    precisions: tuple[Precision, ...] = ()
+    quick: bool = False
+    limit_s: float = 1800.0
+
+
+def measure(places: Sequence[Place], wanted: Wanted) -> list[Answer]:
+    """What as many ranks as `places` find, all measuring at the same time; leaves no process.
+
+    Raises:
+        UserError: one of them failed, or took too long.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-measure-")))
+        ranks = []
+        for rank, place in enumerate(places):
+            task = Task(
+                meet=str(folder / "store"),
+                rank=rank,
+                ranks=len(places),
+                threads=place.threads,
+                cpus=place.cpus,
+                device=wanted.device,
+                precisions=wanted.precisions,
+                quick=wanted.quick,
+                parent=os.getpid(),
+                started_unix_s=time.time(),
+            )
+            ranks.append(_start(task, os.environ))
+            stack.callback(_end, ranks[-1])
+        return [_read(process, wanted.limit_s) for process in ranks]
+
+
+def _start(task: Task, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", _WORKER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # As ranks have it: see phalanx.cli.main.yield_idle_cores.
+        env={"GOMP_SPINCOUNT": "1000", **environment, "OMP_NUM_THREADS": str(task.threads)},
+    )
+    assert process.stdin is not None
+    process.stdin.write(task.to_json().encode())
+    process.stdin.close()
+    process.stdin = None  # communicate() would flush it
+    return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()
+
+
+def _read(process: subprocess.Popen[bytes], limit_s: float) -> Answer:
+    try:
+        output, errors = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"measuring took more than {limit_s:g} s", cure="end other work on this machine, or give --quick"
+        ) from None
+    try:
+        return Answer.from_json(output.decode())
+    except ValueError:
+        lines = errors.decode(errors="replace").strip().splitlines()
+        why = lines[-1] if lines else f"it ended with status {process.returncode}"
+        raise UserError(f"a process that measures has failed: {why}", cure="mend that, or give fewer --ranks") from None

@@ -1,0 +1,126 @@
+"""How much longer each kernel takes than the bytes that the cost model counts for it.
+
+The model counts what a program without waste moves; kernels differ in how near they come to that, and exponentials take
+their own time. So each kernel that was measured is set beside the model's time of the same operation on the same
+device, in the same sizes; what the host needs to launch it, which the model counts apart, is taken off first.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from phalanx.checks.calibration.contract import Timing
+from phalanx.plan.calibrate.found import Found, at
+from phalanx.plan.constant.optimizer import norm_s, update_s
+from phalanx.plan.hardware.device import Device
+from phalanx.plan.types import Job, Model, Software, Strategy
+from phalanx.plan.work.ends import embedding, head
+from phalanx.plan.work.layer import layer
+from phalanx.plan.work.local import Local, local_of
+from phalanx.plan.work.operations import Operation, Stream
+from phalanx.plan.work.times import timed
+
+_HEAD_DIM = 64
+_BETWEEN = ("rms_norm", "layer_norm", "swiglu", "gelu", "rotary", "rows")
+_OPTIMIZERS = ("adamw", "lamb", "came", "muon")
+_LEAST, _MOST = 1e-3, 99.0  # what a device's file may say; tiny kernels can take none of their bytes' time, or all
+
+_Pair = tuple[str, float, float]
+"""Name, seconds as measured, seconds as the model has them without a ratio."""
+
+
+def ratios(found: Found, device: Device) -> dict[str, float]:
+    """Ratios by kernel and pass, out of the sums over all sizes, so that long ones count most.
+
+    Args:
+        device: made of the same measurements, without ratios.
+    """
+    measured: dict[str, float] = defaultdict(float)
+    modelled: dict[str, float] = defaultdict(float)
+    for name, seconds, model_s in _pairs(found, device):
+        measured[name] += max(seconds, 0.0)
+        modelled[name] += model_s
+    raw = {name: measured[name] / modelled[name] for name in measured if modelled[name]}
+    # Between steps gradients are let go of, not set to zero: see `phalanx.train.trainer`.
+    return {**{name: min(max(ratio, _LEAST), _MOST) for name, ratio in raw.items()}, "gradient_clear": 0.0}
+
+
+def _pairs(found: Found, device: Device) -> Iterator[_Pair]:
+    for kernel in _BETWEEN:
+        for timing in found.all(f"{kernel}_forward", "fp32"):
+            backward = at(found.all(f"{kernel}_backward", "fp32"), timing.sizes)
+            yield from _both(kernel, layer(_local(timing, kernel), 0, False), device, timing, backward)
+    for timing in found.all("embedding_forward", "fp32"):
+        backward = at(found.all("embedding_backward", "fp32"), timing.sizes)
+        yield from _both("embedding", embedding(_local(timing)), device, timing, backward)
+    yield from _losses(found, device)
+    yield from _updates(found, device)
+
+
+def _both(
+    kernel: str, operations: Sequence[Operation], device: Device, forward: Timing, backward: Timing
+) -> Iterator[_Pair]:
+    """Both passes of one kernel."""
+    one = _named(operations, kernel)
+    passes = timed([one], device, "fp32", "none").total
+    host_s = _host_s(device)
+    yield f"{kernel}_forward", forward.seconds - host_s * one.forward_launches, float(passes.forward)
+    yield f"{kernel}_backward", backward.seconds - host_s * one.backward_launches, float(passes.backward_input)
+
+
+def _losses(found: Found, device: Device) -> Iterator[_Pair]:
+    """The head without its products: both passes have one ratio, since gradients are made in the forward pass."""
+    for timing in found.all("head", "fp32"):
+        products_s = at(found.all("head_products", "fp32"), timing.sizes).seconds
+        one = _named(head(_local(timing)), "loss")
+        model_s = float(timed([one], device, "fp32", "none").total.total)
+        launches_s = _host_s(device) * (one.forward_launches + one.backward_launches)
+        for each in ("forward", "backward"):
+            yield f"loss_{each}", (timing.seconds - products_s - launches_s) / 2, model_s / 2
+
+
+def _updates(found: Found, device: Device) -> Iterator[_Pair]:
+    for kind in _OPTIMIZERS:
+        for timing in found.all(kind):
+            job, weights = _job(timing, optimizer=kind), timing.sizes["parameters"]
+            yield f"{kind}_update", timing.seconds, float(update_s(job, Strategy(), device, weights))
+    for timing in found.all("gradient_norm"):
+        job, weights = _job(timing), timing.sizes["parameters"]
+        yield "gradient_norm", timing.seconds, float(norm_s(job, Strategy(), device, weights))
+
+
+def _named(operations: Sequence[Operation], kernel: str) -> Stream:
+    return next(each for each in operations if isinstance(each, Stream) and each.kernel == kernel)
+
+
+def _host_s(device: Device) -> float:
+    """Of each kernel, where nothing of it is hidden."""
+    return device.host_launch_s if device.kind == "cpu" else 0.0
+
+
+def _local(timing: Timing, kernel: str = "") -> Local:
+    return local_of(_job(timing, kernel), Strategy())
+
+
+def _job(timing: Timing, kernel: str = "", optimizer: str = "adamw") -> Job:
+    """A job whose one layer has the kernel in the size in which it was measured."""
+    tokens, width = int(timing.sizes.get("tokens", 1)), int(timing.sizes["width"])
+    model = Model(
+        layers=1,
+        hidden=width,
+        heads=max(1, width // _HEAD_DIM),
+        head_dim=_HEAD_DIM,
+        vocab_rows=int(timing.sizes.get("words", 1)),
+        max_sequence=tokens,
+        mlp_width=width,
+        gated=kernel == "swiglu",
+        block="parallel",  # of which each layer has one norm
+        position="rotary",
+        norm="layer" if kernel == "layer_norm" else "rms",
+        bias="none",
+        dropout=False,
+        attention_dropout=False,
+        tie_embeddings=False,
+    )
+    return Job(model, tokens, 1, "fp32", optimizer, Software())  # type: ignore[arg-type]

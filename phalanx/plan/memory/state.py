@@ -1,0 +1,132 @@
+"""Bytes of parameters, gradients and optimizer state on one rank (ZeRO: arXiv 1910.02054).
+
+Both programs count the ranks of `shard` and of `context` together where state is split: ranks that see other tokens of
+the same sequences are data-parallel ranks to weights. Of experts, only the ranks that hold the same ones split state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.plan.hardware.either import largest, least, where
+from phalanx.plan.memory.weights import Held
+from phalanx.plan.types import BYTES, Floats, Ints, Job, Strategy
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes.
+
+    Attributes:
+        gradients: as they stand between the passes of a step whose first backward pass is done.
+        gradients_first: the same before any backward pass of the step is done.
+    """
+
+    parameters: Floats
+    gradients: Floats
+    gradients_first: Floats
+    optimizer: Floats
+
+
+def state(job: Job, strategy: Strategy, held: Held) -> State:
+    """What a rank that holds `held` keeps of it."""
+    return _phalanx(job, strategy, held) if job.software.is_phalanx else _megatron(job, strategy, held)
+
+
+def ways_of(strategy: Strategy) -> tuple[Ints, Ints]:
+    """Ranks that split state: of what all data-parallel ranks share, and of experts."""
+    ways = strategy.shard * strategy.context
+    return ways, largest(ways // strategy.expert, 1)
+
+
+def matrix_bytes(job: Job, strategy: Strategy) -> Floats:
+    """Of an element of a block's matrix as Phalanx multiplies it: ranks of a spread model keep them in 16 bits."""
+    alone = strategy.world_size == 1
+    return where(alone, 4, BYTES[job.precision])
+
+
+def _megatron(job: Job, strategy: Strategy, held: Held) -> State:
+    software, width = job.software, job.model.hidden
+    dense = (held.rows + held.ends) * width + held.vectors
+    experts = held.expert_rows * width
+    ways, expert_ways = ways_of(strategy)
+
+    def split(from_stage: int) -> Floats:
+        if strategy.zero < from_stage:
+            return dense + experts
+        return dense / ways + experts / expert_ways
+
+    master = split(1) * software.master_bytes
+    gradients = split(2) * software.gradient_bytes
+    return State(
+        parameters=split(3) * software.weight_bytes,
+        gradients=gradients,
+        gradients_first=gradients,
+        optimizer=master + _moments(job, strategy, held, ways, expert_ways, dense + experts),
+    )
+
+
+def _phalanx(job: Job, strategy: Strategy, held: Held) -> State:
+    """Flat buckets of rows: matrices in the type that is multiplied, all else in fp32; masters apart where not fp32."""
+    width = job.model.hidden
+    alone = strategy.world_size == 1
+    ways, expert_ways = ways_of(strategy)
+    matrices, experts = held.rows * width, held.expert_rows * width
+    ends = held.ends * width
+    vectors = where(alone, held.vectors, held.vector_rows * width)
+    c = matrix_bytes(job, strategy)
+    masters = where(c < 4, 4 * (matrices / ways + experts / expert_ways), 0)
+    whole = c * (matrices + experts) + 4 * ends + masters
+    gradients = 4 * (matrices + experts + ends)
+    part = 4 * ((matrices + ends) / ways + experts / expert_ways)
+    splits = ways > 1
+    if strategy.zero == 3:
+        whole = where(splits, part, whole)
+    parameters = whole + 4 * vectors
+    summed = where(splits & (strategy.zero > 1), part + 4 * vectors / ways, 0)
+    between = gradients + 4 * vectors + summed
+    if strategy.zero == 3:
+        between = where(splits, part + 4 * vectors * (1 + 1 / ways), between)
+    kept = (strategy.zero < 2) | ~splits
+    first = where(alone, 0, where(kept, between, summed))
+    elements = matrices + experts + ends + vectors
+    return State(parameters, between, first, _moments(job, strategy, held, ways, expert_ways, elements))
+
+
+def apart(job: Job, strategy: Strategy, held: Held, at_end: Any) -> Floats:
+    """Gradients of matrices that Phalanx put off, tensors of their own from the first one until the next backward pass.
+
+    So it is with one chunk at a time, and with two on the last rank, which puts them off longest.
+    """
+    splits = (strategy.pipeline > 1) & (strategy.schedule in ("interleaved_zero_bubble", "zbv"))
+    chunks = least(1 + 1 * at_end, strategy.chunks) / largest(strategy.chunks, 1)
+    counted_twice = splits & (strategy.zero < 2) & job.software.is_phalanx
+    return counted_twice * chunks * 4 * (held.rows + held.expert_rows) * job.model.hidden
+
+
+def _moments(job: Job, strategy: Strategy, held: Held, ways: Ints, expert_ways: Ints, elements: Floats) -> Floats:
+    """State of the optimizer, fp32: split over ranks from ZeRO-1 on, but for CAME's factors of columns.
+
+    CAME keeps one moment, and for each matrix means over rows and columns of two statistics; Muon one for the blocks'
+    matrices, and AdamW's two for the rest.
+    """
+    width = job.model.hidden
+    if strategy.zero == 0:
+        ways = expert_ways = 1
+    blocks = held.rows * width / ways + held.expert_rows * width / expert_ways
+    rest = (held.ends * width + held.vectors) / ways
+    if job.optimizer in ("adamw", "lamb"):
+        return 8 * (blocks + rest)
+    if job.optimizer == "muon":
+        return 4 * blocks + 8 * rest
+    rows = (held.rows + held.ends) / ways + held.expert_rows / expert_ways
+    factors = 2 * 4 * (rows + held.matrices * width) + 4 * held.vectors / ways
+    return 4 * (blocks + rest) + factors + _came_buffer(job, strategy)
+
+
+def _came_buffer(job: Job, strategy: Strategy) -> Floats:
+    """Memory of the size of the largest matrix, in which a program alone updates one after the other."""
+    model = job.model
+    rows = max(model.vocab_rows, model.mlp_width, model.heads * model.head_dim)
+    return (strategy.world_size == 1) * job.software.is_phalanx * 4 * rows * model.hidden

@@ -1,0 +1,218 @@
+"""A CLOS fabric: how many switches and links it has, how fast they are, and which links a message crosses.
+
+A host has several adapters (NICs). In a rail-optimised fabric the NICs of a host go to as many top-of-rack switches
+(ToRs), the k-th NICs of all hosts of a ToR group to the same one; otherwise all NICs of a host go to one ToR. ToRs
+reach each other over aggregation switches, one link to each; with three layers, these reach other pods over cores: each
+plane (the aggregation switches that are the a-th of their pod) has its own cores.
+
+    NIC -> ToR -> aggregation a -> core c of plane a -> aggregation a of the other pod -> ToR -> NIC
+
+On the way up a switch is free to choose; on the way down there is one way only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+from phalanx.core.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Indices = NDArray[np.int64]
+
+HOPS = 6
+"""Links of the longest way; shorter ways have -1 in their middle."""
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """A fabric that is large enough for `hosts`.
+
+    Attributes:
+        radix: ports of a switch.
+        port_bytes_per_s: of each, as much of it as payload reaches.
+        nic_bytes_per_s: of each NIC, as much of it as payload reaches; a port of a ToR is split among as many NICs as
+            it has room for (400G to 2 x 200G).
+        uplink_split: into how many links each port towards the core is split; 1: an uplink has a whole port.
+        tor_oversubscription: bandwidth down over bandwidth up, of ToRs.
+        aggregation_oversubscription: the same of aggregation switches.
+    """
+
+    hosts: int
+    nics_per_host: int
+    nic_bytes_per_s: float
+    port_bytes_per_s: float
+    radix: int = 64
+    layers: Literal[2, 3] = 3
+    rail_optimised: bool = True
+    uplink_split: int = 1
+    tor_oversubscription: float = 1.0
+    aggregation_oversubscription: float = 1.0
+    hop_latency_s: float = 1e-6
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def changed(self, **changes: object) -> Fabric:
+        """The same fabric with other values."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    @property
+    def nics_per_port(self) -> int:
+        """NICs that share a port of a ToR."""
+        return int(self.port_bytes_per_s / self.nic_bytes_per_s + 1e-9)
+
+    @property
+    def nics_per_tor(self) -> int:
+        """NICs of a full ToR: half of its ports go down."""
+        return self.radix // 2 * self.nics_per_port
+
+    @property
+    def tors_per_group(self) -> int:
+        """ToRs that the hosts of a group share."""
+        return self.nics_per_host if self.rail_optimised else 1
+
+    @property
+    def hosts_per_group(self) -> int:
+        """Hosts below the same ToRs."""
+        return self.nics_per_tor if self.rail_optimised else self.nics_per_tor // self.nics_per_host
+
+    @property
+    def groups(self) -> int:
+        """ToR groups."""
+        return math.ceil(self.hosts / self.hosts_per_group)
+
+    @property
+    def tors(self) -> int:
+        """ToRs in all."""
+        return self.groups * self.tors_per_group
+
+    @property
+    def uplink_bytes_per_s(self) -> float:
+        """Of a link between switches."""
+        return self.port_bytes_per_s / self.uplink_split
+
+    @property
+    def tor_uplinks(self) -> int:
+        """Links of a ToR to aggregation switches, one to each."""
+        return max(1, round(self.radix // 2 * self.uplink_split / self.tor_oversubscription))
+
+    @property
+    def groups_per_pod(self) -> int:
+        """ToR groups that share aggregation switches; with two layers all do."""
+        if self.layers == 2:
+            return self.groups
+        return max(1, self.radix // 2 // self.tors_per_group)
+
+    @property
+    def pods(self) -> int:
+        """Sets of ToR groups with aggregation switches of their own."""
+        return math.ceil(self.groups / self.groups_per_pod)
+
+    @property
+    def aggregation_uplinks(self) -> int:
+        """Links of an aggregation switch to cores, one to each; none with two layers."""
+        if self.layers == 2:
+            return 0
+        return max(1, round(self.groups_per_pod * self.tors_per_group / self.aggregation_oversubscription))
+
+    @property
+    def num_nics(self) -> int:
+        """NICs in all."""
+        return self.hosts * self.nics_per_host
+
+    @cached_property
+    def offsets(self) -> tuple[int, int, int, int, int, int, int]:
+        """First link of each kind: from NICs, to NICs, ToRs up, ToRs down, aggregation up, down; last: links in all."""
+        between = self.tors * self.tor_uplinks
+        above = self.pods * self.tor_uplinks * self.aggregation_uplinks
+        sizes = (self.num_nics, self.num_nics, between, between, above, above)
+        found = [0]
+        for size in sizes:
+            found.append(found[-1] + size)
+        return tuple(found)  # type: ignore[return-value]
+
+    @property
+    def num_links(self) -> int:
+        """Links in all, one for each direction."""
+        return self.offsets[-1]
+
+    def capacities(self) -> NDArray[np.float64]:
+        """Bytes per second of every link."""
+        import numpy as np
+
+        rates = np.full(self.num_links, self.uplink_bytes_per_s)
+        rates[: self.offsets[2]] = self.nic_bytes_per_s
+        return rates
+
+    def tor_of(self, host: Indices, nic: Indices) -> Indices:
+        """The ToR below which a NIC is."""
+        group = host // self.hosts_per_group
+        return group * self.tors_per_group + nic if self.rail_optimised else group
+
+    def pod_of(self, tor: Indices) -> Indices:
+        """The pod of a ToR."""
+        return tor // (self.groups_per_pod * self.tors_per_group)
+
+    def kind_of(self, link: int) -> str:
+        """What a link connects, in words."""
+        names = ("NIC to ToR", "ToR to NIC", "ToR to aggregation", "aggregation to ToR", "to core", "from core")
+        return names[sum(link >= first for first in self.offsets[1:-1])]
+
+
+def _check(fabric: Fabric) -> None:
+    positive = ("hosts", "nics_per_host", "radix", "uplink_split", "nic_bytes_per_s", "port_bytes_per_s")
+    for name in positive:
+        if not getattr(fabric, name) > 0:
+            raise UserError("is no size", cure="write a number above 0", field=name, value=getattr(fabric, name))
+    if fabric.layers not in (2, 3):
+        raise UserError("is no CLOS fabric known here", cure="write 2 or 3", field="layers", value=fabric.layers)
+    if fabric.radix % 2:
+        cure = "write an even number: half of the ports go down"
+        raise UserError("switches have ports in pairs", cure=cure, field="radix", value=fabric.radix)
+    for name in ("tor_oversubscription", "aggregation_oversubscription"):
+        value = getattr(fabric, name)
+        if not 0 < value <= fabric.radix / 2:
+            cure = f"write bandwidth down over bandwidth up, between 0 and {fabric.radix // 2}: 1 or 2"
+            raise UserError("is no over-subscription", cure=cure, field=name, value=value)
+    _check_rates(fabric)
+    _check_room(fabric)
+
+
+def _check_rates(fabric: Fabric) -> None:
+    if fabric.nics_per_port < 1:
+        cure = "take switches with faster ports, or slower NICs"
+        raise UserError(
+            "NICs are faster than a port of the switch",
+            cure=cure,
+            field="nic_bytes_per_s",
+            value=fabric.nic_bytes_per_s,
+        )
+    if fabric.hosts_per_group < 1:
+        cure = "make it rail-optimised, so that each goes to a switch of its own, or take switches with more ports"
+        raise UserError(
+            "a ToR has not enough ports for the NICs of one host", cure=cure, field="radix", value=fabric.radix
+        )
+
+
+def _check_room(fabric: Fabric) -> None:
+    """Whether switches above have a port for every switch below."""
+    if fabric.layers == 2:
+        room, needs = fabric.radix * fabric.uplink_split, fabric.tors
+        cure = "take three layers, or switches with more ports"
+        below = "ToRs"
+    else:
+        room, needs = fabric.radix * fabric.uplink_split, fabric.pods
+        cure = "take switches with more ports, or fewer hosts"
+        below = "pods"
+        if fabric.tors_per_group > fabric.radix // 2:
+            raise UserError("a pod has no room for one ToR group", cure=cure, field="radix", value=fabric.radix)
+    if needs > room:
+        raise UserError(
+            f"{needs} {below} meet at switches with {room} ports", cure=cure, field="hosts", value=fabric.hosts
+        )

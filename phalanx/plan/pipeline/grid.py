@@ -1,0 +1,208 @@
+"""A step's actions in rows: all that can be done beside each other if every action took equally long. Torch-free.
+
+A row has a cell for each rank, and what a cell needs is in rows above, so rows are worked out from top to bottom and
+each in one go. Once a pipeline is full the rows repeat with every round, so that only one round of them is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from phalanx.parallel.config import Schedule
+from phalanx.plan.pipeline.orders import FORWARD, WEIGHTS, Indices, Orders, make_orders, round_length
+
+_NEVER = 1 << 40
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Some rows, as flat cells, rank by rank. They follow a few rows before them, their window.
+
+    Attributes:
+        sources: the cell that each waits for, counted from the window's first; where it waits for no message, the one
+            above it.
+        codes: the action in each cell, as in `Orders`; where there is none, one past the last code.
+        messages: the boundary between stages that the message crosses; where there is none, one past the last.
+    """
+
+    sources: Indices
+    codes: Indices
+    messages: Indices
+
+    @cached_property
+    def listed(self) -> list[int]:
+        """`sources` as a list."""
+        return list(map(int, self.sources))
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """The rows of a step.
+
+    Attributes:
+        window: cells before a repetition that it needs, and the tail too.
+        head: from the first row, after a window of one row; all of them where there is no `repeat`.
+        repeat: those of one round, which come again and again; None in a step so short that nothing repeats.
+        tail: from after the last repetition to the last row; empty where there is no `repeat`.
+        first_forward, first_backward: cells of the head, by rank and chunk: where the first micro-batch's passes end.
+        last_backward: cells of the tail (without one, of the head), by rank and chunk: where the last one's do.
+        ends: likewise, by rank: where its last action does.
+        in_flight: as in `StepTime`.
+    """
+
+    orders: Orders
+    window: int
+    head: Rows
+    repeat: Rows | None
+    tail: Rows
+    first_forward: Indices
+    first_backward: Indices
+    last_backward: Indices
+    ends: Indices
+    in_flight: Indices
+
+
+def make_grid(schedule: Schedule, ranks: int, chunks: int, micro_batches: int) -> tuple[Grid, int]:
+    """The rows of a step, and how often those of `Grid.repeat` come in it.
+
+    Raises:
+        UserError: the numbers do not fit one another.
+    """
+    per_round = round_length(schedule, ranks, chunks, micro_batches)
+    rounds = micro_batches // per_round
+    enough = _enough_rounds(schedule, ranks)
+    return _make_grid(schedule, ranks, chunks, per_round, min(rounds, enough)), max(0, rounds - enough + 1)
+
+
+def make_few(ranks: int, micro_batches: int) -> Grid:
+    """The rows of 1F1B with fewer micro-batches than ranks."""
+    return _make_grid("1f1b", ranks, 1, 1, micro_batches)
+
+
+def _enough_rounds(schedule: Schedule, ranks: int) -> int:
+    """The fewest rounds in which a pipeline fills, does one that can come again, and drains."""
+    return {"1f1b": ranks + 2, "zbv": 2 * ranks + 1}.get(schedule, 3)
+
+
+@lru_cache(maxsize=64)
+def _make_grid(schedule: Schedule, ranks: int, chunks: int, per_round: int, rounds: int) -> Grid:
+    orders = make_orders(schedule, ranks, chunks, per_round, rounds)
+    places = _sources(orders)
+    rows = _rows(places)
+    cells = _cells(orders, places, rows)
+    height = int(rows.max()) + 1
+    first = after = height
+    window = 1
+    if rounds == _enough_rounds(schedule, ranks):
+        period = orders.codes.shape[1] // rounds
+        first, window = _repeated(cells, ranks, period, int(rows[orders.micro_batch == 0].max()) + 1)
+        after = first + period
+    cell = rows * ranks + np.arange(ranks)[:, None]
+    final = cell - (after * ranks if after > first else 0)
+    return Grid(
+        orders=orders,
+        window=window * ranks,
+        head=_cut(cells, ranks, 0, first, 1),
+        repeat=_cut(cells, ranks, first, after, window) if after > first else None,
+        tail=_cut(cells, ranks, after, height, window),
+        first_forward=_find(orders, cell, FORWARD, 0),
+        first_backward=_find(orders, cell, orders.last_part, 0),
+        last_backward=_find(orders, final, orders.last_part, orders.micro_batches - 1),
+        ends=final[:, -1],
+        in_flight=_in_flight(orders),
+    )
+
+
+def _sources(orders: Orders) -> Indices:
+    """The action of another rank that each needs, as rank x actions of a rank + place; -1: none. By rank and place."""
+    ranks, actions = orders.codes.shape
+    where = np.empty((3 * orders.stages, orders.micro_batches), np.int64)
+    rank, place = np.ogrid[:ranks, :actions]
+    where[orders.codes, orders.micro_batch] = rank * actions + place
+    part, stage = np.divmod(orders.codes, orders.stages)
+    other = stage + np.where(part == FORWARD, -1, 1)
+    inside = np.clip(other, 0, orders.stages - 1)
+    comes = (part != WEIGHTS) & (other == inside) & (orders.rank_of[inside] != rank)
+    return np.where(comes, where[part * orders.stages + inside, orders.micro_batch], -1)
+
+
+def _rows(sources: Indices) -> Indices:
+    """The row of each action, by rank and place: each as far up as it can be."""
+    ranks, actions = sources.shape
+    at_once, never = ranks * (actions + 1), ranks * (actions + 1) + 1
+    needs = np.full((ranks, actions + 1), never)  # behind a rank's last action stands one that cannot be done
+    needs[:, :-1] = np.where(sources < 0, at_once, sources + sources // actions)
+    need = needs.ravel().tolist()
+    rows = [_NEVER] * len(need) + [-1, _NEVER]
+    at = [rank * (actions + 1) for rank in range(ranks)]
+    row, left = 0, sources.size
+    while left:
+        for rank, place in enumerate(at):
+            if rows[need[place]] < row:
+                rows[place] = row
+                at[rank] = place + 1
+                left -= 1
+        row += 1
+    return np.array(rows[:-2]).reshape(ranks, actions + 1)[:, :-1]
+
+
+def _cells(orders: Orders, sources: Indices, rows: Indices) -> Rows:
+    """All cells; sources count from a row of ranks before the first."""
+    ranks, stages = orders.ranks, orders.stages
+    cell = rows * ranks + np.arange(ranks)[:, None]
+    cells = (int(rows.max()) + 1) * ranks
+    above = np.arange(cells)
+    codes = np.full(cells, 3 * stages)
+    codes[cell] = orders.codes
+    part, stage = np.divmod(orders.codes, stages)
+    messages = np.full(cells, max(stages - 1, 0))
+    comes = sources >= 0
+    messages[cell[comes]] = np.where(part == FORWARD, stage - 1, stage)[comes]
+    above[cell[comes]] = cell.ravel()[sources[comes]] + ranks
+    return Rows(above, codes, messages)
+
+
+def _repeated(rows: Rows, ranks: int, period: int, least: int) -> tuple[int, int]:
+    """The first row, from `least` on, of a round that may come again, and how many rows before it and after it matter.
+
+    What needs rows from above such a cut finds the same actions there after every round.
+    """
+    height = len(rows.codes) // ranks
+    codes = rows.codes.reshape(height, ranks)
+    reach = np.arange(height) + 1 - rows.sources.reshape(height, ranks).min(axis=1) // ranks  # 1: the row above
+    for first in range(least, height - period + 1):
+        after = first + period
+        window = max((reach[cut:] - np.arange(height - cut)).max(initial=1) for cut in (first, after))
+        if window <= first and np.array_equal(codes[first - window : first], codes[after - window : after]):
+            return first, int(window)
+    raise AssertionError("no round repeats")
+
+
+def _cut(rows: Rows, ranks: int, begin: int, end: int, window: int) -> Rows:
+    """Rows `begin` to `end` behind a window of so many."""
+    cells = slice(begin * ranks, end * ranks)
+    return Rows(rows.sources[cells] - (begin + 1 - window) * ranks, rows.codes[cells], rows.messages[cells])
+
+
+def _find(orders: Orders, cell: Indices, part: int, micro_batch: int) -> Indices:
+    """The cells of one part of one micro-batch, by rank and chunk."""
+    chosen = (orders.codes // orders.stages == part) & (orders.micro_batch == micro_batch)
+    found = np.empty(orders.stages, np.int64)
+    found[orders.codes[chosen] % orders.stages] = cell[chosen]
+    return found[orders.stages_of]
+
+
+def _in_flight(orders: Orders) -> Indices:
+    """Micro-batches that every chunk holds when its rank holds most, by rank and chunk."""
+    part, stage = np.divmod(orders.codes, orders.stages)
+    change = np.where(part == FORWARD, 1, np.where(part == orders.last_part, -1, 0))
+    fullest = change.cumsum(axis=1).argmax(axis=1)
+    until = np.arange(change.shape[1]) <= fullest[:, None]
+    held = np.zeros(orders.stages, np.int64)
+    np.add.at(held, stage, change * until)
+    in_flight = held[orders.stages_of]
+    in_flight.setflags(write=False)  # all steps of this grid share it
+    return in_flight

@@ -1,0 +1,1 @@
+"""A prediction, or what a search found, for people and programs: text, JSON, a page."""

@@ -1,0 +1,180 @@
+"""A prediction as one HTML file that needs nothing else: tables, and figures by the plotly.js that is put into it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from string import Template
+
+from phalanx.core import units
+from phalanx.core.errors import UserError
+from phalanx.core.files import write_bytes
+from phalanx.figures.pipelines import pipeline_timeline
+from phalanx.figures.predictions import memory_bars, step_breakdown
+from phalanx.figures.style import Figure
+from phalanx.parallel.pipeline.tables import make_table
+from phalanx.plan.report.subject import MEMORY_KINDS, Report
+from phalanx.plan.report.text import (
+    batch_line,
+    days_text,
+    layout_line,
+    seconds_text,
+    start_up_line,
+    verdict_line,
+)
+from phalanx.plan.report.tree import make_tree, printed
+from phalanx.plan.types import Part, Prediction
+
+_TEMPLATE = Path(__file__).with_name("page.html")
+# Micro-batches of a timeline, times pipeline ranks: more cannot be told apart.
+_PASSES_PER_RANK = 3
+
+
+def write_page(path: Path, title: str, sections: Sequence[str], figures: Mapping[str, Figure]) -> None:
+    """Write a page of `sections` in HTML; each figure goes where an element has its name for an id.
+
+    Raises:
+        UserError: the package that brings plotly.js is not there, or the file cannot be written.
+    """
+    text = Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
+        title=escape(title),
+        body="\n".join(sections),
+        plotly=_plotly_js(),
+        # Within a script, nothing may look like its end.
+        figures=json.dumps(figures, allow_nan=False).replace("<", "\\u003c"),
+    )
+    try:
+        write_bytes(path, text.encode())
+    except OSError as error:
+        raise UserError(f"cannot be written ({error.strerror})", cure="give another file", value=str(path)) from None
+
+
+def prediction_sections(report: Report) -> list[str]:
+    """A prediction in HTML; `prediction_figures` has the figures that belong into it."""
+    prediction = report.prediction
+    sections = [*_head(report), _cards(report), "<h2>The step</h2>", place("step")]
+    sections.append(_parts_table(prediction))
+    if prediction.hidden:
+        sections += ["<h3>Hidden behind other work, not in the sum</h3>", _list_table(prediction.hidden)]
+    sections += ["<h2>Memory</h2>", place("memory")]
+    if prediction.strategy.pipeline > 1:
+        sections += ["<h2>Pipeline</h2>", place("pipeline")]
+    if prediction.start_up:
+        sections += ["<h2>Start-up</h2>", f"<p>{escape(start_up_line(prediction))}</p>"]
+        sections.append(_list_table(prediction.start_up))
+    if notes := (*report.remarks, *prediction.notes):
+        sections += ["<h2>Notes</h2>", "<ul>", *(f"<li>{escape(note)}</li>" for note in notes), "</ul>"]
+    return sections
+
+
+def prediction_figures(report: Report) -> dict[str, Figure]:
+    """The figures of a prediction, by the id of their place."""
+    prediction = report.prediction
+    figures = {"step": step_breakdown(list(part_rows(prediction)))}
+    rows = [
+        {"pipeline_rank": rank.pipeline_rank, "kind": kind.replace("_", " "), "bytes": float(getattr(rank, kind))}
+        for rank in prediction.memory
+        for kind in MEMORY_KINDS
+    ]
+    figures["memory"] = memory_bars(rows, report.device_memory_bytes)
+    if prediction.strategy.pipeline > 1:
+        figures["pipeline"] = _timeline(prediction)
+    return figures
+
+
+def part_rows(prediction: Prediction) -> Iterator[dict[str, object]]:
+    """The parts of a step as a table: `path`, `seconds`, `mark`, `hidden`."""
+    for parts, hidden in ((prediction.parts, False), (prediction.hidden, True)):
+        for part in parts:
+            if part.seconds:
+                yield {"path": part.path, "seconds": float(part.seconds), "mark": part.mark, "hidden": hidden}
+
+
+def _timeline(prediction: Prediction) -> Figure:
+    """The schedule of the step, with fewer micro-batches where they are too many to be seen."""
+    strategy = prediction.strategy
+    ranks = int(strategy.pipeline)
+    count = int(strategy.micro_batches(prediction.job.global_batch))
+    drawn = min(count, _PASSES_PER_RANK * ranks)
+    table = make_table(strategy.schedule, ranks, int(strategy.chunks), drawn)
+    return pipeline_timeline(table, f"drawn with {drawn} of {count} micro-batches" if drawn < count else "")
+
+
+def _plotly_js() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        cure = "install it with: pip install 'phalanx-train[report]'"
+        raise UserError("a page needs the package plotly, which is not installed", cure=cure) from None
+    return str(get_plotlyjs())
+
+
+def place(name: str) -> str:
+    """Where a figure goes."""
+    return f'<div class="figure" id="{name}"></div>'
+
+
+def _head(report: Report) -> list[str]:
+    prediction = report.prediction
+    on = f"{prediction.devices:,} × {report.device}, cluster {prediction.cluster}"
+    batch = f"{batch_line(prediction)}, {prediction.job.precision}, {prediction.job.optimizer}"
+    return [
+        f"<h1>{escape(report.name)}: {units.count(report.parameters)} parameters on {escape(on)}</h1>",
+        f'<p class="soft">{escape(layout_line(prediction.strategy))}</p>',
+        f'<p class="soft">{escape(batch)}</p>',
+    ]
+
+
+def _cards(report: Report) -> str:
+    prediction = report.prediction
+    cards = [
+        (seconds_text(prediction.step_s), "a step"),
+        (f"{prediction.tokens_per_s:,.0f}", "tokens/s"),
+        (f"{100 * prediction.mfu:.1f} %", "MFU"),
+    ]
+    if report.run_s is not None:
+        cards.append((days_text(report.run_s), f"{units.count(report.total_tokens)} tokens without a failure"))
+    if report.cost_usd is not None:
+        cards.append((f"{report.cost_usd:,.0f} USD", f"at {report.usd_per_device_hour:.2f} USD per device and hour"))
+    cells = [f'<div class="card"><b>{escape(value)}</b><span>{escape(what)}</span></div>' for value, what in cards]
+    verdict = f'<p class="{"good" if report.fits else "bad"}"><b>{escape(verdict_line(report))}</b></p>'
+    return f'<div class="cards">{"".join(cells)}</div>\n{verdict}'
+
+
+def _parts_table(prediction: Prediction) -> str:
+    """The tree of parts, with what each rests on."""
+    root = make_tree(prediction.parts)
+    unit, texts = printed(root)
+    rows = []
+    for depth, node in root.walk():
+        if depth:
+            name = f'<td class="d{min(depth - 1, 3)}">{escape(node.name.replace("_", " "))}</td>'
+            part = node.part
+            known = (
+                f'<td>{part.mark}</td><td class="source">{escape(part.source)}</td>' if part else "<td></td><td></td>"
+            )
+            share = f"{100 * node.seconds / root.seconds:.1f} %"
+            numbers = f'<td class="n">{texts[id(node)]}</td><td class="n">{share}</td>'
+            rows.append(f"<tr>{name}{numbers}{known}</tr>")
+    in_all = f'<td class="n">{texts[id(root)]}</td><td class="n">100.0 %</td>'
+    heads = f'<th>part</th><th class="n">{unit}</th><th class="n">share</th><th>how known</th><th>rests on</th>'
+    return table(heads, rows, f"<td>step</td>{in_all}<td></td><td></td>")
+
+
+def _list_table(parts: Iterable[Part]) -> str:
+    rows = [
+        f'<tr><td>{escape(part.path)}</td><td class="n">{seconds_text(part.seconds)}</td><td>{part.mark}</td>'
+        f'<td class="source">{escape(part.source)}</td></tr>'
+        for part in parts
+        if part.seconds
+    ]
+    return table('<th>part</th><th class="n">time</th><th>how known</th><th>rests on</th>', rows)
+
+
+def table(heads: str, rows: Sequence[str], foot: str = "") -> str:
+    """A table of ready cells and rows, that can be pushed sideways on a narrow screen."""
+    ending = f"<tfoot><tr>{foot}</tr></tfoot>" if foot else ""
+    body = "".join(rows)
+    return f'<div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody>{ending}</table></div>'

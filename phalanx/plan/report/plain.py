@@ -1,0 +1,75 @@
+"""A prediction as plain values for JSON: stable keys, with units in their names."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any
+
+from phalanx.plan.report.subject import MEMORY_KINDS, Report
+from phalanx.plan.types import Model, Part, RankMemory, Strategy
+
+VERSION = 1
+"""Grows when a key goes or changes its meaning; new keys leave it as it is."""
+
+
+def prediction_json(report: Report) -> dict[str, Any]:
+    """Everything that is known of a prediction. `parts` sum to `step_s`; `hidden` is beside that sum."""
+    prediction = report.prediction
+    return {
+        "version": VERSION,
+        "name": report.name,
+        "cluster": prediction.cluster,
+        "device": report.device,
+        "devices": prediction.devices,
+        "parameters": report.parameters,
+        "job": _job(report),
+        "strategy": strategy_json(prediction.strategy),
+        "step_s": prediction.step_s,
+        "tokens_per_s": prediction.tokens_per_s,
+        "mfu_ratio": prediction.mfu,
+        "model_flops_per_step": prediction.model_flops,
+        "run_tokens": report.total_tokens or None,
+        "run_s": report.run_s,
+        "cost_usd": report.cost_usd,
+        "fits": report.fits,
+        "device_memory_bytes": report.device_memory_bytes,
+        "parts": [part_json(part) for part in prediction.parts],
+        "hidden": [part_json(part) for part in prediction.hidden],
+        "memory": [memory_json(rank) for rank in prediction.memory],
+        "start_up": [part_json(part) for part in prediction.start_up],
+        "notes": [*report.remarks, *prediction.notes],
+    }
+
+
+def part_json(part: Part) -> dict[str, Any]:
+    """A part, with `seconds`, how it is known, and what it rests on."""
+    return {"path": part.path, "seconds": float(part.seconds), "mark": part.mark, "source": part.source}
+
+
+def memory_json(rank: RankMemory) -> dict[str, Any]:
+    """Bytes by kind, and in all."""
+    kinds = {f"{kind}_bytes": float(getattr(rank, kind)) for kind in MEMORY_KINDS}
+    return {"pipeline_rank": rank.pipeline_rank, **kinds, "total_bytes": float(rank.total)}
+
+
+def strategy_json(strategy: Strategy) -> dict[str, Any]:
+    """Every field of a strategy, integers being plain ones."""
+    values = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
+    return {name: value if isinstance(value, str | bool) else int(value) for name, value in values.items()}
+
+
+def model_json(model: Model) -> dict[str, Any]:
+    """Every field of a model."""
+    return asdict(model)
+
+
+def _job(report: Report) -> dict[str, Any]:
+    job = report.prediction.job
+    return {
+        "model": model_json(job.model),
+        "sequence_tokens": job.sequence,
+        "global_batch_sequences": job.global_batch,
+        "precision": job.precision,
+        "optimizer": job.optimizer,
+        "software": asdict(job.software),
+    }

@@ -1,0 +1,220 @@
+"""What a person asks of the layouts that are searched, in words such as ``tensor=8``, ``pipeline<=16``, ``zero!=3``.
+
+A word is a name, a comparison and values. Numbers are compared with every layout; choices (`CHOICES`) say what is tried
+at all; ``memory`` is how much of a device a layout may fill; ``inside_host`` which groups have to stay inside one host.
+Several words about one number all hold. What is not asked for has the defaults of `Constraints`; a word about a number
+that has a default bound replaces it, and ``NAME=any`` only removes it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
+
+from phalanx.core import units
+from phalanx.core.errors import UserError
+from phalanx.parallel.config import ContextMethod, Schedule
+from phalanx.plan.types import Overlap, Recompute
+
+NUMBERS: Mapping[str, str] = {
+    "pipeline": "pipeline ranks",
+    "replicate": "data-parallel copies of the same state",
+    "shard": "data-parallel ranks that split state",
+    "data": "data-parallel ranks, replicate x shard",
+    "context": "ranks that split every sequence",
+    "tensor": "ranks that split every matrix",
+    "expert": "ranks that hold different experts",
+    "micro_batch": "sequences per forward pass",
+    "micro_batches": "forward passes per step",
+    "chunks": "model chunks on each pipeline rank",
+    "stages": "pipeline x chunks",
+    "context_tokens": "tokens of a sequence on one context rank",
+    "imbalance": "layers of the fullest stage over their mean, less one",
+}
+"""What can be bounded, and what it is."""
+
+CHOICES: Mapping[str, tuple[Any, ...]] = {
+    "schedule": get_args(Schedule),
+    "zero": (0, 1, 2, 3),
+    "recompute": get_args(Recompute),
+    "sequence_parallel": (True, False),
+    "tensor_overlap": get_args(Overlap),
+    "context_method": get_args(ContextMethod),
+    "bucket_bytes": (),
+}
+"""What can be chosen from, and all that there is; ``bucket_bytes`` takes any sizes."""
+
+HOST_AXES = ("tensor", "context", "data")
+"""Axes whose groups can be kept inside a host, innermost first."""
+
+_OTHERS = ("memory", "inside_host")
+_WORD = re.compile(r"\s*([a-z_]+)\s*(<=|>=|!=|==|=|<|>)\s*(.*?)\s*")
+_COMPARE: Mapping[str, Callable[[Any, Any], Any]] = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Values that a number may have.
+
+    Attributes:
+        text: as it was asked for.
+        default: nobody asked for it.
+    """
+
+    name: str
+    comparison: str
+    values: tuple[float, ...]
+    default: bool = False
+
+    @property
+    def text(self) -> str:
+        """As a person would write it."""
+        return f"{self.name}{self.comparison}{','.join(f'{value:g}' for value in self.values)}"
+
+    def allows(self, number: Any) -> Any:
+        """Whether `number` may be; of an array, for each of its numbers."""
+        if self.comparison in _COMPARE:
+            return _COMPARE[self.comparison](number, self.values[0])
+        among = number == self.values[0]
+        for value in self.values[1:]:
+            among = among | (number == value)
+        return among if self.comparison == "=" else ~among if hasattr(among, "shape") else not among
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What layouts are searched.
+
+    Attributes:
+        bounds: of numbers. By default sequences are not cut into less than 1,024 tokens a rank, and no stage has over
+            an eighth more layers than the mean: such layouts are possible, many, and slow.
+        choices: what is tried of each choice, where it is not the default of `phalanx.plan.search.options`.
+        memory: of a device that a layout may fill: up to 1 a share, above it bytes.
+        inside_host: groups of these axes, and those nearer than them, stay inside a host.
+    """
+
+    bounds: tuple[Bound, ...] = (
+        Bound("context_tokens", ">=", (1024.0,), default=True),
+        Bound("imbalance", "<=", (0.125,), default=True),
+    )
+    choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    memory: float = 0.95
+    inside_host: tuple[str, ...] = ("tensor",)
+
+    def memory_bytes(self, device_bytes: float) -> float:
+        """What a layout may fill of a device with `device_bytes`."""
+        return self.memory * device_bytes if self.memory <= 1 else self.memory
+
+
+def parse(words: Sequence[str]) -> Constraints:
+    """The constraints that `words` ask for.
+
+    Raises:
+        UserError: a word is no comparison, or its name or value is unknown.
+    """
+    asked = Constraints()
+    own: list[Bound] = []
+    lifted: set[str] = set()
+    for word in words:
+        name, comparison, value = _pieces(word)
+        if name in NUMBERS:
+            lifted.add(name)
+            own += [] if value == "any" else [_bound(word, name, comparison, value)]
+        elif name in CHOICES:
+            asked = replace(asked, choices={**asked.choices, name: _chosen(word, name, comparison, value)})
+        elif name == "memory":
+            asked = replace(asked, memory=_memory(word, comparison, value))
+        else:
+            asked = replace(asked, inside_host=_axes(word, comparison, value))
+    kept = tuple(bound for bound in asked.bounds if bound.name not in lifted)
+    return replace(asked, bounds=(*own, *kept))
+
+
+def _pieces(word: str) -> tuple[str, str, str]:
+    found = _WORD.fullmatch(word)
+    if not found or not found[3]:
+        raise UserError(
+            "is no constraint", cure="write such as tensor=8, 'pipeline<=16' or schedule=1f1b,zbv", value=word
+        )
+    name, comparison, value = found.groups()
+    known = (*NUMBERS, *CHOICES, *_OTHERS)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        cure = f"write {near[0]}" if near else f"take one of {', '.join(known)}"
+        raise UserError(f"there is no {name!r} to constrain", cure=cure, value=word)
+    return name, "=" if comparison == "==" else comparison, value
+
+
+def _bound(word: str, name: str, comparison: str, value: str) -> Bound:
+    try:
+        values = tuple(float(item) for item in value.split(","))
+    except ValueError:
+        raise UserError(
+            f"{value!r} is no number of {NUMBERS[name]}", cure=f"write such as {name}{comparison}8", value=word
+        ) from None
+    if len(values) > 1 and comparison in _COMPARE:
+        raise UserError("is compared with several numbers", cure=f"give one, or write {name}={value}", value=word)
+    return Bound(name, comparison, values)
+
+
+def _chosen(word: str, name: str, comparison: str, value: str) -> tuple[Any, ...]:
+    if comparison in _COMPARE:
+        raise UserError(f"{name} is a choice, not a size", cure=f"write {name}={value}", value=word)
+    if name == "bucket_bytes":
+        return tuple(_bytes(word, item) for item in value.split(","))
+    written = {str(option).lower(): option for option in CHOICES[name]}
+    if value == "any":
+        return CHOICES[name]
+    values = [item.strip().lower() for item in value.split(",")]
+    unknown = [item for item in values if item not in written]
+    if unknown:
+        raise UserError(f"there is no {name} {unknown[0]!r}", cure=f"take of {', '.join(written)}", value=word)
+    if comparison == "=":
+        return tuple(written[item] for item in values)
+    return tuple(option for text, option in written.items() if text not in values)
+
+
+def _memory(word: str, comparison: str, value: str) -> float:
+    if comparison not in ("=", "<="):
+        raise UserError("memory is a limit", cure="write such as 'memory<=0.9' or 'memory<=72GB'", value=word)
+    if value == "any":
+        return float("inf")
+    try:
+        share = float(value)
+    except ValueError:
+        return float(_bytes(word, value))
+    if not 0 < share <= 1:
+        raise UserError(
+            "is neither a share of a device's memory nor a size",
+            cure="write a share up to 1, such as 'memory<=0.9', or a size with its unit, such as 'memory<=72GB'",
+            value=word,
+        )
+    return share
+
+
+def _bytes(word: str, value: str) -> int:
+    try:
+        return units.parse_size(value)
+    except ValueError as error:
+        problem, _, cure = str(error).partition(": ")
+        raise UserError(problem, cure=cure, value=word) from None
+
+
+def _axes(word: str, comparison: str, value: str) -> tuple[str, ...]:
+    axes = () if value in ("none", "any") else tuple(item.strip() for item in value.split(","))
+    if comparison != "=" or any(axis not in HOST_AXES for axis in axes):
+        raise UserError(
+            "says which groups stay inside a host",
+            cure=f"write inside_host=none, or some of {', '.join(HOST_AXES)}, such as inside_host=tensor,context",
+            value=word,
+        )
+    return axes

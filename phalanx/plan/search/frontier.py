@@ -1,0 +1,158 @@
+"""Exactly the best of a set of layouts, by branch and bound: few are predicted, the others are bounded away.
+
+Every layout has a lower bound of its step time. Those that may be among the best are predicted in the order of their
+bounds, until the k-th best prediction is no slower than the next bound: no other can be faster. Predictions are kept,
+so that asking for the best of many overlapping sets, as a sensitivity does, costs little more than asking once.
+
+Memory is treated alike: what is known of it at first is a bound, too, and only a prediction says that a layout fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.plan.search.scored import Costs as Costs
+from phalanx.plan.search.scored import scored
+from phalanx.plan.search.space import Space
+from phalanx.plan.search.table import Mask
+from phalanx.plan.types import Prediction, Strategy
+
+# A bound and a prediction are sums in another order: equal ones may differ in the last bits.
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best of a set.
+
+    Attributes:
+        places: of the best, best first; fewer than asked for where the set is smaller.
+        lower_s: no layout of the set that is not among them is faster than this, or than the last of them; seconds.
+        proven: it is certain that they are the best. It is not where the number of predictions was limited.
+    """
+
+    places: tuple[int, ...]
+    lower_s: float
+    proven: bool
+
+
+def memory_bytes(prediction: Prediction) -> float:
+    """Of its fullest rank."""
+    return max(rank.total for rank in prediction.memory)
+
+
+def _keeps_bounds(made: Prediction, lower_s: float, least_bytes: float) -> bool:
+    """Whether neither bound is above its prediction."""
+    nearly = 1 - _ROUNDING
+    return bool(made.step_s >= lower_s * nearly and memory_bytes(made) >= least_bytes * nearly)
+
+
+class Frontier:
+    """All layouts of a space in the order of their lower bounds, and those that were predicted.
+
+    Layouts are known by their place in this order, from 0.
+
+    Attributes:
+        lower_s: bounds of step times.
+        memory_bytes: bounds of what the fullest rank needs; of predicted layouts, what it does need.
+        sound: no prediction was below its bound; else the cost model contradicts itself, and nothing is proven.
+
+    Args:
+        budget: predictions that may be made in all.
+    """
+
+    def __init__(self, space: Space, costs: Costs, budget: int) -> None:
+        self.space = space
+        self._predict, self._budget = costs.predict, budget
+        unsorted = scored(space, costs)
+        self._scored = unsorted.at(np.argsort(unsorted.lower_s))
+        self.lower_s, self.memory_bytes = self._scored.lower_s, self._scored.memory_bytes
+        self._exact_s = np.full(space.count, np.nan)
+        self._predictions: dict[int, Prediction] = {}
+        self.sound = True
+
+    def __len__(self) -> int:
+        return len(self._scored.row)
+
+    @property
+    def predicted(self) -> int:
+        """Predictions that were made."""
+        return len(self._predictions)
+
+    def prediction(self, place: int) -> Prediction:
+        """Of one layout, made when it is asked for first."""
+        if place not in self._predictions:
+            made = self._predict(self.strategy(place))
+            self.sound &= _keeps_bounds(made, self.lower_s[place], self.memory_bytes[place])
+            self._predictions[place], self._exact_s[place] = made, made.step_s
+            self.memory_bytes[place] = memory_bytes(made)
+        return self._predictions[place]
+
+    def strategy(self, place: int) -> Strategy:
+        """The layout at `place`."""
+        return self.space.strategy(int(self._scored.group[place]), int(self._scored.row[place]))
+
+    def column(self, name: str) -> NDArray[Any]:
+        """A number of every layout, such as ``pipeline``, or the index of its value among `values` of a choice."""
+        if name in self.space.columns:
+            return self.space.columns[name].astype(np.int32)[self._scored.row]
+        index = {value: place for place, value in enumerate(self.values(name))}
+        of_group = np.array([index[group.settings[name]] for group in self.space.groups], dtype=np.int16)
+        return of_group[self._scored.group]
+
+    def values(self, name: str) -> list[Any]:
+        """What a number or a choice has anywhere: numbers ascending, choices as they were tried."""
+        if name in self.space.columns:
+            return [int(value) for value in np.unique(self.space.columns[name])]
+        return list(dict.fromkeys(group.settings[name] for group in self.space.groups))
+
+    def best(
+        self, among: Mask, count: int = 1, limit_bytes: float = np.inf, max_predictions: int | None = None
+    ) -> Best:
+        """The `count` layouts of `among` with the shortest predicted steps; of equals, those with less memory.
+
+        Exact, unless the budget ends before; then the best that were found.
+
+        Args:
+            limit_bytes: that none of them may exceed on its fullest rank.
+            max_predictions: that this question may cost, of all that may be made.
+        """
+        most = self._budget if max_predictions is None else min(self._budget, self.predicted + max_predictions)
+        for place in self._doubtful(among, count, limit_bytes):
+            if self.predicted >= most:
+                return self._found(among, count, limit_bytes, lower_s=float(self.lower_s[place]))
+            self.prediction(place)
+        return self._found(among, count, limit_bytes)
+
+    def _doubtful(self, among: Mask, count: int, limit_bytes: float) -> Iterator[int]:
+        """Layouts that may be among the best and are not predicted yet, those with the lowest bounds first."""
+        end = 0
+        best = sorted(self._exact_s[self._known(among, limit_bytes)].tolist())[:count]
+        while end < len(self):
+            begin, end = end, min(max(4 * end, 256), len(self))
+            for place in begin + np.flatnonzero(among[begin:end] & (self.memory_bytes[begin:end] <= limit_bytes)):
+                slowest = best[-1] if len(best) == count else np.inf
+                if self.lower_s[place] * (1 - _ROUNDING) > slowest:
+                    return
+                if np.isnan(self._exact_s[place]):
+                    yield int(place)
+                    if self.memory_bytes[place] <= limit_bytes:
+                        best = sorted([*best, float(self._exact_s[place])])[:count]
+
+    def _known(self, among: Mask, limit_bytes: float) -> NDArray[np.int64]:
+        """Places of `among` that are predicted, and fit."""
+        known = np.fromiter(self._predictions, dtype=np.int64, count=len(self._predictions))
+        return known[among[known] & (self.memory_bytes[known] <= limit_bytes)]
+
+    def _found(self, among: Mask, count: int, limit_bytes: float, lower_s: float | None = None) -> Best:
+        known = self._known(among, limit_bytes)
+        order = np.lexsort((known, self.memory_bytes[known], self._exact_s[known]))
+        places = tuple(int(place) for place in known[order[:count]])
+        if lower_s is None:
+            return Best(places, float(self._exact_s[places[-1]]) if places else np.inf, proven=self.sound)
+        return Best(places, lower_s, proven=False)

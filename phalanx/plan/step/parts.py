@@ -1,0 +1,42 @@
+"""The parts of a step's time, as seen from the pipeline rank that computes longest."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from phalanx.plan.hardware.cluster import Cluster
+from phalanx.plan.step.layers import Costs
+from phalanx.plan.step.marks import mark_of
+from phalanx.plan.step.stages import Stage, held_by
+from phalanx.plan.types import Job, Part
+from phalanx.plan.work.operations import Passes
+
+
+def computed_s(stages: Sequence[Stage], costs: Costs, micro_batches: int) -> dict[str, float]:
+    """Exposed seconds by path of all passes on `stages`."""
+    return _summed(((cost.exposed, times) for cost, times in held_by(stages, costs)), micro_batches)
+
+
+def hidden_s(stages: Sequence[Stage], costs: Costs, micro_batches: int) -> dict[str, float]:
+    """Seconds by path that the passes on `stages` cover."""
+    return _summed(((cost.hidden, times) for cost, times in held_by(stages, costs)), micro_batches)
+
+
+def _summed(pieces: Iterable[tuple[Mapping[str, Passes], int]], micro_batches: int) -> dict[str, float]:
+    total: dict[str, float] = defaultdict(float)
+    for by_path, times in pieces:
+        for path, passes in by_path.items():
+            total[path] += micro_batches * times * float(passes.total)
+    return total
+
+
+def parts(seconds: Mapping[str, float], job: Job, cluster: Cluster) -> tuple[Part, ...]:
+    """Parts with their marks, those without any time left out."""
+    return tuple(_parts(seconds, job, cluster))
+
+
+def _parts(seconds: Mapping[str, float], job: Job, cluster: Cluster) -> Iterator[Part]:
+    for path, value in seconds.items():
+        if value:
+            yield Part(path, float(value), *mark_of(path, job, cluster))

@@ -1,0 +1,105 @@
+"""When the stages of one step compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from phalanx.parallel.config import Schedule
+from phalanx.plan.communication.sends import send_s
+from phalanx.plan.hardware.cluster import Cluster
+from phalanx.plan.pipeline.costs import StageCosts, StepTime
+from phalanx.plan.pipeline.evaluate import evaluate, evaluate_few
+from phalanx.plan.step.layers import Costs
+from phalanx.plan.step.stages import Stage, each_once, stage_passes
+from phalanx.plan.types import Job, Strategy
+from phalanx.plan.work.operations import Passes
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """One step in time, up to the last backward pass.
+
+    Attributes:
+        passes: of one micro-batch, by stage.
+        time: of the pipeline; of the one rank's passes where there is no pipeline.
+    """
+
+    stages: Sequence[Stage]
+    passes: Sequence[Passes]
+    micro_batches: int
+    time: StepTime
+
+    @cached_property
+    def _by_rank(self) -> list[list[Stage]]:
+        found: list[list[Stage]] = [[] for _ in range(1 + max(stage.rank for stage in self.stages))]
+        for stage in self.stages:
+            found[stage.rank].append(stage)
+        return found
+
+    def of_rank(self, rank: int) -> list[Stage]:
+        """The stages of a pipeline rank, in the order of its chunks."""
+        return self._by_rank[rank]
+
+
+def timeline(job: Job, strategy: Strategy, cluster: Cluster, costs: Costs, stages: Sequence[Stage]) -> Timeline:
+    """When every stage computes, exactly."""
+    passes = each_once(stages, lambda stage: stage_passes(stage, costs))
+    micro_batches = strategy.micro_batches(job.global_batch)
+    if strategy.pipeline == 1:
+        return Timeline(stages, passes, micro_batches, _alone(passes[0], micro_batches))
+    send = float(send_s(job, strategy, cluster, costs.local))
+    time = _evaluated(
+        strategy.schedule,
+        strategy.pipeline,
+        strategy.chunks,
+        micro_batches,
+        tuple((p.forward, p.backward, p.again + p.backward_input, p.backward_weight) for p in passes),
+        send,
+        not job.software.pipeline_overlap,
+    )
+    return Timeline(stages, passes, micro_batches, time)
+
+
+@lru_cache(maxsize=1024)
+def _evaluated(
+    schedule: Schedule,
+    ranks: int,
+    chunks: int,
+    micro_batches: int,
+    passes: tuple[tuple[float, float, float, float], ...],
+    send_s: float,
+    blocking: bool,
+) -> StepTime:
+    """Once for all layouts that differ only in how data-parallel ranks share state, which are next to each other.
+
+    Args:
+        passes: of each stage: forward, backward, and the latter for inputs and for weights.
+    """
+    forward, backward, backward_input, backward_weight = np.array(passes, dtype=np.float64).T
+    sends = np.full(len(passes) - 1, send_s)
+    stage_costs = StageCosts(forward, backward, backward_input, backward_weight, sends, blocking=blocking)
+    if schedule == "1f1b" and micro_batches < ranks:
+        return evaluate_few(ranks, micro_batches, stage_costs)
+    return evaluate(schedule, ranks, chunks, micro_batches, stage_costs)
+
+
+def _alone(passes: Passes, micro_batches: int) -> StepTime:
+    """One rank that does all micro-batches, one after another."""
+    span, none = float(passes.total * micro_batches), np.zeros(1)
+    return StepTime(
+        span_s=span,
+        busy_s=np.array([span]),
+        bubble_s=none,
+        imbalance_s=none,
+        sends_s=none,
+        sent_s=none,
+        end_s=np.array([span]),
+        first_forward_begin_s=np.zeros((1, 1)),
+        first_backward_end_s=np.array([[float(passes.total)]]),
+        last_backward_end_s=np.array([[span]]),
+        in_flight=np.ones((1, 1), dtype=np.int64),
+    )

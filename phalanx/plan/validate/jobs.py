@@ -1,0 +1,70 @@
+"""From a published row to what `predict` takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Literal, cast
+
+from phalanx.plan.hardware.cluster import Cluster
+from phalanx.plan.hardware.load import load_cluster
+from phalanx.plan.types import Job, Model, Recompute, Strategy
+from phalanx.plan.validate.assumptions import Setting
+from phalanx.plan.validate.rows import Row
+
+_RECOMPUTE: dict[str, Recompute] = {"full": "full", "selective": "attention", "none": "none"}
+
+
+def job_of(row: Row, setting: Setting) -> Job:
+    """What the row's step computes."""
+    model = Model(
+        layers=row.layers,
+        hidden=row.hidden,
+        heads=row.heads,
+        vocab_rows=_padded(row.vocab, setting.pad_vocab * row.tensor),
+        max_sequence=row.sequence,
+        block=cast(Literal["serial", "parallel"], setting.block),
+        windows=(setting.window,),
+    )
+    return Job(model, row.sequence, row.global_batch, setting.precision, setting.optimizer, setting.software)
+
+
+def strategy_of(row: Row, setting: Setting) -> Strategy:
+    """How the row's step was spread."""
+    sequence_parallel = setting.sequence_parallel if row.sequence_parallel is None else row.sequence_parallel
+    return Strategy(
+        pipeline=row.pipeline,
+        replicate=1 if setting.zero else row.data,
+        shard=row.data if setting.zero else 1,
+        tensor=row.tensor,
+        micro_batch=row.micro_batch or setting.micro_batch,
+        chunks=row.chunks,
+        schedule="interleaved_1f1b" if row.chunks > 1 else "1f1b",
+        zero=cast(Literal[0, 1], setting.zero),
+        recompute=_RECOMPUTE.get(row.recompute, setting.recompute),
+        sequence_parallel=sequence_parallel,
+        tensor_overlap=setting.tensor_overlap,
+        tensor_chunks=setting.tensor_chunks,
+        bucket_bytes=setting.bucket_bytes,
+    )
+
+
+def cluster_of(row: Row, setting: Setting) -> Cluster:
+    """Where the row was measured."""
+    cluster = replace(_cluster(setting.cluster), devices=row.devices)
+    return cluster if setting.slow_hosts else _screened(cluster)
+
+
+def _screened(cluster: Cluster) -> Cluster:
+    """Without the hosts that are slow for the whole run."""
+    key = "stragglers.slow_host_share_ratio"
+    return replace(cluster, numbers={**cluster.numbers, key: replace(cluster.number(key), value=0.0)})
+
+
+@lru_cache(maxsize=8)
+def _cluster(name_or_path: str) -> Cluster:
+    return load_cluster(name_or_path)
+
+
+def _padded(rows: int, multiple: int) -> int:
+    return -(-rows // multiple) * multiple if multiple else rows

@@ -1,0 +1,145 @@
+"""The operations of one layer on one rank, forward; what the backward pass adds follows from them.
+
+Bytes count every element that a kernel reads or writes, each once: what a program without waste moves. Letters as in
+`phalanx.plan.types`; c is the bytes of an element that is multiplied, r those of the residual stream.
+"""
+
+from __future__ import annotations
+
+from phalanx.model.shapes import mean_keys
+from phalanx.plan.types import Floats
+from phalanx.plan.work.activation import activation
+from phalanx.plan.work.local import Local
+from phalanx.plan.work.mixture import mixture, mixture_rows
+from phalanx.plan.work.operations import ALWAYS_FULL, CORE, Attend, Operation, Product, Stream
+
+
+def layer(local: Local, window: int, is_mixture: bool) -> list[Operation]:
+    """All operations of a layer that sees `window` keys (0: all of the past)."""
+    operations = [*_norms(local), *_projections(local, is_mixture), *_heads(local)]
+    operations += _fused_attention(local, window) if local.software.fused_attention else _written_scores(local)
+    operations += mixture(local) if is_mixture else activation(local, local.tokens, local.dense_inner, "compute/mlp")
+    return [*operations, *_residual(local), *_weights(local, is_mixture)]
+
+
+def _norms(local: Local) -> list[Operation]:
+    """One norm for each branch, or one for both of a parallel block. Backward reads twice: for x and for the weight."""
+    r, c, width = local.residual_bytes, local.compute_bytes, local.model.hidden
+    count = 1 if local.model.block == "parallel" else 2
+    elements = count * local.kept_tokens * width
+    found: list[Operation] = [
+        Stream(
+            "compute/norm",
+            elements * (r + c),
+            elements * (2 * (r + c) + r),
+            count,
+            2 * count,
+            kernel=f"{local.model.norm}_norm",
+        ),
+    ]
+    if local.model.qk_norm:
+        rows = local.tokens * local.projection_rows
+        found.append(Stream("compute/norm", rows * 2 * c, rows * 4 * c, 2, 4, kernel="rms_norm"))
+    return found
+
+
+def _projections(local: Local, is_mixture: bool) -> list[Operation]:
+    """Matrix products with weights: q, k, v; out; and the MLP's two, unless experts take their place."""
+    width, tokens = local.model.hidden, local.tokens
+    if local.model.merged and not is_mixture:
+        return [
+            Product("compute/merged_in", tokens, local.projection_rows + local.in_width, width),
+            Product("compute/merged_out", tokens, width, local.query_rows + local.dense_inner),
+        ]
+    found: list[Operation] = [
+        Product("compute/attention_projections", tokens, local.projection_rows, width),
+        Product("compute/attention_projections", tokens, width, local.query_rows),
+    ]
+    if not is_mixture:
+        found += [
+            Product("compute/mlp", tokens, local.in_width, width),
+            Product("compute/mlp", tokens, width, local.dense_inner),
+        ]
+    return found
+
+
+def _heads(local: Local) -> list[Operation]:
+    """Rows to heads and back, and rotation: copies that every program makes in some form."""
+    c, q = local.compute_bytes, local.tokens * local.query_rows
+    qkv = local.tokens * local.projection_rows
+    found: list[Operation] = [
+        Stream("compute/attention_layout", 2 * c * q, 2 * c * (q + qkv), 1, 3, ALWAYS_FULL, "rows"),
+    ]
+    if local.software.fused_attention and local.software.fused_elementwise:
+        found.append(Stream("compute/attention_layout", 2 * c * qkv, 0.0, 3, 0, ALWAYS_FULL))
+    if local.model.position == "rotary":
+        turned = q + (qkv - q) / 2
+        times = 1 if local.software.fused_elementwise else 3
+        moved = 2 * c * turned * times
+        found.append(Stream("compute/rotary", moved, moved, 2 * times, 2 * times, kernel="rotary"))
+    if local.model.bias != "none":
+        found.append(Stream("compute/bias", 0.0, c * qkv, 0, 1, ALWAYS_FULL))
+    return found
+
+
+def _fused_attention(local: Local, window: int) -> list[Operation]:
+    """Attention that keeps scores on the chip: ``4 T E`` FLOPs per head and key seen."""
+    keys = mean_keys(local.sequence, window or None)
+    flops = 4.0 * local.query_rows * local.tokens * keys
+    # Our kernels for CPUs go window by window, and are as fast as over sequences of that length; those of GPUs skip
+    # what is masked, and are taken to be as fast as over sequences with as many keys to see.
+    queries = min(window, local.sequence) if window and local.software.on_cpu else 2 * keys - 1
+    return [Attend("compute/attention", flops, queries, local.model.head_dim)]
+
+
+def _written_scores(local: Local) -> list[Operation]:
+    """Attention through memory: two batches of products over all S x S pairs, softmax and dropout between.
+
+    Softmax reads and writes each score, dropout does and writes a mask of a byte; backward reads both results.
+    """
+    batch, sequence, head = local.sequences * local.heads, local.sequence, local.model.head_dim
+    rows = local.tokens // local.sequences
+    scores: Floats = batch * rows * sequence
+    c = local.compute_bytes
+    dropped = local.model.attention_dropout
+    forward = scores * (2 * c + (2 * c + 1 if dropped else 0))
+    backward = scores * (3 * c + (2 * c + 1 if dropped else 0))
+    launches = 2 if dropped else 1
+    path = "compute/attention"
+    return [
+        Product(path, rows, sequence, head, batch, weight=False, again=CORE),
+        Product(path, rows, head, sequence, batch, weight=False, again=CORE),
+        Stream("compute/softmax", forward, backward, launches, launches, CORE),
+    ]
+
+
+def _residual(local: Local) -> list[Operation]:
+    """Adding what the branches give to the residual stream; dropout writes a mask of a byte beside it.
+
+    Without dropout the last product of a branch adds on its own. Backward, the gradients of the two branches meet.
+    """
+    r, c = local.residual_bytes, local.compute_bytes
+    count = 1 if local.model.block == "parallel" else 2
+    elements = count * local.kept_tokens * local.model.hidden
+    if not local.model.dropout and not local.software.fused_elementwise:
+        return [Stream("compute/residual", 0.0, elements * 3 * r, 0, count)]
+    mask = 1 if local.model.dropout else 0
+    bias = c if local.model.bias == "all" else 0
+    passes = 1 if local.software.fused_elementwise else 2
+    forward = elements * (2 * r + c + mask) * passes
+    backward = elements * (r + c + mask + bias + 3 * r)
+    return [Stream("compute/residual", forward, backward, count * passes, 3 * count)]
+
+
+def _weights(local: Local, is_mixture: bool) -> list[Operation]:
+    """Weights cast to what is multiplied where they are kept wider, and gradients added to the sum of micro-batches."""
+    wide, c, summed = local.weight_bytes, local.compute_bytes, local.software.gradient_bytes
+    width = local.model.hidden
+    inner = mixture_rows(local) if is_mixture else local.in_width + local.dense_inner
+    weights = width * (local.projection_rows + local.query_rows + inner)
+    found: list[Operation] = []
+    if wide != c:
+        found.append(Stream("compute/casts", weights * (wide + c), 0.0, 4, 0, ALWAYS_FULL))
+    if not local.software.fused_gradients:
+        found.append(Stream("compute/gradient_sums", 0.0, weights * (c + 2 * summed), 0, 4, frozenset()))
+    return found

@@ -1,0 +1,189 @@
+"""The first steps of a run held against what was expected of them, for a person and for the run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from phalanx.core import units
+from phalanx.core.files import write_json
+from phalanx.data.batch import Batch
+from phalanx.train.expected import BETWEEN, LOADER, PASSES, WAITING, WORDS, Expected
+from phalanx.train.reports.laps import Laps
+from phalanx.train.run import Run
+
+FILE = "prediction.json"
+WARM_UP = 5
+"""Steps in which caches, allocators and compilers settle."""
+MEASURED = 10
+_LEAST = 3
+_LARGE = 0.15
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What steps took, medians.
+
+    Attributes:
+        first, last: steps, counted from 1.
+        parts: seconds by name.
+        memory_bytes: of this rank: tensors at their most on a GPU; on a CPU, what the process has grown by.
+        with_libraries: that holds what libraries took, too, and is no measure of the prediction.
+    """
+
+    first: int
+    last: int
+    step_s: float
+    parts: Mapping[str, float]
+    memory_bytes: float
+    with_libraries: bool = False
+
+
+class Watch:
+    """Times a run's first steps, says how they compare with what was expected, and keeps both in the run folder.
+
+    Args:
+        expected: None: nothing is watched.
+        note: shows a line to a person.
+        base_bytes: memory of the process before anything of the run was made.
+    """
+
+    def __init__(self, expected: Expected | None, run: Run, note: Callable[[str], None], base_bytes: int = 0) -> None:
+        self._expected = expected if run.ranks.is_first else None
+        self._run, self._note, self._base_bytes = run, note, base_bytes
+        self._laps: Laps | None = None
+        self._warm_from = run.progress.step + WARM_UP
+        self._misfit = expected.misfit(str(run.config.parallel.layout), run.progress.micro_batch) if expected else ""
+
+    def start(self) -> None:
+        """Say what is expected, and write it down."""
+        if self._expected is None:
+            return
+        self._note(expected_line(self._expected, self._run))
+        if self._misfit:
+            self._note(f"  it is for {self._misfit}, and may be off by that")
+        self._write(None)
+
+    def over(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches; a step begins with waiting for its own."""
+        while True:
+            self._begin_step()
+            batch = next(batches, None)
+            if batch is None:
+                return
+            self.end(LOADER)
+            yield batch
+
+    def _begin_step(self) -> None:
+        if self._expected is None or self._run.progress.step < self._warm_from:
+            return
+        if self._laps is None:
+            self._laps = Laps(self._run.device.torch_device, lambda: self._run.ranks.waits.waited_ns)
+            if self._run.device.torch_device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()  # what trying micro-batches took is none of a step's
+        self._laps.begin_step()
+
+    def end(self, part: str) -> None:
+        """A part of the step has ended."""
+        if self._laps is not None:
+            self._laps.end(part)
+
+    def end_step(self, *, ending: bool) -> None:
+        """A step has ended; when enough have, or the run is `ending`, they are compared, once."""
+        self.end(BETWEEN)
+        if self._laps is None or self._expected is None:
+            return
+        steps = self._laps.count
+        if steps >= MEASURED or (ending and steps >= _LEAST):
+            self._compare(self._expected, self._laps.medians(), steps)
+            self._expected = self._laps = None
+
+    def _compare(self, expected: Expected, times: tuple[float, dict[str, float]], steps: int) -> None:
+        last = self._run.progress.step
+        memory_bytes = self._run.device.memory_in_use_bytes() - self._base_bytes
+        on_cpu = self._run.device.torch_device.type == "cpu"
+        measured = Measured(last - steps + 1, last, *times, memory_bytes, with_libraries=on_cpu)
+        self._note(difference_line(expected, measured))
+        self._write(measured)
+
+    def _write(self, measured: Measured | None) -> None:
+        assert self._expected is not None
+        write_json(self._run.folder.path / FILE, comparison(self._expected, measured, self._misfit))
+
+
+def expected_line(expected: Expected, run: Run) -> str:
+    """What is expected of the run, in one line."""
+    tokens = run.config.train.global_batch * run.config.data.sequence_length
+    left = run.total_steps - run.progress.step
+    return (
+        f"expected: step {_time(expected.step_s)}, {tokens / expected.step_s:,.0f} tokens/s, "
+        f"{units.size(expected.memory_bytes)}, {left} steps in {units.duration(left * expected.step_s)} "
+        f"({expected.source})"
+    )
+
+
+def difference_line(expected: Expected, measured: Measured) -> str:
+    """How steps compare with what was expected; where they differ much, what most of that is."""
+    line = (
+        f"measured over steps {measured.first} to {measured.last}: step {_time(measured.step_s)}, "
+        f"{_more(measured.step_s, expected.step_s)}; memory {units.size(measured.memory_bytes)}, "
+    )
+    line += "libraries included" if measured.with_libraries else _more(measured.memory_bytes, expected.memory_bytes)
+    if abs(difference(measured.step_s, expected.step_s)) <= _LARGE:
+        return line
+    name = most_off(expected, measured)
+    was, wanted = measured.parts.get(name, 0.0), told_apart(expected, measured).get(name, 0.0)
+    return f"{line}\n  most of the difference: {WORDS[name]}, {_time(was)} where {_time(wanted)} was expected"
+
+
+def difference(measured: float, expected: float) -> float:
+    """How much more was measured than expected, ratio."""
+    return measured / expected - 1 if expected else 0.0
+
+
+def told_apart(expected: Expected, measured: Measured) -> dict[str, float]:
+    """The expected parts as far as they could be measured: on a GPU, waiting for others lies within the passes."""
+    parts = dict(expected.parts)
+    if WAITING not in measured.parts:
+        parts[PASSES] = parts.get(PASSES, 0.0) + parts.pop(WAITING, 0.0)
+    return parts
+
+
+def most_off(expected: Expected, measured: Measured) -> str:
+    """The part that explains most of the difference of the step."""
+    sign = 1 if measured.step_s >= expected.step_s else -1
+    wanted = told_apart(expected, measured)
+    names = [*measured.parts, *(name for name in wanted if name not in measured.parts)]
+    return max(names, key=lambda name: sign * (measured.parts.get(name, 0.0) - wanted.get(name, 0.0)))
+
+
+def comparison(expected: Expected, measured: Measured | None, misfit: str) -> dict[str, Any]:
+    """Both as JSON values, with units in the keys."""
+    told = {name: value for name, value in asdict(expected).items() if name != "details"}
+    compared: dict[str, Any] = {"expected": told | {"parts": _in_seconds(expected.parts)}, "measured": None}
+    if measured is not None:
+        compared["measured"] = asdict(measured) | {"parts": _in_seconds(measured.parts)}
+        compared["step_difference_ratio"] = difference(measured.step_s, expected.step_s)
+        if not measured.with_libraries:
+            compared["memory_difference_ratio"] = difference(measured.memory_bytes, expected.memory_bytes)
+        compared["most_off"] = most_off(expected, measured)
+    return {"version": 1, **compared, "misfit": misfit, "prediction": dict(expected.details)}
+
+
+def _in_seconds(parts: Mapping[str, float]) -> dict[str, float]:
+    return {f"{name}_s": seconds for name, seconds in parts.items()}
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def _more(measured: float, expected: float) -> str:
+    """``5.7 % more than expected``."""
+    ratio = difference(measured, expected)
+    if ratio > 1:
+        return f"{ratio + 1:.1f} times what was expected"
+    return f"{100 * abs(ratio):.1f} % {'more' if ratio >= 0 else 'less'} than expected"

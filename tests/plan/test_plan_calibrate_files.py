@@ -1,0 +1,182 @@
+"""What was measured becomes files from which the same times come back."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import plan_calibrate_samples as samples
+import pytest
+
+from phalanx.core.errors import UserError
+from phalanx.model.shapes import mean_keys
+from phalanx.plan.calibrate.found import Found, found_of
+from phalanx.plan.calibrate.ratios import ratios
+from phalanx.plan.calibrate.toml_text import quoted
+from phalanx.plan.calibrate.write import Machine, described, write_cluster
+from phalanx.plan.constant.optimizer import update_s
+from phalanx.plan.hardware.device import Device
+from phalanx.plan.hardware.load import load_cluster, load_device
+from phalanx.plan.predict import predict
+from phalanx.plan.types import Job, Model, Software, Strategy
+from phalanx.plan.work.layer import layer
+from phalanx.plan.work.local import local_of
+from phalanx.plan.work.operations import Attend
+
+MACHINE = Machine('node "7"\\x', "cpu", "2026-11-22")
+
+
+def one() -> Found:
+    return found_of([samples.answer()], 4)
+
+
+def two() -> Found:
+    return found_of([samples.answer(2, slower=0.99), samples.answer(2, slower=1.01)], 2)
+
+
+def device_of(found: Found, folder: Path) -> Device:
+    path = folder / "some.toml"
+    path.write_text(described(found, MACHINE), encoding="utf-8")
+    return load_device(path)
+
+
+def test_products_come_back_as_they_were_measured(tmp_path: Path) -> None:
+    device = device_of(one(), tmp_path)
+    widening, narrowing = device.gemm_s(512, 1024, 384, "fp32"), device.gemm_s(512, 384, 1024, "fp32")
+    assert widening == pytest.approx(2 * 512 * 1024 * 384 / samples.PRODUCT_FLOPS_PER_S, rel=1e-3)
+    assert narrowing == pytest.approx(2 * widening, rel=1e-3)
+    gradient = device.gemm_s(1024, 384, 2048, "fp32", weight_gradient=True)
+    assert gradient == pytest.approx(2 * 1024 * 384 * 2048 / samples.GRADIENT_FLOPS_PER_S, rel=1e-3)
+
+
+def test_attention_memory_and_plain_numbers_come_back(tmp_path: Path) -> None:
+    device = device_of(one(), tmp_path)
+    assert device.attention_s(1e9, 512, 64, "fp32") == pytest.approx(1e9 / samples.ATTENTION_FLOPS_PER_S, rel=1e-3)
+    assert device.attention_s(1e9, 300, 32, "fp32", backward=True) == pytest.approx(0.05, rel=1e-3)
+    assert device.stream_s(20e6) == pytest.approx(20e6 / samples.MEMORY_BYTES_PER_S, rel=1e-3)
+    assert device.host_launch_s == pytest.approx(samples.HOST_S, rel=1e-3)
+    assert device.memory_bytes == 16e9
+    assert device.peak_flops_per_s("fp32") == pytest.approx(samples.PRODUCT_FLOPS_PER_S, rel=1e-3)
+    assert device.peak_flops_per_s("bf16") == 1e9
+
+
+def test_every_number_says_where_it_was_measured(tmp_path: Path) -> None:
+    device = device_of(one(), tmp_path)
+    mark, source = device.mark_of("host_launch_s")
+    assert mark == "measured"
+    assert source == 'phalanx plan calibrate on node "7"\\x, A CPU, torch 2, 1 process of 4 threads (2026-11-22)'
+    assert device.mark_of("gemm", "fp32")[1] == source
+
+
+def test_what_was_not_measured_is_refused_with_a_cure(tmp_path: Path) -> None:
+    device = device_of(one(), tmp_path)
+    with pytest.raises(UserError, match="no times of bf16") as caught:
+        device.gemm_s(512, 512, 512, "bf16")
+    assert "train.precision" in str(caught.value)
+
+
+def test_a_kernel_is_as_much_slower_than_its_bytes_as_it_was_measured(tmp_path: Path) -> None:
+    quick = device_of(one(), tmp_path)
+    slow = device_of(found_of([samples.answer(seconds_of=lambda name: 3e-3)], 4), tmp_path)
+    for kernel in ("rms_norm_forward", "rms_norm_backward", "swiglu_backward", "rotary_forward"):
+        host_s = 6 * samples.HOST_S  # launches are counted apart, so they are taken off first
+        assert (
+            quick.stream_ratio(kernel) * 3
+            <= slow.stream_ratio(kernel)
+            <= quick.stream_ratio(kernel) * 3 / (1 - host_s / 1e-3)
+        )
+    assert slow.stream_ratio("came_update") == pytest.approx(3 * quick.stream_ratio("came_update"), rel=1e-3)
+    assert slow.stream_ratio("gradient_clear") == 0
+
+
+def test_ratios_give_the_measured_time_of_a_norm_back(tmp_path: Path) -> None:
+    found = one()
+    device = device_of(found, tmp_path)
+    plain = dataclasses.replace(device, stream=dataclasses.replace(device.stream, ratios={}))
+    # A parallel block has one norm a layer: forward it reads and writes every element once, 8 bytes.
+    model_s = sum(plain.stream_s(8 * tokens * width) for tokens, width in samples.SHAPES)
+    measured_s = 2 * (1e-3 - samples.HOST_S)
+    assert ratios(found, plain)["rms_norm_forward"] == pytest.approx(measured_s / model_s, rel=1e-3)
+
+
+def test_ratios_stay_within_what_a_file_may_say(tmp_path: Path) -> None:
+    found = found_of([samples.answer(seconds_of=lambda name: 10.0 if name == "came" else 1e-9)], 1)
+    device = device_of(found, tmp_path)
+    assert device.stream_ratio("came_update") == 99
+    assert device.stream_ratio("rms_norm_forward") == 1e-3
+
+
+def test_a_cluster_has_the_device_of_as_many_ranks_as_are_in_use(tmp_path: Path) -> None:
+    path = tmp_path / "this.toml"
+    files = write_cluster(path, [one(), two()], MACHINE)
+    assert files[-1] == path
+    assert sorted(tmp_path.iterdir()) == sorted(files)  # nothing is left of writing aside
+    alone, both = load_cluster(path, 1), load_cluster(path)
+    assert (alone.device.name, alone.devices) == ("this.1.device", 1)
+    assert (both.device.name, both.devices, both.devices_per_host) == ("this.2.device", 2, 2)
+    assert both.device.memory_bytes == 8e9  # the host's, shared
+    assert both.value("stragglers.rank_sigma_ratio") == pytest.approx(0.0141, rel=0.01)
+
+
+def test_collectives_come_back_as_they_were_measured(tmp_path: Path) -> None:
+    write_cluster(tmp_path / "this.toml", [one(), two()], MACHINE)
+    cluster = load_cluster(tmp_path / "this.toml")
+    expected_s = samples.LATENCY_S + 2 * (1 << 20) / samples.LINK_BYTES_PER_S
+    assert cluster.collective_s("all_reduce", 1 << 20, 2) == pytest.approx(expected_s, rel=1e-3)
+    assert cluster.send_s(1e8) == pytest.approx(samples.LATENCY_S + 0.1, rel=0.02)
+    assert cluster.collective_s("all_gather", 1 << 20, 1) == 0
+
+
+def test_one_device_alone_has_assumed_links(tmp_path: Path) -> None:
+    write_cluster(tmp_path / "this.toml", [one()], MACHINE)
+    cluster = load_cluster(tmp_path / "this.toml")
+    assert cluster.devices == 1
+    assert cluster.mark_of("all_reduce")[0] == "assumed"
+
+
+def test_a_step_is_predicted_on_it_and_nothing_hides_behind_computing(tmp_path: Path) -> None:
+    write_cluster(tmp_path / "this.toml", [one(), two()], MACHINE)
+    model = Model(layers=2, hidden=384, heads=6, vocab_rows=512, max_sequence=256, dropout=False, position="rotary")
+    job = Job(model, 256, 8, "fp32")
+    alone = predict(job, Strategy(micro_batch=8), load_cluster(tmp_path / "this.toml", 1))
+    spread = predict(job, Strategy(context=2, micro_batch=8), load_cluster(tmp_path / "this.toml", 2))
+    assert alone.step_s == pytest.approx(sum(part.seconds for part in alone.parts))
+    assert 0.4 < spread.step_s / alone.step_s < 1
+    assert spread.seconds("context") > 0
+    assert not [part for part in spread.hidden if part.path == "context"]
+
+
+def test_a_folder_that_is_gone_is_an_error_for_people(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be written"):
+        write_cluster(tmp_path / "gone" / "this.toml", [one()], MACHINE)
+
+
+@pytest.mark.parametrize("text", ['a "b"', "back\\slash", "line\nbreak", "tab\there", "grün"])
+def test_any_name_of_a_host_is_a_toml_string(text: str) -> None:
+    import tomllib
+
+    assert tomllib.loads(f"x = {quoted(text)}")["x"] == text.replace("\n", " ").replace("\t", " ")
+
+
+def test_windows_on_a_cpu_are_as_fast_as_sequences_of_their_length(tmp_path: Path) -> None:
+    model = Model(layers=1, hidden=384, heads=6, vocab_rows=512, max_sequence=512, windows=(128,), dropout=False)
+    job = Job(model, 512, 4, "fp32", software=Software(on_cpu=True))
+    operations = layer(local_of(job, Strategy(micro_batch=4)), 128, False)
+    (attend,) = (each for each in operations if isinstance(each, Attend))
+    assert attend.queries == 128
+    on_gpu = local_of(dataclasses.replace(job, software=Software()), Strategy(micro_batch=4))
+    (attend,) = (each for each in layer(on_gpu, 128, False) if isinstance(each, Attend))
+    assert attend.queries == 2 * mean_keys(512, 128) - 1
+    (attend,) = (each for each in layer(on_gpu, 0, False) if isinstance(each, Attend))
+    assert attend.queries == 512
+
+
+def test_muon_leaves_embedding_and_head_to_adamw(tmp_path: Path) -> None:
+    device = device_of(one(), tmp_path)
+    model = Model(layers=2, hidden=384, heads=6, vocab_rows=30_000, max_sequence=256, tie_embeddings=False)
+    job, weights = Job(model, 256, 8, "fp32", "muon"), 2 * 12 * 384 * 384
+    blocks_s = update_s(job, Strategy(), device, weights + 2 * 30_000 * 384)
+    half = dataclasses.replace(job, model=dataclasses.replace(model, vocab_rows=15_000))
+    fewer_words_s = update_s(half, Strategy(), device, weights + 2 * 15_000 * 384)
+    moved_s = device.stream_s(2 * 15_000 * 384 * (4 + 8 + 8)) * device.stream_ratio("muon_update")
+    assert blocks_s - fewer_words_s == pytest.approx(moved_s, rel=1e-6)  # no products for words

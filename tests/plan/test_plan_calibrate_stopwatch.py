@@ -1,0 +1,115 @@
+"""Cases take turns; the median counts; operands come from more memory than the caches hold."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from phalanx.checks.calibration import products, worker
+from phalanx.checks.calibration.both_ways import both_ways
+from phalanx.checks.calibration.contract import Task
+from phalanx.checks.calibration.stopwatch import Case, Pool, Stopwatch
+from phalanx.parallel.group import Group
+
+CPU = torch.device("cpu")
+
+
+class Machine:
+    """A clock that only work moves, and who worked when."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.order: list[str] = []
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def work(self, name: str, seconds: list[float]) -> Callable[[], None]:
+        """Takes the next of `seconds`, the last of them for ever."""
+
+        def run() -> None:
+            self.order.append(name)
+            self.now_s += seconds.pop(0) if len(seconds) > 1 else seconds[0]
+
+        return run
+
+
+def watch(machine: Machine, rounds: int = 5) -> Stopwatch:
+    return Stopwatch(CPU, Group.alone(), rounds, machine.clock)
+
+
+def test_cases_take_turns_and_the_first_run_of_each_does_not_count() -> None:
+    machine = Machine()
+    cases = [Case(name, {}, "fp32", machine.work(name, [1.0, 0.01])) for name in "ab"]
+    timings = watch(machine, rounds=3).measure(cases)
+    assert "".join(machine.order) == "ab" + "ababab"  # a first run of a second is long enough to know its length
+    assert [timing.seconds for timing in timings] == pytest.approx([0.01, 0.01])
+
+
+def test_the_median_of_the_turns_counts_and_their_spread_is_told() -> None:
+    machine = Machine()
+    slow_once = [0.02, 0.02, 0.02, 0.02, 0.9, 0.02, 0.02]
+    (timing,) = watch(machine).measure([Case("a", {}, "fp32", machine.work("a", slow_once))])
+    assert timing.seconds == pytest.approx(0.02)
+    assert timing.spread > 1
+
+
+def test_short_cases_are_repeated_and_long_ones_seen_three_times() -> None:
+    machine = Machine()
+    short, long = (Case(name, {}, "fp32", machine.work(name, [s])) for name, s in (("s", 1e-4), ("l", 0.2)))
+    watch(machine).measure([short, long])
+    assert machine.order.count("s") == 2 + 5 * 30  # three milliseconds a turn
+    assert machine.order.count("l") == 1 + 3
+
+
+def test_what_a_case_does_several_times_is_divided() -> None:
+    machine = Machine()
+    (timing,) = watch(machine).measure([Case("a", {}, "fp32", machine.work("a", [0.02]), calls_each=2)])
+    assert timing.seconds == pytest.approx(0.01)
+
+
+def test_operands_are_views_of_one_block_and_go_round() -> None:
+    pool = Pool(CPU, torch.float32, 1000)
+    first, second = pool.take(10, 20), pool.take(400)
+    assert first.shape == (10, 20)
+    assert second.data_ptr() - first.data_ptr() == 4 * 208  # whole cache lines
+    assert pool.take(500).data_ptr() == first.data_ptr()  # no room behind
+
+
+def test_products_are_those_of_a_layer() -> None:
+    pool = Pool(CPU, torch.float32, 1 << 12)
+    cases = products.cases((8,), (4, 16), "fp32", pool)
+    assert [case.what for case in cases] == ["product", "weight_gradient"] * 4
+    shapes = {tuple(case.sizes.values()): case.run() for case in cases if case.what == "product"}
+    assert shapes[8, 16, 4].shape == (8, 16)
+    assert shapes[8, 4, 16].shape == (8, 4)
+    assert len(shapes[8, 4, 4]) == 2  # a square weight is used both ways
+    gradients = {tuple(case.sizes.values()): case.run() for case in cases if case.what == "weight_gradient"}
+    assert gradients[8, 16, 4].shape == (16, 4)
+
+
+def test_both_passes_of_a_function_are_cases_of_their_own() -> None:
+    made = []
+
+    def make() -> list[torch.Tensor]:
+        made.append(torch.full((3,), 2.0))
+        return made[-1:]
+
+    forward, backward = both_ways("cube", {"width": 3}, "fp32", lambda x: x**3, make)
+    assert (forward.what, backward.what) == ("cube_forward", "cube_backward")
+    assert forward.run().tolist() == [8.0] * 3
+    for _ in range(3):  # as often as one likes
+        (gradient,) = backward.run()
+        assert gradient.tolist() == [12.0] * 3
+    assert len(made) > 1  # small operands take turns
+
+
+def test_one_thread_is_timed_by_what_it_has_of_its_core() -> None:
+    task = Task("store", 0, 1, 1, (), "cpu", (), False, 1, 0.0)
+    assert worker._clock(task) is time.process_time
+    assert worker._clock(replace(task, threads=2)) is time.perf_counter
+    assert worker._clock(replace(task, device="cuda")) is time.perf_counter

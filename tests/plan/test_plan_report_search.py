@@ -1,0 +1,114 @@
+"""What a search found as text, JSON and a page: the best is first, what it shows is what the search says."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import plotly.graph_objects
+import pytest
+from rich.console import Console
+from search_costs import GPT3, FakeCosts
+
+from phalanx.plan.report.page import write_page
+from phalanx.plan.report.search_page import search_figures, search_sections
+from phalanx.plan.report.search_plain import search_json
+from phalanx.plan.report.search_text import axes_of, search_text, split_columns, thinned
+from phalanx.plan.search.constraints import parse
+from phalanx.plan.search.options import Machine
+from phalanx.plan.search.result import SearchResult
+from phalanx.plan.search.search import search
+from phalanx.plan.types import Job, Strategy
+
+
+@cache
+def _result() -> SearchResult:
+    job = Job(GPT3, 2048, 64)
+    return search(job, Machine(32, 8, 2.0), FakeCosts(job).costs, parse(["context=1", "chunks<=4"]), 6)
+
+
+def _text(width: int) -> str:
+    file = io.StringIO()
+    console = Console(file=file, width=width, color_system=None)
+    console.print(search_text(_result(), "gpt3", width=width), highlight=False)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_it_fits_the_terminal(width: int) -> None:
+    lines = _text(width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert not any("…" in line for line in lines)
+
+
+def test_layouts_come_in_order_and_with_what_they_take() -> None:
+    result = _result()
+    table = _text(120).partition("the fastest layouts")[2].partition("\n\n")[0]
+    rows = re.findall(r"^ *([\d.]+) +[\d.]+ % +[\d.]+ +(\S+) .*?([a-z][a-z -]+ [\d.]+ %)", table, flags=re.MULTILINE)
+    assert [layout for _, layout, _ in rows] == [axes_of(best.strategy) for best in result.best]
+    assert [float(seconds) for seconds, _, _ in rows] == [round(best.step_s, 3) for best in result.best]
+
+
+def test_what_is_to_be_pasted_is_the_best() -> None:
+    keys = tomllib.loads(_text(80).partition("to paste into the config\n")[2])
+    best = _result().best[0].strategy
+    assert {name: keys["parallel"].get(name, 1) for name in ("pipeline", "shard", "tensor")} == {
+        name: getattr(best, name) for name in ("pipeline", "shard", "tensor")
+    }
+    assert keys["train"]["micro_batch"] == best.micro_batch
+
+
+def test_choices_are_told_with_what_other_values_cost() -> None:
+    told = _text(120).partition("what hangs on each choice")[2]
+    result = _result()
+    for choice in result.sensitivities:
+        row = re.search(rf"^{choice.choice.replace('_', ' ')} .*$", told, flags=re.MULTILINE)
+        assert row is not None
+    tensor = next(choice for choice in result.sensitivities if choice.choice == "tensor")
+    other = next(outcome for outcome in tensor.outcomes if outcome.value != tensor.value and outcome.best)
+    assert other.best is not None
+    more = 100 * (other.best.step_s / result.best[0].step_s - 1)
+    assert f"{other.value}: {more:+.1f} %" in told
+
+
+def test_json_can_be_read_back() -> None:
+    plain = json.loads(json.dumps(search_json(_result())))
+    assert [row["step_s"] for row in plain["best"]] == sorted(row["step_s"] for row in plain["best"])
+    assert plain["best"][0]["strategy"]["tensor"] == _result().best[0].strategy.tensor
+    assert tomllib.loads(plain["best"][0]["toml"])["train"]["global_batch"] == 64
+    assert plain["fitting"] == _result().fitting
+    assert all(rule["removed"] <= rule["before"] for rule in plain["removed"])
+
+
+def test_the_page_has_every_layout_once(tmp_path: Path) -> None:
+    result, figures = _result(), search_figures(_result())
+    for figure in figures.values():
+        plotly.graph_objects.Figure(figure)
+    write_page(tmp_path / "search.html", "search", search_sections(result), figures)
+    points = [(x, y) for trace in figures["pareto"]["data"] for x, y in zip(trace["x"], trace["y"], strict=True)]
+    every = {repr(one.strategy) for one in (*result.best, *result.shapes, *result.pareto)}
+    assert len(points) == len(every)
+    front = next(trace for trace in figures["pareto"]["data"] if "line" in trace)
+    assert front["y"] == sorted(front["y"], reverse=True)  # more memory, less time
+    assert {'id="pareto"', 'id="choices"'} <= set(re.findall(r'id="\w+"', (tmp_path / "search.html").read_text()))
+
+
+def test_columns_are_what_differs() -> None:
+    one = Strategy(pipeline=2, tensor=4, micro_batch=1)
+    other = Strategy(pipeline=2, tensor=4, micro_batch=2)
+    assert split_columns([one, other]) == (
+        ["micro_batch"],
+        ["schedule", "chunks", "recompute", "tensor_overlap", "sequence_parallel"],
+    )
+    assert split_columns([Strategy()])[1] == ["micro_batch", "recompute"]
+
+
+def test_many_are_thinned_with_their_ends() -> None:
+    many = list(_result().best) * 10
+    assert len(thinned(many, 7)) == 7
+    assert thinned(many, 7)[0] is many[0] and thinned(many, 7)[-1] is many[-1]
+    assert thinned(many[:3], 7) == many[:3]
