@@ -39,7 +39,7 @@ class Machine:
 
 
 def watch(machine: Machine, rounds: int = 5) -> Stopwatch:
-    return Stopwatch(CPU, Group.alone(), rounds, machine.clock)
+    return Stopwatch(CPU, Group.alone(), rounds, clock=machine.clock)
 
 
 def test_cases_take_turns_and_the_first_run_of_each_does_not_count() -> None:

@@ -14,7 +14,6 @@ from phalanx.parallel.group import Group
 
 _LEAST_S = 0.003  # of one turn: far above what the clock and the loop take
 _MOST_CALLS = 300
-_LONG_S = 0.05  # a case that takes longer has fewer turns
 _LEAST_ROUNDS = 3
 
 
@@ -43,12 +42,14 @@ class Stopwatch:
         device: where the work is done.
         group: all ranks that measure.
         rounds: turns of each case; a long one has three at most.
+        long_s: a case that takes longer is a long one.
         clock: seconds of a CPU.
     """
 
     device: torch.device
     group: Group
     rounds: int
+    long_s: float = 0.05
     clock: Callable[[], float] = time.perf_counter
 
     def measure(self, cases: Sequence[Case]) -> list[Timing]:
@@ -69,12 +70,12 @@ class Stopwatch:
         """Calls of one turn, and turns, the same on all ranks; the first run warms up and does not count."""
         self.group.barrier()
         seconds = self._seconds(case, 1)
-        if seconds < _LONG_S:
+        if seconds < self.long_s:
             seconds = self._seconds(case, 1)
         wanted = torch.tensor([seconds], dtype=torch.float64, device=self.device)
         self.group.broadcast(wanted).wait()
         seconds = max(wanted.item(), 1e-9)
-        rounds = self.rounds if seconds < _LONG_S else min(self.rounds, _LEAST_ROUNDS)
+        rounds = self.rounds if seconds < self.long_s else min(self.rounds, _LEAST_ROUNDS)
         return round(min(_MOST_CALLS, max(1.0, _LEAST_S / seconds))), rounds
 
     def _seconds(self, case: Case, count: int) -> float:
