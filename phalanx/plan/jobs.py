@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable
 
 from phalanx.model.config import ModelConfig
 from phalanx.optim.config import Kind as Optimizer
@@ -127,9 +128,10 @@ def largest_micro_batch(share: int, fits: Callable[[int], bool]) -> int:
         share: sequences per step of one data-parallel rank.
         fits: whether a micro-batch of so many sequences fits; asked in descending order.
     """
-    return next(filter(fits, _divisors_descending(share)), 1)
+    return next(filter(fits, reversed(divisors(share))), 1)
 
 
-def _divisors_descending(number: int) -> Iterable[int]:
-    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)}, reverse=True)
+def divisors(number: int) -> list[int]:
+    """What divides `number`, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]

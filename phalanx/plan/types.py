@@ -94,7 +94,7 @@ class Model:
     def __post_init__(self) -> None:
         derived = {
             "kv_heads": self.kv_heads or self.heads,
-            "head_dim": self.head_dim or self.hidden // self.heads,
+            "head_dim": self.head_dim or self.hidden // max(self.heads, 1),  # no heads: refused where it is predicted
             "mlp_width": self.mlp_width or 4 * self.hidden,
         }
         derived["dense_mlp_width"] = self.dense_mlp_width or derived["mlp_width"]

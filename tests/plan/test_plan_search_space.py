@@ -17,10 +17,10 @@ from phalanx.core.errors import UserError
 from phalanx.model.config import ModelConfig
 from phalanx.parallel.choose import Machines, Task, choose_layout
 from phalanx.parallel.config import ParallelConfig
+from phalanx.plan.jobs import divisors
 from phalanx.plan.search.constraints import parse
 from phalanx.plan.search.options import Machine
 from phalanx.plan.search.space import NUMERIC, Space, layouts
-from phalanx.plan.search.table import divisors
 from phalanx.plan.types import Job, Model
 
 EVERYTHING = ["context_tokens=any", "imbalance=any", "inside_host=none", "recompute=none"]

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from phalanx.plan.jobs import divisors
 from phalanx.plan.search.constraints import HOST_AXES, NUMBERS, Bound, Constraints
 from phalanx.plan.search.options import Machine
-from phalanx.plan.search.table import Mask, Table, divisors, one_row
+from phalanx.plan.search.table import Mask, Table, one_row
 from phalanx.plan.types import Job
 
 AXES_UNIT = "ways to share the devices"

@@ -69,12 +69,6 @@ class Table:
         self.columns = {name: column[mask] for name, column in self.columns.items()}
 
 
-def divisors(number: int) -> list[int]:
-    """What divides `number`, ascending."""
-    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    return small + [number // n for n in reversed(small) if n * n != number]
-
-
 def one_row(values: Mapping[str, int]) -> Table:
     """A table of one row."""
     return Table({name: np.array([value], dtype=np.int64) for name, value in values.items()})

@@ -1,19 +1,35 @@
-"""Refusing what cannot be spread, before anything is computed."""
+"""Refusing what cannot be, or cannot be spread, before anything is computed."""
 
 from __future__ import annotations
 
+import math
+
 from phalanx.core.errors import UserError
 from phalanx.plan.hardware.cluster import Cluster
-from phalanx.plan.types import Job, Strategy
+from phalanx.plan.jobs import divisors
+from phalanx.plan.step.allowed import JOB, MODEL, SOFTWARE, STRATEGY
+from phalanx.plan.types import Job, Model, Strategy
 
 
 def check(job: Job, strategy: Strategy, cluster: Cluster) -> None:
-    """Whether `strategy` fits job and cluster.
+    """Whether job and strategy can be, and fit each other and the cluster.
 
     Raises:
-        UserError: it does not; names the field, its value and the cure.
+        UserError: they do not; names the field, its value and the cure.
     """
     model = job.model
+    STRATEGY.check(strategy)
+    JOB.check(job)
+    MODEL.check(model)
+    SOFTWARE.check(job.software)
+    _model(model)
+    if model.position == "learned" and job.sequence > model.max_sequence:
+        raise UserError(
+            f"the model has learned {model.max_sequence} positions",
+            cure="raise Model.max_sequence, or take shorter sequences",
+            field="Job.sequence",
+            value=job.sequence,
+        )
     _devices(strategy, cluster)
     _divides(model.heads, strategy.tensor, "parallel.tensor", "query heads")
     _divides(model.dense_mlp_width, strategy.tensor, "parallel.tensor", "columns of the MLP")
@@ -31,6 +47,27 @@ def check(job: Job, strategy: Strategy, cluster: Cluster) -> None:
         )
 
 
+def _model(model: Model) -> None:
+    _divides(model.heads, model.kv_heads, "Model.kv_heads", "query heads")
+    if not (isinstance(model.windows, tuple) and model.windows and all(map(_is_window, model.windows))):
+        cure = "give a tuple of one number of keys at least; (0,): all layers see all of the past"
+        raise UserError("are no windows", cure=cure, field="Model.windows", value=model.windows)
+    if not model.experts:
+        return
+    if model.experts_per_token > model.experts:
+        cure = f"give a number from 1 to {model.experts}, or more experts"
+        raise UserError(
+            "are more than there are", cure=cure, field="Model.experts_per_token", value=model.experts_per_token
+        )
+    if not 0 < model.capacity_factor < math.inf:
+        cure = "give a number above 0, such as 1.25"
+        raise UserError("is no capacity", cure=cure, field="Model.capacity_factor", value=model.capacity_factor)
+
+
+def _is_window(keys: object) -> bool:
+    return type(keys) is int and keys >= 0
+
+
 def _devices(strategy: Strategy, cluster: Cluster) -> None:
     if strategy.world_size > cluster.devices:
         raise UserError(
@@ -43,7 +80,7 @@ def _devices(strategy: Strategy, cluster: Cluster) -> None:
 
 def _divides(whole: int, parts: int, field: str, what: str) -> None:
     if whole % parts:
-        near = [n for n in range(1, whole + 1) if whole % n == 0]
+        near = divisors(whole)
         around = [n for n in near if n <= parts][-2:] + [n for n in near if n > parts][:2]
         raise UserError(
             f"{whole} {what} do not divide by {parts}",
