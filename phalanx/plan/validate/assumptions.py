@@ -36,6 +36,7 @@ class Setting:
         zero: of the data-parallel ranks.
         window: keys that all layers see; 0: all.
         pad_vocab: rows of the vocabulary are padded to a multiple of this times the tensor-parallel ranks.
+        model: fields of the model that a row has no column for.
         slow_hosts: those that the cluster's file has were among the hosts; else they had been removed.
         assumed: which of these are assumed, and why as they are.
     """
@@ -57,6 +58,7 @@ class Setting:
     bucket_bytes: int = 0
     pad_vocab: int = 0
     slow_hosts: bool = True
+    model: Mapping[str, object] = field(default_factory=dict)
     assumed: Mapping[str, str] = field(default_factory=dict)
 
 

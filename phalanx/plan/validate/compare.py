@@ -14,6 +14,7 @@ from phalanx.plan.hardware.load import load_cluster
 from phalanx.plan.predict import predict
 from phalanx.plan.types import Prediction
 from phalanx.plan.validate.assumptions import ALTERNATIVES, SETTINGS, Setting
+from phalanx.plan.validate.later import LATER
 from phalanx.plan.validate.jobs import cluster_of, job_of, strategy_of
 from phalanx.plan.validate.null import ideal_s, leave_one_out
 from phalanx.plan.validate.rows import TABLES, Row, read_table
@@ -73,7 +74,7 @@ def compare(setting: Setting, folder: Path = TABLES, with_spread: bool = True) -
 
 def compare_all(folder: Path = TABLES, with_spread: bool = True) -> list[TableResult]:
     """All tables of `folder` that have a setting."""
-    found = [setting for setting in SETTINGS if (folder / f"{setting.table}.csv").is_file()]
+    found = [setting for setting in (*SETTINGS, *LATER) if (folder / f"{setting.table}.csv").is_file()]
     return [compare(setting, folder, with_spread) for setting in found]
 
 

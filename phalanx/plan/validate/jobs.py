@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.hardware.load import load_cluster
@@ -12,19 +12,28 @@ from phalanx.plan.types import Job, Model, Recompute, Strategy
 from phalanx.plan.validate.assumptions import Setting
 from phalanx.plan.validate.rows import Row
 
-_RECOMPUTE: dict[str, Recompute] = {"full": "full", "selective": "attention", "none": "none"}
+_RECOMPUTE: dict[str, Recompute] = {
+    "full": "full",
+    "selective": "attention",
+    "elementwise": "elementwise",
+    "none": "none",
+}
 
 
 def job_of(row: Row, setting: Setting) -> Job:
     """What the row's step computes."""
+    further: dict[str, Any] = dict(setting.model)
     model = Model(
         layers=row.layers,
         hidden=row.hidden,
         heads=row.heads,
         vocab_rows=_padded(row.vocab, setting.pad_vocab * row.tensor),
         max_sequence=row.sequence,
+        kv_heads=row.kv_heads,
+        mlp_width=row.mlp_width,
         block=cast(Literal["serial", "parallel"], setting.block),
         windows=(setting.window,),
+        **further,
     )
     return Job(model, row.sequence, row.global_batch, setting.precision, setting.optimizer, setting.software)
 
@@ -32,15 +41,17 @@ def job_of(row: Row, setting: Setting) -> Job:
 def strategy_of(row: Row, setting: Setting) -> Strategy:
     """How the row's step was spread."""
     sequence_parallel = setting.sequence_parallel if row.sequence_parallel is None else row.sequence_parallel
+    shard = (row.shard or row.data) if setting.zero else 1
     return Strategy(
         pipeline=row.pipeline,
-        replicate=1 if setting.zero else row.data,
-        shard=row.data if setting.zero else 1,
+        replicate=row.data // shard,
+        shard=shard,
+        context=row.context,
         tensor=row.tensor,
         micro_batch=row.micro_batch or setting.micro_batch,
         chunks=row.chunks,
         schedule="interleaved_1f1b" if row.chunks > 1 else "1f1b",
-        zero=cast(Literal[0, 1], setting.zero),
+        zero=cast(Literal[0, 1, 2, 3], setting.zero),
         recompute=_RECOMPUTE.get(row.recompute, setting.recompute),
         sequence_parallel=sequence_parallel,
         tensor_overlap=setting.tensor_overlap,

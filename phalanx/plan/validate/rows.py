@@ -14,6 +14,7 @@ _COLUMNS = (
     *("row_id", "layers", "hidden", "heads", "vocab", "seq", "global_batch", "micro_batch"),
     *("n_gpus", "tp", "pp", "vpp", "dp", "recompute", "seq_parallel", "iter_time_s"),
 )
+"""Those that a table must have; kv_heads, ffn, cp and shard it may have."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,10 @@ class Row:
 
     Attributes:
         micro_batch: 0 where it is not published.
-        recompute: ``full``, ``selective``, or empty where it is not published.
+        recompute: ``full``, ``selective``, ``elementwise``, ``none``, or empty where it is not published.
         sequence_parallel: None where it is not published.
+        kv_heads, mlp_width: 0 where they follow from heads and hidden width.
+        shard: data-parallel ranks that split state; 0: all.
     """
 
     row_id: str
@@ -42,6 +45,10 @@ class Row:
     recompute: str
     sequence_parallel: bool | None
     step_s: float
+    kv_heads: int = 0
+    mlp_width: int = 0
+    context: int = 1
+    shard: int = 0
 
 
 def read_table(path: Path) -> list[Row]:
@@ -83,6 +90,10 @@ def _row(path: Path, line: dict[str, str]) -> Row:
             recompute=line["recompute"],
             sequence_parallel={"yes": True, "no": False}.get(line["seq_parallel"]),
             step_s=float(line["iter_time_s"]),
+            kv_heads=int(line.get("kv_heads") or 0),
+            mlp_width=int(line.get("ffn") or 0),
+            context=int(line.get("cp") or 1),
+            shard=int(line.get("shard") or 0),
         )
     except ValueError as error:
         raise UserError(

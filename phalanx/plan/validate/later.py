@@ -1,0 +1,224 @@
+"""Tables that were collected when the planner was done, and what they leave open: written before any was predicted.
+
+They carry no bar, and nothing of the planner was chosen with them in view. What is known of each run comes from the
+source of its table; the rest is assumed here, as by whoever would predict such a run before it is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from phalanx.plan.software import MEGATRON_2022, MEGATRON_DEEPSPEED
+from phalanx.plan.validate.assumptions import Setting
+from phalanx.plan.validate.programs import (
+    FOUNDRY,
+    FSDP,
+    FSDP_COMPILED,
+    INTERNEVO,
+    MEGATRON_CORE,
+    MEGATRON_CORE_BF16,
+)
+
+_FOLDER = Path(__file__).parent
+_LLAMA = {
+    "gated": True,
+    "position": "rotary",
+    "norm": "rms",
+    "bias": "none",
+    "dropout": False,
+    "attention_dropout": False,
+    "tie_embeddings": False,
+}
+_NEMOTRON = {**_LLAMA, "gated": False, "norm": "layer"}
+
+NEMO_GPT3 = Setting(
+    table="nemo_gpt3_175b",
+    title="NVIDIA DGX Cloud: GPT-3 175B on H100",
+    cluster="h100_400g",
+    software=replace(MEGATRON_CORE_BF16, fused_loss=False),
+    precision="bf16",
+    zero=1,
+    tensor_overlap="chunked",
+    bucket_bytes=220_000_000,
+    assumed={
+        "cluster": "hosts as NVIDIA's DGX H100",
+        "tensor_overlap": "ub_tp_comm_overlap of gpt3_175b_hydra.yaml, rings and pipelines of four",
+    },
+)
+
+NEMO_LLAMA_8B = Setting(
+    table="nemo_llama31_8b",
+    title="NVIDIA DGX Cloud: Llama 3.1 8B on H100",
+    cluster="h100_400g",
+    software=MEGATRON_CORE,
+    precision="bf16",
+    zero=1,
+    bucket_bytes=125_000_000,
+    model=_LLAMA,
+    assumed={"cluster": "hosts as NVIDIA's DGX H100", "software": "gradients summed and reduced in fp32"},
+)
+
+NEMO_LLAMA = replace(
+    NEMO_LLAMA_8B,
+    table="nemo_llama31_large",
+    title="NVIDIA DGX Cloud: Llama 3.1 70B and 405B on H100",
+    tensor_overlap="chunked",
+    assumed={**NEMO_LLAMA_8B.assumed, "tensor_overlap": "ub_tp_comm_overlap of llama3_1_70b.yaml, in four chunks"},
+)
+
+NEMO_NEMOTRON_15B = replace(
+    NEMO_LLAMA,
+    table="nemo_nemotron4_15b",
+    title="NVIDIA DGX Cloud: Nemotron-4 15B on H100",
+    bucket_bytes=100_000_000,
+    model=_NEMOTRON,
+    assumed={**NEMO_LLAMA_8B.assumed, "tensor_overlap": "ub_tp_comm_overlap of nemotron4-15b-synth.yaml"},
+)
+
+NEMO_NEMOTRON_340B = replace(
+    NEMO_LLAMA_8B,
+    table="nemo_nemotron4_340b",
+    title="NVIDIA DGX Cloud: Nemotron-4 340B on H100",
+    software=replace(MEGATRON_CORE_BF16, pipeline_overlap=False),
+    recompute="attention",
+    bucket_bytes=50_000_000,
+    model=_NEMOTRON,
+    assumed={"cluster": "hosts as NVIDIA's DGX H100"},
+)
+
+LLAMA3 = Setting(
+    table="llama3_405b",
+    title="Llama 3 405B",
+    cluster="h100_400g",
+    software=replace(MEGATRON_CORE, name="llama-3's trainer", even_stages=False),
+    precision="bf16",
+    zero=2,
+    model=_LLAMA,
+    assumed={
+        "micro_batch": "1",
+        "chunks": "4 of two layers, one layer fewer at both ends",
+        "software": "as Megatron Core; gradients in fp32 (section 3.3.2)",
+        "tensor_overlap": "none: not named among what was done",
+        "flops": "attention over all pairs counts, as torchtitan counts it",
+    },
+)
+
+FOUNDRY_H100 = Setting(
+    table="foundry_h100",
+    title="MosaicML LLM Foundry: MPT on H100",
+    cluster="h100_400g",
+    software=FOUNDRY,
+    precision="bf16",
+    sequence_parallel=False,
+    zero=3,
+    model={"dropout": False, "attention_dropout": False},
+    assumed={"cluster": "network of NVIDIA's DGX H100", "software": "loss fused, nothing else"},
+)
+
+FOUNDRY_A100 = replace(
+    FOUNDRY_H100,
+    table="foundry_a100",
+    title="MosaicML LLM Foundry: MPT on A100",
+    cluster="megascale",
+    assumed={"cluster": "1,600 Gb/s RoCE a host, as MegaScale's", "software": "loss fused, nothing else"},
+)
+
+TITAN_A100 = Setting(
+    table="torchtitan_a100",
+    title="torchtitan on A100",
+    cluster="selene",
+    software=FSDP,
+    precision="bf16",
+    sequence_parallel=False,
+    zero=3,
+    model=_LLAMA,
+    assumed={
+        "cluster": "network of NVIDIA's DGX A100",
+        "software": "without torch.compile: not named in the table",
+        "recompute": "'selective op' taken for elementwise; it computes half of the products again too",
+    },
+)
+
+TITAN_H100 = replace(
+    TITAN_A100,
+    table="torchtitan_h100",
+    title="torchtitan on H100, compiled",
+    cluster="h100_400g",
+    software=FSDP_COMPILED,
+    assumed={
+        "cluster": "H100 with 3.35 TB/s at 700 W; those had 2.4 TB/s and 500 W",
+        "recompute": TITAN_A100.assumed["recompute"],
+    },
+)
+
+TITAN_H100_EAGER = replace(
+    TITAN_H100, table="torchtitan_h100_eager", title="torchtitan on H100, not compiled", software=FSDP
+)
+
+INTERNLM = Setting(
+    table="internlm_7b",
+    title="InternLM 7B on A100",
+    cluster=str(_FOLDER / "internlm.toml"),
+    software=INTERNEVO,
+    precision="bf16",
+    sequence_parallel=False,
+    zero=1,
+    bucket_bytes=512_000_000,
+    model=_LLAMA,
+    assumed={"software": "flash-attn's kernels as those of FlashAttention-2"},
+)
+
+BLOOM_FP16 = Setting(
+    table="bloom_fp16",
+    title="BLOOM's trials, fp16",
+    cluster=str(_FOLDER / "jeanzay.toml"),
+    software=MEGATRON_DEEPSPEED,
+    precision="fp16",
+    recompute="full",
+    sequence_parallel=False,
+    zero=1,
+    model={"position": "none"},
+    assumed={"software": "as Megatron-LM in 2021, with dropout and without overlap, as vTrain's"},
+)
+
+BLOOM_BF16 = replace(
+    BLOOM_FP16,
+    table="bloom_bf16",
+    title="BLOOM's trials, bf16",
+    software=replace(MEGATRON_DEEPSPEED, gradient_bytes=4, reduce_bytes=4),
+    precision="bf16",
+    assumed={**BLOOM_FP16.assumed, "gradients": "summed and reduced in fp32"},
+)
+
+ZERO_BUBBLE = Setting(
+    table="zero_bubble_1f1b",
+    title="Zero-bubble pipelines: their 1F1B baseline",
+    cluster="selene",
+    software=replace(MEGATRON_2022, even_stages=False),
+    precision="fp16",
+    sequence_parallel=False,
+    assumed={
+        "cluster": "network of NVIDIA's DGX A100",
+        "vocabulary": "50,304: that of GPT-2, padded",
+        "software": "Megatron-LM with written scores, kept: the published memory holds them",
+    },
+)
+
+LATER: tuple[Setting, ...] = (
+    NEMO_GPT3,
+    NEMO_LLAMA_8B,
+    NEMO_LLAMA,
+    NEMO_NEMOTRON_15B,
+    NEMO_NEMOTRON_340B,
+    LLAMA3,
+    FOUNDRY_H100,
+    FOUNDRY_A100,
+    TITAN_A100,
+    TITAN_H100,
+    TITAN_H100_EAGER,
+    INTERNLM,
+    BLOOM_FP16,
+    BLOOM_BF16,
+    ZERO_BUBBLE,
+)
