@@ -17,7 +17,7 @@ from phalanx.plan.hardware.network import Network, Protocol
 from phalanx.plan.hardware.stream import Stream
 from phalanx.plan.hardware.table_gemm import TableGemm
 from phalanx.plan.hardware.toml_section import Section, read
-from phalanx.plan.types import Number, weakest
+from phalanx.plan.types import Mark, Number, weakest
 
 _HERE = Path(__file__).parent
 _DEVICE_NUMBERS = (
@@ -29,6 +29,10 @@ _DEVICE_NUMBERS = (
     "host_launch_s",
     "kernel_s",
 )
+
+
+_MANY = 10_000_000
+"""More cores or devices are none."""
 
 
 def device_names() -> tuple[str, ...]:
@@ -47,7 +51,7 @@ def load_device(name_or_path: str | Path) -> Device:
     Raises:
         UserError: there is none, or a key of its file is unknown, missing, or cannot be right in its unit.
     """
-    path = _find("devices", str(name_or_path), Path())
+    path = _find("devices", str(name_or_path), Path(), "device")
     file = read(path)
     file.expect(*_DEVICE_NUMBERS, "kind", "gemm", "attention", "stream", "sources")
     numbers = {key: file.number(key) for key in _DEVICE_NUMBERS}
@@ -75,11 +79,11 @@ def load_cluster(name_or_path: str | Path, devices: int | None = None) -> Cluste
     Raises:
         UserError: there is none, its file is refused as by `load_device`, or `devices` do not fill whole hosts.
     """
-    path = _find("clusters", str(name_or_path), Path())
+    path = _find("clusters", str(name_or_path), Path(), "--cluster")
     file = read(path)
-    count = _whole(file, "devices") if devices is None else devices
-    per_host = _whole(file, "devices_per_host")
-    device = load_device(_find("devices", _device_name(file, min(count, per_host)), path.parent))
+    given, per_host = _whole(file, "devices"), _whole(file, "devices_per_host")
+    count = given if devices is None else devices
+    device = load_device(_find("devices", _device_name(file, min(count, per_host)), path.parent, file.where("device")))
     nics, numbers = _whole(file, "nics_per_host"), _cluster_numbers(file)
     cluster = Cluster(
         name=path.stem,
@@ -87,11 +91,10 @@ def load_cluster(name_or_path: str | Path, devices: int | None = None) -> Cluste
         devices=count,
         devices_per_host=per_host,
         nics_per_host=nics,
-        links=_links(read(_find("links", file.text("links"), path.parent))),
+        links=_links(read(_find("links", file.text("links"), path.parent, file.where("links")))),
         network=_network(file.sub("network"), nics / per_host, numbers),
         numbers=numbers,
     )
-    file.raw("devices")
     file.done()
     _check_devices(cluster)
     return cluster
@@ -103,22 +106,21 @@ def _device_name(file: Section, used: int) -> str:
     if isinstance(file.raw("device"), str):
         return file.text("device")
     table = file.sub("device")
-    counts = sorted(int(key) for key in table.tree if key.isdigit())
+    counts = sorted(int(key) for key in table.tree if key.isdecimal() and int(key) > 0)
     if not counts or len(counts) < len(table.tree):
         cure = 'write device = "NAME", or device = { 1 = "NAME", 2 = "NAME" } by devices in use on a host'
         raise UserError("names no device", cure=cure, field=table.where())
     return table.text(str(next((count for count in counts if count >= used), counts[-1])))
 
 
-def _find(folder: str, name: str, beside: Path) -> Path:
+def _find(folder: str, name: str, beside: Path, field: str) -> Path:
     if name.endswith(".toml"):
         return beside / name
-    path = _HERE / folder / f"{name}.toml"
-    if not path.exists():
-        known = ", ".join(sorted(found.stem for found in (_HERE / folder).glob("*.toml")))
-        cure = f"take one of {known}, or the path of a .toml file"
-        raise UserError(f"is none of the {folder} that come with Phalanx", cure=cure, value=name)
-    return path
+    known = sorted(found.stem for found in (_HERE / folder).glob("*.toml"))
+    if name not in known:
+        cure = f"take one of {', '.join(known)}, or the path of a .toml file"
+        raise UserError(f"is none of the {folder} that come with Phalanx", cure=cure, field=field, value=name)
+    return _HERE / folder / f"{name}.toml"
 
 
 def _formats(file: Section, what: str) -> tuple[Format, ...]:
@@ -134,21 +136,18 @@ def _gemm(file: Section, form: Format, numbers: dict[str, Number]) -> TileGemm |
     table = file.sub("gemm").sub(form)
     if table.has("widths"):
         return _table_gemm(table)
-    tiles, mark, source = table.rows("tiles")
-    if len(tiles[0]) != len(fields(Tile)):
-        cure = f"write rows of {', '.join(part.name for part in fields(Tile))}"
-        raise UserError("is no list of tiles", cure=cure, field=table.where("tiles"))
+    tiles, mark, source = _tiles(table)
     gemm = TileGemm(
         peak_flops_per_s=numbers[f"peak_{form}_flops_per_s"].value,
         memory_bytes_per_s=numbers["memory_bytes_per_s"].value,
         element_bytes=2 if form == "half" else 4,
         cores=_whole(table, "cores"),
-        tiles=tuple(Tile(*row) for row in tiles),
+        tiles=tiles,
         split_ratio=table.number("split_ratio").value,
         memory_ratio=table.number("memory_ratio").value,
         softness=table.number("softness").value,
         launch_s=table.number("launch_s").value,
-        clock=Clock(*(table.number(key).value for key in ("clock_slower_ratio", "clock_from_s", "clock_to_s"))),
+        clock=_clock(table),
         correction=_correction(table),
         weight_gradient_ratio=table.number("weight_gradient_ratio").value,
         mark=weakest([mark]),
@@ -158,39 +157,53 @@ def _gemm(file: Section, form: Format, numbers: dict[str, Number]) -> TileGemm |
     return gemm
 
 
+def _tiles(table: Section) -> tuple[tuple[Tile, ...], Mark, str]:
+    rows, mark, source = table.rows("tiles")
+    if len(rows[0]) != len(fields(Tile)):
+        cure = f"write rows of {', '.join(part.name for part in fields(Tile))}"
+        raise UserError("is no list of tiles", cure=cure, field=table.where("tiles"))
+    tiles = tuple(Tile(*row) for row in rows)
+    for tile, row in zip(tiles, rows, strict=True):
+        sizes = tile.rows >= 1 and tile.columns >= 1 and tile.splits >= 1 and tile.start_columns >= 0
+        if not sizes or not 0 < tile.share <= 1:
+            cure = "give rows, columns and splits of 1 or more, a share above 0 and up to 1, and start_columns from 0"
+            raise table.refusal("is no tile", cure, "tiles", list(row))
+    return tiles, mark, source
+
+
+def _clock(table: Section) -> Clock:
+    clock = Clock(*(table.number(key).value for key in ("clock_slower_ratio", "clock_from_s", "clock_to_s")))
+    if clock.from_s >= clock.to_s:
+        cure = f"give more than clock_from_s, {clock.from_s:g}"
+        raise UserError("is no later than it begins", cure=cure, field=table.where("clock_to_s"), value=clock.to_s)
+    return clock
+
+
 def _correction(table: Section) -> LogGrid | None:
     if not table.has("correction_ratio"):
         return None
-    waves, _, _ = table.numbers("correction_waves")
-    columns, _, _ = table.numbers("correction_columns")
-    ratios, _, _ = table.rows("correction_ratio")
-    if (len(ratios), len(ratios[0])) != (len(waves), len(columns)):
-        cure = f"write {len(waves)} rows of {len(columns)}: a row for each of correction_waves"
-        raise UserError("does not fit its axes", cure=cure, field=table.where("correction_ratio"))
+    waves, columns = table.axis("correction_waves", least=2), table.axis("correction_columns", least=2)
+    ratios, _, _ = table.grid("correction_ratio", len(waves), len(columns), "correction_waves")
     return LogGrid(waves, columns, ratios)
 
 
 def _table_gemm(table: Section) -> TableGemm:
-    tokens, _, _ = table.numbers("tokens")
-    widths, _, _ = table.numbers("widths")
-    products, mark, source = table.rows("product_flops_per_s")
-    gradients, gradient_mark, _ = table.rows("weight_gradient_flops_per_s")
-    for key, rows in (("product_flops_per_s", products), ("weight_gradient_flops_per_s", gradients)):
-        if (len(rows), len(rows[0])) != (len(tokens) * len(widths), len(widths)):
-            cure = f"write {len(tokens) * len(widths)} rows of {len(widths)}: a row for each of tokens and of widths"
-            raise UserError("does not fit tokens and widths", cure=cure, field=table.where(key))
+    tokens, widths = table.axis("tokens"), table.axis("widths")
+    size = len(tokens) * len(widths), len(widths)
+    products, mark, source = table.grid("product_flops_per_s", *size, "tokens and of widths")
+    gradients, gradient_mark, _ = table.grid("weight_gradient_flops_per_s", *size, "tokens and of widths")
     table.done()
     return TableGemm(tokens, widths, products, gradients, weakest([mark, gradient_mark]), source)
 
 
 def _attention(file: Section, form: Format, numbers: dict[str, Number]) -> FusedAttention:
     table = file.sub("attention").sub(form)
-    queries, _, _ = table.numbers("queries")
-    head_dims, _, _ = table.numbers("head_dims")
-    forward, mark, source = table.rows("forward_flops_per_s")
-    backward, backward_mark, backward_source = table.rows("backward_flops_per_s")
+    queries, head_dims = table.axis("queries"), table.counts("head_dims")
+    size = len(head_dims), len(queries)
+    forward, mark, source = table.grid("forward_flops_per_s", *size, "head_dims")
+    backward, backward_mark, backward_source = table.grid("backward_flops_per_s", *size, "head_dims")
     attention = FusedAttention(
-        head_dims=tuple(int(size) for size in head_dims),
+        head_dims=head_dims,
         forward=tuple(LogCurve(queries, row) for row in forward),
         backward=tuple(LogCurve(queries, row) for row in backward),
         launch_s=numbers["kernel_s"].value,
@@ -205,8 +218,11 @@ def _stream(table: Section, numbers: dict[str, Number]) -> Stream:
     rate = table.number("bytes_per_s")
     rates = None
     if table.has("kernel_bytes"):
-        sizes, _, _ = table.numbers("kernel_bytes")
+        sizes = table.axis("kernel_bytes")
         achieved, _, _ = table.numbers("achieved_bytes_per_s")
+        if len(achieved) != len(sizes):
+            cure = f"give {len(sizes)} rates, one for each of kernel_bytes"
+            raise UserError("does not fit its axis", cure=cure, field=table.where("achieved_bytes_per_s"))
         rates = LogCurve(sizes, achieved)
     ratios = _ratios(table.sub("ratios")) if table.has("ratios") else {}
     table.done()
@@ -230,12 +246,11 @@ def _links(file: Section) -> HostLinks:
 
 
 def _group_curves(table: Section) -> GroupCurves:
-    sizes, _, _ = table.numbers("message_bytes")
-    ranks, _, _ = table.numbers("ranks")
-    rows, mark, source = table.rows("time_s")
+    sizes, ranks = table.axis("message_bytes", least=2), table.counts("ranks")
+    rows, mark, source = table.grid("time_s", len(ranks), len(sizes), "ranks")
     table.done()
     curves = tuple(LogCurve(sizes, row, grows=True) for row in rows)
-    return GroupCurves(tuple(int(count) for count in ranks), curves, mark, source)
+    return GroupCurves(ranks, curves, mark, source)
 
 
 _CLUSTER_NUMBERS = {
@@ -278,13 +293,14 @@ def _protocols(table: Section) -> tuple[Protocol, ...]:
 
 def _whole(table: Section, key: str) -> int:
     value = table.raw(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError("is no count", cure="write a whole number, 1 or more", field=table.where(key), value=value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MANY:
+        raise table.refusal("is no count", f"write a whole number from 1 to {_MANY:,}", key, value)
     return value
 
 
 def _check_devices(cluster: Cluster) -> None:
     per_host = cluster.devices_per_host
-    if cluster.devices < 1 or (cluster.devices > per_host and cluster.devices % per_host):
-        cure = f"take a multiple of {per_host}, the devices of a host, or fewer than a host has"
+    too_many = cluster.devices > _MANY
+    if too_many or cluster.devices < 1 or (cluster.devices > per_host and cluster.devices % per_host):
+        cure = f"take a multiple of {per_host}, the devices of a host, or fewer than a host has; {_MANY:,} at most"
         raise UserError("devices do not fill whole hosts", cure=cure, field="devices", value=cluster.devices)

@@ -6,6 +6,7 @@ import difflib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -21,11 +22,25 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "bytes": (1, 1e18),
     "usd_per_device_hour": (0, 1e4),
     "s": (0, 1e5),
-    "ratio": (-1, 100),
+    "ratio": (0, 100),
 }
 
-_LEAST: Mapping[str, float] = {"memory_bytes": 1e8}
-"""Where less than what a unit allows in general cannot be right either."""
+_AT_ONCE = (0, 1.0)
+_OWN: Mapping[str, tuple[float, float]] = {
+    # Where a unit in general allows what cannot be right for this key, or cannot be computed with.
+    "memory_bytes": (1e8, 1e18),
+    **dict.fromkeys(("kernel_s", "kernel_gap_s", "host_launch_s", "launch_s", "latency_s"), _AT_ONCE),
+    **dict.fromkeys(("send_latency_s", "start_s", "hop_s", "inside_hop_s", "hop_latency_s"), _AT_ONCE),
+    **dict.fromkeys(("clock_from_s", "clock_to_s", "time_s"), (1e-9, 1e5)),
+    **dict.fromkeys(("achieved_ratio", "share_ratio"), (0.001, 1)),
+    **dict.fromkeys(("rank_sigma_ratio", "slow_host_share_ratio"), (0, 1)),
+    **dict.fromkeys(("weight_gradient_ratio", "correction_ratio"), (0.001, 100)),
+    "memory_ratio": (0.01, 2),
+    "softness": (1, 100),
+}
+
+
+_LONG = 80  # characters of a value that a message shows
 
 
 def unit_of(key: str) -> str:
@@ -83,7 +98,7 @@ class Section:
         """
         value = self.raw(key)
         if not isinstance(value, str):
-            raise UserError("is no text", cure="write it in quotes", field=self.where(key), value=value)
+            raise self.refusal("is no text", "write it in quotes", key, value)
         return value
 
     def sub(self, key: str) -> Section:
@@ -95,7 +110,7 @@ class Section:
         value = self.raw(key)
         if not isinstance(value, dict):
             cure = f"write [{'.'.join(part for part in (self.path, key) if part)}] with its keys below"
-            raise UserError("is no table", cure=cure, field=self.where(key), value=value)
+            raise self.refusal("is no table", cure, key, value)
         path = f"{self.path}.{key}" if self.path else key
         return Section(self.file, value, path, self.sources)
 
@@ -116,8 +131,32 @@ class Section:
         """
         values, mark, source = self._marked(key)
         if not isinstance(values, list) or not values:
-            raise UserError("is no list", cure="write value = [.., ..]", field=self.where(key), value=values)
+            raise self.refusal("is no list", "write value = [.., ..]", key, values)
         return tuple(self._plausible(key, value) for value in values), mark, source
+
+    def axis(self, key: str, least: int = 1) -> tuple[float, ...]:
+        """Sizes that something was measured at: a list of `least` numbers or more, above 0 and ascending.
+
+        Raises:
+            UserError: as `numbers` does, or they are not.
+        """
+        values, _, _ = self.numbers(key)
+        if values[0] <= 0 or any(after <= before for before, after in pairwise(values)):
+            raise self.refusal("does not ascend from above 0", "sort it, with each value once", key, list(values))
+        if len(values) < least:
+            raise self.refusal("is too short to draw a line", f"give {least} values at least", key, list(values))
+        return values
+
+    def counts(self, key: str) -> tuple[int, ...]:
+        """An axis of whole numbers.
+
+        Raises:
+            UserError: as `axis` does, or they are none.
+        """
+        values = self.axis(key)
+        if any(value != int(value) for value in values):
+            raise self.refusal("are no whole numbers", "count them", key, list(values))
+        return tuple(int(value) for value in values)
 
     def rows(self, key: str) -> tuple[tuple[tuple[float, ...], ...], Mark, str]:
         """Rows of numbers of the same length under one mark and source.
@@ -129,8 +168,23 @@ class Section:
         is_rows = isinstance(values, list) and values and all(isinstance(row, list) and row for row in values)
         if not is_rows or len({len(row) for row in values}) > 1:
             cure = "write value = [[.., ..], [.., ..]], every row as long as the others"
-            raise UserError("is no list of equal rows", cure=cure, field=self.where(key), value=values)
+            raise self.refusal("is no list of equal rows", cure, key, values)
         return tuple(tuple(self._plausible(key, value) for value in row) for row in values), mark, source
+
+    def grid(self, key: str, height: int, width: int, of: str) -> tuple[tuple[tuple[float, ...], ...], Mark, str]:
+        """Rows as `rows` has them, of which there are as many as the axes say that they were measured over.
+
+        Args:
+            of: what there is a row for, in words.
+
+        Raises:
+            UserError: as `rows` does, or there are more or fewer.
+        """
+        rows, mark, source = self.rows(key)
+        if (len(rows), len(rows[0])) != (height, width):
+            cure = f"write {height} rows of {width}: a row for each of {of}"
+            raise UserError("does not fit its axes", cure=cure, field=self.where(key))
+        return rows, mark, source
 
     def done(self) -> None:
         """Refuse keys that nothing asked for.
@@ -142,7 +196,13 @@ class Section:
             if key not in self._asked:
                 close = difflib.get_close_matches(key, self._asked, n=1, cutoff=0.5)
                 cure = f"did you mean {close[0]}?" if close else f"take it out; known: {', '.join(sorted(self._asked))}"
-                raise UserError("is no known key", cure=cure, field=self.where(key), value=self.tree[key])
+                raise self.refusal("is no known key", cure, key, self.tree[key])
+
+    def refusal(self, problem: str, cure: str, key: str, value: object) -> UserError:
+        """The error for what stands under `key`; tables and long lists are not printed."""
+        if isinstance(value, dict | list) and len(repr(value)) > _LONG:
+            return UserError(problem, cure=cure, field=self.where(key))
+        return UserError(problem, cure=cure, field=self.where(key), value=value)
 
     def _cure_missing(self, key: str) -> str:
         close = difflib.get_close_matches(key, [k for k in self.tree if k not in self._asked], n=1, cutoff=0.5)
@@ -153,7 +213,7 @@ class Section:
         table = self.raw(key)
         shape = '{ value = .., mark = "measured|derived|assumed", source = ".." }'
         if not isinstance(table, dict):
-            raise UserError("says not how it is known", cure=f"write {shape}", field=self.where(key), value=table)
+            raise self.refusal("says not how it is known", f"write {shape}", key, table)
         inner = self.sub(key)
         value, mark, source = inner.raw("value"), inner.text("mark"), inner.text("source")
         date = inner.text("date") if inner.has("date") else ""
@@ -173,13 +233,12 @@ class Section:
 
     def _plausible(self, key: str, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UserError("is no number", cure="write it as a number", field=self.where(key), value=value)
+            raise self.refusal("is no number", "write it as a number", key, value)
         unit = unit_of(key)
-        least, most = _RANGES.get(unit, (-1e18, 1e18))
-        least = max(least, _LEAST.get(key, least))
+        least, most = _OWN.get(key) or _RANGES.get(unit, (-1e18, 1e18))
         if not least <= value <= most:
             cure = f"give it in {unit}: between {least:g} and {most:g}"
-            raise UserError(f"cannot be right in {unit}", cure=cure, field=self.where(key), value=value)
+            raise self.refusal(f"cannot be right in {unit}", cure, key, value)
         return float(value)
 
 
@@ -193,7 +252,7 @@ def read(path: Path) -> Section:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError("cannot be read", cure=f"look at the file: {error.strerror}", field=str(path)) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, no TOML, endless digits or brackets
         raise UserError(f"is no TOML: {error}", cure="correct it there", field=str(path)) from error
     top = Section(path.name, tree)
     if top.has("sources"):
