@@ -18,6 +18,7 @@ from phalanx.plan.report.plain import prediction_json
 from phalanx.plan.report.search_page import search_figures, search_sections
 from phalanx.plan.report.search_plain import search_json
 from phalanx.plan.report.search_text import search_text
+from phalanx.plan.report.text import run_line
 from phalanx.plan.score import score
 from phalanx.plan.search.constraints import parse
 from phalanx.plan.search.frontier import Costs
@@ -59,12 +60,13 @@ def search_command(
         f"(cluster {machine.name})"
     )
     if html is not None:
-        sections = [f"<h1>{title}</h1>", *search_sections(result), *prediction_sections(report)]
+        sections = [f"<h1>{title}</h1>", *search_sections(result), *prediction_sections(report, "The fastest layout")]
         write_page(html, title, sections, search_figures(result) | prediction_figures(report))
     if as_json:
         click.echo(json.dumps(search_json(result) | {"prediction_of_best": prediction_json(report)}, indent=1))
         return
     console = make_console()
-    console.print(search_text(result, title, width=console.width), highlight=False)
+    shown = search_text(result, title, run=run_line(report), width=console.width)
+    console.print(shown, highlight=False)
     if html is not None:
         console.print(f"\npage: {html}", markup=False, highlight=False, soft_wrap=True)

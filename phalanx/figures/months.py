@@ -78,7 +78,7 @@ def run_histogram(values: Sequence[float], title: str, unit: str, mark: float | 
                 | {"xanchor": "left", "yanchor": "top", "xshift": 4}
             ],
         }
-    return figure([trace], title, xaxis=axis(unit), yaxis=axis("runs"), bargap=0.02, **lines)
+    return figure([trace], title, xaxis=axis(unit), yaxis=axis("number of runs"), bargap=0.02, **lines)
 
 
 def choice_lines(rows: Sequence[Row], played: Sequence[Row], title: str, unit: str, *, is_log: bool = False) -> Figure:
@@ -112,7 +112,7 @@ def choice_lines(rows: Sequence[Row], played: Sequence[Row], title: str, unit: s
             }
         )
     across = axis(unit, type="log") if is_log else axis(unit)
-    return figure(traces, title, xaxis=across, yaxis=axis("per cent"))
+    return figure(traces, title, xaxis=across, yaxis=axis("per cent of the time"))
 
 
 def _line(rows: Sequence[Row], key: str, name: str, colour: str) -> Row:

@@ -35,7 +35,7 @@ def lost_bars(rows: Sequence[Row], ideal_step_s: float) -> Figure:
         title,
         height=150 + _ROW_PIXELS * len(rows),
         barmode="relative",
-        xaxis=axis("seconds"),
+        xaxis=axis("seconds added to a step"),
         yaxis=axis(categoryorder="array", categoryarray=column(rows, "scenario")[::-1]),
         annotations=[
             {
@@ -89,6 +89,6 @@ def queue_lines(rows: Sequence[Row], connections: int) -> Figure:
     return figure(
         traces,
         f"Queue at the fullest link after its {connections} connections start at once",
-        xaxis=axis("ms"),
-        yaxis=axis("µs to drain", type="log"),
+        xaxis=axis("ms since the start"),
+        yaxis=axis("queue, µs to drain", type="log"),
     )

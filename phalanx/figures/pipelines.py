@@ -32,7 +32,7 @@ def pipeline_timeline(table: Table, note: str = "") -> Figure:
             odd = action.stage // table.ranks % 2
             row[begin:end] = [1 + 2 * kinds.index(action.kind) + odd] * (end - begin)
             text[begin:end] = [f"{_NAMES[action.kind]} {action.micro_batch}, stage {action.stage}"] * (end - begin)
-    title = f"{table.schedule}: {timeline.bubble_fraction:.1%} of the ranks' time is waiting"
+    title = f"{table.schedule}: {100 * timeline.bubble_fraction:.1f} % of the ranks' time is waiting"
     return figure(
         [_heatmap(cells, texts, kinds), *(_legend(kind) for kind in kinds)],
         f"{title}{f' ({note})' if note else ''}",

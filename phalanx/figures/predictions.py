@@ -49,7 +49,7 @@ def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def _segment(row: Row, group: str, depth: int, color: str, total_s: float) -> Row:
     """One part as a piece of the bar of its group; pieces beside each other differ in strength."""
-    share = "hidden" if row["hidden"] else f"{row['seconds'] / total_s:.1%} of the step" if total_s else ""
+    share = "hidden" if row["hidden"] else f"{100 * row['seconds'] / total_s:.1f} % of the step" if total_s else ""
     marker: dict[str, object] = {"color": color, "opacity": 0.35 if row["hidden"] else (1.0, 0.72)[depth % 2]}
     if row["hidden"]:
         marker["pattern"] = {"shape": "/", "size": 6}

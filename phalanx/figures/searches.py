@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from phalanx.figures.style import PALETTE, Figure, Row, axis, column, figure
 
 _ROW_PIXELS = 30
+_LETTERS = 100
+"""As many have room across a figure on a screen that is not narrow."""
 
 
 def pareto_scatter(rows: Sequence[Row], limit_bytes: float) -> Figure:
@@ -55,6 +57,7 @@ def choice_costs(rows: Sequence[Row]) -> Figure:
         rows: `choice`, `value`, `more`, the ratio by which the step is longer; the best's own value has 0.
     """
     choices = list(dict.fromkeys(column(rows, "choice")))
+    most = 100 * max(column(rows, "more"), default=0.0) or 1.0
     trace = {
         "type": "scatter",
         "mode": "markers+text",
@@ -71,21 +74,23 @@ def choice_costs(rows: Sequence[Row]) -> Figure:
         [trace],
         "What hangs on each choice, the others being free",
         height=110 + _ROW_PIXELS * 2 * len(choices),
-        xaxis=axis("per cent by which a step is longer"),
+        # Labels reach beyond their points on both sides.
+        xaxis=axis("per cent by which a step is longer", range=[-0.08 * most, 1.06 * most]),
         yaxis=axis(categoryorder="array", categoryarray=choices[::-1]),
     )
 
 
 def _labels(rows: Sequence[Row]) -> list[str]:
     """The values as labels, but for those that would lie on another of the same choice; the best's is always there."""
-    room = max((row["more"] for row in rows), default=0.0) / 40
-    shown: dict[str, list[float]] = {}
+    letter = max((row["more"] for row in rows), default=0.0) / _LETTERS
+    shown: dict[str, list[tuple[float, int]]] = {}
     labels = [""] * len(rows)
     for place in sorted(range(len(rows)), key=lambda place: rows[place]["more"]):
+        text, here = str(rows[place]["value"]), rows[place]["more"]
         taken = shown.setdefault(rows[place]["choice"], [])
-        if all(abs(rows[place]["more"] - other) > room for other in taken):
-            taken.append(rows[place]["more"])
-            labels[place] = str(rows[place]["value"])
+        if all(abs(here - other) > letter * ((len(text) + length) / 2 + 1) for other, length in taken):
+            taken.append((here, len(text)))
+            labels[place] = text
     return labels
 
 
@@ -95,7 +100,7 @@ def _points(rows: Sequence[Row], name: str, look: Row) -> dict[str, object]:
         "name": name,
         "x": [row["bytes"] / 2**30 for row in rows],
         "y": column(rows, "step_s"),
-        "text": [f"{row['layout']}, MFU {row['mfu']:.1%}" for row in rows],
+        "text": [f"{row['layout']}, MFU {100 * row['mfu']:.1f} %" for row in rows],
         "hovertemplate": "%{text}<br>%{y:.3f} s, %{x:.1f} GiB<extra></extra>",
         **look,
     }

@@ -39,7 +39,7 @@ def test_a_step_is_a_bar_for_each_group_with_the_largest_first() -> None:
         ("data/gather", [0.7], ["data"]),
     ]
     assert ["pattern" in trace["marker"] for trace in figure["data"]] == [False, False, False, True]
-    assert "57.1% of the step" in figure["data"][0]["hovertemplate"]
+    assert "57.1 % of the step" in figure["data"][0]["hovertemplate"]
 
 
 def test_memory_stacks_kinds_under_the_limit() -> None:
@@ -66,7 +66,7 @@ def test_a_timeline_has_every_unit_of_every_rank(schedule: Schedule) -> None:
     assert (len(cells), len(cells[0])) == (4, timeline.length)
     waiting = sum(row.count(0) for row in cells) / (4 * timeline.length)
     assert waiting == pytest.approx(timeline.bubble_fraction)
-    assert f"{waiting:.1%}" in figure["layout"]["title"]["text"]
+    assert f"{100 * waiting:.1f} %" in figure["layout"]["title"]["text"]
 
 
 def test_planner_and_figures_import_no_torch_and_figures_no_numpy() -> None:

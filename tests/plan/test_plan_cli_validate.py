@@ -51,6 +51,19 @@ def test_of_long_tables_the_worst_rows_are_shown(tables: Path) -> None:
     assert "with other choices" not in whole.output
 
 
+def test_a_page_has_a_table_that_opens_for_each_of_them(tables: Path, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    assert _validate("--tables", str(tables), "--html", str(file)).exit_code == 0
+    page = file.read_text()
+    assert re.findall(r"<summary>([^:<]*): mean", page) == ["Korthikanti et al., table 5", "vTrain, several hosts"]
+    opened = page.partition("<details>")[2]
+    assert [opened.count(f">{row.row_id}<") for row in read_table(tables / "korthikanti_table5.csv")] == [1] * 9
+    assert len(re.findall(r">vtrain-multi-\d+<", opened)) == 12
+    figures = json.loads(re.findall(r"^const figures = (.*);$", page, flags=re.MULTILINE)[0])
+    points = {trace["name"]: len(trace["x"]) for trace in figures["errors"]["data"]}
+    assert points == {"Korthikanti et al., table 5": 9, "vTrain, several hosts": 54}
+
+
 @pytest.mark.slow
 def test_all_tables_and_the_ablation_are_told_and_written(tmp_path: Path) -> None:
     done = _validate("--no-spread", "--html", str(tmp_path / "page.html"))

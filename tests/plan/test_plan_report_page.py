@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,19 +18,22 @@ from phalanx.plan.report.page import prediction_figures, prediction_sections, wr
 
 
 class _Page(HTMLParser):
-    """Ids, what is loaded from elsewhere, and the texts of scripts."""
+    """Ids, what is loaded from elsewhere, places in the page that are linked to, and the texts of scripts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ids: list[str] = []
         self.loaded: list[str] = []
+        self.links: list[str] = []
         self.scripts: list[str] = []
         self._in_script = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
         self.ids += [given["id"] or ""] if "id" in given else []
-        self.loaded += [value or "" for name, value in attrs if name in ("src", "href")]
+        addresses = [value or "" for name, value in attrs if name in ("src", "href")]
+        self.loaded += [address for address in addresses if not address.startswith("#")]
+        self.links += [address[1:] for address in addresses if address.startswith("#")]
         self._in_script = tag == "script"
 
     def handle_endtag(self, tag: str) -> None:
@@ -51,10 +55,23 @@ def test_a_page_holds_all_it_needs(tmp_path: Path) -> None:
     write_page(tmp_path / "page.html", "a title", prediction_sections(shown), prediction_figures(shown))
     page = _read(tmp_path / "page.html")
     assert page.loaded == []
-    assert set(page.ids) == {"step", "memory", "pipeline"}
+    assert {name for name in page.ids if not name.startswith("source-")} == {"step", "memory", "pipeline"}
     figures = json.loads(re.findall(r"^const figures = (.*);$", page.scripts[-1], flags=re.MULTILINE)[0])
     assert figures == json.loads(json.dumps(prediction_figures(shown)))
     assert any(len(script) > 1_000_000 for script in page.scripts)  # plotly.js
+
+
+def test_every_source_is_told_once_and_each_part_leads_to_its_own() -> None:
+    shown = report()
+    page, text = _Page(), "".join(prediction_sections(shown))
+    page.feed(text)
+    sources = dict(re.findall(r'<li id="source-(\d+)">(.*?)</li>', text))
+    assert {f"source-{number}" for number in sources} == set(page.links)
+    prediction = shown.prediction
+    parts = [*prediction.parts, *prediction.hidden, *prediction.start_up]
+    assert sorted(map(unescape, sources.values())) == sorted({part.source for part in parts if part.seconds})
+    for mark, number in re.findall(r'<td>(\w+) <sup><a href="#source-\d+">(\d+)</a>', text):
+        assert mark in {part.mark for part in parts if part.source == unescape(sources[number])}
 
 
 def test_names_cannot_break_the_page(tmp_path: Path) -> None:

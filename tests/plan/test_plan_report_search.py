@@ -17,7 +17,7 @@ from search_costs import GPT3, FakeCosts
 from phalanx.plan.report.page import write_page
 from phalanx.plan.report.search_page import search_figures, search_sections
 from phalanx.plan.report.search_plain import search_json
-from phalanx.plan.report.search_text import axes_of, search_text, split_columns, thinned
+from phalanx.plan.report.search_text import axes_of, search_text, short_columns, short_text, split_columns, thinned
 from phalanx.plan.search.constraints import parse
 from phalanx.plan.search.options import Machine
 from phalanx.plan.search.result import SearchResult
@@ -38,11 +38,32 @@ def _text(width: int) -> str:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_it_fits_the_terminal(width: int) -> None:
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_it_fits_the_terminal_and_nothing_is_cut(width: int) -> None:
     lines = _text(width).splitlines()
     assert max(map(len, lines)) <= width
     assert not any("…" in line for line in lines)
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_whatever_the_width_every_choice_of_every_layout_is_told(width: int) -> None:
+    """Choices are columns, or words where columns have no room."""
+    result = _result()
+    differing, _ = short_columns([one.strategy for one in result.shapes])
+    assert {"schedule", "zero"} <= set(differing)
+    table = _text(width).partition("the best of each way")[2].partition("\n\n")[0]
+    told = re.split(r"\n(?= *\d+\.\d{3} )", table)[1:]
+    assert len(told) == len(result.shapes)
+    for one, row in zip(result.shapes, told, strict=True):
+        words = set(re.split(r"[\s,]+", row))
+        values = {short_text(one.strategy, name) for name in differing} - {"-", "none"}
+        assert {axes_of(one.strategy), *(word for value in values for word in value.split())} <= words
+
+
+def test_what_the_run_takes_stands_in_the_head() -> None:
+    file = io.StringIO()
+    Console(file=file, width=80, color_system=None).print(search_text(_result(), "gpt3", run="3T tokens: 9 days"))
+    assert re.search(r"^best: .*\n3T tokens: 9 days\n\nthe fastest", file.getvalue(), flags=re.MULTILINE)
 
 
 def test_layouts_come_in_order_and_with_what_they_take() -> None:

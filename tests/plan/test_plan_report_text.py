@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from plan_report_samples import part, prediction, report
 from rich.console import Console
 
 from phalanx.plan.report.plain import prediction_json
-from phalanx.plan.report.text import bar, prediction_text, seconds_text, wrapped
+from phalanx.plan.report.text import bar, prediction_text, run_line, seconds_text, wrapped
 from phalanx.plan.report.tree import make_tree, printed, pruned
 
 
@@ -48,6 +49,30 @@ def test_marks_and_sources_are_told() -> None:
     assert "vTrain's profile" not in narrow and "vTrain's profile" in wide
     rests = full.partition("what the numbers rest on")[2]
     assert "measured: all-gather of 8 GPUs, vTrain's profile of 2023-11\n    tensor/gather" in rests
+
+
+def test_what_the_run_takes_is_a_line_of_its_own() -> None:
+    line = next(line for line in _text().splitlines() if line.startswith("300B tokens: "))
+    days, hours, dollars = re.findall(r"[\d,.]+(?= days| device-hours| USD at)", line)
+    shown = report()
+    assert shown.run_s == pytest.approx(300e9 / shown.prediction.tokens_per_s)
+    assert float(days) == pytest.approx(shown.run_s / 86400, abs=0.05)
+    assert float(hours.replace(",", "")) == pytest.approx(1024 * shown.run_s / 3600, abs=0.5)
+    assert float(dollars.replace(",", "")) == pytest.approx(2 * 1024 * shown.run_s / 3600, abs=0.5)
+    assert line.endswith(" USD at 2.00 USD an hour")
+    assert run_line(replace(shown, usd_per_device_hour=None)).endswith(" device-hours")
+    assert run_line(replace(shown, total_tokens=0)) == ""
+    assert prediction_json(shown)["run_device_hours"] == shown.device_hours
+
+
+def test_sources_are_bounded_where_lines_may_have_any_length() -> None:
+    shown = report()
+    first, *others = shown.prediction.parts
+    long = replace(first, source="measured " * 50)
+    shown = replace(shown, prediction=replace(shown.prediction, parts=(long, *others)))
+    file = io.StringIO()
+    Console(file=file, width=10_000, color_system=None).print(prediction_text(shown, width=10_000))
+    assert max(map(len, file.getvalue().splitlines())) == 160
 
 
 def test_the_verdict_is_a_sentence() -> None:

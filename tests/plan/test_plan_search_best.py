@@ -211,13 +211,13 @@ def test_limits_name_the_largest_parts() -> None:
     base = FakeCosts(job).predict(Strategy())
     parts = {"compute/mlp": 5.0, "data/reduce": 0.48, "data/gather": 0.02, "pipeline/bubble": 0.9, "odd/part": 0.1}
     made = tuple(Part(path, seconds, "assumed", "") for path, seconds in parts.items())
-    prediction = replace(base, parts=made, step_s=6.5, memory=(replace(base.memory[0], parameters=78e9),))
-    words = [limit.words for limit in limits_of(prediction, 80e9)]
+    prediction = replace(base, parts=made, step_s=6.5, memory=(replace(base.memory[0], parameters=78 * 2.0**30),))
+    words = [limit.words for limit in limits_of(prediction, 80 * 2**30)]
     assert words == [
         "pipeline bubble 0.9 s of 6.5 s",
         "data-parallel tail 0.5 s of 6.5 s",
         "odd 0.1 s of 6.5 s",
-        "memory 78 of 80 GB",
+        "memory 78 of 80 GiB",
     ]
     assert len(limits_of(prediction, 200e9)) == 3
 

@@ -133,7 +133,18 @@ def _choices(choices: Sequence[Tried], unit: str) -> str:
 def stragglers_sections(question: Question, rows: Sequence[Waits]) -> list[str]:
     """What waiting costs, in HTML; `stragglers_figures` has the figure that belongs into it."""
     lines = [f'<p class="soft">{escape(line)}</p>' for line in lines_of(question, rows)]
-    return [f"<h1>{escape(title_of(question))}</h1>", *lines, place("stragglers")]
+    return [f"<h1>{escape(title_of(question))}</h1>", *lines, place("stragglers"), _waits(rows)]
+
+
+def _waits(rows: Sequence[Waits]) -> str:
+    names = ("hosts", "no slow ones", "never found", "found", "restarts", "gained")
+    heads = '<th class="n"></th>' + "".join(f'<th class="n">{name}</th>' for name in names)
+    lines = []
+    for row in rows:
+        ratios = (row.alike, row.unfound, row.found, row.restarts, row.gained)
+        cells = "".join(f'<td class="n">{text}</td>' for text in (f"{row.hosts:,}", *map(percent, ratios)))
+        lines.append(f'<tr><td class="n first">{row.devices:,} devices</td>{cells}</tr>')
+    return table(heads, lines, stacked=True)
 
 
 def stragglers_figures(rows: Sequence[Waits]) -> dict[str, Figure]:

@@ -57,7 +57,7 @@ def _lost_row(outcome: Outcome) -> dict[str, object]:
 def _scenarios(report: Report) -> str:
     heads = '<th>scenario</th><th class="n">step s</th><th class="n">longer</th>'
     heads += "".join(f'<th class="n">{cause} ms</th>' for cause in CAUSES) + "<th>why</th>"
-    return table(heads, [_scenario(report, outcome) for outcome in report.outcomes])
+    return table(heads, [_scenario(report, outcome) for outcome in report.outcomes], stacked=True)
 
 
 def _scenario(report: Report, outcome: Outcome) -> str:
@@ -66,18 +66,19 @@ def _scenario(report: Report, outcome: Outcome) -> str:
     lost = [1e3 * outcome.lost_s[cause] for cause in CAUSES]
     numbers = [*step, *(f"{milliseconds:,.1f}" if milliseconds else "" for milliseconds in lost)]
     cells = "".join(f'<td class="n">{number}</td>' for number in numbers)
-    return f'<tr><td>{escape(outcome.scenario.name)}</td>{cells}<td class="source">{escape(outcome.why)}</td></tr>'
+    name, why = escape(outcome.scenario.name), escape(outcome.why)
+    return f'<tr><td class="first">{name}</td>{cells}<td class="source">{why}</td></tr>'
 
 
 def _phases(phases: tuple[PhaseOutcome, ...]) -> str:
     names = ("ideal s", "now s", "exposed s", "asked of fullest link", "queue µs", "paused", "of fair rate")
     heads = "<th>phase</th>" + "".join(f'<th class="n">{name}</th>' for name in names) + "<th>fullest link</th>"
-    return table(heads, [_phase(phase) for phase in phases])
+    return table(heads, [_phase(phase) for phase in phases], stacked=True)
 
 
 def _phase(phase: PhaseOutcome) -> str:
     cells = "".join(f'<td class="n">{text}</td>' for text in _numbers(phase))
-    return f"<tr><td>{escape(phase.name)}</td>{cells}<td>{escape(phase.hottest)}</td></tr>"
+    return f'<tr><td class="first">{escape(phase.name)}</td>{cells}<td>{escape(phase.hottest)}</td></tr>'
 
 
 def _numbers(phase: PhaseOutcome) -> Iterator[str]:

@@ -19,6 +19,7 @@ from phalanx.plan.report.subject import MEMORY_KINDS, Report
 from phalanx.plan.report.text import (
     batch_line,
     days_text,
+    hours_text,
     layout_line,
     seconds_text,
     start_up_line,
@@ -51,22 +52,27 @@ def write_page(path: Path, title: str, sections: Sequence[str], figures: Mapping
         raise UserError(f"cannot be written ({error.strerror})", cure="give another file", value=str(path)) from None
 
 
-def prediction_sections(report: Report) -> list[str]:
-    """A prediction in HTML; `prediction_figures` has the figures that belong into it."""
+def prediction_sections(report: Report, heading: str = "") -> list[str]:
+    """A prediction in HTML; `prediction_figures` has the figures that belong into it.
+
+    Args:
+        heading: over it, on a page that has a title; else it has one of its own.
+    """
     prediction = report.prediction
-    sections = [*_head(report), _cards(report), "<h2>The step</h2>", place("step")]
-    sections.append(_parts_table(prediction))
+    sources = _Sources()
+    sections = [*_head(report, heading), _cards(report), "<h2>The step</h2>", place("step")]
+    sections.append(_parts_table(prediction, sources))
     if prediction.hidden:
-        sections += ["<h3>Hidden behind other work, not in the sum</h3>", _list_table(prediction.hidden)]
+        sections += ["<h3>Hidden behind other work, not in the sum</h3>", _list_table(prediction.hidden, sources)]
     sections += ["<h2>Memory</h2>", place("memory")]
     if prediction.strategy.pipeline > 1:
         sections += ["<h2>Pipeline</h2>", place("pipeline")]
     if prediction.start_up:
         sections += ["<h2>Start-up</h2>", f"<p>{escape(start_up_line(prediction))}</p>"]
-        sections.append(_list_table(prediction.start_up))
+        sections.append(_list_table(prediction.start_up, sources))
     if notes := (*report.remarks, *prediction.notes):
         sections += ["<h2>Notes</h2>", "<ul>", *(f"<li>{escape(note)}</li>" for note in notes), "</ul>"]
-    return sections
+    return [*sections, "<h2>What the numbers rest on</h2>", sources.listed()]
 
 
 def prediction_figures(report: Report) -> dict[str, Figure]:
@@ -116,12 +122,13 @@ def place(name: str) -> str:
     return f'<div class="figure" id="{name}"></div>'
 
 
-def _head(report: Report) -> list[str]:
+def _head(report: Report, heading: str) -> list[str]:
     prediction = report.prediction
     on = f"{prediction.devices:,} × {report.device}, cluster {prediction.cluster}"
     batch = f"{batch_line(prediction)}, {prediction.job.precision}, {prediction.job.optimizer}"
+    title = f"<h1>{escape(report.name)}: {units.count(report.parameters)} parameters on {escape(on)}</h1>"
     return [
-        f"<h1>{escape(report.name)}: {units.count(report.parameters)} parameters on {escape(on)}</h1>",
+        f"<h2>{escape(heading)}</h2>" if heading else title,
         f'<p class="soft">{escape(layout_line(prediction.strategy))}</p>',
         f'<p class="soft">{escape(batch)}</p>',
     ]
@@ -136,6 +143,8 @@ def _cards(report: Report) -> str:
     ]
     if report.run_s is not None:
         cards.append((days_text(report.run_s), f"{units.count(report.total_tokens)} tokens without a failure"))
+    if report.device_hours is not None:
+        cards.append((hours_text(report.device_hours), "device-hours for that"))
     if report.cost_usd is not None:
         cards.append((f"{report.cost_usd:,.0f} USD", f"at {report.usd_per_device_hour:.2f} USD per device and hour"))
     cells = [f'<div class="card"><b>{escape(value)}</b><span>{escape(what)}</span></div>' for value, what in cards]
@@ -143,38 +152,59 @@ def _cards(report: Report) -> str:
     return f'<div class="cards">{"".join(cells)}</div>\n{verdict}'
 
 
-def _parts_table(prediction: Prediction) -> str:
-    """The tree of parts, with what each rests on."""
+class _Sources:
+    """What numbers rest on, each told once, at the end of the page; tables refer to it by number."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def known(self, part: Part | None) -> str:
+        """A cell that says how a part is known, with the number of its source."""
+        if part is None:
+            return "<td></td>"
+        number = self._numbers.setdefault(part.source, len(self._numbers) + 1)
+        return f'<td>{part.mark} <sup><a href="#source-{number}">{number}</a></sup></td>'
+
+    def listed(self) -> str:
+        """All that were referred to."""
+        rows = (f'<li id="source-{number}">{escape(source)}</li>' for source, number in self._numbers.items())
+        return f'<ol class="soft sources">{"".join(rows)}</ol>'
+
+
+def _parts_table(prediction: Prediction, sources: _Sources) -> str:
+    """The tree of parts, with how each is known."""
     root = make_tree(prediction.parts)
     unit, texts = printed(root)
     rows = []
     for depth, node in root.walk():
         if depth:
             name = f'<td class="d{min(depth - 1, 3)}">{escape(node.name.replace("_", " "))}</td>'
-            part = node.part
-            known = (
-                f'<td>{part.mark}</td><td class="source">{escape(part.source)}</td>' if part else "<td></td><td></td>"
-            )
             share = f"{100 * node.seconds / root.seconds:.1f} %"
             numbers = f'<td class="n">{texts[id(node)]}</td><td class="n">{share}</td>'
-            rows.append(f"<tr>{name}{numbers}{known}</tr>")
+            rows.append(f"<tr>{name}{numbers}{sources.known(node.part)}</tr>")
     in_all = f'<td class="n">{texts[id(root)]}</td><td class="n">100.0 %</td>'
-    heads = f'<th>part</th><th class="n">{unit}</th><th class="n">share</th><th>how known</th><th>rests on</th>'
-    return table(heads, rows, f"<td>step</td>{in_all}<td></td><td></td>")
+    heads = f'<th>part</th><th class="n">{unit}</th><th class="n">share</th><th>how known</th>'
+    return table(heads, rows, f"<td>step</td>{in_all}<td></td>")
 
 
-def _list_table(parts: Iterable[Part]) -> str:
+def _list_table(parts: Iterable[Part], sources: _Sources) -> str:
+    """Parts beside the step, the longest first."""
     rows = [
-        f'<tr><td>{escape(part.path)}</td><td class="n">{seconds_text(part.seconds)}</td><td>{part.mark}</td>'
-        f'<td class="source">{escape(part.source)}</td></tr>'
-        for part in parts
+        f'<tr><td>{escape(part.path)}</td><td class="n">{seconds_text(part.seconds)}</td>{sources.known(part)}</tr>'
+        for part in sorted(parts, key=lambda part: -part.seconds)
         if part.seconds
     ]
-    return table('<th>part</th><th class="n">time</th><th>how known</th><th>rests on</th>', rows)
+    return table('<th>part</th><th class="n">time</th><th>how known</th>', rows)
 
 
-def table(heads: str, rows: Sequence[str], foot: str = "") -> str:
-    """A table of ready cells and rows, that can be pushed sideways on a narrow screen."""
+def table(heads: str, rows: Sequence[str], foot: str = "", *, stacked: bool = False) -> str:
+    """A table of ready cells and rows.
+
+    Args:
+        stacked: it has many columns: on a narrow screen each row is a block, under its cell of the class ``first``;
+            else the table can be pushed sideways there.
+    """
     ending = f"<tfoot><tr>{foot}</tr></tfoot>" if foot else ""
-    body = "".join(rows)
-    return f'<div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody>{ending}</table></div>'
+    kind = ' class="stack"' if stacked else ""
+    head = f"<table{kind}><thead><tr>{heads}</tr></thead>"
+    return f'<div class="wide">{head}<tbody>{"".join(rows)}</tbody>{ending}</table></div>'

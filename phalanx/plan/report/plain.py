@@ -30,6 +30,7 @@ def prediction_json(report: Report) -> dict[str, Any]:
         "model_flops_per_step": prediction.model_flops,
         "run_tokens": report.total_tokens or None,
         "run_s": report.run_s,
+        "run_device_hours": report.device_hours,
         "cost_usd": report.cost_usd,
         "fits": report.fits,
         "device_memory_bytes": report.device_memory_bytes,

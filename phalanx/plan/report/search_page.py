@@ -8,7 +8,18 @@ from html import escape
 from phalanx.figures.searches import choice_costs, pareto_scatter
 from phalanx.figures.style import Figure
 from phalanx.plan.report.page import place, table
-from phalanx.plan.report.search_text import axes_of, choices_text, limits_text, removed_lines, split_columns, value_text
+from phalanx.plan.report.search_text import (
+    axes_of,
+    choices_text,
+    limits_text,
+    numbers_of,
+    outcome_text,
+    removed_lines,
+    short_columns,
+    short_text,
+    split_columns,
+    value_text,
+)
 from phalanx.plan.report.text import seconds_text
 from phalanx.plan.search.keys import foreign, toml_keys
 from phalanx.plan.search.result import SearchResult, memory_bytes
@@ -28,7 +39,7 @@ def search_sections(result: SearchResult) -> list[str]:
         sections += ["<h3>The best of each way to share the devices</h3>", _layouts(result.shapes, result.limit_bytes)]
     sections += ["<h2>Memory and time</h2>", place("pareto")]
     if result.sensitivities:
-        sections += ["<h2>Choices</h2>", place("choices")]
+        sections += ["<h2>Choices</h2>", place("choices"), _choices(result)]
     sections += ["<h2>To paste into the config</h2>", f"<pre>{escape(toml_keys(best.job, best.strategy))}</pre>"]
     sections += [f"<p>Not possible yet: {escape(words)}</p>" for words in foreign(best.strategy)]
     if lines := removed_lines(result):
@@ -88,23 +99,31 @@ def _key(prediction: Prediction) -> str:
 
 def _layouts(predictions: Sequence[Prediction], limit_bytes: float) -> str:
     """A row for each layout, with what limits it."""
-    differing, same = split_columns([prediction.strategy for prediction in predictions])
+    differing, same = short_columns([prediction.strategy for prediction in predictions])
     names = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in differing)
     numbers = "".join(f'<th class="n">{name}</th>' for name in ("step s", "MFU", "GiB"))
     heads = f"{numbers}<th>layout</th>{names}<th>limited by</th>"
     rows = [_row(prediction, differing, limit_bytes) for prediction in predictions]
     shared = choices_text(predictions[0].strategy, same)
-    return table(heads, rows) + (f'<p class="soft">all: {escape(shared)}</p>' if shared else "")
+    return table(heads, rows, stacked=True) + (f'<p class="soft">all: {escape(shared)}</p>' if shared else "")
+
+
+def _choices(result: SearchResult) -> str:
+    """Every choice: what the best has, and how much longer a step takes with its other values."""
+    best_s = result.best[0].step_s
+    rows = []
+    for choice in result.sensitivities:
+        others = [each for each in choice.outcomes if each.value != choice.value]
+        words = ", ".join(f"{value_text(choice.choice, each.value)}: {outcome_text(each, best_s)}" for each in others)
+        name, value = choice.choice.replace("_", " "), value_text(choice.choice, choice.value)
+        if others:
+            rows.append(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td><td>{escape(words)}</td></tr>")
+    return table("<th>choice</th><th>best</th><th>others</th>", rows)
 
 
 def _row(prediction: Prediction, differing: Sequence[str], limit_bytes: float) -> str:
-    numbers = (
-        f"{prediction.step_s:.3f}",
-        f"{100 * prediction.mfu:.1f} %",
-        f"{memory_bytes(prediction) / 2**30:.1f}",
-    )
     strategy = prediction.strategy
-    choices = (escape(value_text(name, getattr(strategy, name))) for name in differing)
-    cells = [f'<td class="n">{text}</td>' for text in numbers]
-    cells += [f"<td>{text}</td>" for text in (axes_of(strategy), *choices)]
+    choices = (escape(short_text(strategy, name)) for name in differing)
+    cells = [f'<td class="n">{text}</td>' for text in numbers_of(prediction)]
+    cells += [f'<td class="first">{axes_of(strategy)}</td>', *(f"<td>{text}</td>" for text in choices)]
     return f'<tr>{"".join(cells)}<td class="source">{escape(limits_text(prediction, limit_bytes, 2))}</td></tr>'

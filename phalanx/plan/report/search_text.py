@@ -18,10 +18,16 @@ from phalanx.plan.types import Prediction, Strategy
 
 _MOST_PARETO = 10
 _MOST_OUTCOMES = 5
-_WIDE = 110
 
 _NUMBER = re.compile(r" (?=\d)")
 _HEADS = {"micro_batch": "mb", "tensor_overlap": "overlap", "context_method": "context"}
+_LIMITS = {
+    "waiting for the slowest rank": "slowest rank",
+    "tensor-parallel communication": "tensor",
+    "context-parallel communication": "context",
+    "exchange between experts": "experts",
+    "data-parallel tail": "data tail",
+}
 _SCHEDULES = {"1f1b": "1f1b", "interleaved_1f1b": "1f1b", "interleaved_zero_bubble": "zero bubble", "zbv": "zbv"}
 
 VARYING = (
@@ -39,16 +45,18 @@ VARYING = (
 """What a layout has besides its axes."""
 
 
-def search_text(result: SearchResult, name: str, *, width: int = 80) -> RenderableType:
+def search_text(result: SearchResult, name: str, *, run: str = "", width: int = 80) -> RenderableType:
     """All of a search.
 
     Args:
         name: of the model and the cluster.
+        run: what training on all tokens takes with the fastest.
         width: columns of the terminal.
     """
     best = result.best[0]
     pieces: list[RenderableType] = [
         *_head(result, name, width),
+        *([Text(wrapped(run, width))] if run else []),
         "",
         title("the fastest layouts (mb: micro-batch, x: model chunks)"),
     ]
@@ -87,6 +95,14 @@ def split_columns(strategies: Sequence[Strategy]) -> tuple[list[str], list[str]]
     return differing, same
 
 
+def short_columns(strategies: Sequence[Strategy]) -> tuple[list[str], list[str]]:
+    """As `split_columns`, with the number of chunks told together with the schedule."""
+    differing, same = split_columns(strategies)
+    differing = list(dict.fromkeys("schedule" if name == "chunks" else name for name in differing))
+    hidden = {"schedule", "chunks"} if "schedule" in differing else set()
+    return differing, [name for name in same if name not in hidden]
+
+
 def choices_text(strategy: Strategy, names: Sequence[str]) -> str:
     """``micro batch 1, schedule 1f1b``."""
     return ", ".join(f"{name.replace('_', ' ')} {value_text(name, getattr(strategy, name))}" for name in names)
@@ -99,8 +115,8 @@ def removed_lines(result: SearchResult) -> list[str]:
 
 def limits_text(prediction: Prediction, limit_bytes: float, count: int) -> str:
     """What limits a layout, in short: ``pipeline bubble 4.0 %, optimizer 0.6 %``."""
-    limits = limits_of(prediction, limit_bytes, count)
-    return ", ".join(f"{_NUMBER.split(limit.words)[0]} {100 * limit.share:.1f} %" for limit in limits[:count])
+    limits = ((_NUMBER.split(one.words)[0], one.share) for one in limits_of(prediction, limit_bytes, count)[:count])
+    return ", ".join(f"{_LIMITS.get(name, name)} {100 * share:.1f} %" for name, share in limits)
 
 
 def outcome_text(outcome: Outcome, best_s: float) -> str:
@@ -133,30 +149,59 @@ def _head(result: SearchResult, name: str, width: int) -> list[Text]:
 
 
 def _layouts(predictions: Sequence[Prediction], limit_bytes: float, width: int) -> list[RenderableType]:
-    """A row for each layout; what all have in common is said below, once."""
-    differing, same = split_columns([prediction.strategy for prediction in predictions])
-    differing = ["schedule" if name == "chunks" else name for name in differing]
-    differing = list(dict.fromkeys(differing))
-    same = [name for name in same if name not in differing and not (name == "chunks" and "schedule" in differing)]
-    limited = [("limited by", "left")] if width >= _WIDE else []
-    columns = [(_HEADS.get(name, name.replace("_", " ")), "left") for name in differing]
-    table = make_columns(
-        ("step s", "right"), ("MFU", "right"), ("GiB", "right"), ("layout", "left"), *columns, *limited
-    )
-    for prediction in predictions:
-        table.add_row(
-            f"{prediction.step_s:.3f}",
-            f"{100 * prediction.mfu:.1f} %",
-            f"{memory_bytes(prediction) / 2**30:.1f}",
-            axes_of(prediction.strategy),
-            *(_short(prediction.strategy, name) for name in differing),
-            *([limits_text(prediction, limit_bytes, 1)] if limited else []),
-        )
+    """A row for each layout; what all have in common is said below, once.
+
+    Where the terminal has no room for a column of each choice, they are one column of words.
+    """
+    differing, same = short_columns([prediction.strategy for prediction in predictions])
+    heads = ["step s", "MFU", "GiB", "layout", *(_HEADS.get(name, name.replace("_", " ")) for name in differing)]
+    rows = [
+        [*numbers_of(one), axes_of(one.strategy), *(short_text(one.strategy, name) for name in differing)]
+        for one in predictions
+    ]
+    limited = [limits_text(one, limit_bytes, 1) for one in predictions]
+    if (
+        _natural_width([[*heads, "limited by"], *([*row, words] for row, words in zip(rows, limited, strict=True))])
+        <= width
+    ):
+        heads.append("limited by")
+        rows = [[*row, words] for row, words in zip(rows, limited, strict=True)]
+    elif _natural_width([heads, *rows]) > width:
+        heads = [*heads[:4], "with"]
+        rows = [[*row[:4], _in_words(one.strategy, differing)] for row, one in zip(rows, predictions, strict=True)]
+    table = make_columns(*((head, "right" if place < 3 else "left") for place, head in enumerate(heads)))
+    table.columns[-1].no_wrap = heads[-1] != "with"
+    for row in rows:
+        table.add_row(*row)
     shared = choices_text(predictions[0].strategy, same)
     return [table, Text(wrapped(f"all: {shared}", width, "     "), style="dim")] if shared else [table]
 
 
-def _short(strategy: Strategy, name: str) -> str:
+def numbers_of(prediction: Prediction) -> tuple[str, str, str]:
+    """Seconds, MFU and GiB of a layout."""
+    return (
+        f"{prediction.step_s:.3f}",
+        f"{100 * prediction.mfu:.1f} %",
+        f"{memory_bytes(prediction) / 2**30:.1f}",
+    )
+
+
+def _natural_width(rows: Sequence[Sequence[str]]) -> int:
+    """Columns of a terminal that a table takes if nothing is folded."""
+    return sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True))
+
+
+def _in_words(strategy: Strategy, names: Sequence[str]) -> str:
+    """Choices, one after the other: ``mb 3, zero bubble x24, zero 2, recompute full``; none without effect."""
+    words = []
+    for name in names:
+        text, head = short_text(strategy, name), _HEADS.get(name, name.replace("_", " "))
+        if text not in ("-", "none"):
+            words.append(text if name == "schedule" else f"{head} {text}")
+    return ", ".join(words)
+
+
+def short_text(strategy: Strategy, name: str) -> str:
     """A choice in a narrow column; a schedule with its chunks."""
     if not _matters(strategy, name):
         return "-"

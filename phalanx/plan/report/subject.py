@@ -47,11 +47,16 @@ class Report:
         return self.total_tokens / self.prediction.tokens_per_s if self.total_tokens else None
 
     @property
+    def device_hours(self) -> float | None:
+        """Hours of that, of all devices together."""
+        return None if self.run_s is None else self.run_s / 3600 * self.prediction.devices
+
+    @property
     def cost_usd(self) -> float | None:
         """Price of that, US dollars."""
-        if self.run_s is None or self.usd_per_device_hour is None:
+        if self.device_hours is None or self.usd_per_device_hour is None:
             return None
-        return self.run_s / 3600 * self.prediction.devices * self.usd_per_device_hour
+        return self.device_hours * self.usd_per_device_hour
 
 
 MEMORY_KINDS = (

@@ -17,6 +17,7 @@ from phalanx.plan.types import Part, Prediction, Strategy
 
 _BAR = 12
 _WIDE = 110
+_WIDEST = 160
 _SMALL = 0.005
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _UNIT = re.compile(r"(\d) (s|ms|µs|%|GiB|MiB|TiB|KiB|days|tokens/s)(?!\w)")
@@ -75,18 +76,26 @@ def batch_line(prediction: Prediction) -> str:
 
 
 def step_line(report: Report) -> str:
-    """``step 6.54 s · 240,500 tokens/s · MFU 53.1 % · 300B tokens in 14.4 days``."""
+    """``step 6.54 s · 240,500 tokens/s · MFU 53.1 %``."""
     prediction = report.prediction
-    parts = [
-        f"step {seconds_text(prediction.step_s)}",
-        f"{prediction.tokens_per_s:,.0f} tokens/s",
-        f"MFU {prediction.mfu:.1%}".replace("%", " %"),
-    ]
-    if report.run_s is not None:
-        parts.append(f"{units.count(report.total_tokens)} tokens in {days_text(report.run_s)}")
+    speed = f"{prediction.tokens_per_s:,.0f} tokens/s · MFU {100 * prediction.mfu:.1f} %"
+    return f"step {seconds_text(prediction.step_s)} · {speed}"
+
+
+def run_line(report: Report) -> str:
+    """``300B tokens: 14.4 days · 355,000 device-hours · 710,000 USD at 2.00 USD an hour``; empty where not known."""
+    if report.run_s is None or report.device_hours is None:
+        return ""
+    parts = [days_text(report.run_s), f"{hours_text(report.device_hours)} device-hours"]
     if report.cost_usd is not None:
-        parts.append(f"{report.cost_usd:,.0f} USD")
-    return " · ".join(parts)
+        digits = 0 if report.cost_usd >= 100 else 2
+        parts.append(f"{report.cost_usd:,.{digits}f} USD at {report.usd_per_device_hour:.2f} USD an hour")
+    return f"{units.count(report.total_tokens)} tokens: {' · '.join(parts)}"
+
+
+def hours_text(hours: float) -> str:
+    """Whole hours, or two digits of few."""
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.2g}"
 
 
 def verdict_line(report: Report) -> str:
@@ -151,6 +160,8 @@ def _head(report: Report, width: int) -> Iterator[Text]:
     yield Text(wrapped(batch, width, " " * 8))
     yield Text("")
     yield Text(wrapped(step_line(report), width), style="bold")
+    if run := run_line(report):
+        yield Text(wrapped(run, width))
     yield Text(wrapped(verdict_line(report), width), style="green" if report.fits else "bold red")
 
 
@@ -213,8 +224,12 @@ def make_columns(*columns: tuple[str, str]) -> Table:
 
 
 def _room(labels: Iterable[str], others: int, width: int) -> int:
-    """Columns that are left for sources beside the labels and `others`; 0 where the terminal is not wide."""
-    return max(width - max(map(len, labels)) - 2 - others, 0) if width >= _WIDE else 0
+    """Columns that are left for sources beside the labels and `others`; 0 where the terminal is not wide.
+
+    Into a file or a pipe, where lines may have any length, they are bounded all the same: it is people who read them.
+    """
+    left = min(width, _WIDEST) - max(map(len, labels)) - 2 - others
+    return max(left, 0) if width >= _WIDE else 0
 
 
 def _known(room: int) -> list[tuple[str, str]]:

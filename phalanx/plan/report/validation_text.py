@@ -28,7 +28,8 @@ def validation_text(
     """
     pieces: list[RenderableType] = []
     for result in results:
-        pieces += [title(result.setting.title), *_rows(result, all_rows), *_choices(result, width), ""]
+        pieces += [title(result.setting.title), *_rows(result, all_rows)]
+        pieces += [*(Text(wrapped(line, width, "  "), "dim") for line in assumed_lines(result)), ""]
     pieces += [title("all tables; the null model is fitted to all rows of a table but the one that it predicts")]
     pieces += [_summary(results)]
     if changes:
@@ -45,60 +46,70 @@ def validation_json(results: Sequence[TableResult], changes: Sequence[Change]) -
     }
 
 
-def _rows(result: TableResult, all_rows: bool) -> list[RenderableType]:
-    """A line for each row; of long tables the worst."""
-    order = list(range(len(result.compared)))
-    shown = order
-    if len(order) > _MOST_ROWS and not all_rows:
-        worst = sorted(order, key=lambda place: -abs(result.errors[place]))[:_MOST_ROWS]
-        shown = sorted(worst)
-    table = make_columns(
-        ("row", "left"), ("devices", "right"), ("batch", "right"), ("measured s", "right"), ("predicted s", "right")
-    )
-    for name in ("error", "null model"):
-        table.add_column(name, justify="right", no_wrap=True, header_style="")
-    for place in shown:
-        one = result.compared[place]
-        null = percent(result.null_errors[place]) if len(result.null_errors) else "-"
-        numbers = (f"{one.row.devices:,}", f"{one.row.global_batch:,}", f"{one.row.step_s:.3f}")
-        table.add_row(one.row.row_id, *numbers, f"{one.prediction.step_s:.3f}", percent(one.error), null)
-    left_out = len(order) - len(shown)
-    return [table, *([Text(f"and {left_out} rows that are nearer (--rows shows all)", "dim")] if left_out else [])]
+def places_shown(result: TableResult, all_rows: bool) -> list[int]:
+    """Which rows of a table are told, in its order: of a long one the worst."""
+    every = range(len(result.compared))
+    if len(every) <= _MOST_ROWS or all_rows:
+        return list(every)
+    return sorted(sorted(every, key=lambda place: -abs(result.errors[place]))[:_MOST_ROWS])
 
 
-def _choices(result: TableResult, width: int) -> list[Text]:
+def row_cells(result: TableResult, place: int) -> tuple[str, ...]:
+    """A row: its name, devices, batch, measured and predicted seconds, error, the null model's error."""
+    one = result.compared[place]
+    null = percent(result.null_errors[place]) if len(result.null_errors) else "-"
+    numbers = (f"{one.row.devices:,}", f"{one.row.global_batch:,}", f"{one.row.step_s:.3f}")
+    return (one.row.row_id, *numbers, f"{one.prediction.step_s:.3f}", percent(one.error), null)
+
+
+def assumed_lines(result: TableResult) -> list[str]:
     """What is assumed, and what else it could be comes to."""
     lines = [f"assumed: {name}: {why}" for name, why in result.setting.assumed.items()]
     if result.spread:
         others = ", ".join(f"{name}: {100 * error:.1f} %" for name, error in result.spread.items())
         lines.append(f"mean error {100 * result.mean_error:.1f} %; with other choices: {others}")
-    return [Text(wrapped(line, width, "  "), "dim") for line in lines]
+    return lines
 
 
-def _summary(results: Iterable[TableResult]) -> Table:
-    table = make_columns(("table", "left"), ("rows", "right"), ("mean", "right"), ("max", "right"))
-    for name in ("null mean", "null max"):
-        table.add_column(name, justify="right", no_wrap=True, header_style="")
-    for result in results:
-        cells = [*_mean_and_most(result.errors), *_mean_and_most(result.null_errors)]
-        table.add_row(result.setting.title, str(len(result.compared)), *cells)
-    return table
-
-
-def _mean_and_most(errors: NDArray[np.float64]) -> tuple[str, str]:
+def mean_and_most(errors: NDArray[np.float64]) -> tuple[str, str]:
+    """Mean and largest size of some errors."""
     if not len(errors):
         return "-", "-"
     sizes = np.abs(errors)
     return f"{100 * sizes.mean():.2f} %", f"{100 * sizes.max():.1f} %"
 
 
+def ablation_cells(change: Change, *, is_first: bool) -> tuple[str, str, str, str]:
+    """Predicted and published points with what each gains; the first is what the others change."""
+    gains = ("", "") if is_first else (f"{change.gain:+.1f}", f"{change.published_gain:+.1f}")
+    return f"{change.predicted:.1f}", gains[0], f"{change.published:.1f}", gains[1]
+
+
+def _rows(result: TableResult, all_rows: bool) -> list[RenderableType]:
+    """A line for each row; of long tables the worst."""
+    shown = places_shown(result, all_rows)
+    numbers = ("devices", "batch", "measured s", "predicted s", "error", "null model")
+    table = make_columns(("row", "left"), *((name, "right") for name in numbers))
+    for place in shown:
+        table.add_row(*row_cells(result, place))
+    left_out = len(result.compared) - len(shown)
+    return [table, *([Text(f"and {left_out} rows that are nearer (--rows shows all)", "dim")] if left_out else [])]
+
+
+def _summary(results: Iterable[TableResult]) -> Table:
+    names = ("rows", "mean", "max", "null mean", "null max")
+    table = make_columns(("table", "left"), *((name, "right") for name in names))
+    for result in results:
+        cells = [*mean_and_most(result.errors), *mean_and_most(result.null_errors)]
+        table.add_row(result.setting.title, str(len(result.compared)), *cells)
+    return table
+
+
 def _ablation(changes: Sequence[Change]) -> Table:
-    table = make_columns(
-        ("change", "left"), ("predicted", "right"), ("gain", "right"), ("published", "right"), ("gain", "right")
-    )
+    names = ("predicted", "gain", "published", "gain")
+    table = make_columns(("change", "left"), *((name, "right") for name in names))
     for place, change in enumerate(changes):
-        gains = (f"{change.gain:+.1f}", f"{change.published_gain:+.1f}") if place else ("", "")
-        table.add_row(change.name, f"{change.predicted:.1f}", gains[0], f"{change.published:.1f}", gains[1])
+        table.add_row(change.name, *ablation_cells(change, is_first=place == 0))
     return table
 
 

@@ -60,7 +60,7 @@ def _memory(prediction: Prediction, limit_bytes: float) -> tuple[Limit, ...]:
     used = memory_bytes(prediction)
     if used < _FULL * limit_bytes:
         return ()
-    return (Limit(f"memory {used / 1e9:.3g} of {limit_bytes / 1e9:.3g} GB", 0.0, used / limit_bytes),)
+    return (Limit(f"memory {used / 2**30:.3g} of {limit_bytes / 2**30:.3g} GiB", 0.0, used / limit_bytes),)
 
 
 def _name(path: str) -> str:
