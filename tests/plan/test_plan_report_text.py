@@ -72,7 +72,7 @@ def test_sources_are_bounded_where_lines_may_have_any_length() -> None:
     shown = replace(shown, prediction=replace(shown.prediction, parts=(long, *others)))
     file = io.StringIO()
     Console(file=file, width=10_000, color_system=None).print(prediction_text(shown, width=10_000))
-    assert max(map(len, file.getvalue().splitlines())) == 160
+    assert 150 < max(map(len, file.getvalue().splitlines())) <= 160
 
 
 def test_the_verdict_is_a_sentence() -> None:
