@@ -29,8 +29,8 @@ def traffic(tmp_path: Path) -> Path:
     return path
 
 
-def call(*words: object) -> Result:
-    return CliRunner(env={"COLUMNS": "160"}).invoke(command, [str(word) for word in words])
+def call(*words: object, width: int = 160) -> Result:
+    return CliRunner(env={"COLUMNS": str(width)}).invoke(command, [str(word) for word in words])
 
 
 def small(traffic: Path, *words: object) -> Result:
@@ -159,3 +159,26 @@ def test_simulating_needs_no_torch(traffic: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout[-300:] + done.stderr
+
+
+def test_a_narrow_terminal_cuts_no_word_and_folds_no_number(traffic: Path) -> None:
+    command_line = ("--devices", 1024, "--traffic", traffic, "--draws", 1, "--alone")
+    lines = call(*command_line, width=80).stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    phases = lines[next(place for place, line in enumerate(lines) if line.startswith("phases of")) :]
+    assert not any(f"{word}…" in line for line in phases for word in ("fulle", "expo"))
+    row = next(line for line in phases if line.startswith("data "))
+    assert row.count(" %") + row.count("\u00a0%") == 2
+    head = next(place for place, line in enumerate(lines) if line.startswith("fabric: "))
+    assert lines[head + 1].startswith(" " * 9) and lines[head + 1].strip()
+
+
+def test_where_nothing_matters_no_bar_is_long(tmp_path: Path) -> None:
+    """Bars are of the largest loss, but of one per cent at least."""
+    path = tmp_path / "traffic.toml"
+    path.write_text(TRAFFIC.replace("1e9", "2e8"))
+    told = call("--devices", 1024, "--traffic", path, "--draws", 1).stdout
+    row = next(line for line in told.splitlines() if line.startswith("hosts scattered "))
+    percent = float(row.partition("+")[2].split()[0])
+    assert 0.1 < percent < 0.9
+    assert row.count("█") == int(10 * percent)

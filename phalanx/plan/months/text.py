@@ -28,8 +28,15 @@ def months_text(report: MonthsReport) -> RenderableType:
     pieces += ["", _heading("what happens in a run"), _counts(report.outcome)]
     pieces += ["", _heading("interval between durable checkpoints"), _choices(report.intervals, _interval_text)]
     pieces += ["", _heading("spares"), _choices(report.spares, lambda value: f"{value:.0f}")]
-    pieces += ["", *(Text(f"- {note}") for note in notes(report))]
-    return Group(*pieces)
+    return Group(*pieces, "", _listed(notes(report)))
+
+
+def _listed(lines: Iterator[str]) -> Table:
+    """A list; what does not fit goes on below its own beginning."""
+    table = Table.grid(padding=(0, 1, 0, 0))
+    for line in lines:
+        table.add_row("-", line)
+    return table
 
 
 def percent(ratio: float, digits: int = 2) -> str:
@@ -83,9 +90,13 @@ def notes(report: MonthsReport) -> Iterator[str]:
         yield "less than half of the time trains: save more often, restart faster, or have more spares"
 
 
-def _head(report: MonthsReport) -> list[Text]:
+def _head(report: MonthsReport) -> list[RenderableType]:
     first, *rest = head_lines(report)
-    return [Text(first, style="bold"), *map(Text, rest)]
+    lines = Table.grid(padding=(0, 1, 0, 0))
+    for line in rest:
+        name, _, words = line.partition(" ")
+        lines.add_row(name, words)
+    return [Text(first, style="bold"), lines]
 
 
 def _heading(text: str) -> Text:

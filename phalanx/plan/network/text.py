@@ -13,6 +13,8 @@ from phalanx.plan.network.outcome import CAUSES, Conflicts, Outcome, PhaseOutcom
 
 _BAR = 10
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
+_LEAST_FULL = 0.01
+"""A bar is full from so much on: where nothing matters, nothing looks as if it did."""
 _NARROW = 100
 _WIDE = 130
 
@@ -43,13 +45,15 @@ def _many(count: int, what: str) -> str:
     return f"{count:,} {what}{'s' * (count != 1)}"
 
 
-def _head(report: Report) -> Iterator[Text]:
+def _head(report: Report) -> Iterator[RenderableType]:
     fabric = report.outcomes[0].scenario.fabric
     hosts = report.devices // report.devices_per_host
     of_all = f" of {fabric.hosts:,}" if fabric.hosts > hosts else ""
     yield Text(f"{report.devices:,} devices on {hosts:,}{of_all} hosts (cluster {report.cluster})", style="bold")
-    yield Text(f"fabric:  {fabric_line(fabric)}")
-    yield Text(f"traffic: {report.traffic_source}, a step of {report.ideal_step_s:.3f} s on an ideal network")
+    lines = Table.grid(padding=(0, 1, 0, 0))  # what does not fit goes on below its own beginning
+    lines.add_row("fabric:", fabric_line(fabric))
+    lines.add_row("traffic:", f"{report.traffic_source}, a step of {report.ideal_step_s:.3f} s on an ideal network")
+    yield lines
 
 
 def _scenarios(report: Report, width: int) -> Table:
@@ -64,7 +68,8 @@ def _scenarios(report: Report, width: int) -> Table:
     table.add_column("why", overflow="fold", ratio=1)
     table.add_row("an ideal network", f"{report.ideal_step_s:.3f}", style="dim")
     # A link that is down costs so much more than all else that bars of the rest would vanish beside it.
-    most = max((_longer(report, one) for one in report.outcomes if not one.scenario.flap_s), default=0.0)
+    longest = max((_longer(report, one) for one in report.outcomes if not one.scenario.flap_s), default=0.0)
+    most = max(longest, _LEAST_FULL)
     for place, outcome in enumerate(report.outcomes):
         name, step, longer, bar, spread, why = _cells(report, outcome, most)
         middle = [spread] if width >= _WIDE else []
@@ -79,7 +84,7 @@ def _cells(report: Report, outcome: Outcome, most: float) -> tuple[str | Text, .
     longer = _longer(report, outcome)
     spread = "" if outcome.high_s - outcome.low_s < 1e-3 else f"{outcome.low_s:.3f} to {outcome.high_s:.3f}"
     style = "red" if longer > 0.1 else "yellow" if longer > 0.01 else "green"
-    bar = Text(_bar(longer / most if most > 0 else 0.0), style=style)
+    bar = Text(_bar(longer / most), style=style)
     return name, f"{outcome.step_s:.3f}", f"{100 * longer:+.2f} %", bar, spread, outcome.why
 
 
@@ -100,8 +105,8 @@ def _phases(outcome: Outcome) -> Table:
     heads = ("ideal s", "now s", "exposed s", "asked of fullest link", "queue µs", "paused", "of fair rate")
     table.add_column("phase", no_wrap=True)
     for head in heads:
-        table.add_column(head, justify="right")
-    table.add_column("fullest link", no_wrap=True)
+        table.add_column(head, justify="right", min_width=max(map(len, head.split())), overflow="fold")
+    table.add_column("fullest link", overflow="fold")
     for phase in outcome.phases:
         table.add_row(*_phase_cells(phase))
     causes = ", ".join(f"{cause} {1e3 * outcome.lost_s[cause]:+.1f} ms" for cause in CAUSES if outcome.lost_s[cause])
@@ -117,8 +122,8 @@ def _phase_cells(phase: PhaseOutcome) -> Iterator[str]:
     yield f"{phase.exposed_s:.4f}"
     yield f"{phase.overload:.2f} x"
     yield f"{phase.queue_s * 1e6:.0f}"
-    yield f"{100 * phase.paused_ratio:.1f} %"
-    yield f"{100 * phase.efficiency:.1f} %"
+    yield f"{100 * phase.paused_ratio:.1f}\u00a0%"
+    yield f"{100 * phase.efficiency:.1f}\u00a0%"
     yield phase.hottest
 
 
