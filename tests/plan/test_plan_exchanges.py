@@ -8,13 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.plan.communication.context import context
 from phalanx.plan.communication.data import exchange
+from phalanx.plan.communication.sharded import sharded
 from phalanx.plan.communication.tail import gather_lead_s, reduce_tail_s
 from phalanx.plan.communication.tensor import tensor
 from phalanx.plan.hardware.load import load_cluster
 from phalanx.plan.software import MEGATRON_2022, MEGATRON_2023
 from phalanx.plan.types import Job, Model, Overlap, Strategy
 from phalanx.plan.work.local import local_of
+from phalanx.plan.work.operations import Passes
 
 CLUSTER = load_cluster("selene", 512)
 JOB = Job(Model(layers=96, hidden=12288, heads=96, vocab_rows=51200, max_sequence=2048), 2048, 64)
@@ -80,3 +83,25 @@ def test_gradients_of_inputs_are_summed_beside_those_of_weights() -> None:
     )
     assert beside.forward == after.exposed.forward == after.exposed.backward_input
     assert beside.backward_input < 0.3 * beside.forward
+
+
+def test_weights_gathered_beside_computing_slow_it_down() -> None:
+    strategy = Strategy(shard=64, zero=3)
+    gather = CLUSTER.collective_s("all_gather", 1e9 * JOB.software.gather_bytes, 64, 1)
+    scatter = CLUSTER.collective_s("reduce_scatter", 1e9 * JOB.software.reduce_bytes, 64, 1)
+    long = sharded(JOB, strategy, CLUSTER, 1e9, Passes(forward=10 * gather, backward_input=10 * (gather + scatter)))
+    assert long.exposed.forward == pytest.approx(0.1 * gather)
+    assert long.exposed.backward_input == pytest.approx(0.1 * (gather + scatter))
+    short = sharded(JOB, strategy, CLUSTER, 1e9, Passes(forward=gather / 10))
+    assert short.exposed.forward == pytest.approx(0.9 * gather + 0.1 * gather / 10)
+    assert short.exposed.forward + short.hidden.forward == pytest.approx(gather)
+    assert sharded(JOB, Strategy(shard=64), CLUSTER, 1e9, Passes()).exposed.total == 0
+
+
+def test_keys_that_travel_beside_attention_slow_it_down() -> None:
+    strategy = Strategy(context=2, sequence_parallel=False)
+    local = local_of(JOB, strategy)
+    send = CLUSTER.send_s(local.tokens * 2 * 12288 * 2, 1)
+    found = context(strategy, CLUSTER, local, Passes(forward=20 * send, backward_input=40 * send))
+    assert found.exposed.forward == pytest.approx(0.1 * send)
+    assert found.exposed.forward + found.hidden.forward == pytest.approx(send)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx.plan.communication.covered import Covered
+from phalanx.plan.communication.covered import Covered, beside
 from phalanx.plan.hardware.cluster import Cluster
-from phalanx.plan.hardware.either import functions
 from phalanx.plan.types import Floats, Strategy
 from phalanx.plan.work.local import Local
 from phalanx.plan.work.operations import Passes
@@ -13,9 +12,10 @@ from phalanx.plan.work.operations import Passes
 def context(strategy: Strategy, cluster: Cluster, local: Local, attention: Passes) -> Covered:
     """The exchanges of one layer whose attention takes `attention` seconds.
 
-    Ring: in each of ``context - 1`` hops, a rank sends the keys and values that it has while it attends to them;
-    backward their gradients travel too (Liu et al., arXiv 2310.01889). All to all: q, k, v before attention and the
-    result after it change from a split sequence to split heads (Ulysses, arXiv 2309.14509); nothing covers that.
+    Ring: in each of ``context - 1`` hops, a rank sends the keys and values that it has while it attends to them, which
+    slows attention down; backward their gradients travel too (Liu et al., arXiv 2310.01889). All to all: q, k, v before
+    attention and the result after it change from a split sequence to split heads (Ulysses, arXiv 2309.14509); nothing
+    covers that.
     """
     if isinstance(strategy.context, int) and strategy.context == 1:
         return Covered()
@@ -44,5 +44,5 @@ def _ring(strategy: Strategy, cluster: Cluster, num_bytes: Floats, attention_s: 
     """Exposed and hidden seconds of one turn of the ring."""
     send = cluster.send_s(num_bytes, strategy.tensor)
     hops = strategy.context - 1
-    shown = hops * functions(send, attention_s).largest(send - attention_s / strategy.context, 0.0)
+    shown = hops * beside(send, attention_s / strategy.context)
     return shown, hops * send - shown

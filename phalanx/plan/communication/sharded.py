@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx.plan.communication.covered import Covered
+from phalanx.plan.communication.covered import Covered, beside
 from phalanx.plan.hardware.cluster import Cluster
-from phalanx.plan.hardware.either import functions
 from phalanx.plan.types import Floats, Job, Strategy
 from phalanx.plan.work.operations import Passes
 
@@ -13,7 +12,7 @@ def sharded(job: Job, strategy: Strategy, cluster: Cluster, weights: Floats, com
     """The exchanges of one layer of `weights` elements per rank that computes for `computing` seconds.
 
     Weights are gathered for the forward and again for the backward pass, while the layer before computes; gradients are
-    scattered while the next one does (arXiv 1910.02054, section 7.2).
+    scattered while the next one does (arXiv 1910.02054, section 7.2), which slows that computing down.
     """
     if strategy.zero != 3:
         return Covered()
@@ -22,10 +21,6 @@ def sharded(job: Job, strategy: Strategy, cluster: Cluster, weights: Floats, com
     scatter = cluster.collective_s("reduce_scatter", weights * job.software.reduce_bytes, ranks, strategy.tensor)
     if not job.software.data_overlap:
         return Covered(Passes(gather, 0.0, gather + scatter, 0.0), collectives=Passes(1, 0, 2, 0))
-    forward, backward = _left(gather, computing.forward), _left(gather + scatter, computing.backward)
+    forward, backward = beside(gather, computing.forward), beside(gather + scatter, computing.backward)
     hidden = Passes(gather - forward, 0.0, gather + scatter - backward, 0.0)
     return Covered(Passes(forward, 0.0, backward, 0.0), hidden, Passes(1, 0, 2, 0))
-
-
-def _left(exchange_s: Floats, computing_s: Floats) -> Floats:
-    return functions(exchange_s, computing_s).largest(exchange_s - computing_s, 0.0)

@@ -10,17 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.plan.communication.covered import Covered
+from phalanx.plan.communication.covered import OVERLAP_SLOWDOWN, Covered, beside
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.hardware.either import functions
 from phalanx.plan.types import Floats, Job, Strategy
 from phalanx.plan.work.local import Local
 from phalanx.plan.work.operations import Passes
-
-OVERLAP_SLOWDOWN = 0.1
-"""Assumed share by which a matrix product slows down beside a collective, which takes about a tenth of a device's cores
-(NCCL's 8 to 16 channels of 108 to 132 multiprocessors)."""
-
 
 FUSED_OVERLAP = 0.63
 """Mean share of an exchange that a fused kernel hides between devices with NVLink (Flux, arXiv 2406.06858: A100 0.63,
@@ -78,17 +73,11 @@ def _backward(job: Job, cluster: Cluster, local: Local, each: Floats) -> Floats:
     inputs = _inputs(job, local)
     if not job.software.tensor_backward_overlap:
         return len(inputs) * each
-    return sum(_beside(each, _weight_gradient_s(job, cluster, local, rows)) for rows in inputs)
+    return sum(beside(each, _weight_gradient_s(job, cluster, local, rows)) for rows in inputs)
 
 
 def _weight_gradient_s(job: Job, cluster: Cluster, local: Local, rows: Floats) -> Floats:
     return cluster.device.gemm_s(rows, job.model.hidden, local.tokens, precision=job.precision, weight_gradient=True)
-
-
-def _beside(exchange_s: Floats, product_s: Floats) -> Floats:
-    """Exposed seconds of an exchange beside a product, which it slows down."""
-    f = functions(exchange_s, product_s)
-    return f.largest(exchange_s - product_s, 0.0) + OVERLAP_SLOWDOWN * f.least(exchange_s, product_s)
 
 
 def _forward(job: Job, strategy: Strategy, cluster: Cluster, local: Local, gather: Floats, scatter: Floats) -> Floats:
@@ -130,7 +119,7 @@ def _chunked(pair: _Pair, chunks: int) -> Floats:
     The first (or last) chunk's exchange has nothing beside it; after that the longer of the two is waited for, never
     more than one after the other.
     """
-    f, beside = functions(pair.exchange_s, pair.chunked_s), 1 - 1 / chunks
-    slowed = pair.chunked_s + OVERLAP_SLOWDOWN * f.least(pair.exchange_s, pair.chunked_s) * beside
-    overlapped = pair.exchange_s / chunks + f.largest(pair.exchange_s, slowed) * beside + slowed / chunks
+    f, most = functions(pair.exchange_s, pair.chunked_s), 1 - 1 / chunks
+    slowed = pair.chunked_s + OVERLAP_SLOWDOWN * f.least(pair.exchange_s, pair.chunked_s) * most
+    overlapped = pair.exchange_s / chunks + f.largest(pair.exchange_s, slowed) * most + slowed / chunks
     return f.least(overlapped - pair.product_s, pair.exchange_s)
