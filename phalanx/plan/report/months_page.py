@@ -54,7 +54,7 @@ def months_figures(report: MonthsReport) -> dict[str, Figure]:
     ettr = (100 * outcome.samples.ettr).tolist()
     figures = {
         "parts": time_shares(shares),
-        "runs": run_histogram(ettr, "Effective time of the runs", "per cent", 100 * report.form.ettr),
+        "runs": run_histogram(ettr, "Effective time of the runs", "per cent of the time", 100 * report.form.ettr),
         "intervals": choice_lines(
             list(_rows(story, _interval_values(report), with_interval)),
             list(_played(report.intervals)),

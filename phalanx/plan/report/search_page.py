@@ -117,8 +117,9 @@ def _choices(result: SearchResult) -> str:
         words = ", ".join(f"{value_text(choice.choice, each.value)}: {outcome_text(each, best_s)}" for each in others)
         name, value = choice.choice.replace("_", " "), value_text(choice.choice, choice.value)
         if others:
-            rows.append(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td><td>{escape(words)}</td></tr>")
-    return table("<th>choice</th><th>best</th><th>others</th>", rows)
+            cells = f'<td class="first">{escape(name)}</td><td class="source">{escape(value)}</td>'
+            rows.append(f'<tr>{cells}<td class="source">{escape(words)}</td></tr>')
+    return table("<th>choice</th><th>best</th><th>others</th>", rows, stacked=True)
 
 
 def _row(prediction: Prediction, differing: Sequence[str], limit_bytes: float) -> str:
