@@ -37,6 +37,9 @@ class Setting:
         window: keys that all layers see; 0: all.
         pad_vocab: rows of the vocabulary are padded to a multiple of this times the tensor-parallel ranks.
         model: fields of the model that a row has no column for.
+        attention_ratio: how much longer than the device's curves say the program's attention takes, forward and
+            backward: older kernels than those that the curves are of.
+        blocking_launches: the host waits for the end of each kernel before it launches the next one.
         slow_hosts: those that the cluster's file has were among the hosts; else they had been removed.
         assumed: which of these are assumed, and why as they are.
     """
@@ -59,6 +62,8 @@ class Setting:
     pad_vocab: int = 0
     slow_hosts: bool = True
     model: Mapping[str, object] = field(default_factory=dict)
+    attention_ratio: tuple[float, float] = (1.0, 1.0)
+    blocking_launches: bool = False
     assumed: Mapping[str, str] = field(default_factory=dict)
 
 

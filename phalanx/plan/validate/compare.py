@@ -14,8 +14,8 @@ from phalanx.plan.hardware.load import load_cluster
 from phalanx.plan.predict import predict
 from phalanx.plan.types import Prediction
 from phalanx.plan.validate.assumptions import ALTERNATIVES, SETTINGS, Setting
-from phalanx.plan.validate.later import LATER
 from phalanx.plan.validate.jobs import cluster_of, job_of, strategy_of
+from phalanx.plan.validate.later import ALTERNATIVES_LATER, LATER
 from phalanx.plan.validate.null import ideal_s, leave_one_out
 from phalanx.plan.validate.rows import TABLES, Row, read_table
 
@@ -85,7 +85,7 @@ def _compared(row: Row, setting: Setting) -> Compared:
 def _spread(setting: Setting, rows: list[Row]) -> dict[str, float]:
     """Mean absolute error with one choice at a time made otherwise."""
     found = {}
-    for name, values in ALTERNATIVES.get(setting.table, {}).items():
+    for name, values in {**ALTERNATIVES, **ALTERNATIVES_LATER}.get(setting.table, {}).items():
         for value in values:
             otherwise: dict[str, Any] = {name: value}
             changed = replace(setting, **otherwise)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Literal, cast
 
+from phalanx.plan.hardware.attention import FusedAttention
 from phalanx.plan.hardware.cluster import Cluster
+from phalanx.plan.hardware.device import Device
 from phalanx.plan.hardware.load import load_cluster
 from phalanx.plan.types import Job, Model, Recompute, Strategy
 from phalanx.plan.validate.assumptions import Setting
@@ -63,7 +65,11 @@ def strategy_of(row: Row, setting: Setting) -> Strategy:
 def cluster_of(row: Row, setting: Setting) -> Cluster:
     """Where the row was measured."""
     cluster = replace(_cluster(setting.cluster), devices=row.devices)
-    return cluster if setting.slow_hosts else _screened(cluster)
+    if not setting.slow_hosts:
+        cluster = _screened(cluster)
+    if setting.attention_ratio != (1.0, 1.0) or setting.blocking_launches:
+        cluster = replace(cluster, device=_device(setting))
+    return cluster
 
 
 def _screened(cluster: Cluster) -> Cluster:
@@ -72,7 +78,32 @@ def _screened(cluster: Cluster) -> Cluster:
     return replace(cluster, numbers={**cluster.numbers, key: replace(cluster.number(key), value=0.0)})
 
 
-@lru_cache(maxsize=8)
+@dataclass(frozen=True)
+class _OlderAttention(FusedAttention):
+    """Kernels that take longer than those that were measured: `ratio` times, forward and backward."""
+
+    ratio: tuple[float, float] = (1.0, 1.0)
+
+    def seconds(self, flops: Any, queries: Any, head_dim: int, backward: bool = False) -> Any:
+        """Time of `flops` of one pass over `queries` positions."""
+        return super().seconds(flops * self.ratio[backward], queries, head_dim, backward)
+
+
+def _device(setting: Setting) -> Device:
+    """The cluster's device as the table's program used it."""
+    device = _cluster(setting.cluster).device
+    if setting.blocking_launches:
+        gap = replace(device.number("kernel_gap_s"), value=device.host_launch_s * setting.software.host_factor)
+        device = replace(device, numbers={**device.numbers, "kernel_gap_s": gap})
+    older = {
+        form: _OlderAttention(**{each.name: getattr(curves, each.name) for each in fields(curves)}, ratio=ratio)
+        for ratio in (setting.attention_ratio,)
+        for form, curves in device.attentions.items()
+    }
+    return replace(device, attentions=older)
+
+
+@lru_cache(maxsize=32)
 def _cluster(name_or_path: str) -> Cluster:
     return load_cluster(name_or_path)
 

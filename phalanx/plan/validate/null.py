@@ -18,10 +18,16 @@ _LEAST = 4
 
 
 def published_flops(job: Job) -> float:
-    """FLOPs of a step as the publications count them: attention over all pairs, no recompute (arXiv 2104.04473)."""
-    model, width = job.model, job.model.hidden
-    scale = 1 + job.sequence / (6 * width) + model.vocab_rows / (12 * model.layers * width)
-    return 72.0 * job.tokens * model.layers * width**2 * scale
+    """FLOPs of a step as the publications count them: attention over all pairs, no recompute.
+
+    For GPT-3's shape that is ``72 B s L h^2 (1 + s/6h + V/12hL)`` (arXiv 2104.04473).
+    """
+    model = job.model
+    width, rows = model.hidden, model.heads * model.head_dim
+    projections = width * (2 * rows + 2 * model.kv_heads * model.head_dim)
+    mlp = (3 if model.gated else 2) * width * model.mlp_width
+    each = 6.0 * (projections + mlp) + 12.0 * job.sequence * rows
+    return job.tokens * (model.layers * each + 6.0 * model.vocab_rows * width)
 
 
 def ideal_s(job: Job, strategy: Strategy, peak_flops_per_s: float) -> float:

@@ -30,11 +30,12 @@ MEGATRON_CORE_BF16 = replace(
 )
 
 FSDP_COMPILED = Software(
-    # PyTorch's fully sharded data parallelism: fp32 shards, weights gathered in bf16, gradients reduced in fp32 after
-    # every micro-batch, onto the shard; torch.compile fuses what is elementwise.
+    # PyTorch's fully sharded data parallelism: fp32 shards, weights gathered in bf16; after every micro-batch whole
+    # bf16 gradients become fp32 and are divided before they are reduced onto the shard (_reduce_grad in
+    # torch/distributed/fsdp/_runtime_utils.py), which moves as much as adding them to fp32 sums; torch.compile fuses
+    # what is elementwise.
     name="pytorch-fsdp, compiled",
     fused_elementwise=True,
-    fused_gradients=True,
     residual_bytes=2,
     gather_bytes=2,
     sent_bytes=2,
@@ -59,7 +60,7 @@ FOUNDRY = replace(
 )
 
 INTERNEVO = Software(
-    # InternLM's trainer: flash-attn's fused layers, rotation and loss; bf16 gradients summed and reduced in bf16, beside
+    # InternLM's trainer: flash-attn's fused layers, rotation and loss; bf16 gradients summed and reduced in bf16 beside
     # the passes (configs/7B_sft.py: overlap_sync_grad, overlap_sync_param), fp32 masters.
     name="internevo",
     fused_elementwise=True,
