@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import phalanx
 from phalanx.plan.predict import predict
 from phalanx.plan.validate.assumptions import SETTINGS
 from phalanx.plan.validate.compare import TableResult, compare
@@ -121,3 +124,10 @@ def test_published_flops_are_those_of_the_publications() -> None:
     ):
         row = read_table(TABLES / f"{table}.csv")[0]
         assert published_flops(job_of(row, setting)) / row.global_batch == pytest.approx(flops, rel=0.003)
+
+
+def test_tables_are_part_of_what_is_installed() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["phalanx"]
+    names = [path.relative_to(Path(phalanx.__file__).parent) for path in TABLES.iterdir()]
+    assert names and all(any(name.match(pattern) for pattern in patterns) for name in names)
