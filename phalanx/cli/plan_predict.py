@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -19,7 +20,12 @@ from phalanx.plan.report.page import prediction_figures, prediction_sections, wr
 from phalanx.plan.report.plain import prediction_json
 from phalanx.plan.report.subject import Report
 from phalanx.plan.report.text import prediction_text
-from phalanx.plan.types import Prediction
+from phalanx.plan.score import score
+from phalanx.plan.search.frontier import Costs
+from phalanx.plan.search.options import Machine
+from phalanx.plan.search.relief import reliefs
+from phalanx.plan.step.layers import Known
+from phalanx.plan.types import Job, Prediction
 from phalanx.train.config import RunConfig
 
 _DOES_NOT_FIT = 1
@@ -44,6 +50,9 @@ def predict_command(
     machine = load_asked(cluster, devices_of(loaded, devices))
     planned = as_program(plan_of(loaded, machine), software)
     report = report_with(predict(planned.job, planned.strategy, machine), config.stem, planned, machine)
+    if not report.fits:
+        costs = costs_of(planned.job, machine)
+        report = replace(report, reliefs=reliefs(planned.job, planned.strategy, Machine.of(machine), costs))
     if html is not None:
         write_page(html, f"{report.name} on {machine.name}", prediction_sections(report), prediction_figures(report))
     if as_json:
@@ -57,6 +66,15 @@ def predict_command(
             console.print("\n--search looks for layouts that fit", markup=False, highlight=False)
     if not report.fits:
         sys.exit(_DOES_NOT_FIT)
+
+
+def costs_of(job: Job, machine: Cluster) -> Costs:
+    """Bounds and predictions of any layout of a job on a cluster; what predictions have in common is kept."""
+    known: Known = {}
+    return Costs(
+        lambda strategy: score(job, strategy, machine),
+        lambda strategy: predict(job, strategy, machine, known),
+    )
 
 
 def load_asked(name: str | None, devices: int) -> Cluster:

@@ -7,24 +7,20 @@ from pathlib import Path
 
 import click
 
-from phalanx.cli.plan_predict import load_asked, report_with
+from phalanx.cli.plan_predict import costs_of, load_asked, report_with
 from phalanx.cli.planning import as_program, devices_of, job_to_search
 from phalanx.cli.tables import make_console
 from phalanx.core import units
 from phalanx.core.config import load
-from phalanx.plan.predict import predict
 from phalanx.plan.report.page import prediction_figures, prediction_sections, write_page
 from phalanx.plan.report.plain import prediction_json
 from phalanx.plan.report.search_page import search_figures, search_sections
 from phalanx.plan.report.search_plain import search_json
 from phalanx.plan.report.search_text import search_text
 from phalanx.plan.report.text import run_line
-from phalanx.plan.score import score
 from phalanx.plan.search.constraints import parse
-from phalanx.plan.search.frontier import Costs
 from phalanx.plan.search.options import Machine
 from phalanx.plan.search.search import search
-from phalanx.plan.step.layers import Known
 from phalanx.train.config import RunConfig
 
 
@@ -48,12 +44,7 @@ def search_command(
     loaded = load(RunConfig, config, overrides).value
     machine = load_asked(cluster, devices_of(loaded, devices))
     searched = as_program(job_to_search(loaded, machine), software)
-    known: Known = {}
-    costs = Costs(
-        lambda strategy: score(searched.job, strategy, machine),
-        lambda strategy: predict(searched.job, strategy, machine, known),
-    )
-    result = search(searched.job, Machine.of(machine), costs, asked, top)
+    result = search(searched.job, Machine.of(machine), costs_of(searched.job, machine), asked, top)
     report = report_with(result.best[0], config.stem, searched, machine)
     title = (
         f"{config.stem}: {units.count(searched.parameters)} parameters on {machine.devices:,} x {machine.device.name} "

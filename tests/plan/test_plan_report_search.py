@@ -6,6 +6,7 @@ import io
 import json
 import re
 import tomllib
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -17,10 +18,18 @@ from search_costs import GPT3, FakeCosts
 from phalanx.plan.report.page import write_page
 from phalanx.plan.report.search_page import search_figures, search_sections
 from phalanx.plan.report.search_plain import search_json
-from phalanx.plan.report.search_text import axes_of, search_text, short_columns, short_text, split_columns, thinned
+from phalanx.plan.report.search_text import (
+    axes_of,
+    others_text,
+    search_text,
+    short_columns,
+    short_text,
+    split_columns,
+    thinned,
+)
 from phalanx.plan.search.constraints import parse
 from phalanx.plan.search.options import Machine
-from phalanx.plan.search.result import SearchResult
+from phalanx.plan.search.result import Outcome, SearchResult
 from phalanx.plan.search.search import search
 from phalanx.plan.types import Job, Strategy
 
@@ -94,6 +103,20 @@ def test_choices_are_told_with_what_other_values_cost() -> None:
     assert other.best is not None
     more = 100 * (other.best.step_s / result.best[0].step_s - 1)
     assert f"{other.value}: {more:+.1f} %" in told
+
+
+def test_values_with_which_nothing_fits_are_told_together() -> None:
+    best = _result().best[0]
+    slower, nothing = replace(best, step_s=1.031 * best.step_s), float("inf")
+    outcomes = [
+        Outcome(8, None, nothing, True, 1e12, None),
+        Outcome(2, slower, slower.step_s, True, 1e10, None),
+        Outcome(16, None, nothing, True, 1e12, None),
+        Outcome(4, None, 1.2 * best.step_s, False, 1e10, None),
+    ]
+    told = "2: +3.1 %, 4: at least +20.0 %, if it fits, do not fit: 8, 16"
+    assert others_text("tensor", outcomes, best.step_s) == told
+    assert others_text("tensor", outcomes[:1], best.step_s) == "does not fit: 8"
 
 
 def test_json_can_be_read_back() -> None:

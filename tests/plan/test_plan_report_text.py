@@ -14,6 +14,7 @@ from plan_report_samples import part, prediction, report
 from rich.console import Console
 
 from phalanx.plan.report.plain import prediction_json
+from phalanx.plan.report.subject import MEMORY_KINDS
 from phalanx.plan.report.text import bar, prediction_text, run_line, seconds_text, wrapped
 from phalanx.plan.report.tree import make_tree, printed, pruned
 
@@ -92,6 +93,19 @@ def test_of_many_pipeline_ranks_those_that_tell_something_are_shown() -> None:
         "1",
         "2",
     ]
+
+
+def test_memory_of_one_small_rank_is_told_in_a_unit_that_suits_it() -> None:
+    shown = report(1)
+    (rank,) = shown.prediction.memory
+    small = (replace(rank, **{kind: getattr(rank, kind) / 1024 for kind in MEMORY_KINDS}),)
+    file = io.StringIO()
+    text = prediction_text(replace(shown, prediction=replace(shown.prediction, memory=small)))
+    Console(file=file, width=80, color_system=None).print(text)
+    told = file.getvalue().partition("\nmemory, MiB\n")[2]
+    rows = dict(re.findall(r"^([a-z ]+?) +([\d.]+)$", told, flags=re.MULTILINE))
+    assert float(rows["in all"]) == pytest.approx(51.0)
+    assert sum(map(float, rows.values())) == pytest.approx(2 * 51.0, abs=0.05)
 
 
 def test_json_has_units_in_its_keys_and_adds_up() -> None:

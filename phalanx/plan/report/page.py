@@ -15,7 +15,7 @@ from phalanx.figures.pipelines import pipeline_timeline
 from phalanx.figures.predictions import memory_bars, step_breakdown
 from phalanx.figures.style import Figure
 from phalanx.parallel.pipeline.tables import make_table
-from phalanx.plan.report.subject import MEMORY_KINDS, Report
+from phalanx.plan.report.subject import MEMORY_KINDS, Report, changed_settings
 from phalanx.plan.report.text import (
     batch_line,
     days_text,
@@ -65,6 +65,8 @@ def prediction_sections(report: Report, heading: str = "") -> list[str]:
     if prediction.hidden:
         sections += ["<h3>Hidden behind other work, not in the sum</h3>", _list_table(prediction.hidden, sources)]
     sections += ["<h2>Memory</h2>", place("memory")]
+    if report.reliefs:
+        sections += ["<h3>On the same ranks it fits with</h3>", _reliefs_table(report)]
     if prediction.strategy.pipeline > 1:
         sections += ["<h2>Pipeline</h2>", place("pipeline")]
     if prediction.start_up:
@@ -195,6 +197,19 @@ def _list_table(parts: Iterable[Part], sources: _Sources) -> str:
         if part.seconds
     ]
     return table('<th>part</th><th class="n">time</th><th>how known</th>', rows)
+
+
+def _reliefs_table(report: Report) -> str:
+    """Settings that make it fit, with what they cost."""
+    rows = []
+    for one in report.reliefs:
+        more = f"{100 * (one.step_s / report.prediction.step_s - 1):+.1f} %"
+        numbers = (f"{max(rank.total for rank in one.memory) / 2**30:,.1f}", f"{one.step_s:,.3f}", more)
+        cells = "".join(f'<td class="n">{number}</td>' for number in numbers)
+        settings = escape(changed_settings(report.prediction.strategy, one.strategy))
+        rows.append(f'<tr>{cells}<td class="first">{settings}</td></tr>')
+    heads = "".join(f'<th class="n">{name}</th>' for name in ("GiB", "step s", "longer"))
+    return table(f"{heads}<th>settings</th>", rows, stacked=True)
 
 
 def table(heads: str, rows: Sequence[str], foot: str = "", *, stacked: bool = False) -> str:

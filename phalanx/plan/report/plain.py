@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from typing import Any
 
-from phalanx.plan.report.subject import MEMORY_KINDS, Report
-from phalanx.plan.types import Model, Part, RankMemory, Strategy
+from phalanx.plan.report.subject import MEMORY_KINDS, Report, changed_settings
+from phalanx.plan.types import Model, Part, Prediction, RankMemory, Strategy
 
 VERSION = 1
 """Grows when a key goes or changes its meaning; new keys leave it as it is."""
@@ -38,8 +38,15 @@ def prediction_json(report: Report) -> dict[str, Any]:
         "hidden": [part_json(part) for part in prediction.hidden],
         "memory": [memory_json(rank) for rank in prediction.memory],
         "start_up": [part_json(part) for part in prediction.start_up],
+        "reliefs": [_relief(report, one) for one in report.reliefs],
         "notes": [*report.remarks, *prediction.notes],
     }
+
+
+def _relief(report: Report, one: Prediction) -> dict[str, Any]:
+    settings = changed_settings(report.prediction.strategy, one.strategy)
+    fullest = max(float(rank.total) for rank in one.memory)
+    return {"settings": settings, "step_s": one.step_s, "fullest_bytes": fullest}
 
 
 def part_json(part: Part) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from phalanx.plan.report.search_text import (
     choices_text,
     limits_text,
     numbers_of,
-    outcome_text,
+    others_text,
     removed_lines,
     short_columns,
     short_text,
@@ -114,7 +114,7 @@ def _choices(result: SearchResult) -> str:
     rows = []
     for choice in result.sensitivities:
         others = [each for each in choice.outcomes if each.value != choice.value]
-        words = ", ".join(f"{value_text(choice.choice, each.value)}: {outcome_text(each, best_s)}" for each in others)
+        words = others_text(choice.choice, others, best_s)
         name, value = choice.choice.replace("_", " "), value_text(choice.choice, choice.value)
         if others:
             cells = f'<td class="first">{escape(name)}</td><td class="source">{escape(value)}</td>'

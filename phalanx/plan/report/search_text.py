@@ -120,12 +120,22 @@ def limits_text(prediction: Prediction, limit_bytes: float, count: int) -> str:
 
 
 def outcome_text(outcome: Outcome, best_s: float) -> str:
-    """``4 +3.1 %``: how much longer a step takes with this value, everything else being at its best."""
+    """``+3.1 %``: how much longer a step takes with a value, everything else being at its best."""
     if outcome.best is None:
-        return "does not fit"
+        return f"at least {100 * max(outcome.lower_s / best_s - 1, 0.0):+.1f} %, if it fits"
     more = outcome.best.step_s / best_s - 1
     about = "" if outcome.proven else "at most "
     return "same" if abs(more) < 5e-4 else f"{about}{100 * more:+.1f} %"
+
+
+def others_text(name: str, outcomes: Sequence[Outcome], best_s: float) -> str:
+    """What other values of a choice cost, and last, together, those with which nothing fits."""
+    known = [each for each in outcomes if each.best is not None or not each.proven]
+    words = [f"{value_text(name, each.value)}: {outcome_text(each, best_s)}" for each in known]
+    too_full = [value_text(name, each.value) for each in outcomes if each not in known]
+    if too_full:
+        words.append(f"do not fit: {', '.join(too_full)}" if len(too_full) > 1 else f"does not fit: {too_full[0]}")
+    return ", ".join(words)
 
 
 def thinned(predictions: Sequence[Prediction], most: int = _MOST_PARETO) -> list[Prediction]:
@@ -244,12 +254,12 @@ def _sensitivities(result: SearchResult, width: int) -> Table:
     rows = []
     for choice in result.sensitivities:
         name = choice.choice
-        others = [f"{value_text(name, each.value)}: {outcome_text(each, best_s)}" for each in _nearest(choice)]
-        rows += [(name.replace("_", " "), value_text(name, choice.value), ", ".join(others))] if others else []
+        others = others_text(name, _nearest(choice), best_s)
+        rows += [(name.replace("_", " "), value_text(name, choice.value), others)] if others else []
     room = width - sum(max(len(row[column]) for row in rows) + 2 for column in (0, 1)) - 2 if rows else width
     table = make_columns(("choice", "left"), ("best", "left"), ("others", "left"))
-    for name, value, others_text in rows:
-        table.add_row(name, value, wrapped(others_text, max(room, 20)))
+    for name, value, others in rows:
+        table.add_row(name, value, wrapped(others, max(room, 20)))
     return table
 
 

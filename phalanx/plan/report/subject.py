@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.plan.types import Prediction, RankMemory
+from phalanx.plan.jobs import settings_of
+from phalanx.plan.types import Prediction, RankMemory, Strategy
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Report:
         total_tokens: of the whole run; 0: not known.
         usd_per_device_hour: price; None: not known.
         remarks: about the layout, such as why it was chosen.
+        reliefs: where it does not fit, layouts on the same ranks that do, the fastest first.
     """
 
     prediction: Prediction
@@ -30,6 +32,7 @@ class Report:
     total_tokens: int = 0
     usd_per_device_hour: float | None = None
     remarks: tuple[str, ...] = ()
+    reliefs: tuple[Prediction, ...] = ()
 
     @property
     def fullest(self) -> RankMemory:
@@ -57,6 +60,15 @@ class Report:
         if self.device_hours is None or self.usd_per_device_hour is None:
             return None
         return self.device_hours * self.usd_per_device_hour
+
+
+def changed_settings(old: Strategy, new: Strategy) -> str:
+    """What to give on the command line to come from one layout to another on the same ranks."""
+    before, after = settings_of(old), settings_of(new)
+    changed = {key: value for key, value in after.items() if before.get(key) != value}
+    if new.zero != old.zero:
+        changed["parallel.zero"] = int(new.zero)
+    return " ".join(f"{key}={value}" for key, value in changed.items())
 
 
 MEMORY_KINDS = (

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.core import units
-from phalanx.plan.report.subject import MEMORY_KINDS, Report, pipeline_ranks_shown
+from phalanx.plan.report.subject import MEMORY_KINDS, Report, changed_settings, pipeline_ranks_shown
 from phalanx.plan.report.tree import Node, make_tree, marks_of, precision_of, printed, pruned
 from phalanx.plan.types import Part, Prediction, Strategy
 
@@ -35,9 +35,11 @@ def prediction_text(report: Report, *, width: int = 80, sources: bool = False) -
     pieces.append(_step_table(prediction, width, 0.0 if sources else _SMALL))
     if prediction.hidden:
         pieces += ["", title("hidden behind other work, not in the sum"), _hidden_table(prediction.hidden, width)]
-    pieces += ["", title("memory by pipeline rank, GiB"), _memory_table(report)]
+    pieces += ["", title(_memory_title(report)), _memory_table(report)]
     if prediction.start_up:
         pieces += ["", Text(wrapped(start_up_line(prediction), width))]
+    if report.reliefs:
+        pieces += ["", title("on the same ranks it fits with"), _relief_table(report)]
     if notes := (*report.remarks, *prediction.notes):
         pieces += ["", *(Text(wrapped(f"- {note}", width, "  ")) for note in notes)]
     if sources:
@@ -198,20 +200,43 @@ def _hidden_table(parts: tuple[Part, ...], width: int) -> Table:
     return table
 
 
+def _memory_title(report: Report) -> str:
+    by_rank = " by pipeline rank" if len(report.prediction.memory) > 1 else ""
+    return f"memory{by_rank}, {_memory_unit(report)[0]}"
+
+
+def _memory_unit(report: Report) -> tuple[str, int]:
+    """The unit that suits the fullest rank, and its bytes."""
+    return ("GiB", 2**30) if report.fullest.total >= 2**30 else ("MiB", 2**20)
+
+
 def _memory_table(report: Report) -> Table:
     ranks = report.prediction.memory
     shown = pipeline_ranks_shown(ranks)
-    heads = [
-        f"{rank.pipeline_rank}{' (fullest)' if rank is report.fullest and len(ranks) > 1 else ''}" for rank in shown
-    ]
-    table = make_columns(("", "left"), *((head, "right") for head in heads))
+    unit = _memory_unit(report)[1]
+    heads = [f"{rank.pipeline_rank}{' (fullest)' if rank is report.fullest else ''}" for rank in shown]
+    table = make_columns(("", "left"), *((head, "right") for head in (heads if len(ranks) > 1 else [""])))
     for kind in MEMORY_KINDS:
         values = [getattr(rank, kind) for rank in shown]
         if any(values):
-            table.add_row(kind.replace("_", " "), *(f"{value / 2**30:,.2f}" for value in values))
-    table.add_row("in all", *(f"{rank.total / 2**30:,.2f}" for rank in shown), style="bold")
+            table.add_row(kind.replace("_", " "), *(f"{value / unit:,.2f}" for value in values))
+    table.add_row("in all", *(f"{rank.total / unit:,.2f}" for rank in shown), style="bold")
     shares = (rank.total / report.device_memory_bytes for rank in shown)
-    table.add_row(f"of {report.device_memory_bytes / 2**30:,.1f}", *(f"{100 * share:.0f} %" for share in shares))
+    table.add_row(f"of {report.device_memory_bytes / unit:,.1f}", *(f"{100 * share:.0f} %" for share in shares))
+    table.show_header = len(ranks) > 1
+    return table
+
+
+def _relief_table(report: Report) -> Table:
+    """Settings that make it fit, with what they cost."""
+    table = make_columns(("GiB", "right"), ("step s", "right"), ("longer", "right"), ("settings", "left"))
+    table.columns[-1].no_wrap = False
+    for one in report.reliefs:
+        full = max(rank.total for rank in one.memory) / 2**30
+        more = f"{100 * (one.step_s / report.prediction.step_s - 1):+.1f} %"
+        table.add_row(
+            f"{full:,.1f}", f"{one.step_s:,.3f}", more, changed_settings(report.prediction.strategy, one.strategy)
+        )
     return table
 
 
