@@ -105,7 +105,9 @@ def _phases(outcome: Outcome) -> Table:
     heads = ("ideal s", "now s", "exposed s", "asked of fullest link", "queue µs", "paused", "of fair rate")
     table.add_column("phase", no_wrap=True)
     for head in heads:
-        table.add_column(head, justify="right", min_width=max(map(len, head.split())), overflow="fold")
+        # Neither a word nor a number is folded.
+        least = max(len("100.0 %") * (head in ("paused", "of fair rate")), *map(len, head.split()))
+        table.add_column(head, justify="right", min_width=least, overflow="fold")
     table.add_column("fullest link", overflow="fold")
     for phase in outcome.phases:
         table.add_row(*_phase_cells(phase))
@@ -122,8 +124,8 @@ def _phase_cells(phase: PhaseOutcome) -> Iterator[str]:
     yield f"{phase.exposed_s:.4f}"
     yield f"{phase.overload:.2f} x"
     yield f"{phase.queue_s * 1e6:.0f}"
-    yield f"{100 * phase.paused_ratio:.1f}\u00a0%"
-    yield f"{100 * phase.efficiency:.1f}\u00a0%"
+    yield f"{100 * phase.paused_ratio:.1f} %"
+    yield f"{100 * phase.efficiency:.1f} %"
     yield phase.hottest
 
 
