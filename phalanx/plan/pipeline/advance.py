@@ -9,6 +9,7 @@ Ends are worked out as what they are beyond the rank's own work, which leaves on
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -29,29 +30,38 @@ _ROWS = 64
 
 
 def run_grid(grid: Grid, repetitions: int, durations: Array, delays: Array) -> tuple[Array, Array]:
-    """When the actions of a step end, for several sets of costs: by cell of the grid's head, and of its tail, and set.
+    """When the actions in the cells `grid.early` and in `grid.late` end, by cell and set, for several sets of costs.
 
     Args:
         repetitions: of `grid.repeat`.
         durations: of every code and of no action, by set.
         delays: of a message over every boundary and of no message, by set.
     """
-    ranks, sets = grid.orders.ranks, durations.shape[1]
-    head = _advance(np.zeros((ranks, sets)), grid.head, 1, ranks, durations, delays)
+    ranks, sets, early = grid.orders.ranks, durations.shape[1], len(grid.early)
+    head = _Slack.of(grid.head, 1, ranks, ranks, durations, delays)
+    begin = np.zeros((ranks, sets))
     if grid.repeat is None:
-        return head, head
-    window = _repeat(head[-grid.window :], grid.repeat, repetitions, ranks, durations, delays)
-    return head, _advance(window, grid.tail, 1, ranks, durations, delays)
+        ends = head.ends(begin, np.concatenate([grid.early, grid.late]))
+        return ends[:early], ends[early:]
+    last = np.arange(len(grid.head.codes) - grid.window, len(grid.head.codes))
+    ends = head.ends(begin, np.concatenate([grid.early, last]))
+    window = _repeat(ends[early:], grid.repeat, repetitions, ranks, durations, delays)
+    tail = _Slack.of(grid.tail, 1, grid.window, ranks, durations, delays)
+    return ends[:early], tail.ends(window, grid.late)
 
 
 def _repeat(window: Array, rows: Rows, rounds: int, ranks: int, durations: Array, delays: Array) -> Array:
     """The window after `rounds` more rounds."""
-    seen = window[None]
+    seen, cells = window[None], len(rows.codes)
     step = 1
+    slack = None
     while rounds:
         step = min(step, rounds)
-        ends = _advance(seen[-1], rows, step, ranks, durations, delays)
-        seen = np.concatenate([seen[-_LONGEST:], ends.reshape(step, -1, window.shape[1])[:, -len(window) :]])
+        if slack is None or slack.times != step:
+            slack = _Slack.of(rows, step, len(window), ranks, durations, delays)
+        last = np.arange(cells - len(window), cells) + np.arange(0, step * cells, cells)[:, None]
+        ends = slack.ends(seen[-1], last.ravel())
+        seen = np.concatenate([seen[-_LONGEST:], ends.reshape(step, *window.shape)])
         rounds -= step
         window = seen[-1]
         settled = _settled(seen, rounds)
@@ -60,7 +70,7 @@ def _repeat(window: Array, rows: Rows, rounds: int, ranks: int, durations: Array
             jumps, rest = divmod(rounds, lag)
             window = seen[rest - lag - 1] + (jumps + 1) * growth
             break
-        step = min(2 * step, max(1, _ROWS * ranks // len(rows.codes)))
+        step = min(2 * step, max(1, _ROWS * ranks // cells))
     return window
 
 
@@ -77,25 +87,54 @@ def _settled(seen: Array, rounds: int) -> tuple[int, Array] | None:
     return (len(growth) - int(found[-1]), (least + most)[found[-1]] / 2) if len(found) else None
 
 
-def _advance(window: Array, rows: Rows, times: int, ranks: int, durations: Array, delays: Array) -> Array:
-    """The ends of all cells of `rows`, `times` times after one another, after those in `window`."""
-    cells, sets = len(rows.codes), window.shape[1]
-    sources = rows.sources
-    if times > 1:
-        sources = (sources + np.arange(0, times * cells, cells)[:, None]).ravel()
-    adds = np.tile(durations[rows.codes], (times, 1))
-    work: Array = np.cumsum(adds.reshape(-1, ranks, sets), axis=0).reshape(-1, sets)
-    slack = np.concatenate([np.zeros_like(window), work])[sources]
-    slack += np.tile(delays[rows.messages], (times, 1))
-    slack += adds
-    slack -= work
-    if ranks * sets >= _WIDE:
-        work += _row_by_row(window, sources, slack, ranks)
-        return work
-    listed = rows.listed if times == 1 else sources.tolist()
-    for one in range(sets):
-        work[:, one] += _cell_by_cell(window[:, one].tolist(), listed, slack[:, one].tolist(), ranks)
-    return work
+@dataclass(frozen=True, eq=False)
+class _Slack:
+    """Rows of cells, `times` times after one another, ready to be worked out from the ends in their window.
+
+    Attributes:
+        ranks: cells of a row.
+        sources: as in `Rows`.
+        work: of the rank up to each cell's end, by cell and set.
+        slack: from a cell's source to the cell, beyond the work of both their ranks, by cell and set.
+    """
+
+    rows: Rows
+    times: int
+    ranks: int
+    sources: Indices
+    work: Array
+    slack: Array
+
+    @classmethod
+    def of(cls, rows: Rows, times: int, window: int, ranks: int, durations: Array, delays: Array) -> _Slack:
+        """Behind a window of so many cells."""
+        cells, sets = len(rows.codes), durations.shape[1]
+        sources, adds, waits = rows.sources, durations.take(rows.codes, axis=0), delays.take(rows.messages, axis=0)
+        if times > 1:
+            sources = (sources + np.arange(0, times * cells, cells)[:, None]).ravel()
+            adds, waits = np.tile(adds, (times, 1)), np.tile(waits, (times, 1))
+        done = np.zeros((window + times * cells, sets))  # nothing up to the window
+        work = done[window:]
+        np.cumsum(adds.reshape(-1, ranks, sets), axis=0, out=work.reshape(-1, ranks, sets))
+        slack = done.take(sources, axis=0)
+        slack += waits
+        slack += adds
+        slack -= work
+        return cls(rows, times, ranks, sources, work, slack)
+
+    def ends(self, window: Array, cells: Indices) -> Array:
+        """When the actions in some cells end, by cell and set."""
+        sets = window.shape[1]
+        if self.ranks * sets >= _WIDE:
+            beyond = _row_by_row(window, self.sources, self.slack, self.ranks)[cells]
+        else:
+            beyond = np.array([self._one_by_one(window, one, cells.tolist()) for one in range(sets)]).T
+        return self.work[cells] + beyond
+
+    def _one_by_one(self, window: Array, one: int, cells: list[int]) -> list[float]:
+        sources = self.rows.listed if self.times == 1 else self.sources.tolist()
+        ends = _cell_by_cell(window[:, one].tolist(), sources, self.slack[:, one].tolist(), self.ranks)
+        return [ends[cell] for cell in cells]
 
 
 def _row_by_row(window: Array, sources: Indices, slack: Array, ranks: int) -> Array:

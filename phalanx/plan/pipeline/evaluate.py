@@ -35,25 +35,28 @@ def evaluate_few(ranks: int, micro_batches: int, costs: StageCosts) -> StepTime:
 
 
 def _evaluate(schedule: Schedule, grid: Grid, repetitions: int, micro_batches: int, costs: StageCosts) -> StepTime:
-    parts = _parts(grid, costs)
-    crossed = _crossed(grid, costs)
-    sends = np.concatenate([crossed, [0.0, 0.0], crossed, np.zeros(grid.orders.stages + 1)]) * costs.blocking
-    sets = _sets(schedule, parts, crossed, sends)
-    durations, delays = (np.stack(columns, axis=1) for columns in zip(*sets.values(), strict=True))
-    head, tail = run_grid(grid, repetitions, durations, delays)
-    ends = tail[grid.ends]
-    ends[:, 0] -= sends[grid.orders.codes[:, -1]]
-    spans = dict(zip(sets, ends.max(axis=0).tolist(), strict=True))
-    stages = grid.orders.stages_of
-    last = grid.orders.last_part * grid.orders.stages + stages
+    orders, parts = grid.orders, _parts(grid, costs)
+    crossed = np.where(orders.crosses, costs.send_s, 0.0)
+    sends = _sends(crossed, blocking=costs.blocking)
+    names, durations, delays = _sets(schedule, parts, crossed, sends)
+    early, late = run_grid(grid, repetitions, durations, delays)
+    stages = orders.stages_of
+    last = orders.last_part * orders.stages + stages
+    by_stage = (orders.ranks, orders.chunks)
+    ends = late[orders.stages :]
+    ends[:, 0] -= sends[orders.codes[:, -1]]
+    spans = dict(zip(names, ends.max(axis=0).tolist(), strict=True))
+    both_ways = np.zeros(orders.stages)
+    both_ways[:-1] = crossed
+    both_ways[1:] += crossed
     return StepTime(
         **_shares(schedule, grid, parts, spans, micro_batches),
         span_s=spans["given"],
-        sent_s=micro_batches * (np.append(crossed, 0.0) + np.append(0.0, crossed))[stages].sum(axis=1),
+        sent_s=micro_batches * both_ways[stages].sum(axis=1),
         end_s=ends[:, 0],
-        first_forward_begin_s=head[grid.first_forward, 0] - durations[stages, 0],
-        first_backward_end_s=head[grid.first_backward, 0] - sends[last],
-        last_backward_end_s=tail[grid.last_backward, 0] - sends[last],
+        first_forward_begin_s=early[: orders.stages, 0].reshape(by_stage) - durations[stages, 0],
+        first_backward_end_s=early[orders.stages :, 0].reshape(by_stage) - sends[last],
+        last_backward_end_s=late[: orders.stages, 0].reshape(by_stage) - sends[last],
         in_flight=grid.in_flight,
     )
 
@@ -67,12 +70,12 @@ def _shares(
     if schedule == "zbv":
         even = spans["even"]
     else:
-        even = float(even_span(schedule, ranks, chunks, micro_batches, *parts.mean(axis=1)))
-    free = spans.get("free", spans["given"])
+        even = float(even_span(schedule, ranks, chunks, micro_batches, *parts.mean(axis=1).tolist()))
+    free, mean = spans.get("free", spans["given"]), float(busy.mean())
     return {
         "busy_s": busy,
-        "bubble_s": np.full(ranks, even - busy.mean()),
-        "imbalance_s": free - even + busy.mean() - busy,
+        "bubble_s": np.full(ranks, even - mean),
+        "imbalance_s": free - even + mean - busy,
         "sends_s": np.full(ranks, spans["given"] - free),
     }
 
@@ -93,24 +96,28 @@ def _parts(grid: Grid, costs: StageCosts) -> Array:
     return parts
 
 
-def _crossed(grid: Grid, costs: StageCosts) -> Array:
-    """Seconds of a message over every boundary; none where both sides are on one rank."""
-    rank_of = grid.orders.rank_of
-    return np.where(rank_of[1:] != rank_of[:-1], costs.send_s, 0.0)
+def _sends(crossed: Array, *, blocking: bool) -> Array:
+    """What is added to the duration of every code, and of none, for sending."""
+    stages = len(crossed) + 1
+    sends = np.zeros(3 * stages + 1)
+    if blocking:
+        sends[: stages - 1] = sends[stages + 1 : 2 * stages] = crossed
+    return sends
 
 
-def _sets(schedule: Schedule, parts: Array, crossed: Array, sends: Array) -> dict[str, tuple[Array, Array]]:
+def _sets(schedule: Schedule, parts: Array, crossed: Array, sends: Array) -> tuple[list[str], Array, Array]:
     """Durations and delays of the step as it is; with free messages; and with equal stages too, if no formula has it.
 
-    Args:
-        sends: what is added to the duration of every code for sending.
+    Returns:
+        names of these sets; durations by code and set; delays by boundary and set.
     """
     stages = parts.shape[1]
-    none = np.zeros(len(crossed) + 1)
-    free = np.append(parts, 0.0)
-    sets = {"given": (free + sends, none if sends.any() else np.append(crossed, 0.0))}
-    if crossed.any():
-        sets["free"] = free, none
+    names = ["given", *(["free"] if crossed.any() else []), *(["even"] if schedule == "zbv" else [])]
+    durations, delays = np.zeros((3 * stages + 1, len(names))), np.zeros((stages, len(names)))
+    durations[:-1] = parts.reshape(-1, 1)
+    durations[:, 0] += sends
+    if not sends.any():
+        delays[:-1, 0] = crossed
     if schedule == "zbv":
-        sets["even"] = np.append(np.repeat(parts.mean(axis=1), stages), 0.0), none
-    return sets
+        durations[:-1, -1] = np.repeat(parts.mean(axis=1), stages)
+    return names, durations, delays

@@ -64,6 +64,16 @@ class Grid:
     ends: Indices
     in_flight: Indices
 
+    @cached_property
+    def early(self) -> Indices:
+        """Cells of the head: `first_forward`, then `first_backward`, flat."""
+        return np.concatenate([self.first_forward.ravel(), self.first_backward.ravel()])
+
+    @cached_property
+    def late(self) -> Indices:
+        """Cells of the tail, or without one of the head: `last_backward`, flat, then `ends`."""
+        return np.concatenate([self.last_backward.ravel(), self.ends])
+
 
 def make_grid(schedule: Schedule, ranks: int, chunks: int, micro_batches: int) -> tuple[Grid, int]:
     """The rows of a step, and how often those of `Grid.repeat` come in it.

@@ -50,6 +50,11 @@ class Orders:
         """The stages of each rank, in the order of the model, by rank and chunk."""
         return np.argsort(self.rank_of, kind="stable").reshape(self.ranks, self.chunks)
 
+    @cached_property
+    def crosses(self) -> NDArray[np.bool_]:
+        """Which boundaries between stages lie between two ranks."""
+        return np.not_equal(self.rank_of[1:], self.rank_of[:-1])
+
     @property
     def last_part(self) -> int:
         """The part after which a micro-batch's gradients are complete."""
