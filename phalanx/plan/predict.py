@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.memory import rank_memory
 from phalanx.plan.step.check import check
 from phalanx.plan.step.constants import constants
-from phalanx.plan.step.exchange import DataTime, both, data_time
+from phalanx.plan.step.exchange import both, data_time
 from phalanx.plan.step.layers import Known, known_costs
 from phalanx.plan.step.parts import computed_s, hidden_s, parts
-from phalanx.plan.step.stages import each_once, model_flops, of_stage, stages_of
+from phalanx.plan.step.stages import Stages, model_flops, stages_of, weights_of
 from phalanx.plan.step.start_up import start_up_s
-from phalanx.plan.step.timeline import Timeline, timeline
+from phalanx.plan.step.timeline import timeline
 from phalanx.plan.step.weights import Weights
 from phalanx.plan.types import Job, Prediction, Strategy
 
@@ -33,14 +35,13 @@ def predict(job: Job, strategy: Strategy, cluster: Cluster, known: Known | None 
     check(job, strategy, cluster)
     pieces = known_costs(job, strategy, cluster, {} if known is None else known)
     line = timeline(job, strategy, cluster, pieces, stages_of(job, strategy, pieces.kinds))
-    weights = each_once(
-        line.stages, lambda stage: of_stage(job.model, stage, pieces.kinds, strategy.tensor, strategy.expert)
-    )
+    weights = weights_of(job.model, line.stages.different, pieces.kinds, strategy.tensor, strategy.expert)
     rank = int(line.time.busy_s.argmax())
-    stages = line.of_rank(rank)
-    data, held = _data(job, strategy, cluster, line, weights), _fullest(strategy, line, weights)
+    share = line.stages.shares[rank]
+    exchanges = [both(job, strategy, cluster, each) for each in weights]
+    data, held = data_time(job, strategy, line, weights, exchanges), _fullest(line.stages, weights)
     exposed: dict[str, float] = {
-        **computed_s(stages, pieces, line.micro_batches),
+        **computed_s(share, pieces, line.micro_batches),
         "pipeline/bubble": float(line.time.bubble_s[rank]),
         "pipeline/imbalance": float(line.time.imbalance_s[rank]),
         "pipeline/sends": float(line.time.sends_s[rank]),
@@ -49,7 +50,7 @@ def predict(job: Job, strategy: Strategy, cluster: Cluster, known: Known | None 
     }
     exposed |= constants(job, strategy, cluster, held, float(line.time.busy_s[rank]), sum(exposed.values()))
     hidden = {
-        **hidden_s(stages, pieces, line.micro_batches),
+        **hidden_s(share, pieces, line.micro_batches),
         "data": data.hidden_s,
         "pipeline/sends": max(float(line.time.sent_s[rank] - line.time.sends_s[rank]), 0.0),
     }
@@ -70,16 +71,7 @@ def predict(job: Job, strategy: Strategy, cluster: Cluster, known: Known | None 
     )
 
 
-def _data(job: Job, strategy: Strategy, cluster: Cluster, line: Timeline, weights: Sequence[Weights]) -> DataTime:
-    """The data-parallel exchange of the pipeline rank that is done with it last."""
-    exchanges = each_once(line.stages, lambda stage: both(job, strategy, cluster, weights[stage.index]))
-    ranks = range(strategy.pipeline)
-    times = [data_time(job, strategy, line, rank, weights, exchanges) for rank in ranks]
-    return max(times, key=lambda data: data.lead_s + data.tail_s)
-
-
-def _fullest(strategy: Strategy, line: Timeline, weights: Sequence[Weights]) -> Weights:
+def _fullest(stages: Stages, weights: Sequence[Weights]) -> Weights:
     """The weights of the pipeline rank that has most of them."""
-    by_rank = [[weights[stage.index] for stage in line.of_rank(rank)] for rank in range(strategy.pipeline)]
-    fullest = max(by_rank, key=lambda chunks: sum(each.total for each in chunks))
-    return sum(fullest, Weights())
+    totals = np.array([each.total for each in weights])[stages.places].sum(axis=0)
+    return sum((weights[place] for place in stages.places[:, totals.argmax()]), Weights())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from phalanx.plan.communication.context import context
 from phalanx.plan.communication.data import exchange
 from phalanx.plan.communication.sharded import sharded
 from phalanx.plan.communication.tail import gather_lead_s, reduce_tail_s
-from phalanx.plan.communication.tensor import tensor
+from phalanx.plan.communication.tensor import row_exchange, tensor
 from phalanx.plan.hardware.load import load_cluster
 from phalanx.plan.software import MEGATRON_2022, MEGATRON_2023
 from phalanx.plan.types import Job, Model, Overlap, Strategy
@@ -25,26 +27,46 @@ JOB = Job(Model(layers=96, hidden=12288, heads=96, vocab_rows=51200, max_sequenc
 seconds = st.floats(0.01, 10.0)
 
 
+def tail_of(reduce: list[float], ready: list[float], backward: float = 1.0, buckets: int = 1) -> float:
+    """Of one rank with these chunks."""
+    columns = (np.array(values)[:, None] for values in (reduce, ready, [backward] * len(ready)))
+    return float(reduce_tail_s(*columns, np.array([float(buckets)]))[0])
+
+
 @given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=8), seconds, st.integers(1, 20))
 def test_the_tail_is_between_one_bucket_and_all(
     chunks: list[tuple[float, float]], backward: float, buckets: int
 ) -> None:
     reduce = [each for each, _ in chunks]
     ready = [at + backward for _, at in chunks]
-    tail = reduce_tail_s(reduce, ready, [backward] * len(chunks), buckets)
+    tail = tail_of(reduce, ready, backward, buckets)
     last = max(zip(ready, reduce, strict=True))[1]
     assert last / buckets - 1e-9 <= tail <= sum(reduce) + 1e-9
 
 
 def test_the_tail_of_one_chunk_in_one_bucket_is_all_of_it() -> None:
-    assert reduce_tail_s([2.0], [5.0], [1.0], 1) == pytest.approx(2.0)
-    assert reduce_tail_s([2.0, 1.0], [5.0, 9.0], [1.0, 1.0], 1) == pytest.approx(1.0)
-    assert reduce_tail_s([6.0, 1.0], [5.0, 9.0], [1.0, 1.0], 1) == pytest.approx(3.0)
+    assert tail_of([2.0], [5.0]) == pytest.approx(2.0)
+    assert tail_of([2.0, 1.0], [5.0, 9.0]) == pytest.approx(1.0)
+    assert tail_of([6.0, 1.0], [5.0, 9.0]) == pytest.approx(3.0)
 
 
 def test_gathering_holds_up_only_what_comes_too_early() -> None:
-    assert gather_lead_s([1.0, 1.0], [0.0, 5.0]) == pytest.approx(1.0)
-    assert gather_lead_s([1.0, 9.0], [0.0, 5.0]) == pytest.approx(5.0)
+    needed = np.array([[0.0, 5.0], [5.0, 0.0]])
+    assert gather_lead_s(np.array([[1.0, 9.0], [1.0, 1.0]]), needed) == pytest.approx([1.0, 5.0])
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.randoms())
+def test_ranks_are_worked_out_beside_each_other_as_alone(chunks: int, ranks: int, random: Random) -> None:
+    reduce, ready, needed = (
+        np.array([[random.uniform(0, 9) for _ in range(ranks)] for _ in range(chunks)]) for _ in range(3)
+    )
+    buckets = np.array([float(random.randint(1, 9)) for _ in range(ranks)])
+    tails = reduce_tail_s(reduce, ready, ready / 2, buckets)
+    leads = gather_lead_s(reduce, needed)
+    for n in range(ranks):
+        one = slice(n, n + 1)
+        assert reduce_tail_s(reduce[:, one], ready[:, one], ready[:, one] / 2, buckets[one]) == tails[n]
+        assert gather_lead_s(reduce[:, one], needed[:, one]) == leads[n]
 
 
 def test_split_state_scatters_and_gathers_what_an_all_reduce_sums() -> None:
@@ -63,7 +85,7 @@ def test_exposed_and_hidden_are_all_of_it(block: str, overlap: Overlap) -> None:
     job = replace(JOB, model=replace(JOB.model, block=block))  # type: ignore[arg-type]
     strategy = Strategy(tensor=8, tensor_overlap=overlap, tensor_chunks=4)
     local = local_of(job, strategy)
-    found = tensor(job, strategy, CLUSTER, local)
+    found = tensor(job, strategy, CLUSTER, local, row_exchange(job, strategy, CLUSTER, local))
     num_bytes = 2048 * 12288 * 2
     pair = sum(CLUSTER.collective_s(kind, num_bytes, 8) for kind in ("all_gather", "reduce_scatter"))
     branches = 1 if block == "parallel" else 2
@@ -77,10 +99,10 @@ def test_gradients_of_inputs_are_summed_beside_those_of_weights() -> None:
     strategy = Strategy(tensor=8, sequence_parallel=False)
     job = replace(JOB, software=MEGATRON_2022)
     local = local_of(job, strategy)
-    beside = tensor(job, strategy, CLUSTER, local).exposed
-    after = tensor(
-        replace(job, software=replace(MEGATRON_2022, tensor_backward_overlap=False)), strategy, CLUSTER, local
-    )
+    rows = row_exchange(job, strategy, CLUSTER, local)
+    beside = tensor(job, strategy, CLUSTER, local, rows).exposed
+    later = replace(job, software=replace(MEGATRON_2022, tensor_backward_overlap=False))
+    after = tensor(later, strategy, CLUSTER, local, rows)
     assert beside.forward == after.exposed.forward == after.exposed.backward_input
     assert beside.backward_input < 0.3 * beside.forward
 

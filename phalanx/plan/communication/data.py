@@ -39,7 +39,9 @@ def exchange(job: Job, strategy: Strategy, cluster: Cluster, weights: Floats, ra
     num_bytes = weights * job.software.reduce_bytes
     if strategy.zero == 0:
         return Exchange(cluster.collective_s("all_reduce", num_bytes, sharded * copies, stride), 0.0 * weights)
-    between = cluster.collective_s("all_reduce", num_bytes / sharded, copies, stride * sharded)
+    between: Floats = 0.0
+    if not (isinstance(copies, int) and copies == 1):
+        between = cluster.collective_s("all_reduce", num_bytes / sharded, copies, stride * sharded)
     if strategy.zero == 3:  # all else goes in every pass
         return Exchange(between, 0.0 * weights)
     scatter = cluster.collective_s("reduce_scatter", num_bytes, sharded, stride)

@@ -34,21 +34,40 @@ class _Pair:
     chunked_s: Floats
 
 
-def tensor(job: Job, strategy: Strategy, cluster: Cluster, local: Local) -> Covered:
+@dataclass(frozen=True)
+class RowExchange:
+    """Seconds in which the rows of a micro-batch change between tensor-parallel ranks.
+
+    Attributes:
+        gather_s: of the rows that sequence parallelism split; without it nothing.
+        scatter_s: of their sums; without it they stay on all ranks (an all-reduce).
+    """
+
+    gather_s: Floats
+    scatter_s: Floats
+
+
+def row_exchange(job: Job, strategy: Strategy, cluster: Cluster, local: Local) -> RowExchange:
+    """What every branch of a layer exchanges, the embedding and the head too."""
+    num_bytes = local.tokens * job.model.hidden * local.compute_bytes
+    if not strategy.sequence_parallel:
+        return RowExchange(0.0, cluster.collective_s("all_reduce", num_bytes, strategy.tensor))
+    gather_s = cluster.collective_s("all_gather", num_bytes, strategy.tensor)
+    return RowExchange(gather_s, cluster.collective_s("reduce_scatter", num_bytes, strategy.tensor))
+
+
+def tensor(job: Job, strategy: Strategy, cluster: Cluster, local: Local, rows: RowExchange) -> Covered:
     """The exchanges of one layer."""
     if isinstance(strategy.tensor, int) and strategy.tensor == 1:
         return Covered()
     branches, calls = len(_inputs(job, local)), len(_inputs(job, local)) * (strategy.tensor > 1)
-    num_bytes = local.tokens * job.model.hidden * local.compute_bytes
+    gather, scatter = rows.gather_s, rows.scatter_s
     again = 1.0 if strategy.recompute == "full" else 0.0
     if not strategy.sequence_parallel:
-        each = cluster.collective_s("all_reduce", num_bytes, strategy.tensor)
-        backward = _backward(job, cluster, local, each)
-        exposed = Passes(branches * each, again * branches * each, backward, 0.0)
-        hidden = Passes(0.0, 0.0, branches * each - backward, 0.0)
+        backward = _backward(job, cluster, local, scatter)
+        exposed = Passes(branches * scatter, again * branches * scatter, backward, 0.0)
+        hidden = Passes(0.0, 0.0, branches * scatter - backward, 0.0)
         return Covered(exposed, hidden, Passes(calls, again * calls, calls, 0))
-    gather = cluster.collective_s("all_gather", num_bytes, strategy.tensor)
-    scatter = cluster.collective_s("reduce_scatter", num_bytes, strategy.tensor)
     both = branches * (gather + scatter)
     shown = _forward(job, strategy, cluster, local, gather, scatter)
     f = functions(shown)

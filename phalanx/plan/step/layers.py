@@ -11,7 +11,7 @@ from phalanx.plan.communication.context import context
 from phalanx.plan.communication.covered import Covered
 from phalanx.plan.communication.expert import expert
 from phalanx.plan.communication.sharded import sharded
-from phalanx.plan.communication.tensor import tensor
+from phalanx.plan.communication.tensor import RowExchange, row_exchange, tensor
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.hardware.either import functions
 from phalanx.plan.step.weights import of_kind
@@ -38,7 +38,7 @@ class Cost:
     @cached_property
     def total(self) -> Passes:
         """All exposed parts."""
-        return sum(self.exposed.values(), Passes())
+        return Passes.sum(self.exposed.values())
 
 
 @dataclass(frozen=True)
@@ -76,43 +76,49 @@ def known_costs(job: Job, strategy: Strategy, cluster: Cluster, known: Known) ->
 def costs(job: Job, strategy: Strategy, cluster: Cluster) -> Costs:
     """What the pieces of `job` cost on a rank of `strategy`."""
     local, kinds = local_of(job, strategy), layer_kinds(job.model)
+    rows = row_exchange(job, strategy, cluster, local)
     return Costs(
         local=local,
         kinds=kinds,
-        layers=tuple(_layer(job, strategy, cluster, local, *kind) for kind in kinds),
-        embedding=_end(job, strategy, cluster, local, embedding(local), gathers=False),
-        head=_end(job, strategy, cluster, local, head(local), gathers=True),
+        layers=tuple(_layer(job, strategy, cluster, local, rows, *kind) for kind in kinds),
+        embedding=_end(job, strategy, cluster, embedding(local), rows.scatter_s, rows.gather_s),
+        head=_end(job, strategy, cluster, head(local), rows.gather_s, rows.scatter_s),
     )
 
 
-def _layer(job: Job, strategy: Strategy, cluster: Cluster, local: Local, window: int, is_mixture: bool) -> Cost:
+def _layer(
+    job: Job,
+    strategy: Strategy,
+    cluster: Cluster,
+    local: Local,
+    rows: RowExchange,
+    window: int,
+    is_mixture: bool,
+) -> Cost:
     kernels = _timed(job, strategy, cluster, layer(local, window, is_mixture))
     exchanges = {
-        "tensor": tensor(job, strategy, cluster, local),
+        "tensor": tensor(job, strategy, cluster, local, rows),
         "context": context(strategy, cluster, local, kernels.by_path.get("compute/attention", Passes())),
     }
     if is_mixture:
         exchanges["expert"] = expert(strategy, cluster, local)
     if strategy.zero == 3:
-        computing = kernels.total + sum((each.exposed for each in exchanges.values()), Passes())
+        computing = kernels.total + Passes.sum(each.exposed for each in exchanges.values())
         weights = of_kind(job.model, is_mixture, strategy.tensor, strategy.expert).total
         exchanges["data/weights"] = sharded(job, strategy, cluster, weights, computing)
     return _cost(job, cluster, kernels, exchanges)
 
 
 def _end(
-    job: Job, strategy: Strategy, cluster: Cluster, local: Local, operations: Sequence[Operation], gathers: bool
+    job: Job,
+    strategy: Strategy,
+    cluster: Cluster,
+    operations: Sequence[Operation],
+    forward_s: Floats,
+    backward_s: Floats,
 ) -> Cost:
     """Embedding or head: rows are summed over shares of the vocabulary, or gathered for the last product."""
-    num_bytes = local.tokens * job.model.hidden * local.compute_bytes
-    if strategy.sequence_parallel:
-        there = cluster.collective_s("all_gather", num_bytes, strategy.tensor)
-        back = cluster.collective_s("reduce_scatter", num_bytes, strategy.tensor)
-        forward, backward = (there, back) if gathers else (back, there)
-    else:
-        each = cluster.collective_s("all_reduce", num_bytes, strategy.tensor)
-        forward, backward = (0.0, each) if gathers else (each, 0.0)
-    exchange = Covered(Passes(forward, 0.0, backward, 0.0), collectives=Passes(1, 0, 1, 0))
+    exchange = Covered(Passes(forward_s, 0.0, backward_s, 0.0), collectives=Passes(1, 0, 1, 0))
     return _cost(job, cluster, _timed(job, strategy, cluster, operations), {"tensor": exchange})
 
 
@@ -126,9 +132,9 @@ def _cost(job: Job, cluster: Cluster, kernels: Timed, exchanges: Mapping[str, Co
     if cluster.device.kind == "cpu":  # the cores that would compute copy messages meanwhile
         exposed |= {path: covered.exposed + covered.hidden for path, covered in exchanges.items()}
         hidden = {}
-    calls = sum((covered.collectives for covered in exchanges.values()), Passes())
+    calls = Passes.sum(covered.collectives for covered in exchanges.values())
     exposed["compute/gaps"] = (kernels.launches + calls) * cluster.device.kernel_gap_s
-    device = sum(exposed.values(), Passes())
+    device = Passes.sum(exposed.values())
     host = (kernels.launches + calls) * (cluster.device.host_launch_s * job.software.host_factor)
     exposed["compute/host"] = host if cluster.device.kind == "cpu" else _not_covered(host, device)
     return Cost(exposed, hidden)

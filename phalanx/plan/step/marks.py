@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.types import Job, Mark, weakest
 
@@ -16,28 +18,42 @@ _NUMBERS = {
     "stragglers": ("cluster", "stragglers.rank_sigma_ratio"),
     "sync": ("cluster", "network.latency_s"),
 }
+_COLLECTIVES = {"tensor": "all_gather", "expert": "all_to_all"}
 
 
-def mark_of(path: str, job: Job, cluster: Cluster) -> tuple[Mark, str]:
-    """The mark of a part and the source of its weakest number."""
-    mark, source = _number(path, job, cluster)
-    return weakest([mark]), source
+class Marks:
+    """How far the parts of a job on a cluster can be trusted; few numbers stand behind many parts."""
+
+    def __init__(self, job: Job, cluster: Cluster) -> None:
+        self._job, self._cluster = job, cluster
+        self._known: dict[tuple[str, str], tuple[Mark, str]] = {}
+
+    def of(self, path: str) -> tuple[Mark, str]:
+        """The mark of a part and the source of its weakest number."""
+        number = _number(path, self._job.software.fused_attention, self._cluster.hosts == 1)
+        if number not in self._known:
+            mark, source = self._look_up(*number)
+            self._known[number] = weakest([mark]), source
+        return self._known[number]
+
+    def _look_up(self, where: str, what: str) -> tuple[Mark, str]:
+        if where == "cluster":
+            return self._cluster.mark_of(what)
+        return self._cluster.device.mark_of(what, self._job.precision)
 
 
-def _number(path: str, job: Job, cluster: Cluster) -> tuple[Mark, str]:
-    device, top = cluster.device, path.split("/")[0]
+@lru_cache(maxsize=512)
+def _number(path: str, fused_attention: bool, one_host: bool) -> tuple[str, str]:
+    """The number, of ``device`` or ``cluster``, that a part rests on."""
+    top = path.split("/")[0]
     for prefix in (path, top):
         if prefix in _NUMBERS:
             where, key = _NUMBERS[prefix]
-            if key.startswith("network.") and cluster.hosts == 1:
-                return cluster.mark_of("all_reduce")
-            return (device if where == "device" else cluster).mark_of(key)
-    if top == "tensor":
-        return cluster.mark_of("all_gather")
-    if top == "expert":
-        return cluster.mark_of("all_to_all")
-    if path == "compute/attention" and job.software.fused_attention:
-        return device.mark_of("attention", job.precision)
+            return (where, "all_reduce") if one_host and key.startswith("network.") else (where, key)
+    if top in _COLLECTIVES:
+        return "cluster", _COLLECTIVES[top]
+    if path == "compute/attention" and fused_attention:
+        return "device", "attention"
     if path.removeprefix("compute/") in _PRODUCTS or path in ("compute/attention", "pipeline/bubble"):
-        return device.mark_of("gemm", job.precision)
-    return device.mark_of("stream")
+        return "device", "gemm"
+    return "device", "stream"

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.step.layers import Costs
-from phalanx.plan.step.marks import mark_of
-from phalanx.plan.step.stages import Stage, held_by
+from phalanx.plan.step.marks import Marks
+from phalanx.plan.step.stages import Share, held_by
 from phalanx.plan.types import Job, Part
 from phalanx.plan.work.operations import Passes
 
 
-def computed_s(stages: Sequence[Stage], costs: Costs, micro_batches: int) -> dict[str, float]:
-    """Exposed seconds by path of all passes on `stages`."""
-    return _summed(((cost.exposed, times) for cost, times in held_by(stages, costs)), micro_batches)
+def computed_s(share: Share, costs: Costs, micro_batches: int) -> dict[str, float]:
+    """Exposed seconds by path of all passes on a rank."""
+    return _summed(((cost.exposed, times) for cost, times in held_by(share, costs)), micro_batches)
 
 
-def hidden_s(stages: Sequence[Stage], costs: Costs, micro_batches: int) -> dict[str, float]:
-    """Seconds by path that the passes on `stages` cover."""
-    return _summed(((cost.hidden, times) for cost, times in held_by(stages, costs)), micro_batches)
+def hidden_s(share: Share, costs: Costs, micro_batches: int) -> dict[str, float]:
+    """Seconds by path that the passes on a rank cover."""
+    return _summed(((cost.hidden, times) for cost, times in held_by(share, costs)), micro_batches)
 
 
 def _summed(pieces: Iterable[tuple[Mapping[str, Passes], int]], micro_batches: int) -> dict[str, float]:
@@ -33,10 +33,5 @@ def _summed(pieces: Iterable[tuple[Mapping[str, Passes], int]], micro_batches: i
 
 def parts(seconds: Mapping[str, float], job: Job, cluster: Cluster) -> tuple[Part, ...]:
     """Parts with their marks, those without any time left out."""
-    return tuple(_parts(seconds, job, cluster))
-
-
-def _parts(seconds: Mapping[str, float], job: Job, cluster: Cluster) -> Iterator[Part]:
-    for path, value in seconds.items():
-        if value:
-            yield Part(path, float(value), *mark_of(path, job, cluster))
+    marks = Marks(job, cluster)
+    return tuple([Part(path, float(value), *marks.of(path)) for path, value in seconds.items() if value])

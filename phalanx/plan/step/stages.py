@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import TypeVar
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.model.shapes import mean_keys
 from phalanx.parallel.config import Schedule
@@ -34,7 +36,72 @@ class Stage:
     last: bool
 
 
-def stages_of(job: Job, strategy: Strategy, kinds: Sequence[tuple[int, bool]]) -> tuple[Stage, ...]:
+@dataclass(frozen=True)
+class Share:
+    """What one pipeline rank has of the model.
+
+    Attributes:
+        layers: of each kind, in all its chunks.
+        first: it has the embedding.
+        last: it has the loss head.
+        at_end: it is the last of the pipeline.
+    """
+
+    layers: tuple[Ints, ...]
+    first: bool
+    last: bool
+    at_end: bool
+
+
+def _share(chunks: Sequence[Stage], *, at_end: bool) -> Share:
+    layers = tuple(map(sum, zip(*(stage.layers for stage in chunks), strict=True)))
+    return Share(layers, any(stage.first for stage in chunks), any(stage.last for stage in chunks), at_end)
+
+
+class Stages(tuple[Stage, ...]):
+    """The stages of a pipeline, in the order of the model. Few of them differ, so that each is worked out once."""
+
+    @cached_property
+    def _which(self) -> tuple[list[Stage], list[int]]:
+        """The first stage of all that hold the same; and which of these each stage is like."""
+        numbers: dict[tuple, int] = {}
+        different: list[Stage] = []
+        which = []
+        for stage in self:
+            key = (stage.layers, stage.first, stage.last)
+            if key not in numbers:
+                numbers[key] = len(different)
+                different.append(stage)
+            which.append(numbers[key])
+        return different, which
+
+    @property
+    def different(self) -> list[Stage]:
+        """One of all stages that hold the same."""
+        return self._which[0]
+
+    @cached_property
+    def alike(self) -> NDArray[np.int64]:
+        """The number in `different` of every stage."""
+        return np.array(self._which[1])
+
+    @cached_property
+    def places(self) -> NDArray[np.int64]:
+        """The number in `different` of what is on every rank, by chunk and rank."""
+        ranks = 1 + max(stage.rank for stage in self)
+        places = np.empty((len(self) // ranks, ranks), np.int64)
+        for stage, number in zip(self, self._which[1], strict=True):
+            places[stage.chunk, stage.rank] = number
+        return places
+
+    @cached_property
+    def shares(self) -> list[Share]:
+        """What every pipeline rank has of the model."""
+        columns = [[self.different[number] for number in numbers] for numbers in self.places.T]
+        return [_share(chunks, at_end=rank == len(columns) - 1) for rank, chunks in enumerate(columns)]
+
+
+def stages_of(job: Job, strategy: Strategy, kinds: Sequence[tuple[int, bool]]) -> Stages:
     """The stages of the pipeline, in the order of the model."""
     ranks, chunks = (strategy.pipeline, strategy.chunks) if strategy.pipeline > 1 else (1, 1)
     even = job.software.even_stages
@@ -50,23 +117,18 @@ def _stages(
     ranks: int,
     chunks: int,
     kinds: tuple[tuple[int, bool], ...],
-) -> tuple[Stage, ...]:
+) -> Stages:
     count = ranks * chunks
     bounds = stage_bounds(model, sequence, count, even)
     placement = placement_of(schedule, ranks, chunks) if count > 1 else None
-    seen: Counter[int] = Counter()
+    kind_of = [kinds.index((model.window_of(layer), model.is_mixture(layer))) for layer in range(model.layers)]
     found = []
-    for index in range(count):
-        held = Counter(_kind(model, layer) for layer in range(bounds[index], bounds[index + 1]))
-        rank = placement.rank_of(index) if placement else 0
-        layers = tuple(held[kind] for kind in kinds)
-        found.append(Stage(index, rank, seen[rank], layers, index == 0, index == count - 1))
-        seen[rank] += 1
-    return tuple(found)
-
-
-def _kind(model: Model, layer: int) -> tuple[int, bool]:
-    return model.window_of(layer), model.is_mixture(layer)
+    for index, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        held = kind_of[begin:end]
+        layers = tuple([held.count(kind) for kind in range(len(kinds))])
+        rank = placement.rank_of(index) if placement else 0  # a rank has one stage in each lap over all ranks
+        found.append(Stage(index, rank, index // ranks, layers, index == 0, index == count - 1))
+    return Stages(found)
 
 
 @lru_cache(maxsize=4096)
@@ -109,47 +171,28 @@ def _flops_per_token(model: Model, sequence: int) -> float:
     return layers + 6.0 * model.vocab_rows * model.hidden
 
 
-T = TypeVar("T")
-
-
-def each_once(stages: Sequence[Stage], of: Callable[[Stage], T]) -> list[T]:
-    """`of` each stage, worked out once for all that hold the same."""
-    known: dict[tuple, T] = {}
-    found = []
-    for stage in stages:
-        key = (stage.layers, stage.first, stage.last)
-        if key not in known:
-            known[key] = of(stage)
-        found.append(known[key])
-    return found
-
-
 def stage_passes(stage: Stage, costs: Costs) -> Passes:
     """Seconds of one micro-batch on `stage`."""
-    return sum((cost.total * times for cost, times in held(stage, costs)), Passes())
+    return Passes.sum(cost.total * times for cost, times in held_by(stage, costs))
 
 
-def held(stage: Stage, costs: Costs) -> list[tuple[Cost, int]]:
-    """The pieces of a stage, and how many of each."""
-    ends = [(costs.embedding, 1)] * stage.first + [(costs.head, 1)] * stage.last
-    return [*((cost, times) for cost, times in zip(costs.layers, stage.layers, strict=True) if times), *ends]
+def held_by(part: Stage | Share, costs: Costs) -> list[tuple[Cost, int]]:
+    """The pieces of a stage, or of a rank, and how many of each."""
+    ends = [(costs.embedding, 1)] * part.first + [(costs.head, 1)] * part.last
+    return [*((cost, times) for cost, times in zip(costs.layers, part.layers, strict=True) if times), *ends]
 
 
-def of_stage(model: Model, stage: Stage, kinds: tuple[tuple[int, bool], ...], tensor: Ints, expert: Ints) -> Weights:
-    """Weights of one stage."""
-    total = Weights()
-    for (_, is_mixture), count in zip(kinds, stage.layers, strict=True):
-        if count:
-            total += of_kind(model, is_mixture, tensor, expert) * count
-    if stage.first:
-        total += of_embedding(model, tensor)
-    if stage.last:
-        total += of_head(model, tensor, stage.first)
-    return total
-
-
-def held_by(stages: Sequence[Stage], costs: Costs) -> list[tuple[Cost, int]]:
-    """The pieces of several stages together."""
-    layers = tuple(map(sum, zip(*(stage.layers for stage in stages), strict=True)))
-    first, last = any(stage.first for stage in stages), any(stage.last for stage in stages)
-    return held(replace(stages[0], layers=layers, first=first, last=last), costs)
+def weights_of(
+    model: Model, stages: Sequence[Stage], kinds: Sequence[tuple[int, bool]], tensor: Ints, expert: Ints
+) -> list[Weights]:
+    """Weights of each stage."""
+    layers = [of_kind(model, is_mixture, tensor, expert) for _, is_mixture in kinds]
+    found = []
+    for stage in stages:
+        pieces = [weights * count for weights, count in zip(layers, stage.layers, strict=True) if count]
+        if stage.first:
+            pieces.append(of_embedding(model, tensor))
+        if stage.last:
+            pieces.append(of_head(model, tensor, stage.first))
+        found.append(sum(pieces, Weights()))
+    return found

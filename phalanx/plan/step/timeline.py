@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.pipeline.costs import StageCosts, StepTime
 from phalanx.plan.pipeline.evaluate import evaluate, evaluate_few
 from phalanx.plan.step.layers import Costs
-from phalanx.plan.step.stages import Stage, each_once, stage_passes
+from phalanx.plan.step.stages import Stages, stage_passes
 from phalanx.plan.types import Job, Strategy
 from phalanx.plan.work.operations import Passes
 
@@ -24,30 +24,19 @@ class Timeline:
     """One step in time, up to the last backward pass.
 
     Attributes:
-        passes: of one micro-batch, by stage.
+        passes: of one micro-batch, by different stage.
         time: of the pipeline; of the one rank's passes where there is no pipeline.
     """
 
-    stages: Sequence[Stage]
+    stages: Stages
     passes: Sequence[Passes]
     micro_batches: int
     time: StepTime
 
-    @cached_property
-    def _by_rank(self) -> list[list[Stage]]:
-        found: list[list[Stage]] = [[] for _ in range(1 + max(stage.rank for stage in self.stages))]
-        for stage in self.stages:
-            found[stage.rank].append(stage)
-        return found
 
-    def of_rank(self, rank: int) -> list[Stage]:
-        """The stages of a pipeline rank, in the order of its chunks."""
-        return self._by_rank[rank]
-
-
-def timeline(job: Job, strategy: Strategy, cluster: Cluster, costs: Costs, stages: Sequence[Stage]) -> Timeline:
+def timeline(job: Job, strategy: Strategy, cluster: Cluster, costs: Costs, stages: Stages) -> Timeline:
     """When every stage computes, exactly."""
-    passes = each_once(stages, lambda stage: stage_passes(stage, costs))
+    passes = [stage_passes(stage, costs) for stage in stages.different]
     micro_batches = strategy.micro_batches(job.global_batch)
     if strategy.pipeline == 1:
         return Timeline(stages, passes, micro_batches, _alone(passes[0], micro_batches))
@@ -58,6 +47,7 @@ def timeline(job: Job, strategy: Strategy, cluster: Cluster, costs: Costs, stage
         strategy.chunks,
         micro_batches,
         tuple((p.forward, p.backward, p.again + p.backward_input, p.backward_weight) for p in passes),
+        stages.alike.tobytes(),
         send,
         not job.software.pipeline_overlap,
     )
@@ -71,16 +61,19 @@ def _evaluated(
     chunks: int,
     micro_batches: int,
     passes: tuple[tuple[float, float, float, float], ...],
+    alike: bytes,
     send_s: float,
     blocking: bool,
 ) -> StepTime:
     """Once for all layouts that differ only in how data-parallel ranks share state, which are next to each other.
 
     Args:
-        passes: of each stage: forward, backward, and the latter for inputs and for weights.
+        passes: of each different stage: forward, backward, and the latter for inputs and for weights.
+        alike: as in `Stages`, as bytes, which hash faster than numbers do.
     """
-    forward, backward, backward_input, backward_weight = np.array(passes, dtype=np.float64).T
-    sends = np.full(len(passes) - 1, send_s)
+    which = np.frombuffer(alike, dtype=np.int64)
+    forward, backward, backward_input, backward_weight = np.array(passes, dtype=np.float64)[which].T
+    sends = np.full(len(which) - 1, send_s)
     stage_costs = StageCosts(forward, backward, backward_input, backward_weight, sends, blocking=blocking)
     if schedule == "1f1b" and micro_batches < ranks:
         return evaluate_few(ranks, micro_batches, stage_costs)

@@ -5,6 +5,7 @@ Sizes may be arrays, one number for each layout of a set.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -91,6 +92,17 @@ class Passes:
             self.again + other.again,
             self.backward_input + other.backward_input,
             self.backward_weight + other.backward_weight,
+        )
+
+    @classmethod
+    def sum(cls, several: Iterable[Passes]) -> Passes:
+        """All of them together, in order; a few times as fast as adding one after the other."""
+        passes = list(several)
+        return cls(
+            sum([each.forward for each in passes], 0.0),
+            sum([each.again for each in passes], 0.0),
+            sum([each.backward_input for each in passes], 0.0),
+            sum([each.backward_weight for each in passes], 0.0),
         )
 
     def __mul__(self, times: Floats) -> Passes:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from phalanx.plan.hardware.device import Device
+from phalanx.plan.hardware.either import any_array
 from phalanx.plan.types import Floats, Precision, Recompute
 from phalanx.plan.work.operations import Attend, Operation, Passes, Product, Stream
 
@@ -27,19 +27,20 @@ class Timed:
     @property
     def total(self) -> Passes:
         """All paths together."""
-        return sum(self.by_path.values(), Passes())
+        return Passes.sum(self.by_path.values())
 
 
 def timed(operations: Sequence[Operation], device: Device, precision: Precision, recompute: Recompute) -> Timed:
     """What `operations` take on `device`, one kernel after another."""
-    by_path: dict[str, Passes] = defaultdict(Passes)
+    by_path: dict[str, Passes] = {}
     for path, passes in (
         *_products([o for o in operations if isinstance(o, Product)], device, precision, recompute),
         *_attends([o for o in operations if isinstance(o, Attend)], device, precision, recompute),
         *_streams([o for o in operations if isinstance(o, Stream)], device, recompute),
     ):
-        by_path[path] += passes
-    return Timed(by_path, sum((_launches(operation, recompute) for operation in operations), Passes()))
+        by_path[path] = by_path[path] + passes if path in by_path else passes
+    launches = zip(*[_launches(operation, recompute) for operation in operations], strict=True)
+    return Timed(by_path, Passes(*map(sum, launches)))
 
 
 def _products(products: Sequence[Product], device: Device, precision: Precision, recompute: Recompute) -> list:
@@ -58,7 +59,7 @@ def _products(products: Sequence[Product], device: Device, precision: Precision,
 
 
 def _gemm_s(sizes: Sequence[tuple], device: Device, precision: Precision, weight_gradient: bool = False) -> Sequence:
-    if not _any_array(size for sizes_of_one in sizes for size in sizes_of_one):
+    if not any(map(any_array, sizes)):
         return [device.gemm_s(m, n, k, precision, batch, weight_gradient) for m, n, k, batch in sizes]
     m, n, k, batch = _stacked(*zip(*sizes, strict=True))
     seconds: Any = device.gemm_s(m, n, k, precision=precision, batch=batch, weight_gradient=weight_gradient)
@@ -90,15 +91,11 @@ def _streams(streams: Sequence[Stream], device: Device, recompute: Recompute) ->
 
 def _stream_s(kernels: Sequence[tuple[Floats, int]], device: Device) -> Sequence:
     """Each set of kernels moves its bytes in equal parts."""
-    if not _any_array(num_bytes for num_bytes, _ in kernels):
+    if not any(map(any_array, kernels)):
         return [count * device.stream_s(num_bytes / count) if count else 0.0 for num_bytes, count in kernels]
     num_bytes, count = _stacked(*zip(*kernels, strict=True))
     seconds: Any = np.where(count > 0, count * device.stream_s(num_bytes / np.maximum(count, 1)), 0.0)
     return list(seconds)
-
-
-def _any_array(values: Iterable) -> bool:
-    return any(isinstance(value, np.ndarray) for value in values)
 
 
 def _stacked(*columns: Sequence) -> np.ndarray:
@@ -108,10 +105,10 @@ def _stacked(*columns: Sequence) -> np.ndarray:
     return together.reshape(len(columns), -1, *together.shape[1:])
 
 
-def _launches(operation: Operation, recompute: Recompute) -> Passes:
-    """Kernels launched for `operation`, by pass."""
+def _launches(operation: Operation, recompute: Recompute) -> tuple[int, int, int, int]:
+    """Kernels launched for `operation`, by pass, as `Passes` orders them."""
     if isinstance(operation, Stream):
         forward, backward = operation.forward_launches, operation.backward_launches
-        return Passes(forward, forward if recompute in operation.again else 0, backward, 0)
+        return forward, forward if recompute in operation.again else 0, backward, 0
     again = 1 if recompute in operation.again else 0
-    return Passes(1, again, 1, 1) if isinstance(operation, Product) else Passes(1, again, 3, 0)
+    return (1, again, 1, 1) if isinstance(operation, Product) else (1, again, 3, 0)
