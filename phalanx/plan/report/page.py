@@ -148,7 +148,7 @@ def _cards(report: Report) -> str:
     if report.device_hours is not None:
         cards.append((hours_text(report.device_hours), "device-hours for that"))
     if report.cost_usd is not None:
-        cards.append((f"{report.cost_usd:,.0f} USD", f"at {report.usd_per_device_hour:.2f} USD per device and hour"))
+        cards.append((f"{report.cost_usd:,.0f}", f"USD, at {report.usd_per_device_hour:.2f} per device and hour"))
     cells = [f'<div class="card"><b>{escape(value)}</b><span>{escape(what)}</span></div>' for value, what in cards]
     verdict = f'<p class="{"good" if report.fits else "bad"}"><b>{escape(verdict_line(report))}</b></p>'
     return f'<div class="cards">{"".join(cells)}</div>\n{verdict}'
