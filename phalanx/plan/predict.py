@@ -12,6 +12,7 @@ from phalanx.plan.step.check import check
 from phalanx.plan.step.constants import constants
 from phalanx.plan.step.exchange import both, data_time
 from phalanx.plan.step.layers import Known, known_costs
+from phalanx.plan.step.marks import Marks
 from phalanx.plan.step.parts import computed_s, hidden_s, parts
 from phalanx.plan.step.stages import Stages, model_flops, stages_of, weights_of
 from phalanx.plan.step.start_up import start_up_s
@@ -54,7 +55,7 @@ def predict(job: Job, strategy: Strategy, cluster: Cluster, known: Known | None 
         "data": data.hidden_s,
         "pipeline/sends": max(float(line.time.sent_s[rank] - line.time.sends_s[rank]), 0.0),
     }
-    step_s, flops = sum(exposed.values()), model_flops(job)
+    step_s, flops, marks = sum(exposed.values()), model_flops(job), Marks(job, cluster)
     peak = strategy.world_size * cluster.device.peak_flops_per_s(job.precision)
     return Prediction(
         job=job,
@@ -62,10 +63,10 @@ def predict(job: Job, strategy: Strategy, cluster: Cluster, known: Known | None 
         cluster=cluster.name,
         devices=strategy.world_size,
         step_s=step_s,
-        parts=parts(exposed, job, cluster),
-        hidden=parts(hidden, job, cluster),
+        parts=parts(exposed, marks),
+        hidden=parts(hidden, marks),
         memory=rank_memory(job, strategy),
-        start_up=parts(start_up_s(job, strategy, cluster, held), job, cluster),
+        start_up=parts(start_up_s(job, strategy, cluster, held), marks),
         model_flops=flops,
         mfu=flops / (step_s * peak),
     )

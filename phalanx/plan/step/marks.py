@@ -26,11 +26,12 @@ class Marks:
 
     def __init__(self, job: Job, cluster: Cluster) -> None:
         self._job, self._cluster = job, cluster
+        self._depends_on = job.software.fused_attention, cluster.hosts == 1
         self._known: dict[tuple[str, str], tuple[Mark, str]] = {}
 
     def of(self, path: str) -> tuple[Mark, str]:
         """The mark of a part and the source of its weakest number."""
-        number = _number(path, self._job.software.fused_attention, self._cluster.hosts == 1)
+        number = _number(path, *self._depends_on)
         if number not in self._known:
             mark, source = self._look_up(*number)
             self._known[number] = weakest([mark]), source

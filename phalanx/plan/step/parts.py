@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.step.layers import Costs
 from phalanx.plan.step.marks import Marks
 from phalanx.plan.step.stages import Share, held_by
-from phalanx.plan.types import Job, Part
+from phalanx.plan.types import Part
 from phalanx.plan.work.operations import Passes
 
 
@@ -31,7 +30,6 @@ def _summed(pieces: Iterable[tuple[Mapping[str, Passes], int]], micro_batches: i
     return total
 
 
-def parts(seconds: Mapping[str, float], job: Job, cluster: Cluster) -> tuple[Part, ...]:
+def parts(seconds: Mapping[str, float], marks: Marks) -> tuple[Part, ...]:
     """Parts with their marks, those without any time left out."""
-    marks = Marks(job, cluster)
     return tuple([Part(path, float(value), *marks.of(path)) for path, value in seconds.items() if value])
