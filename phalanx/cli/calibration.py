@@ -88,13 +88,15 @@ def counts_of(asked: tuple[int, ...], gpus: int) -> list[int]:
     """Numbers of processes, ascending: as asked; else one for each GPU; else one, and one for each core.
 
     Raises:
-        UserError: there are fewer GPUs.
+        UserError: there are fewer GPUs, or far fewer cores.
     """
-    if gpus and asked and max(asked) > gpus:
-        raise UserError(f"this host has {gpus} GPUs", cure=f"take up to {gpus}", field="--ranks", value=max(asked))
+    cores = len(read_cores(allowed_cpus()))
+    most, what = (gpus, "GPUs") if gpus else (max(cores, _MOST_RANKS), "cores")
+    if asked and max(asked) > most:
+        problem = f"this host has {gpus or cores} {what}"
+        raise UserError(problem, cure=f"take up to {most}", field="--ranks", value=max(asked))
     if asked:
         return sorted(set(asked))
-    cores = len(read_cores(allowed_cpus()))
     return [gpus] if gpus else [1, max(2, min(_MOST_RANKS, cores))]
 
 

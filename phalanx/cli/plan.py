@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from phalanx.cli.lazy import LazyGroup
+from phalanx.cli.options import AS_JSON, HTML
 from phalanx.core.errors import UserError
 
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
@@ -83,8 +84,8 @@ def _help(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 @click.option("--where", multiple=True, metavar="WORD", help="Of them only such as tensor=8 or 'pipeline<=16'; again.")
 @click.option("--top", type=click.IntRange(min=1), default=10, metavar="N", help="Layouts that a search shows [10].")
 @click.option("--sources", is_flag=True, help="All parts, however small, and what each rests on.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also write a page.")
+@AS_JSON
+@HTML
 @click.option("-h", "--help", is_flag=True, is_eager=True, expose_value=False, callback=_help, help="This text.")
 def _predict(search: bool, where: tuple[str, ...], top: int, sources: bool, **given: Any) -> None:
     """Predict, or search."""

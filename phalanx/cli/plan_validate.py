@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from phalanx.cli.options import AS_JSON, HTML
+
 
 @click.command()
 @click.option(
@@ -13,8 +15,8 @@ import click
 )
 @click.option("--rows", "all_rows", is_flag=True, help="All rows of long tables, not the worst alone.")
 @click.option("--no-spread", is_flag=True, help="Leave out what other choices of what is unpublished come to.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also write a page.")
+@AS_JSON
+@HTML
 def command(tables: Path | None, all_rows: bool, no_spread: bool, as_json: bool, html: Path | None) -> None:
     """Predict every published step time, and print the error of each row, their mean and maximum.
 

@@ -20,6 +20,9 @@ from phalanx.train.config import RunConfig
 from phalanx.train.derived.figures import complete_model, cpu_micro_batch, derive
 from phalanx.train.derived.layout import choose, wanted_ranks
 
+# Far above what anybody trains; up to there every layer, and every way to share a batch, can be gone through.
+_MOST = {"model.layers": 100_000, "train.global_batch": 10_000_000, "data.sequence_length": 1_000_000_000}
+
 # Of a GPU's memory, as the trainer does where it chooses the micro-batch by trying.
 _GPU_MEMORY_SHARE = 0.9
 
@@ -67,8 +70,9 @@ def plan_of(config: RunConfig, cluster: Cluster, precision: Precision | None = N
         precision: of matrix products; None: as the config says, or what is fast on the device.
 
     Raises:
-        UserError: the settings are impossible, or sizes are not known.
+        UserError: the settings are impossible, or sizes are not known or out of all bounds.
     """
+    check_sizes(config)
     vocab_size = known_vocab_size(config)
     model = complete_model(config, vocab_size)
     choice = _choose(config, vocab_size, cluster)
@@ -89,12 +93,26 @@ def job_to_search(config: RunConfig, cluster: Cluster) -> Planned:
     """What `config` computes, for a search that chooses how it is spread; its strategy is one device's.
 
     Raises:
-        UserError: sizes are not known.
+        UserError: sizes are not known, or out of all bounds.
     """
+    check_sizes(config)
     model = complete_model(config, known_vocab_size(config))
     precision = precision_of(config, cluster.device)
     job = job_of(config, model, config.parallel, precision, cluster.device)
     return Planned(job, Strategy(), num_parameters(model), derive(config).total_tokens, ())
+
+
+def check_sizes(config: RunConfig) -> None:
+    """Refuse sizes that could only be a slip, before anything counts up to them.
+
+    Raises:
+        UserError: one is larger than anybody trains.
+    """
+    for field, most in _MOST.items():
+        room, name = field.split(".")
+        if (value := getattr(getattr(config, room), name)) > most:
+            cure = f"give a number up to {most:,}"
+            raise UserError("is more than can be predicted", cure=cure, field=field, value=value)
 
 
 def as_program(planned: Planned, name: str | None) -> Planned:

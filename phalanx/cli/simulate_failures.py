@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from phalanx.cli.options import AS_JSON, HTML, Decorator, group, in_words_of
+from phalanx.core.errors import UserError
+
 if TYPE_CHECKING:  # NumPy and rich take tenths of a second; help pages do without them
     from phalanx.plan.months.outcome import Outcome
     from phalanx.plan.months.report import MonthsReport
@@ -23,26 +26,13 @@ Examples:
   phalanx simulate failures --devices 3072 --spares 16 --trace fault_trace.json --html year.html
 """
 
-Decorator = Callable[[Callable[..., None]], Callable[..., None]]
-
-
-def _options(*options: Decorator) -> Decorator:
-    """All of `options`, the first one first in the help."""
-
-    def add(function: Callable[..., None]) -> Callable[..., None]:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return add
-
 
 def _number(name: str, default: float, words: str) -> Decorator:
     metavar = "S" if name.endswith("-s") else "X"
     return click.option(name, type=float, default=default, metavar=metavar, help=f"{words} [{default:g}].")
 
 
-_WORK = _options(
+_WORK = group(
     click.option("--devices", type=click.IntRange(min=1), required=True, metavar="N", help="Devices of the job."),
     click.option("--devices-per-host", type=click.IntRange(min=1), default=8, metavar="N", help="On each host [8]."),
     _number("--step-s", 1.0, "One step, healthy and with all hosts"),
@@ -50,18 +40,18 @@ _WORK = _options(
     click.option("--days", type=float, metavar="X", help="Watched; with --steps, given up after these [30]."),
     _number("--price", 0.0, "Money per device and hour"),
 )
-_FAILURES = _options(
+_FAILURES = group(
     click.option("--failures", default="meta-rsc1", metavar="NAME|FILE", help="Rates by class [meta-rsc1]."),
     click.option("--per-1000-host-days", type=float, metavar="X", help="Rate of all classes together, instead."),
     click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="Recorded faults instead (JSON)."),
     click.option("--years", type=click.Choice(["blocks", "hosts", "recorded", "rates"]), help="From them [blocks]."),
-    click.option("--trace-hosts", type=click.IntRange(min=1), default=400, metavar="N", help="Recorded hosts [400]."),
+    click.option("--trace-hosts", type=click.IntRange(1, 1_000_000), metavar="N", help="Recorded hosts [400]."),
     click.option("--lemon-share", type=float, metavar="X", help="Hosts that fail far more often, of all."),
     click.option("--lemon-times", type=float, metavar="X", help="How many times as often as a usual host."),
     click.option("--evict-after", type=int, default=0, metavar="N", help="Stops after which a host is replaced [0]."),
     _number("--idle-ratio", 1.0, "How often spares fail, over hosts of the job"),
 )
-_RECOVERY = _options(
+_RECOVERY = group(
     _number("--detection-s", 60.0, "Until a failure and its host are known"),
     _number("--restart-s", 300.0, "From then until steps are made again"),
     _number("--load-s", 0.0, "Loading a durable checkpoint, beside that"),
@@ -72,14 +62,14 @@ _RECOVERY = _options(
     _number("--planned-per-day", 0.0, "Planned interruptions"),
     _number("--planned-s", 0.0, "What one takes, without the restart"),
 )
-_CHECKPOINTS = _options(
+_CHECKPOINTS = group(
     click.option("--interval", default="1800", metavar="S|best", help="Training between durable checkpoints [1800]."),
     _number("--stall-s", 5.0, "By which one holds training up"),
     _number("--persist-s", 0.0, "After which it is durable"),
     _number("--memory-interval-s", 0.0, "Training between snapshots in memory of hosts; 0: none"),
     _number("--memory-stall-s", 0.0, "By which one holds training up"),
 )
-_HOSTS = _options(
+_HOSTS = group(
     click.option("--spares", default="best", metavar="N|best", help="Hosts that wait, ready [best]."),
     click.option("--cold", type=click.IntRange(min=0), default=0, metavar="N", help="Hosts that may be asked for [0]."),
     _number("--provision-s", 0.0, "Until such a one, or a repaired one, is ready"),
@@ -88,12 +78,14 @@ _HOSTS = _options(
     click.option("--smallest", type=click.IntRange(min=0), default=0, metavar="N", help="Fewest hosts [half of them]."),
     _number("--patience-s", 0.0, "Waited for a host before it shrinks"),
 )
-_OUTPUT = _options(
-    click.option("--runs", type=click.IntRange(min=1), default=1000, metavar="N", help="Runs that are played [1000]."),
+_OUTPUT = group(
+    click.option(
+        "--runs", type=click.IntRange(1, 1_000_000), default=1000, metavar="N", help="Runs that are played [1000]."
+    ),
     click.option("--seed", type=click.IntRange(min=0), default=0, metavar="N", help="The same gives the same [0]."),
     click.option("--compare", is_flag=True, help="Play other intervals and spares, too, with the same failures."),
-    click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables."),
-    click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also write a page."),
+    AS_JSON,
+    HTML,
 )
 
 
@@ -115,8 +107,9 @@ def command(runs: int, seed: int, compare: bool, as_json: bool, html: Path | Non
     from phalanx.plan.months.report import make_report
 
     _refuse_contradictions(options, compare)
-    faults = _recorded(options)
-    story = _story(options, faults)
+    with in_words_of(options, _FIELDS):
+        faults = _recorded(options)
+        story = _story(options, faults)
     console = make_console()
     with console.status(f"playing {runs:,} runs …", spinner="dots"):
         outcome = _outcome(story, options, faults, runs, seed)
@@ -126,11 +119,28 @@ def command(runs: int, seed: int, compare: bool, as_json: bool, html: Path | Non
     _show(report, as_json, html)
 
 
-def _refuse_contradictions(options: dict[str, Any], compare: bool) -> None:
-    from phalanx.core.errors import UserError
+_FIELDS = {
+    "hosts": "devices",
+    "price_per_device_hour": "price",
+    "interval_s": "interval",
+    "smallest_hosts": "smallest",
+}
+"""Options by fields of the simulation that are called otherwise."""
+_RECORDED_HOSTS = 400  # of InfiniteHBD-Trace
+_MOST_REPLAYED = 20_000_000  # faults of all runs together, which are held at once
 
-    if options["trace"] is None and options["years"]:
-        raise UserError("is about recorded faults", cure="give --trace FILE", field="--years", value=options["years"])
+
+def _refuse_contradictions(options: dict[str, Any], compare: bool) -> None:
+
+    for name in ("years", "trace_hosts"):
+        if options["trace"] is None and options[name] is not None:
+            field = f"--{name.replace('_', '-')}"
+            raise UserError("is about recorded faults", cure="give --trace FILE", field=field, value=options[name])
+    for name, usual in (("shrink_by", 1), ("smallest", 0), ("patience_s", 0.0)):
+        if options["when_missing"] == "wait" and options[name] != usual:
+            field, cure = f"--{name.replace('_', '-')}", "add --when-missing shrink, or leave it out"
+            raise UserError("is about a job that shrinks", cure=cure, field=field, value=options[name])
+    options["trace_hosts"] = options["trace_hosts"] or _RECORDED_HOSTS
     if options["trace"] is None:
         return
     if compare and options["years"] != "rates":
@@ -145,7 +155,6 @@ def _refuse_contradictions(options: dict[str, Any], compare: bool) -> None:
 def _recorded(options: dict[str, Any]) -> list[Fault]:
     if options["trace"] is None:
         return []
-    from phalanx.core.errors import UserError
     from phalanx.plan.months.trace import read_trace
 
     faults = read_trace(options["trace"])
@@ -164,7 +173,6 @@ def _days_of(faults: list[Fault]) -> float:
 
 def _story(options: dict[str, Any], faults: list[Fault]) -> Story:
     """What the options say, with the best interval and number of spares where these are asked for."""
-    from phalanx.core.errors import UserError
     from phalanx.plan.months.best import best_interval, best_spares, with_interval, with_spares
     from phalanx.plan.months.simulate import require_playable
     from phalanx.plan.months.values import Checkpoints, Story
@@ -175,6 +183,7 @@ def _story(options: dict[str, Any], faults: list[Fault]) -> Story:
     saved = Checkpoints(at_least_s, options["stall_s"], persist_s, memory_s, options["memory_stall_s"])
     pool = _pool(options, spares or 0)
     story = Story(_work(options, faults), _failures(options, faults), _recovery(options), saved, pool)
+    _check_sense(story)
     require_playable(story, story.all_hosts)
     if interval_s is None:
         story = with_interval(story, best_interval(story))
@@ -186,9 +195,21 @@ def _story(options: dict[str, Any], faults: list[Fault]) -> Story:
     return story
 
 
+def _check_sense(story: Story) -> None:
+    """Whether the job is large enough to shrink, and a checkpoint is ever due, and durable, while it is watched."""
+    if story.pool.shrink_by > story.work.hosts:
+        cure = f"name a number up to {story.work.hosts}"
+        raise UserError("the job is not so large", cure=cure, field="shrink_by", value=story.pool.shrink_by)
+    saved, watched_s = story.checkpoints, story.work.days * 86_400
+    field = "persist_s" if saved.persist_s > watched_s else "interval_s"
+    if getattr(saved, field) > watched_s:
+        cure = f"give a number below {watched_s:g}, or more --days"
+        problem = f"no checkpoint would be saved in {story.work.days:g} days"
+        raise UserError(problem, cure=cure, field=field, value=getattr(saved, field))
+
+
 def _or_best(options: dict[str, Any], name: str, kind: Callable[[str], float]) -> Any:
     """The number that was given; None: the best is asked for."""
-    from phalanx.core.errors import UserError
 
     text = options[name]
     if text == "best":
@@ -204,7 +225,6 @@ def _or_best(options: dict[str, Any], name: str, kind: Callable[[str], float]) -
 
 
 def _work(options: dict[str, Any], faults: list[Fault]) -> Work:
-    from phalanx.core.errors import UserError
     from phalanx.plan.months.values import Work
 
     hosts, left = divmod(options["devices"], options["devices_per_host"])
@@ -222,6 +242,7 @@ def _failures(options: dict[str, Any], faults: list[Fault]) -> Failures:
 
     from phalanx.plan.months.files import load_failures
     from phalanx.plan.months.trace import rates_of
+    from phalanx.plan.months.values import require
 
     if faults:
         failures = rates_of(faults, options["trace_hosts"], _days_of(faults))
@@ -229,6 +250,7 @@ def _failures(options: dict[str, Any], faults: list[Fault]) -> Failures:
         failures = load_failures(options["failures"])
     rate = options["per_1000_host_days"]
     if rate is not None:
+        require("per_1000_host_days", rate, 0, 1e9)
         failures = replace(failures.scaled(rate / 1000), source=f"{rate:g} per 1,000 host-days, as {failures.source}")
     given = {name: options[name] for name in ("lemon_share", "lemon_times") if options[name] is not None}
     return replace(failures, evict_after=options["evict_after"], idle_ratio=options["idle_ratio"], **given)
@@ -255,6 +277,9 @@ def _outcome(story: Story, options: dict[str, Any], faults: list[Fault], runs: i
     years, hosts = options["years"] or "blocks", options["trace_hosts"]
     if not faults or years == "rates":
         return simulate(story, runs, seed)
+    if runs * len(faults) > _MOST_REPLAYED:
+        cure = f"give {_MOST_REPLAYED // len(faults):,} at most, or --years rates"
+        raise UserError(f"{len(faults):,} faults cannot be played so often", cure=cure, field="--runs", value=runs)
     if years == "recorded":
         history = trace.replay(faults, runs, seed, hosts)
     elif years == "hosts":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from phalanx.cli.options import AS_JSON, HTML, group, in_words_of
 
 if TYPE_CHECKING:  # NumPy, pydantic and rich take tenths of a second; help pages do without them
     from rich.table import Table
@@ -25,21 +26,7 @@ Examples:
   phalanx simulate network configs/plan/gpt-175b.toml --devices 1024 --flap-s 5 --retransmit-timeout 18 --alone
 """
 
-Decorator = Callable[[Callable[..., None]], Callable[..., None]]
-
-
-def _options(*options: Decorator) -> Decorator:
-    """All of `options`, the first one first in the help."""
-
-    def add(function: Callable[..., None]) -> Callable[..., None]:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return add
-
-
-_FABRIC = _options(
+_FABRIC = group(
     click.option("--fabric", type=click.Path(path_type=Path), metavar="FILE", help="A fabric of your own (TOML)."),
     click.option("--hashing", metavar="RULE", help="ecmp, polarised (all switches hash alike), adaptive or ideal."),
     click.option("--queue-pairs", type=int, metavar="N", help="Connections between two NICs, each hashed for itself."),
@@ -51,7 +38,7 @@ _FABRIC = _options(
     click.option("--fabric-hosts", type=int, metavar="N", help="Hosts of the whole fabric, of which the job has some."),
     click.option("--layers", type=int, metavar="2|3", help="Layers of switches."),
 )
-_TIMERS = _options(
+_TIMERS = group(
     click.option("--congestion", metavar="KIND", help="dcqcn, swift, mixed (both) or none (pauses only)."),
     click.option("--flap-s", type=float, metavar="S", help="A link goes down for so long in the step looked at."),
     click.option("--flap-link", metavar="nic|uplink", help="Which link."),
@@ -59,13 +46,13 @@ _TIMERS = _options(
     click.option("--retries", type=int, metavar="N", help="NCCL_IB_RETRY_CNT."),
     click.option("--adaptive-retransmit/--no-adaptive-retransmit", default=None, help="Short timers first."),
 )
-_OUTPUT = _options(
+_OUTPUT = group(
     click.option("--scenario", type=click.Path(path_type=Path), metavar="FILE", help="Your own questions (TOML)."),
     click.option("--alone", is_flag=True, help="Only what the options say, no what-ifs."),
     click.option("--draws", type=int, default=8, metavar="N", help="Draws of hashes and places, each a job [8]."),
     click.option("--sources", is_flag=True, help="Also print every number of the network and where it is from."),
-    click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables."),
-    click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also write a page."),
+    AS_JSON,
+    HTML,
 )
 
 
@@ -107,12 +94,15 @@ def command(
     machine = load_cluster(cluster, devices)
     network = network_of(machine, fabric)
     sent = _traffic(config, overrides, traffic, machine)
-    base = make_scenario("this network", network, _changes(options))
-    report = what_if(network, sent, _scenarios(base, scenario, alone), draws, curves=as_json or html is not None)
+    with in_words_of({**options, "draws": draws}, _OPTIONS):
+        base = make_scenario("this network", network, _changes(options))
+        scenarios = _scenarios(base, scenario, alone)
+        report = what_if(network, sent, scenarios, draws, curves=as_json or html is not None)
     _show(report, network, sources=sources, as_json=as_json, html=html)
 
 
 _OPTION_KEYS = {"oversubscription": "tor_oversubscription", "rails": "rail_optimised", "fabric_hosts": "hosts"}
+_OPTIONS = {**{key: name for name, key in _OPTION_KEYS.items()}, "timeout_exponent": "retransmit_timeout"}
 
 
 def _changes(options: dict[str, Any]) -> dict[str, Any]:

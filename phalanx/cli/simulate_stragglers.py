@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from phalanx.cli.options import AS_JSON, HTML, in_words_of
+
 if TYPE_CHECKING:  # NumPy and rich take tenths of a second; help pages do without them
     from phalanx.plan.months.stragglers import Question, Waits
 
@@ -29,9 +31,9 @@ _COUNT = click.IntRange(min=1)
 @click.option("--compute-s", type=float, default=1.0, metavar="S", help="Of one rank in a step, not waiting [1].")
 @click.option("--tensor", type=_COUNT, metavar="N", help="Tensor-parallel ranks [all of a host].")
 @click.option("--pipeline", type=_COUNT, default=1, metavar="N", help="Pipeline ranks [1].")
-@click.option("--chunks", type=_COUNT, default=1, metavar="N", help="Model chunks on each [1].")
+@click.option("--chunks", type=_COUNT, metavar="N", help="Model chunks on each [1 with 1f1b, else 2].")
 @click.option("--schedule", type=_SCHEDULES, default="1f1b", help="Of the pipeline [1f1b].")
-@click.option("--micro-batches", type=_COUNT, default=1, metavar="N", help="Of one pipeline in a step [1].")
+@click.option("--micro-batches", type=_COUNT, metavar="N", help="Of one pipeline in a step [one a pipeline rank].")
 @click.option("--slow-share", type=float, metavar="X", help="Hosts that are slow, of all [the cluster's].")
 @click.option("--slow-excess", type=float, metavar="X", help="By which they are slower [the cluster's].")
 @click.option("--lasting-sigma", type=float, metavar="X", help="Spread of the other ranks [the cluster's].")
@@ -39,8 +41,8 @@ _COUNT = click.IntRange(min=1)
 @click.option("--slow-per-1000-host-days", type=float, default=0.294, metavar="X", help="One gets so [0.294].")
 @click.option("--find-s", type=float, default=1000.0, metavar="S", help="Until it is found and replaced [1000].")
 @click.option("--restart-s", type=float, default=300.0, metavar="S", help="The job stands still for that [300].")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also write a page.")
+@AS_JSON
+@HTML
 @click.help_option("-h", "--help")
 def command(cluster: str, as_json: bool, html: Path | None, **options: Any) -> None:
     """Predict how much longer a step takes because all ranks wait for the slowest of them.
@@ -61,20 +63,23 @@ def _question(cluster: str, options: dict[str, Any]) -> Question:
     from phalanx.plan.constant.waiting import spread_of
     from phalanx.plan.hardware.load import load_cluster
     from phalanx.plan.months.stragglers import Question
+    from phalanx.plan.months.values import require
 
     machine = load_cluster(cluster)
     names = ("slow_share", "slow_excess", "lasting_sigma", "pass_sigma")
     given = {name: options[name] for name in names if options[name] is not None}
-    job = {name: options[name] for name in ("devices", "pipeline", "chunks", "schedule", "micro_batches", "compute_s")}
-    return Question(
-        replace(spread_of(machine), **given),
-        devices_per_host=machine.devices_per_host,
-        tensor=options["tensor"] or min(machine.devices_per_host, options["devices"]),
-        slow_per_host_day=options["slow_per_1000_host_days"] / 1000,
-        find_s=options["find_s"],
-        restart_s=options["restart_s"],
-        **job,
-    )
+    require("--slow-per-1000-host-days", options["slow_per_1000_host_days"], 0, 1e9)
+    job = {name: options[name] for name in ("devices", "pipeline", "schedule", "compute_s", "find_s", "restart_s")}
+    with in_words_of(options):
+        return Question(
+            replace(spread_of(machine), **given),
+            devices_per_host=machine.devices_per_host,
+            tensor=options["tensor"] or min(machine.devices_per_host, options["devices"]),
+            chunks=options["chunks"] or (1 if options["schedule"] == "1f1b" else 2),
+            micro_batches=options["micro_batches"] or options["pipeline"],
+            slow_per_host_day=options["slow_per_1000_host_days"] / 1000,
+            **job,
+        )
 
 
 def _show(question: Question, rows: Sequence[Waits], as_json: bool, html: Path | None) -> None:

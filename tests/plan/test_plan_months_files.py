@@ -80,8 +80,18 @@ def test_a_persons_own_file(tmp_path: Path) -> None:
         ("[lemons]", "[melons]", "melons: there is no such key"),
         ("= 2\n", "= -2\n", "out of range; give a number from 0"),
         ("= 2\n", "= nan\n", "out of range"),
-        ("= 2\n", '= "many"\n', "says too little"),
+        ("= 2\n", '= "many"\n', "mine.toml: GPU: failures_per_1000_host_days = 'many': is no number"),
+        ("= 2\n", "= true\n", "failures_per_1000_host_days = True: is no number"),
+        ("failures_per_1000_host_days = 2", "", "failures_per_1000_host_days: the file says too little"),
         ('name = "GPU"', "", "says too little"),
+        ("[[class]]", "[class]", "mine.toml: class: the file says too little; write [[class]]"),
+        ("repair_p90_s = 7200", "", "GPU: repair_median_s: are no one way to repair; write repair_median_s with"),
+        ("repair_p90_s = 7200", "repair_fixed_s = 1", "repair_fixed_s, repair_median_s: are no one way to repair"),
+        ("repair_median_s = 3600", "", "GPU: repair_p90_s: are no one way"),
+        ("repair_median_s = 3600\nrepair_p90_s = 7200", "repair_values_s = 3", "repair_values_s = 3: is no list"),
+        ('"stops"', '"stops"\nmemory_survives = "no"', "memory_survives = 'no': is neither; write true or false"),
+        ("[lemons]", "[[lemons]]", "lemons: the file says too little; write [lemons]"),
+        ("share_ratio = 0.01", 'share_ratio = "0.01"', "lemons.share_ratio = '0.01': is no number"),
         ('"stops"', '"explodes"', "no such effect; choose one of stops"),
         ('"measured"', '"guessed"', "no such mark"),
         ("= 7200", "= 60", "p90_s"),
@@ -97,8 +107,17 @@ def test_a_wrong_file_is_refused_with_the_cure(tmp_path: Path, old: str, new: st
 
 
 def test_unknown_failures_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(UserError, match="choose one of infinitehbd, llama3, meta-rsc1"):
-        load_failures("nobody")
+    for name in ("nobody", "", "x" * 300):
+        with pytest.raises(UserError, match="choose one of infinitehbd, llama3, meta-rsc1"):
+            load_failures(name)
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder.toml").mkdir()
+    (tmp_path / "deep.toml").write_text("x = " + "[" * 10_000)
+    for name, said in (("folder", "Is a directory"), ("deep", "is no TOML"), ("nothing", "No such file")):
+        with pytest.raises(UserError, match=f"{name}.toml: .*{said}"):
+            load_failures(str(tmp_path / f"{name}.toml"))
 
 
 WORK = Work(4)

@@ -58,6 +58,7 @@ def test_choices_are_named_or_left_out() -> None:
     asked = parse(["schedule=1f1b,zbv", "zero!=3", "sequence_parallel=true,false", "bucket_bytes=25MB,0"]).choices
     assert asked["schedule"] == ("1f1b", "zbv") and asked["zero"] == (0, 1, 2)
     assert asked["sequence_parallel"] == (True, False) and asked["bucket_bytes"] == (25_000_000, 0)
+    assert parse(["zero=1,1,0"]).choices["zero"] == (1, 0)
     assert parse(["recompute=any"]).choices["recompute"] == ("none", "attention", "elementwise", "full")
 
 
@@ -76,7 +77,19 @@ def test_memory_is_a_share_or_a_size() -> None:
         ("tensr=8", "write tensor"),
         ("colour=blue", "take one of pipeline"),
         ("tensor=big", "'big' is no number of ranks that split every matrix"),
+        ("tensor=nan", "'nan' is no number of ranks that split every matrix; write such as tensor=8, a whole number"),
+        ("tensor=inf", "a whole number from 1"),
+        ("tensor<=0", "write such as tensor<=8, a whole number from 1"),
+        ("tensor=-8", "a whole number from 1"),
+        ("tensor=8.5", "a whole number from 1"),
+        ("pipeline=1e999", "a whole number from 1"),
+        ("imbalance<=-1", "write such as imbalance<=0.25, a number from 0"),
+        ("tensor!=any", "write tensor=any, or a value"),
+        ("memory<=any", "write memory=any, or a value"),
         ("pipeline<=4,8", "write pipeline=4,8"),
+        ("zero!=0,1,2,3", "no zero is left; leave one of 0, 1, 2, 3"),
+        ("memory=1B", "nothing fits into that; write a size such as 72GB"),
+        ("bucket_bytes!=25MB", "write bucket_bytes= with those to try"),
         ("schedule=gpipe", "take of 1f1b"),
         ("zero<=2", "write zero=2"),
         ("zero=4", "take of 0, 1, 2, 3"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from phalanx.core.errors import UserError
+from phalanx.plan.toml_tree import read_tree
 from phalanx.plan.types import Mark, Number
 
 _RANGES: Mapping[str, tuple[float, float]] = {
@@ -248,13 +248,7 @@ def read(path: Path) -> Section:
     Raises:
         UserError: it cannot be read, is no TOML, or a source has no date.
     """
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError("cannot be read", cure=f"look at the file: {error.strerror}", field=str(path)) from error
-    except (ValueError, RecursionError) as error:  # not UTF-8, no TOML, endless digits or brackets
-        raise UserError(f"is no TOML: {error}", cure="correct it there", field=str(path)) from error
-    top = Section(path.name, tree)
+    top = Section(path.name, read_tree(path))
     if top.has("sources"):
         listed = top.sub("sources")
         for key in listed.tree:

@@ -21,13 +21,13 @@ rate_ratio = 12.5             # failures of a lemon over those of a usual host
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import UserError
 from phalanx.plan.months.values import Duration, FailureClass, Failures
+from phalanx.plan.toml_tree import read_tree
 from phalanx.plan.types import Mark
 
 FOLDER = Path(__file__).with_name("failures")
@@ -58,61 +58,101 @@ def load_failures(name: str) -> Failures:
     Raises:
         UserError: there is no such file, or something in it is wrong.
     """
+    if name not in known() and not name.endswith(".toml"):
+        cure = f"choose one of {', '.join(known())}, or name a .toml file"
+        raise UserError("there are no such failures", cure=cure, field="failures", value=name)
     path = FOLDER / f"{name}.toml" if name in known() else Path(name)
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError:
-        cure = f"choose one of {', '.join(known())}, or name a TOML file"
-        raise UserError("there are no such failures", cure=cure, field="failures", value=name) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"it is no TOML ({error})", cure="mend the file", field="failures", value=name) from None
+    content = read_tree(path)
     try:
         return _failures(content)
-    except UserError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        cure = f"write it as {FOLDER / 'llama3.toml'} is"
-        raise UserError(f"it says too little ({error})", cure=cure, field="failures", value=name) from None
+    except UserError as error:
+        told = str(error).removesuffix(f": {error.problem}; {error.cure}")
+        raise UserError(error.problem, cure=error.cure, field=f"{path.name}: {told}") from None
 
 
 def _failures(content: Mapping[str, Any]) -> Failures:
     _refuse_unknown(content, {"source", "class", "lemons"}, "")
-    classes = tuple(_class(table) for table in content["class"])
-    lemons = content.get("lemons", {})
+    tables, lemons = content.get("class"), content.get("lemons", {})
+    if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
+        raise _says_too_little("class", "write [[class]] with its keys below, once for each kind of failure")
+    if not isinstance(lemons, dict):
+        raise _says_too_little("lemons", "write [lemons] with share_ratio and rate_ratio below")
     _refuse_unknown(lemons, {"share_ratio", "rate_ratio", "mark", "source", "date"}, "lemons.")
     return Failures(
-        classes,
-        lemon_share=float(lemons.get("share_ratio", 0.0)),
-        lemon_times=float(lemons.get("rate_ratio", 1.0)),
-        source=str(content["source"]),
+        tuple(_class(table) for table in tables),
+        lemon_share=_number(lemons, "share_ratio", "lemons.", 0.0),
+        lemon_times=_number(lemons, "rate_ratio", "lemons.", 1.0),
+        source=_text(content, "source", ""),
     )
 
 
 def _class(table: Mapping[str, Any]) -> FailureClass:
-    name = str(table["name"])
-    _refuse_unknown(table, _KEYS, f"{name}: ")
-    if table["mark"] not in _MARKS:
-        raise UserError("there is no such mark", cure=f"choose one of {', '.join(_MARKS)}", field=f"mark of {name}")
-    detection_s = table.get("detection_s")
+    name = _text(table, "name", "class: ")
+    where = f"{name}: "
+    _refuse_unknown(table, _KEYS, where)
+    if (mark := _text(table, "mark", where)) not in _MARKS:
+        cure = f"choose one of {', '.join(_MARKS)}"
+        raise UserError("there is no such mark", cure=cure, field=f"mark of {name}", value=mark)
+    survives = table.get("memory_survives", True)
+    if not isinstance(survives, bool):
+        cure = "write true or false"
+        raise UserError("is neither", cure=cure, field=f"{where}memory_survives", value=survives)
     return FailureClass(
         name,
-        float(table["failures_per_1000_host_days"]) / 1000,
-        table["effect"],
-        _repair(table),
-        None if detection_s is None else float(detection_s),
-        float(table.get("slowdown_ratio", 1.1)),
-        bool(table.get("memory_survives", True)),
+        _number(table, "failures_per_1000_host_days", where) / 1000,
+        table.get("effect", ""),
+        _repair(table, where),
+        _number(table, "detection_s", where) if "detection_s" in table else None,
+        _number(table, "slowdown_ratio", where, 1.1),
+        survives,
     )
 
 
-def _repair(table: Mapping[str, Any]) -> Duration:
-    if "repair_values_s" in table:
-        return Duration.observed(tuple(float(value) for value in table["repair_values_s"]))
-    if "repair_median_s" in table:
-        return Duration.lognormal(float(table["repair_median_s"]), float(table["repair_p90_s"]))
-    if "repair_mean_s" in table:
-        return Duration.exponential(float(table["repair_mean_s"]))
-    return Duration.fixed(float(table.get("repair_fixed_s", 0.0)))
+_REPAIRS = ({"repair_values_s"}, {"repair_median_s", "repair_p90_s"}, {"repair_mean_s"}, {"repair_fixed_s"})
+
+
+def _repair(table: Mapping[str, Any], where: str) -> Duration:
+    given = {key for key in table if key.startswith("repair_")}
+    if not given:
+        return Duration.fixed(0.0)
+    if given not in _REPAIRS:
+        cure = "write repair_median_s with repair_p90_s, or one of repair_fixed_s, repair_mean_s, repair_values_s"
+        raise UserError("are no one way to repair", cure=cure, field=f"{where}{', '.join(sorted(given))}")
+    if "repair_values_s" in given:
+        values = table["repair_values_s"]
+        if not isinstance(values, list):
+            cure = "write it as [.., ..]"
+            raise UserError("is no list", cure=cure, field=f"{where}repair_values_s", value=values)
+        return Duration.observed(tuple(_plain(value, f"{where}repair_values_s") for value in values))
+    if "repair_median_s" in given:
+        return Duration.lognormal(*(_number(table, f"repair_{which}_s", where) for which in ("median", "p90")))
+    if "repair_mean_s" in given:
+        return Duration.exponential(_number(table, "repair_mean_s", where))
+    return Duration.fixed(_number(table, "repair_fixed_s", where))
+
+
+def _number(table: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
+    if key not in table and default is not None:
+        return default
+    if key not in table:
+        raise _says_too_little(f"{where}{key}", f"add it, as {FOLDER / 'llama3.toml'} has it")
+    return _plain(table[key], f"{where}{key}")
+
+
+def _plain(value: object, field: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UserError("is no number", cure="write it as one", field=field, value=value)
+    return float(value)
+
+
+def _text(table: Mapping[str, Any], key: str, where: str) -> str:
+    if not isinstance(table.get(key), str):
+        raise _says_too_little(f"{where}{key}", f"add it in quotes, as {FOLDER / 'llama3.toml'} has it")
+    return str(table[key])
+
+
+def _says_too_little(field: str, cure: str) -> UserError:
+    return UserError("the file says too little", cure=cure, field=field)
 
 
 def _refuse_unknown(table: Mapping[str, Any], known_keys: set[str], prefix: str) -> None:

@@ -50,8 +50,9 @@ class Question:
             require(name, getattr(self.spread, name), 0, 1)
         require("slow_share", self.spread.slow_share, 0, 1)
         require("slow_excess", self.spread.slow_excess, 0, 1000)
-        for name in ("devices", "devices_per_host", "tensor", "pipeline", "chunks", "micro_batches"):
+        for name in ("devices", "devices_per_host", "tensor", "pipeline", "micro_batches"):
             require(name, getattr(self, name), 1, 10_000_000)
+        require("chunks", self.chunks, 1, 1_000)
         require("compute_s", self.compute_s, 1e-6, 1e9)
         require("slow_per_host_day", self.slow_per_host_day, 0, 1e6)
         require("find_s", self.find_s)
@@ -59,6 +60,17 @@ class Question:
         if self.devices % self.block:
             cure = f"give a multiple of {self.block} (pipeline x tensor)"
             raise UserError("they fill no whole number of pipelines", cure=cure, field="devices", value=self.devices)
+        self._check_pipeline()
+
+    def _check_pipeline(self) -> None:
+        """Whether the schedule has so many chunks, and the ranks enough to do."""
+        only = {"1f1b": 1, "zbv": 2}.get(self.schedule, self.chunks)
+        if self.chunks != only:
+            cure = f"give {only}, or another schedule, such as interleaved_1f1b"
+            raise UserError(f"{self.schedule} has {only} on each rank", cure=cure, field="chunks", value=self.chunks)
+        if self.micro_batches < self.pipeline:
+            cure = f"give {self.pipeline} at least, one for each pipeline rank"
+            raise UserError("some ranks never compute", cure=cure, field="micro_batches", value=self.micro_batches)
 
     @property
     def block(self) -> int:

@@ -21,6 +21,7 @@ from phalanx.plan.months.values import Effect as EffectOnJob
 if TYPE_CHECKING:
     from phalanx.plan.months.history import History
 
+_LATEST_S = 36_525 * DAY_S
 NODES = 400
 DAYS = 348.98
 
@@ -89,7 +90,7 @@ def read_trace(path: Path) -> list[Fault]:
     except OSError as error:
         cure = "name fault_trace.json of InfiniteHBD-Trace"
         raise UserError(f"cannot read it ({error.strerror})", cure=cure, field="trace", value=str(path)) from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         cure = "give fault_trace.json of InfiniteHBD-Trace, or a file made like it"
         raise UserError("it is no trace of faults", cure=cure, field="trace", value=str(path)) from None
     return sorted(faults, key=lambda fault: fault.begins_s)
@@ -98,6 +99,8 @@ def read_trace(path: Path) -> list[Fault]:
 def _fault(start: dict, end_days: float) -> Fault:
     kind = start["fault_type"]
     begins_s, ends_s = start["event_time"] * DAY_S, end_days * DAY_S
+    if not 0 <= begins_s <= ends_s < _LATEST_S:
+        raise ValueError("it ends before it begins, or never")
     return Fault(start["node_id"], begins_s, ends_s, effect_of(kind), kind["Class"])
 
 

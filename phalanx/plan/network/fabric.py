@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     Indices = NDArray[np.int64]
 
+_MOST_LINKS = 100_000_000  # each is a number or two in memory; 100,000 NICs need under a million
 HOPS = 6
 """Links of the longest way; shorter ways have -1 in their middle."""
 
@@ -182,6 +183,9 @@ def _check(fabric: Fabric) -> None:
             raise UserError("is no over-subscription", cure=cure, field=name, value=value)
     _check_rates(fabric)
     _check_room(fabric)
+    if fabric.num_links > _MOST_LINKS:
+        cure = "take switches with fewer ports, or an uplink_split of 1 or 2"
+        raise UserError(f"it has over {_MOST_LINKS:,} links", cure=cure, field="radix", value=fabric.radix)
 
 
 def _check_rates(fabric: Fabric) -> None:

@@ -13,6 +13,7 @@ from phalanx.plan.network.fabric import Fabric
 from phalanx.plan.network.flaps import Retransmit
 from phalanx.plan.network.routes import Hashing
 from phalanx.plan.network.settings import Network
+from phalanx.plan.toml_tree import read_tree
 
 Placement = Literal["packed", "pipeline_first", "scattered"]
 """Where ranks sit: in the order of their numbers, so that data-parallel neighbours share ToRs; hosts of one pipeline
@@ -76,6 +77,9 @@ _FABRIC_KEYS = (
     "radix",
 )
 _TIMER_KEYS = {"retransmit_timeout": "timeout_exponent", "retries": "retries", "adaptive_retransmit": "adaptive"}
+_FLAGS = ("rail_optimised", "adaptive_retransmit")
+_MEASURES = ("tor_oversubscription", "aggregation_oversubscription", "flap_s", "reroute_s")
+_MANY = 10_000_000
 _OWN_KEYS = ("hashing", "placement", "congestion", "queue_pairs", "flap_s", "flap_link", "reroute_s")
 KEYS = (*_OWN_KEYS, *_FABRIC_KEYS, *_TIMER_KEYS)
 """What a scenario file, or an option, may change."""
@@ -106,8 +110,7 @@ def changed(base: Scenario, name: str, changes: Mapping[str, Any]) -> Scenario:
     for key, value in changes.items():
         if key not in KEYS:
             raise UserError("is nothing that can be changed", cure=f"write one of {', '.join(KEYS)}", field=key)
-        if isinstance(value, str) is not (key in _CHOICES or key == "congestion"):
-            raise UserError("is no such value", cure="write names in quotes, numbers without", field=key, value=value)
+        _check_kind(key, value)
     fabric = {key: changes[key] for key in _FABRIC_KEYS if key in changes}
     timers = {field: changes[key] for key, field in _TIMER_KEYS.items() if key in changes}
     own = {key: changes[key] for key in _OWN_KEYS if key in changes}
@@ -118,6 +121,20 @@ def changed(base: Scenario, name: str, changes: Mapping[str, Any]) -> Scenario:
         retransmit=replace(base.retransmit, **timers),
         **own,
     )
+
+
+def _check_kind(key: str, value: object) -> None:
+    """Refuse what is no name, no whole number, no number, or neither true nor false, as `key` wants it."""
+    if key in _CHOICES or key == "congestion":
+        right, cure = isinstance(value, str), "write a name in quotes"
+    elif key in _FLAGS:
+        right, cure = isinstance(value, bool), "write true or false"
+    else:
+        kind = int | float if key in _MEASURES else int
+        right = isinstance(value, kind) and not isinstance(value, bool) and abs(value) < _MANY
+        cure = f"write a {'' if key in _MEASURES else 'whole '}number below {_MANY:,}"
+    if not right:
+        raise UserError("is no such value", cure=cure, field=key, value=value)
 
 
 USUAL: tuple[tuple[str, Mapping[str, Any]], ...] = (
@@ -165,15 +182,14 @@ def read_scenarios(path: Path, base: Scenario) -> tuple[Scenario, ...]:
     Raises:
         UserError: it cannot be read, or a key is unknown or out of bounds.
     """
-    import tomllib
-
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"cannot be read: {error}", cure="write a TOML file", field=str(path)) from error
+    tree = read_tree(path)
     entries = tree.get("scenario")
-    if set(tree) != {"scenario"} or not isinstance(entries, list) or not all("name" in entry for entry in entries):
+    if set(tree) != {"scenario"} or not isinstance(entries, list) or not all(map(_is_named, entries)) or not entries:
         cure = 'write [[scenario]] with name = ".." and what is changed'
         raise UserError("is no list of scenarios", cure=cure, field=str(path))
     rest = [{key: value for key, value in entry.items() if key != "name"} for entry in entries]
-    return (base, *(changed(base, str(entry["name"]), changes) for entry, changes in zip(entries, rest, strict=True)))
+    return (base, *(changed(base, entry["name"], changes) for entry, changes in zip(entries, rest, strict=True)))
+
+
+def _is_named(entry: object) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("name"), str)

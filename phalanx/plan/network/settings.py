@@ -16,40 +16,50 @@ from phalanx.plan.types import Number
 
 _FABRICS = Path(__file__).parent / "fabrics"
 _DEFAULT = "default.toml"
-_TABLES: Mapping[str, tuple[str, ...]] = {
-    "fabric": (
-        "port_bytes_per_s",
-        "uplink_split",
-        "tor_oversubscription_ratio",
-        "aggregation_oversubscription_ratio",
-        "hop_latency_s",
-        "buffer_bytes",
-        "queue_pairs",
-        "mtu_bytes",
-    ),
-    "pfc": ("threshold_ratio", "resume_ratio"),
-    "ecn": ("low_s", "high_s", "mark_ratio"),
-    "dcqcn": (
-        "gain_ratio",
-        "notification_s",
-        "alpha_timer_s",
-        "increase_timer_s",
-        "increase_counter_bytes",
-        "fast_recovery",
-        "increase_ratio",
-    ),
-    "swift": (
-        "base_target_s",
-        "hop_target_s",
-        "increase",
-        "decrease_ratio",
-        "largest_decrease_ratio",
-        "flow_range_s",
-        "flow_low",
-        "flow_high",
-    ),
-    "retransmit": ("timeout_exponent", "retries", "adaptive_first_s", "reroute_s"),
+_MOST_PORTS = 65_536
+_MOMENT = (1e-9, 1.0)  # of timers and delays, seconds
+_TABLES: Mapping[str, Mapping[str, tuple[float, float]]] = {
+    "fabric": {
+        "port_bytes_per_s": (1e5, 1e15),
+        "uplink_split": (1, 64),
+        "tor_oversubscription_ratio": (0.01, 100),
+        "aggregation_oversubscription_ratio": (0.01, 100),
+        "hop_latency_s": _MOMENT,
+        "buffer_bytes": (1e3, 1e12),
+        "queue_pairs": (1, 64),
+        "mtu_bytes": (64, 1e6),
+    },
+    "pfc": {"threshold_ratio": (0.001, 100), "resume_ratio": (0.01, 1)},
+    "ecn": {"low_s": _MOMENT, "high_s": _MOMENT, "mark_ratio": (1e-6, 1)},
+    "dcqcn": {
+        "gain_ratio": (1e-6, 1),
+        "notification_s": _MOMENT,
+        "alpha_timer_s": _MOMENT,
+        "increase_timer_s": _MOMENT,
+        "increase_counter_bytes": (64, 1e12),
+        "fast_recovery": (1, 100),
+        "increase_ratio": (1e-9, 1),
+    },
+    "swift": {
+        "base_target_s": _MOMENT,
+        "hop_target_s": _MOMENT,
+        "increase": (1e-6, 1e6),
+        "decrease_ratio": (1e-6, 1),
+        "largest_decrease_ratio": (1e-6, 1),
+        "flow_range_s": _MOMENT,
+        "flow_low": (1e-6, 1e6),
+        "flow_high": (1e-6, 1e6),
+    },
+    "retransmit": {
+        "timeout_exponent": (1, 31),
+        "retries": (1, 7),
+        "adaptive_first_s": (4e-6, 1e4),
+        "reroute_s": (0, 1e6),
+    },
 }
+"""Each number that a file may have, and between which values it can be computed with."""
+_WHOLE = ("uplink_split", "queue_pairs", "timeout_exponent", "retries")
+_ASCENDING = (("ecn", "low_s", "high_s"), ("swift", "flow_low", "flow_high"))
 
 
 @dataclass(frozen=True)
@@ -119,20 +129,37 @@ def _read(path: Path) -> tuple[dict[str, int], dict[str, Number]]:
     numbers = {}
     for table, keys in _TABLES.items():
         own = given.sub(table) if given.has(table) else None
-        for key in keys:
+        for key, bounds in keys.items():
             section = own if own is not None and own.has(key) else default.sub(table)
-            numbers[f"{table}.{key}"] = section.number(key)
+            numbers[f"{table}.{key}"] = _within(section, key, *bounds)
         if own is not None:
             own.done()
     given.done()
+    for table, low, high in _ASCENDING:
+        least, value = (numbers[f"{table}.{key}"].value for key in (low, high))
+        if least >= value:
+            cure = f"give more than {low}, {least:g}"
+            raise UserError(
+                "is no more than where it begins", cure=cure, field=given.where(f"{table}.{high}"), value=value
+            )
     return shape, numbers
+
+
+def _within(section: Section, key: str, least: float, most: float) -> Number:
+    number = section.number(key)
+    whole = key in _WHOLE
+    if not least <= number.value <= most or (whole and number.value != int(number.value)):
+        cure = f"give a {'whole ' * whole}number from {least:g} to {most:g}"
+        raise section.refusal("cannot be computed with", cure, key, number.value)
+    return number
 
 
 def _whole(section: Section, key: str) -> int:
     value = section.raw(key)
-    if not isinstance(value, int):
-        cure = "write true or false" if key == "rail_optimised" else "write a whole number"
-        raise UserError("is no such value", cure=cure, field=section.where(key), value=value)
+    is_flag = key == "rail_optimised"
+    if not isinstance(value, int) or isinstance(value, bool) is not is_flag or not 0 <= value <= _MOST_PORTS:
+        cure = "write true or false" if is_flag else f"write a whole number up to {_MOST_PORTS:,}"
+        raise section.refusal("is no such value", cure, key, value)
     return value
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from phalanx.core.errors import UserError
+from phalanx.plan.toml_tree import read_tree
 
 Pattern = Literal["ring", "neighbours", "all_to_all", "incast"]
 """Who sends to whom in a group: each to the next one (all-gather, reduce-scatter, all-reduce); to the next and the one
@@ -50,7 +51,7 @@ class Phase:
         if not 0 <= self.exposed_ratio <= 1:
             cure = "write a share between 0 and 1"
             raise UserError("is no share", cure=cure, field=f"{where}: exposed_ratio", value=self.exposed_ratio)
-        if self.cover_s is not None and not self.cover_s >= 0:
+        if self.cover_s is not None and not 0 <= self.cover_s < 1e12:
             raise UserError("is no time", cure="write seconds", field=f"{where}: cover_s", value=self.cover_s)
 
     @property
@@ -184,17 +185,13 @@ def read_traffic(path: Path) -> Traffic:
     Raises:
         UserError: it cannot be read, or a key is unknown, missing, or cannot be.
     """
-    import tomllib
-
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"cannot be read: {error}", cure="write a TOML file", field=str(path)) from error
+    tree = read_tree(path)
     extra = set(tree) - {"step_s", "phase"}
-    if extra or "step_s" not in tree:
+    entries = tree.get("phase", [])
+    if extra or "step_s" not in tree or not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
         cure = "write step_s, and [[phase]] for each kind of communication"
         raise UserError("is no description of traffic", cure=cure, field=str(path), value=sorted(extra))
-    phases = tuple(_phase(path, number, entry) for number, entry in enumerate(tree.get("phase", [])))
+    phases = tuple(_phase(path, number, entry) for number, entry in enumerate(entries))
     return Traffic(phases, _number(path, "step_s", tree["step_s"]), str(path))
 
 
@@ -205,6 +202,9 @@ def _phase(path: Path, number: int, entry: Mapping[str, Any]) -> Phase:
     if wrong:
         cure = f"write {', '.join(required)}, and if you like times, exposed_ratio, cover_s"
         raise UserError("is unknown or missing", cure=cure, field=f"{path}: phase[{number}]", value=wrong[0])
+    for key in ("name", "pattern"):
+        if not isinstance(entry[key], str):
+            raise UserError("is no text", cure="write it in quotes", field=f"{path}: phase[{number}].{key}")
     for key in set(entry) - {"name", "pattern"}:
         _number(path, f"phase[{number}].{key}", entry[key], whole=key in ("ranks", "stride", "times"))
     return Phase(**entry)

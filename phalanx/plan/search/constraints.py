@@ -9,6 +9,7 @@ that has a default bound replaces it, and ``NAME=any`` only removes it.
 from __future__ import annotations
 
 import difflib
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -51,6 +52,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
 HOST_AXES = ("tensor", "context", "data")
 """Axes whose groups can be kept inside a host, innermost first."""
 
+_LEAST_BYTES = 1e6  # of a device's memory; up to 1 a number is a share of it
 _OTHERS = ("memory", "inside_host")
 _WORD = re.compile(r"\s*([a-z_]+)\s*(<=|>=|!=|==|=|<|>)\s*(.*?)\s*")
 _COMPARE: Mapping[str, Callable[[Any, Any], Any]] = {
@@ -151,6 +153,8 @@ def _pieces(word: str) -> tuple[str, str, str]:
         near = difflib.get_close_matches(name, known, 1)
         cure = f"write {near[0]}" if near else f"take one of {', '.join(known)}"
         raise UserError(f"there is no {name!r} to constrain", cure=cure, value=word)
+    if value == "any" and comparison not in ("=", "=="):
+        raise UserError("any is all that there is", cure=f"write {name}=any, or a value", value=word)
     return name, "=" if comparison == "==" else comparison, value
 
 
@@ -158,9 +162,17 @@ def _bound(word: str, name: str, comparison: str, value: str) -> Bound:
     try:
         values = tuple(float(item) for item in value.split(","))
     except ValueError:
-        raise UserError(
-            f"{value!r} is no number of {NUMBERS[name]}", cure=f"write such as {name}{comparison}8", value=word
-        ) from None
+        values = (math.nan,)
+    if name == "imbalance":
+        possible, such = all(0 <= number < math.inf for number in values), "0.25, a number from 0"
+    else:
+        possible, such = (
+            all(1 <= number < 1e18 and number.is_integer() for number in values),
+            "8, a whole number from 1",
+        )
+    if not possible:
+        cure = f"write such as {name}{comparison}{such}"
+        raise UserError(f"{value!r} is no number of {NUMBERS[name]}", cure=cure, value=word)
     if len(values) > 1 and comparison in _COMPARE:
         raise UserError("is compared with several numbers", cure=f"give one, or write {name}={value}", value=word)
     return Bound(name, comparison, values)
@@ -170,7 +182,9 @@ def _chosen(word: str, name: str, comparison: str, value: str) -> tuple[Any, ...
     if comparison in _COMPARE:
         raise UserError(f"{name} is a choice, not a size", cure=f"write {name}={value}", value=word)
     if name == "bucket_bytes":
-        return tuple(_bytes(word, item) for item in value.split(","))
+        if comparison != "=":
+            raise UserError("there are endless other sizes", cure="write bucket_bytes= with those to try", value=word)
+        return tuple(dict.fromkeys(_bytes(word, item) for item in value.split(",")))
     written = {str(option).lower(): option for option in CHOICES[name]}
     if value == "any":
         return CHOICES[name]
@@ -179,8 +193,11 @@ def _chosen(word: str, name: str, comparison: str, value: str) -> tuple[Any, ...
     if unknown:
         raise UserError(f"there is no {name} {unknown[0]!r}", cure=f"take of {', '.join(written)}", value=word)
     if comparison == "=":
-        return tuple(written[item] for item in values)
-    return tuple(option for text, option in written.items() if text not in values)
+        return tuple(dict.fromkeys(written[item] for item in values))
+    left = tuple(option for text, option in written.items() if text not in values)
+    if not left:
+        raise UserError(f"no {name} is left", cure=f"leave one of {', '.join(written)}", value=word)
+    return left
 
 
 def _memory(word: str, comparison: str, value: str) -> float:
@@ -191,7 +208,10 @@ def _memory(word: str, comparison: str, value: str) -> float:
     try:
         share = float(value)
     except ValueError:
-        return float(_bytes(word, value))
+        size = float(_bytes(word, value))
+        if size < _LEAST_BYTES:
+            raise UserError("nothing fits into that", cure="write a size such as 72GB", value=word) from None
+        return size
     if not 0 < share <= 1:
         raise UserError(
             "is neither a share of a device's memory nor a size",

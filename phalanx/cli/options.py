@@ -1,0 +1,69 @@
+"""What several commands have in common: groups of options, the page that is written, errors in words of options.
+
+Imports only click, so that help stays as fast as it is without.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from phalanx.core.errors import UserError
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def group(*options: Decorator) -> Decorator:
+    """All of `options`, the first one first in the help."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return add
+
+
+class NewFile(click.Path):
+    """A file that will be written when all is done: what cannot be written is refused before anything is computed."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, dir_okay=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The path; the folder that it is in has to be there, and let one write."""
+        if not str(value):
+            self.fail("'' is no name of a file; give one, such as report.html", param, ctx)
+        path = Path(str(super().convert(value, param, ctx)))
+        folder = path.parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            why = "is no folder" if not folder.is_dir() else "does not let you write"
+            self.fail(f"{str(path)!r} cannot be written: {str(folder)!r} {why}; name another", param, ctx)
+        return path
+
+
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+HTML = click.option("--html", type=NewFile(), metavar="FILE", help="Also write a page.")
+
+
+@contextmanager
+def in_words_of(given: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Errors about a value that an option gave name that option, with the value as it was given.
+
+    Args:
+        given: by name, as click hands them over; None: not given.
+        renamed: options by fields that are called otherwise.
+    """
+    try:
+        yield
+    except UserError as error:
+        name = (renamed or {}).get(error.field or "", error.field or "")
+        if given.get(name) is None:
+            raise
+        option = f"--{name.replace('_', '-')}"
+        raise UserError(error.problem, cure=error.cure, field=option, value=given[name]) from None
