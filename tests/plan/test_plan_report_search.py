@@ -20,6 +20,7 @@ from phalanx.plan.report.search_page import search_figures, search_sections
 from phalanx.plan.report.search_plain import search_json
 from phalanx.plan.report.search_text import (
     axes_of,
+    numbers_of,
     others_text,
     search_text,
     short_columns,
@@ -31,7 +32,7 @@ from phalanx.plan.search.constraints import parse
 from phalanx.plan.search.options import Machine
 from phalanx.plan.search.result import Outcome, SearchResult
 from phalanx.plan.search.search import search
-from phalanx.plan.types import Job, Strategy
+from phalanx.plan.types import Job, Prediction, Strategy
 
 
 @cache
@@ -103,6 +104,20 @@ def test_choices_are_told_with_what_other_values_cost() -> None:
     assert other.best is not None
     more = 100 * (other.best.step_s / result.best[0].step_s - 1)
     assert f"{other.value}: {more:+.1f} %" in told
+
+
+def test_small_memory_has_digits_that_tell_layouts_apart() -> None:
+    best = _result().best[0]
+    (rank, *_) = best.memory
+    none = dict.fromkeys(("gradients", "optimizer", "activations", "workspace", "loss_head"), 0.0)
+    none |= dict.fromkeys(("communication", "fragmentation"), 0.0)
+
+    def with_gib(gib: float) -> Prediction:
+        return replace(best, memory=(replace(rank, parameters=gib * 2**30, **none),))
+
+    assert [cells[2] for cells in numbers_of([with_gib(0.1234), with_gib(0.0567)])] == ["0.123", "0.057"]
+    assert [cells[2] for cells in numbers_of([with_gib(70.78), with_gib(3.84)])] == ["70.8", "3.8"]
+    assert axes_of(Strategy()) == "one device"
 
 
 def test_values_with_which_nothing_fits_are_told_together() -> None:

@@ -101,9 +101,12 @@ def _layouts(predictions: Sequence[Prediction], limit_bytes: float) -> str:
     """A row for each layout, with what limits it."""
     differing, same = short_columns([prediction.strategy for prediction in predictions])
     names = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in differing)
-    numbers = "".join(f'<th class="n">{name}</th>' for name in ("step s", "MFU", "GiB"))
-    heads = f"{numbers}<th>layout</th>{names}<th>limited by</th>"
-    rows = [_row(prediction, differing, limit_bytes) for prediction in predictions]
+    first = "".join(f'<th class="n">{name}</th>' for name in ("step s", "MFU", "GiB"))
+    heads = f"{first}<th>layout</th>{names}<th>limited by</th>"
+    rows = [
+        _row(prediction, numbers, differing, limit_bytes)
+        for prediction, numbers in zip(predictions, numbers_of(predictions), strict=True)
+    ]
     shared = choices_text(predictions[0].strategy, same)
     return table(heads, rows, stacked=True) + (f'<p class="soft">all: {escape(shared)}</p>' if shared else "")
 
@@ -122,9 +125,9 @@ def _choices(result: SearchResult) -> str:
     return table("<th>choice</th><th>best</th><th>others</th>", rows, stacked=True)
 
 
-def _row(prediction: Prediction, differing: Sequence[str], limit_bytes: float) -> str:
+def _row(prediction: Prediction, numbers: Sequence[str], differing: Sequence[str], limit_bytes: float) -> str:
     strategy = prediction.strategy
     choices = (escape(short_text(strategy, name)) for name in differing)
-    cells = [f'<td class="n">{text}</td>' for text in numbers_of(prediction)]
+    cells = [f'<td class="n">{text}</td>' for text in numbers]
     cells += [f'<td class="first">{axes_of(strategy)}</td>', *(f"<td>{text}</td>" for text in choices)]
     return f'<tr>{"".join(cells)}<td class="source">{escape(limits_text(prediction, limit_bytes, 2))}</td></tr>'

@@ -77,6 +77,8 @@ def search_text(result: SearchResult, name: str, *, run: str = "", width: int = 
 
 def axes_of(strategy: Strategy) -> str:
     """``pp8·fs16·tp8``, as layouts are written elsewhere."""
+    if strategy.world_size == 1:
+        return "one device"
     return str(Layout(*(int(getattr(strategy, axis)) for axis in Layout.__dataclass_fields__)))
 
 
@@ -151,11 +153,15 @@ def _head(result: SearchResult, name: str, width: int) -> list[Text]:
     proof = "exact" if result.proven else f"not proven: no other is faster than {seconds_text(result.lower_s)}"
     counts = (
         f"{result.candidates:,} layouts by the rules, {result.fitting:,} of them fit into "
-        f"{result.limit_bytes / 2**30:,.1f} GiB of each of {machine.devices:,} devices; {result.predicted:,} predicted "
+        f"{result.limit_bytes / 2**30:,.1f} GiB {_of_each(machine.devices)}; {result.predicted:,} predicted "
         f"in full, the others bounded away in {seconds_text(result.seconds)} ({proof})"
     )
     line = f"best: {axes_of(best.strategy)}, step {seconds_text(best.step_s)}, MFU {100 * best.mfu:.1f} %"
     return [Text(wrapped(name, width), style="bold"), Text(wrapped(counts, width)), Text(line, style="bold")]
+
+
+def _of_each(devices: int) -> str:
+    return f"of each of {devices:,} devices" if devices > 1 else "of the device"
 
 
 def _layouts(predictions: Sequence[Prediction], limit_bytes: float, width: int) -> list[RenderableType]:
@@ -166,8 +172,8 @@ def _layouts(predictions: Sequence[Prediction], limit_bytes: float, width: int) 
     differing, same = short_columns([prediction.strategy for prediction in predictions])
     heads = ["step s", "MFU", "GiB", "layout", *(_HEADS.get(name, name.replace("_", " ")) for name in differing)]
     rows = [
-        [*numbers_of(one), axes_of(one.strategy), *(short_text(one.strategy, name) for name in differing)]
-        for one in predictions
+        [*numbers, axes_of(one.strategy), *(short_text(one.strategy, name) for name in differing)]
+        for numbers, one in zip(numbers_of(predictions), predictions, strict=True)
     ]
     limited = [limits_text(one, limit_bytes, 1) for one in predictions]
     if (
@@ -187,13 +193,14 @@ def _layouts(predictions: Sequence[Prediction], limit_bytes: float, width: int) 
     return [table, Text(wrapped(f"all: {shared}", width, "     "), style="dim")] if shared else [table]
 
 
-def numbers_of(prediction: Prediction) -> tuple[str, str, str]:
-    """Seconds, MFU and GiB of a layout."""
-    return (
-        f"{prediction.step_s:.3f}",
-        f"{100 * prediction.mfu:.1f} %",
-        f"{memory_bytes(prediction) / 2**30:.1f}",
-    )
+def numbers_of(predictions: Sequence[Prediction]) -> list[tuple[str, str, str]]:
+    """Seconds, MFU and GiB of layouts, the latter with as many digits as the largest of them needs."""
+    sizes = [memory_bytes(one) / 2**30 for one in predictions]
+    digits = next(digits for digits, least in ((1, 10.0), (2, 1.0), (3, 0.0)) if max(sizes) >= least)
+    return [
+        (f"{one.step_s:.3f}", f"{100 * one.mfu:.1f} %", f"{size:.{digits}f}")
+        for one, size in zip(predictions, sizes, strict=True)
+    ]
 
 
 def _natural_width(rows: Sequence[Sequence[str]]) -> int:
