@@ -200,4 +200,6 @@ def _micro_batch(config: RunConfig, job: Job, choice: Choice, device: Device) ->
         return max(rank.total for rank in rank_memory(job, strategy)) <= limit
 
     chosen = largest_micro_batch(share, fits)
+    if not fits(chosen):
+        return chosen, (f"micro-batch {chosen}: none leaves a tenth of the memory free",)
     return chosen, (f"micro-batch {chosen}: the largest that leaves a tenth of the memory free",)

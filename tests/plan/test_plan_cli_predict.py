@@ -23,6 +23,7 @@ from phalanx.train.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 GPT = str(ROOT / "configs" / "plan" / "gpt-175b.toml")
+LLAMA = str(ROOT / "configs" / "plan" / "llama-70b.toml")
 ON = ("--cluster", "selene", "--devices", "512", "parallel.pipeline=8", "parallel.tensor=8", "train.micro_batch=1")
 
 
@@ -98,7 +99,22 @@ def test_what_does_not_fit_is_a_verdict_and_a_status() -> None:
     full = _plan("--cluster", "selene", "--devices", "8")
     assert full.exit_code == 1
     assert "does not fit: " in full.output and "too much" in full.output
+    assert "micro-batch 1: none leaves a tenth of the memory free" in full.output
     assert json.loads(_plan("--cluster", "selene", "--devices", "8", "--json").output)["fits"] is False
+
+
+def test_settings_that_make_it_fit_do() -> None:
+    job = ("--cluster", "h100_400g", "--devices", "64")
+    full = CliRunner().invoke(plan, [LLAMA, *job, "--json"])
+    assert full.exit_code == 1
+    offered = json.loads(full.output)["reliefs"]
+    assert offered == sorted(offered, key=lambda one: one["step_s"])
+    for one in offered:
+        strategy = json.loads(full.output)["strategy"]
+        ranks = [f"parallel.{axis}={strategy[axis]}" for axis in ("shard", "tensor")]
+        tried = CliRunner().invoke(plan, [LLAMA, *job, *ranks, *one["settings"].split(), "--json"])
+        assert tried.exit_code == 0
+        assert json.loads(tried.output)["step_s"] == pytest.approx(one["step_s"], rel=1e-9)
 
 
 def test_what_was_left_open_is_told(tmp_path: Path) -> None:
