@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,20 +14,19 @@ from torch._C._distributed_c10d import PrefixStore
 
 from phalanx.data.batch import Batch
 from phalanx.launch.environment import Worker
-from phalanx.launch.local import launch_local
 from phalanx.model.decoder import Decoder
 from phalanx.model.shapes import parameter_table
 from phalanx.optim.build import OptimizerSet, build_optimizer
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.pipeline.executor import _Mail
 from phalanx.parallel.pipeline.stage import AutogradStage
-from phalanx.parallel.store import open_store
 from phalanx.train.assemble import build_trainer
 from phalanx.train.device import Device
 from phalanx.train.ranks import Ranks
 from phalanx.train.trainer import LocalTrainer, SpreadTrainer, Trainer
 from support.memory.layouts import VOCABULARY, Layout
 from support.memory.tracker import LiveBytes, bytes_of
+from support.processes import from_processes, hand_back, meet
 
 TIMEOUT_S = 300.0
 _SETTLING_S = 0.02
@@ -166,28 +162,13 @@ def several_processes(layouts: Sequence[Layout]) -> list[list[Seen]]:
     Raises:
         RuntimeError: a rank failed; it has said why.
     """
-    count = layouts[0].ranks
-    with tempfile.TemporaryDirectory() as folder:
-        target, preload = f"{__name__}:process_rank", ["phalanx.train.session", __name__]
-        status = launch_local(count, target, (list(layouts), folder), preload=preload, threads=1)
-        if status:
-            raise RuntimeError(f"the ranks ended with status {status}")
-        by_rank = [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(count)]
+    by_rank = from_processes(layouts[0].ranks, __name__, layouts)
     return [list(ranks) for ranks in zip(*by_rank, strict=True)]
 
 
 def process_rank(worker: Worker, layouts: Sequence[Layout], folder: str) -> None:
     """One of the processes."""
-    torch.set_num_threads(1)
-    store = open_store(
-        worker.host,
-        worker.port,
-        worker.rank,
-        worker.world_size,
-        is_host=worker.hosts_store,
-        listen_fd=worker.listen_fd,
-        timeout_s=TIMEOUT_S,
-    )
+    store = meet(worker, TIMEOUT_S)
     seen = []
     for number, layout in enumerate(layouts):
         axes = layout.config.parallel.layout
@@ -195,7 +176,7 @@ def process_rank(worker: Worker, layouts: Sequence[Layout], folder: str) -> None
         seen.append(_run(layout, Ranks(mesh=mesh)))
         mesh.named("end", range(worker.world_size)).barrier()
         mesh.close()
-    (Path(folder) / str(worker.rank)).write_bytes(pickle.dumps(seen))
+    hand_back(worker, folder, seen)
 
 
 def _run(layout: Layout, ranks: Ranks) -> Seen:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import pickle
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from phalanx.core.layout import Layout
 from phalanx.launch.environment import Worker
-from phalanx.launch.local import launch_local
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.store import open_store
 from support.parity.runs import CPU, Piece, on_rank, whole
 from support.parity.task import Case, Seen
+from support.processes import from_processes, hand_back, meet
 
 T = TypeVar("T")
 TIMEOUT_S = 120.0
@@ -61,29 +56,14 @@ def by_processes(cases: Sequence[Case]) -> list[Seen]:
         RuntimeError: a rank failed; it has said why.
     """
     layout = cases[0].spread.layout
-    with tempfile.TemporaryDirectory() as folder:
-        target, preload = f"{__name__}:process_rank", ["phalanx.train.session", __name__]
-        status = launch_local(layout.world_size, target, (cases, folder), preload=preload, layout=layout, threads=1)
-        if status:
-            raise RuntimeError(f"the ranks of {layout} ended with status {status}")
-        pieces = [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(layout.world_size)]
+    pieces = from_processes(layout.world_size, __name__, cases, layout)
     return [whole(ranks) for ranks in zip(*pieces, strict=True)]
 
 
 def process_rank(worker: Worker, cases: Sequence[Case], folder: str) -> None:
     """One of the processes."""
-    torch.set_num_threads(1)
-    store = open_store(
-        worker.host,
-        worker.port,
-        worker.rank,
-        worker.world_size,
-        is_host=worker.hosts_store,
-        listen_fd=worker.listen_fd,
-        timeout_s=TIMEOUT_S,
-    )
-    pieces = _pieces(cases, worker.rank, store)
-    (Path(folder) / str(worker.rank)).write_bytes(pickle.dumps(pieces))
+    store = meet(worker, TIMEOUT_S)
+    hand_back(worker, folder, _pieces(cases, worker.rank, store))
     Mesh(Layout(replicate=worker.world_size), worker.rank, store, CPU).named("end", range(worker.world_size)).barrier()
 
 
