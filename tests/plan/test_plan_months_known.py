@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.plan.months.closed import binomial, closed_form, daly_wall_s, meta_ettr, mttf_s, standby
+from phalanx.plan.months.closed import binomial, closed_form, meta_ettr, mttf_s, standby
 from phalanx.plan.months.files import load_failures
 from phalanx.plan.months.outcome import Estimate
 from phalanx.plan.months.simulate import simulate
@@ -33,6 +33,12 @@ RSC1, RSC2 = 6.5e-3, 2.34e-3
 def agrees(estimate: Estimate, value: float, sigmas: float = 4.5) -> bool:
     """Whether the mean lies where it should, but for one time in 100,000."""
     return abs(estimate.mean - value) <= sigmas * (estimate.high - estimate.mean) / 1.96
+
+
+def daly_wall_s(work_s: float, interval_s: float, stall_s: float, restart_s: float, mtbf_s: float) -> float:
+    """How long it takes to do `work_s` of training (Daly 2006, equation 20)."""
+    each = math.exp(restart_s / mtbf_s) * math.expm1((interval_s + stall_s) / mtbf_s)
+    return mtbf_s * each * work_s / interval_s
 
 
 # Stall, restart and interval; seconds, with one failure in 10,000 s.

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.plan.network.congestion.fixed_points import dcqcn_marked, dcqcn_rest, swift_rest
+from phalanx.plan.network.congestion.fixed_points import dcqcn_rest, swift_rest
 from phalanx.plan.network.congestion.hot_spot import Cases, Trace, run_hot_spot
 from phalanx.plan.network.congestion.settings import Control, Dcqcn, Ecn, Pfc, Settings, Swift
 from phalanx.plan.network.congestion.table import HotLink, Table
@@ -50,6 +50,13 @@ def test_dcqcn_comes_to_rest_at_its_published_fixed_point(dcqcn: Trace) -> None:
         rest = dcqcn_rest(flows, CAPACITY, NIC, Settings())
         assert dcqcn.settled(dcqcn.queue_bytes)[place] == pytest.approx(rest.queue_bytes, rel=0.01)
         assert dcqcn.settled(dcqcn.marked_ratio)[place] == pytest.approx(rest.marked, rel=0.08)
+
+
+def dcqcn_marked(senders: int, capacity: float, adapter_rate: float, settings: Settings) -> float:
+    control, mtu = settings.dcqcn, settings.mtu_bytes
+    rate, increase = capacity / senders / mtu, control.increase_ratio * adapter_rate / mtu
+    often = mtu / control.increase_counter_bytes + 1 / (control.increase_timer_s * rate)
+    return float((increase / (control.alpha_timer_s * rate**2) * often**2) ** (1 / 3))
 
 
 def test_dcqcn_s_fixed_point_has_the_published_closed_form_for_few_marks() -> None:

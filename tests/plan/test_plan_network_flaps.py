@@ -67,8 +67,13 @@ def test_tries_come_in_order_and_no_further_apart_than_the_timer(timer: Retransm
 @given(st.floats(1e-3, 1000), st.integers(1, 7))
 def test_the_shortest_timeout_is_enough_and_one_less_is_not(flap_s: float, retries: int) -> None:
     exponent = shortest_timeout(flap_s, retries)
+    assert exponent is not None
     assert Retransmit(exponent, retries).stall_s(flap_s) < math.inf
     assert Retransmit(exponent - 1, retries).stall_s(flap_s) == math.inf
+
+
+def test_no_timeout_outlasts_a_day() -> None:
+    assert shortest_timeout(86_400, 7) is None
 
 
 def test_no_flap_is_no_stall() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from phalanx.core.errors import UserError
 from phalanx.plan.hardware.attention import FusedAttention
-from phalanx.plan.hardware.gemm import Clock, TileGemm
+from phalanx.plan.hardware.gemm import TileGemm
 from phalanx.plan.hardware.stream import Stream
 from phalanx.plan.hardware.table_gemm import TableGemm
 from phalanx.plan.types import Mark, Number, Precision
@@ -63,14 +63,6 @@ class Device:
     def host_launch_s(self) -> float:
         """Time of the host for each kernel that it launches."""
         return self.numbers["host_launch_s"].value
-
-    def at_full_clock(self) -> Device:
-        """The same device where the limit of power does not slow products down: a load that often pauses."""
-        gemms = {
-            form: replace(gemm, clock=Clock()) if isinstance(gemm, TileGemm) else gemm
-            for form, gemm in self.gemms.items()
-        }
-        return replace(self, gemms=gemms)
 
     def peak_flops_per_s(self, precision: Precision = "bf16") -> float:
         """Peak rate of dense matrix products."""

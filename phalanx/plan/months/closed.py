@@ -57,14 +57,6 @@ def meta_ettr(
     return max(useful, 0.0) / (1 + (restart_s + queue_s) / run_s + per_s * queue_s)
 
 
-def daly_wall_s(work_s: float, interval_s: float, stall_s: float, restart_s: float, mtbf_s: float) -> float:
-    """Daly's complete formula: how long it takes to do `work_s` of training (Daly 2006, equation 20)."""
-    exponent = (interval_s + stall_s) / mtbf_s
-    if exponent + restart_s / mtbf_s > _MOST_EXP:
-        return math.inf
-    return mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1(exponent) * work_s / interval_s
-
-
 def binomial(count: int, ratio: float) -> Iterator[float]:
     """How likely 0, 1 … of `count` are, each with the probability `ratio`, as long as it is worth mentioning."""
     if ratio <= 0 or ratio >= 1:

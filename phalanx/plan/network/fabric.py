@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     Indices = NDArray[np.int64]
 
 _MOST_LINKS = 100_000_000  # each is a number or two in memory; 100,000 NICs need under a million
+_MOST_PER_PORT = 64
 HOPS = 6
 """Links of the longest way; shorter ways have -1 in their middle."""
 
@@ -189,6 +190,11 @@ def _check(fabric: Fabric) -> None:
 
 
 def _check_rates(fabric: Fabric) -> None:
+    if fabric.nics_per_port > _MOST_PER_PORT:
+        cure = f"take ports up to {_MOST_PER_PORT} times as fast as NICs"
+        raise UserError(
+            "a port is not split so often", cure=cure, field="port_bytes_per_s", value=fabric.port_bytes_per_s
+        )
     if fabric.nics_per_port < 1:
         cure = "take switches with faster ports, or slower NICs"
         raise UserError(

@@ -78,13 +78,6 @@ class Retransmit:
         return next((at_s for at_s in self.tries_s() if at_s >= flap_s), math.inf)
 
 
-def shortest_timeout(flap_s: float, retries: int) -> int:
-    """The least timeout exponent whose connections outlive a flap.
-
-    Raises:
-        UserError: none does.
-    """
-    for exponent in range(1, 32):
-        if Retransmit(exponent, retries).patience_s >= flap_s:
-            return exponent
-    raise UserError("no timeout is that long", cure="write a shorter time", field="flap_s", value=flap_s)
+def shortest_timeout(flap_s: float, retries: int) -> int | None:
+    """The least timeout exponent whose connections outlive a flap; None: no adapter waits that long."""
+    return next((number for number in range(1, 32) if Retransmit(number, retries).patience_s >= flap_s), None)

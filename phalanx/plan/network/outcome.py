@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.plan.network.flaps import shortest_timeout
 from phalanx.plan.network.scenario import Scenario
 
 CAUSES = ("oversubscription", "hashing", "placement", "congestion", "flap")
@@ -65,10 +66,10 @@ class Outcome:
     def why(self) -> str:
         """The largest cause, in a line."""
         if self.ends_job:
-            timers = self.scenario.retransmit
-            return (
-                f"the job ends: retries last {timers.patience_s:.3g} s, the link is down for {self.scenario.flap_s:g} s"
-            )
+            timers, down_s = self.scenario.retransmit, self.scenario.down_s
+            enough = shortest_timeout(down_s, timers.retries)
+            cure = f"; a timeout of {enough} would outlast it" if enough else ""
+            return f"the job ends: retries last {timers.patience_s:.3g} s, the link is down for {down_s:g} s{cure}"
         # Where hosts stand can undo what hashes do, so only both together tell.
         lost = {
             "links": sum(self.lost_s[cause] for cause in ("oversubscription", "hashing", "placement")),

@@ -61,10 +61,14 @@ class Scenario:
                 raise UserError("is no time", cure="write seconds", field=name, value=getattr(self, name))
 
     @property
+    def down_s(self) -> float:
+        """How long the way of a message is gone: until the link is up, or others have taken over for an uplink."""
+        return min(self.flap_s, self.reroute_s) if self.flap_link == "uplink" else self.flap_s
+
+    @property
     def stall_s(self) -> float:
         """How long a step stands still for the flap; infinite where it ends the job."""
-        down_s = min(self.flap_s, self.reroute_s) if self.flap_link == "uplink" else self.flap_s
-        return self.retransmit.stall_s(down_s)
+        return self.retransmit.stall_s(self.down_s)
 
 
 _FABRIC_KEYS = (

@@ -20,7 +20,6 @@ class FixedPoint:
         queue_bytes: waiting; infinite where marks of all that the switch may mark at random are not enough.
     """
 
-    rate_bytes_per_s: float
     marked: float
     queue_bytes: float
 
@@ -43,16 +42,7 @@ def dcqcn_rest(senders: int, capacity: float, adapter_rate: float, settings: Set
         return float((gap * cuts - increase * rate * (up.active_bytes + up.active_time))[0])
 
     marked = float(np.exp(_root(excess, np.log(1e-12), np.log(0.999))))
-    return FixedPoint(capacity / senders, marked, _queue_bytes(marked, capacity, settings))
-
-
-def dcqcn_marked(senders: int, capacity: float, adapter_rate: float, settings: Settings) -> float:
-    """Its closed form for few marks (Zhu et al. 2016): ``∛(R_AI N²/(τ' C²) · (1/B + N/(T C))²)``, in packets."""
-    control, mtu = settings.dcqcn, settings.mtu_bytes
-    rate = capacity / senders / mtu
-    increase = control.increase_ratio * adapter_rate / mtu
-    often = mtu / control.increase_counter_bytes + 1 / (control.increase_timer_s * rate)
-    return float((increase / (control.alpha_timer_s * rate**2) * often**2) ** (1 / 3))
+    return FixedPoint(marked, _queue_bytes(marked, capacity, settings))
 
 
 def swift_rest(senders: int, capacity: float, settings: Settings) -> FixedPoint:
@@ -63,7 +53,7 @@ def swift_rest(senders: int, capacity: float, settings: Settings) -> FixedPoint:
         return delay_s - float(target_delay_s(settings.swift, settings.switches, window)[0])
 
     delay_s = _root(excess, settings.round_trip_s, 1.0)
-    return FixedPoint(capacity / senders, 0.0, capacity * max(0.0, delay_s - settings.round_trip_s))
+    return FixedPoint(0.0, capacity * max(0.0, delay_s - settings.round_trip_s))
 
 
 def _queue_bytes(marked: float, capacity: float, settings: Settings) -> float:
