@@ -7,11 +7,15 @@ multiplies nothing: it copies one row forward and adds one backward, which is co
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.core.errors import UserError
 from phalanx.model.config import ModelConfig
@@ -108,42 +112,56 @@ def _kept_cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
 
 
 def cut(costs: Sequence[float], stages: int) -> list[int]:
-    """Bounds 0 = b0 < b1 < … = len(costs): the least possible maximum of the sums between them, then of squares."""
-    sums = list(itertools.accumulate(costs, initial=0.0))
-    widest = _best(sums, stages, math.inf, max)
-    limit = max(sums[end] - sums[begin] for begin, end in itertools.pairwise(widest))
-    return _best(sums, stages, limit * (1 + 1e-9), lambda total, span: total + span * span)
+    """Bounds 0 = b0 < b1 < … = len(costs): the least possible maximum of the sums between them, then of squares.
 
-
-def _best(sums: Sequence[float], stages: int, limit: float, join: Callable[[float, float], float]) -> list[int]:
-    """Bounds of `stages` spans, none over `limit`, that make the joined spans least; dynamic programming over ends.
-
-    Args:
-        sums: of the first i costs.
-        join: the value of a cut and one span more; not below either.
+    Dynamic programming over where each span ends, on all ends at once; of equal cuts, that with the shortest last span.
     """
-    values = [0.0] + [math.inf] * (len(sums) - 1)
-    begins = []
-    for stage in range(1, stages + 1):
-        values, chosen = _one_more(sums, stage, values, limit, join)
-        begins.append(chosen)
-    bounds = [len(sums) - 1]
-    for chosen in reversed(begins):
-        bounds.append(chosen[bounds[-1]])
+    sums = np.fromiter(itertools.accumulate(costs, initial=0.0), float, len(costs) + 1)
+    limit = _widest(sums, stages) * (1 + 1e-9)
+    ends = np.arange(len(sums))
+    longest = int((ends - np.searchsorted(sums, sums - limit * (1 + 1e-9))).max())
+    begins = ends[:, None] - np.arange(1, longest + 1)
+    spans = sums[:, None] - sums[np.maximum(begins, 0)]
+    squares = np.where((begins >= 0) & (spans <= limit), spans * spans, math.inf)
+    begins = np.maximum(begins, 0)
+    values = np.where(ends == 0, 0.0, math.inf)  # of the best cuts into so many spans, by where they end
+    chosen = []
+    for _ in range(stages):
+        totals = values[begins] + squares
+        best = totals.argmin(axis=1)
+        values = totals[ends, best]
+        chosen.append(begins[ends, best])
+    bounds = [len(costs)]
+    for begin in reversed(chosen):
+        bounds.append(int(begin[bounds[-1]]))
     return bounds[::-1]
 
 
-def _one_more(
-    sums: Sequence[float], stage: int, before: list[float], limit: float, join: Callable[[float, float], float]
-) -> tuple[list[float], list[int]]:
-    """Values of the best cuts into `stage` spans by where they end, and where their last span begins."""
-    values, begins = [math.inf] * len(sums), [0] * len(sums)
-    for end in range(stage, len(sums)):
-        for begin in range(end - 1, stage - 2, -1):
-            span = sums[end] - sums[begin]
-            if span > limit or join(0.0, span) >= values[end]:
-                break  # a longer span costs more still
-            value = join(before[begin], span)
-            if value < values[end]:
-                values[end], begins[end] = value, begin
-    return values, begins
+def _widest(sums: NDArray[np.float64], stages: int) -> float:
+    """The least possible cost of the most expensive span: the first that fits, of all that it can be.
+
+    It is no less than a fair share or the costliest piece, and spans that go on for as long as they stay within the
+    share and one piece more are never too many.
+    """
+    share, piece = sums[-1] / stages, np.diff(sums).max()
+    first = np.searchsorted(sums, sums + max(share, piece) * (1 - 1e-9))
+    after = np.searchsorted(sums, sums + (share + piece) * (1 + 1e-9), side="right")
+    ends = first[:, None] + np.arange((after - first).max())
+    spans = sums[np.minimum(ends, len(sums) - 1)] - sums[:, None]
+    costs = np.unique(spans[ends < after[:, None]])
+    plain = sums.tolist()
+    at = bisect.bisect_left(costs, True, key=lambda limit: _fits(plain, stages, float(limit)))
+    return float(costs[at])
+
+
+def _fits(sums: Sequence[float], stages: int, limit: float) -> bool:
+    """Whether spans that are each as long as `limit` lets them be reach the end."""
+    begin = 0
+    for _ in range(stages):
+        end = bisect.bisect_right(sums, limit, lo=begin, key=lambda total: total - sums[begin]) - 1
+        if end == begin:
+            return False
+        if end == len(sums) - 1:
+            return True
+        begin = end
+    return False
