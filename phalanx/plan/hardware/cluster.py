@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.core.errors import UserError
-from phalanx.plan.hardware.device import Device
+from phalanx.plan.hardware.device import Device, number_of
 from phalanx.plan.hardware.either import functions
 from phalanx.plan.hardware.links import Collective, HostLinks
 from phalanx.plan.hardware.network import Network
@@ -74,11 +73,7 @@ class Cluster:
         Raises:
             UserError: there is none of that name.
         """
-        if key not in self.numbers:
-            raise UserError(
-                "is no number of a cluster", cure=f"take one of {', '.join(sorted(self.numbers))}", value=key
-            )
-        return self.numbers[key]
+        return number_of(self.numbers, key, "a cluster")
 
     def value(self, key: str) -> float:
         """The bare value of `number`."""

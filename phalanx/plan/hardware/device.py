@@ -24,6 +24,17 @@ def format_of(precision: Precision) -> Format:
     return "fp32" if precision == "fp32" else "half"
 
 
+def number_of(numbers: Mapping[str, Number], key: str, what: str) -> Number:
+    """The number of that name.
+
+    Raises:
+        UserError: `what` has none.
+    """
+    if key not in numbers:
+        raise UserError(f"is no number of {what}", cure=f"take one of {', '.join(sorted(numbers))}", value=key)
+    return numbers[key]
+
+
 @dataclass(frozen=True)
 class Device:
     """A GPU, a die of one, or the processors of a host.
@@ -105,11 +116,7 @@ class Device:
         Raises:
             UserError: there is none of that name.
         """
-        if key not in self.numbers:
-            raise UserError(
-                "is no number of a device", cure=f"take one of {', '.join(sorted(self.numbers))}", value=key
-            )
-        return self.numbers[key]
+        return number_of(self.numbers, key, "a device")
 
     def mark_of(self, what: str, precision: Precision = "bf16") -> tuple[Mark, str]:
         """How far the times of ``gemm``, ``attention`` or ``stream``, or a plain number, can be trusted, and why."""
