@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from phalanx.cli.planning import Planned, as_program, devices_of, plan_of
-from phalanx.cli.tables import make_console
+from phalanx.cli.tables import make_console, tell_page
 from phalanx.core.config import load
 from phalanx.core.errors import UserError
 from phalanx.plan.hardware.cluster import Cluster
@@ -60,8 +60,7 @@ def predict_command(
     else:
         console = make_console()
         console.print(prediction_text(report, width=console.width, sources=sources), highlight=False)
-        if html is not None:
-            console.print(f"\npage: {html}", markup=False, highlight=False, soft_wrap=True)
+        tell_page(console, html)
         if not report.fits:
             console.print("\n--search looks for layouts that fit", markup=False, highlight=False)
     if not report.fits:

@@ -9,7 +9,7 @@ import click
 
 from phalanx.cli.plan_predict import costs_of, load_asked, report_with
 from phalanx.cli.planning import as_program, devices_of, job_to_search
-from phalanx.cli.tables import make_console
+from phalanx.cli.tables import make_console, tell_page
 from phalanx.core import units
 from phalanx.core.config import load
 from phalanx.plan.report.page import prediction_figures, prediction_sections, write_page
@@ -59,5 +59,4 @@ def search_command(
     console = make_console()
     shown = search_text(result, title, run=run_line(report), width=console.width)
     console.print(shown, highlight=False)
-    if html is not None:
-        console.print(f"\npage: {html}", markup=False, highlight=False, soft_wrap=True)
+    tell_page(console, html)

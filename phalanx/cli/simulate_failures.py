@@ -290,7 +290,7 @@ def _outcome(story: Story, options: dict[str, Any], faults: list[Fault], runs: i
 
 
 def _show(report: MonthsReport, as_json: bool, html: Path | None) -> None:
-    from phalanx.cli.tables import make_console
+    from phalanx.cli.tables import make_console, tell_page
     from phalanx.plan.months.plain import months_json
     from phalanx.plan.months.text import head_lines, months_text
 
@@ -304,5 +304,4 @@ def _show(report: MonthsReport, as_json: bool, html: Path | None) -> None:
         return
     console = make_console()
     console.print(months_text(report), highlight=False)
-    if html is not None:
-        console.print(f"\npage: {html}", markup=False, highlight=False, soft_wrap=True)
+    tell_page(console, html)

@@ -182,15 +182,14 @@ def _show(report: Any, network: Network, *, sources: bool, as_json: bool, html: 
     if as_json:
         click.echo(json.dumps(report.as_json(), indent=1, allow_nan=False))
         return
-    from phalanx.cli.tables import make_console
+    from phalanx.cli.tables import make_console, tell_page
     from phalanx.plan.network.text import report_text
 
     console = make_console()
     console.print(report_text(report, width=console.width), highlight=False)
     if sources:
         console.print(_sources(network), highlight=False)
-    if html is not None:
-        console.print(f"\npage: {html}", markup=False, highlight=False, soft_wrap=True)
+    tell_page(console, html)
 
 
 def _sources(network: Network) -> Table:

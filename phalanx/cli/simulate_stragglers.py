@@ -83,7 +83,7 @@ def _question(cluster: str, options: dict[str, Any]) -> Question:
 
 
 def _show(question: Question, rows: Sequence[Waits], as_json: bool, html: Path | None) -> None:
-    from phalanx.cli.tables import make_console
+    from phalanx.cli.tables import make_console, tell_page
     from phalanx.plan.months.stragglers_report import stragglers_json, stragglers_text
 
     if html is not None:
@@ -97,5 +97,4 @@ def _show(question: Question, rows: Sequence[Waits], as_json: bool, html: Path |
         return
     console = make_console()
     console.print(stragglers_text(question, rows), highlight=False)
-    if html is not None:
-        console.print(f"\npage: {html}", markup=False, highlight=False, soft_wrap=True)
+    tell_page(console, html)

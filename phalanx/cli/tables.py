@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -32,3 +33,9 @@ def make_table(*columns: str, right: tuple[int, ...] = (), whole: tuple[int, ...
         justify = "right" if number in right else "left"
         table.add_column(column, justify=justify, overflow="fold", no_wrap=number in whole)  # type: ignore[arg-type]
     return table
+
+
+def tell_page(console: Console, path: Path | None) -> None:
+    """Say where a page was written, on a line that may be copied whole; nothing where there is none."""
+    if path is not None:
+        console.print(f"\npage: {path}", markup=False, highlight=False, soft_wrap=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from phalanx.cli.tables import make_console
+from phalanx.cli.tables import make_console, tell_page
 from phalanx.core.errors import UserError
 from phalanx.plan.report.page import write_page
 from phalanx.plan.report.validation_page import validation_figures, validation_sections
@@ -38,5 +38,4 @@ def validate(folder: Path | None, *, all_rows: bool, with_spread: bool, as_json:
         return
     console = make_console()
     console.print(validation_text(results, changes, width=console.width, all_rows=all_rows), highlight=False)
-    if html is not None:
-        console.print(f"\npage: {html}", markup=False, highlight=False, soft_wrap=True)
+    tell_page(console, html)
