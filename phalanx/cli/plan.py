@@ -82,7 +82,7 @@ def _help(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 @click.option("--software", metavar="NAME", help="Program that trains, such as megatron-lm-2023; else Phalanx.")
 @click.option("--search", is_flag=True, help="Search the best layouts instead; those of CONFIG are not looked at.")
 @click.option("--where", multiple=True, metavar="WORD", help="Of them only such as tensor=8 or 'pipeline<=16'; again.")
-@click.option("--top", type=click.IntRange(min=1), default=10, metavar="N", help="Layouts that a search shows [10].")
+@click.option("--top", type=click.IntRange(1, 1000), default=10, metavar="N", help="Layouts that a search shows [10].")
 @click.option("--sources", is_flag=True, help="All parts, however small, and what each rests on.")
 @AS_JSON
 @HTML

@@ -65,3 +65,17 @@ def test_no_more_ranks_are_measured_than_a_host_has_room_for() -> None:
     with pytest.raises(UserError, match=r"--ranks = 9: this host has 8 GPUs; take up to 8"):
         counts_of((9,), gpus=8)
     assert counts_of((2, 1, 2), gpus=0) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        ((*PLAN, "--search", "--top", "99999999999"), "--top"),
+        (("simulate", "failures", "--devices", "64", "--runs", "99999999999"), "--runs"),
+        (("simulate", "failures", "--devices", "64", "--trace-hosts", "99999999999"), "--trace-hosts"),
+    ],
+)
+def test_counts_that_nobody_waits_for_are_refused(words: tuple[str, ...], option: str) -> None:
+    result = CliRunner().invoke(group, [*words])
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option}': 99999999999 is not in the range 1<=x<=" in result.output
