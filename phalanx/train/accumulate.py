@@ -31,13 +31,14 @@ def accumulate_gradients(
     loss = torch.zeros((), device=device.torch_device)
     for begin in range(0, len(batch), micro_batch):
         micro = batch.rows(begin, min(begin + micro_batch, len(batch)))
-        on_device = micro.to(device.torch_device)
-        hidden_BSD = model(
-            on_device.tokens_BS,
-            documents_BS=on_device.documents_BS,
-            dropout=DropoutState(seed, step, on_device.sample_index_B),
-        )
-        loss_sum, z_sum = model.loss(hidden_BSD, on_device.targets_BS, on_device.weights_BS)
-        torch.autograd.backward((loss_sum + z_sum) / total_weight)
-        loss += loss_sum.detach()
+        loss += _both_passes(model, micro.to(device.torch_device), seed, step, total_weight)
     return loss / total_weight
+
+
+def _both_passes(model: Decoder, micro: Batch, seed: int, step: int, total_weight: float) -> Tensor:
+    """The summed loss of one micro-batch, of which nothing else is left when the next one's passes begin."""
+    dropout = DropoutState(seed, step, micro.sample_index_B)
+    hidden_BSD = model(micro.tokens_BS, documents_BS=micro.documents_BS, dropout=dropout)
+    loss_sum, z_sum = model.loss(hidden_BSD, micro.targets_BS, micro.weights_BS)
+    torch.autograd.backward((loss_sum + z_sum) / total_weight)
+    return loss_sum.detach()

@@ -28,7 +28,6 @@ class Pieces:
         weights: for each kind.
         mask: kept by the dropout behind the embedding, of a micro-batch.
         closing: what a stage keeps of its own result, of a micro-batch; nothing on the last.
-        lingering: of the micro-batch before, which a program alone lets go of only when the next has its result.
     """
 
     job: Job
@@ -40,15 +39,13 @@ class Pieces:
     head: Head
     mask: Floats
     closing: Floats
-    lingering: Floats
 
     def activations(self, layers: Sequence[Ints], last: bool) -> Floats:
         """What a chunk with so many layers of each kind keeps of one micro-batch."""
         each = [kept.chosen for kept in self.kept]
         total = sum(count * size for count, size in zip(layers, each, strict=True))
         end = self.head.stream if last else self.closing
-        masks = self._masks(layers) * (1 + (self.lingering > 0))
-        return total + end + masks + self.lingering
+        return total + end + self._masks(layers)
 
     def waiting(self, layers: Sequence[Ints]) -> Floats:
         """What a chunk keeps for weight gradients that are put off, of one micro-batch.
@@ -113,7 +110,6 @@ def pieces_of(job: Job, strategy: Strategy) -> Pieces:
         head=head(job, strategy, local),
         mask=embedding_mask(job, local),
         closing=_closing(job, strategy, local),
-        lingering=_lingering(job, strategy, local),
     )
 
 
@@ -128,12 +124,3 @@ def _closing(job: Job, strategy: Strategy, local: Local) -> Floats:
     if not job.software.is_phalanx or strategy.recompute != "elementwise":
         return 0.0
     return phalanx_layer.adds_residual(local, strategy) * local.kept_tokens * job.model.hidden * local.residual_bytes
-
-
-def _lingering(job: Job, strategy: Strategy, local: Local) -> Floats:
-    """Hidden states in `phalanx.train.accumulate`, while the next micro-batch makes its own."""
-    if not job.software.is_phalanx:
-        return 0.0
-    several = strategy.micro_batches(job.global_batch) > 1
-    alone = strategy.world_size == 1
-    return several * alone * local.kept_tokens * job.model.hidden * local.compute_bytes
