@@ -28,6 +28,7 @@ from pathlib import Path
 
 from phalanx.cli.planning import plan_of
 from phalanx.core.config import load
+from phalanx.kernels.precision import cpu_has_fast_bf16
 from phalanx.plan.hardware.load import load_cluster
 from phalanx.plan.predict import predict
 from phalanx.plan.types import Prediction
@@ -97,6 +98,8 @@ ROWS = (
     Row("11M, selective recompute", (*MIDDLE, "train.micro_batch=8", "train.recompute=selective")),
     Row("11M, full recompute", (*MIDDLE, "train.micro_batch=8", "train.recompute=full")),
     Row("11M, CAME", (*MIDDLE, "train.micro_batch=8", "optim.name=came")),
+    Row("11M, LAMB", (*MIDDLE, "train.micro_batch=8", "optim.name=lamb")),
+    Row("11M, bf16", (*MIDDLE, "train.micro_batch=8", "train.precision=bf16")),
     Row("40M, 8,192 words", model(6, 640, 10, 512, 2, 8192), steps=6),
     Row("60M", model(8, 768, 12, 512, 2, 1024), steps=6),
     Row("11M, replicate 2", (*MIDDLE, "parallel.replicate=2"), 2),
@@ -200,6 +203,8 @@ def main() -> None:
     if options.quick:
         options.repeats, options.rows = 1, options.rows or ["1M", "11M, shard 2, zero"]
     rows = [row for row in ROWS if not options.rows or any(name in row.name for name in options.rows)]
+    if not cpu_has_fast_bf16():
+        rows = [row for row in rows if "bf16" not in row.name]
     with tempfile.TemporaryDirectory() as folder:
         config = write_config(Path(folder))
         cluster = options.cluster or calibrate(Path(folder), options.quick)
@@ -209,7 +214,8 @@ def main() -> None:
             for row in rows:
                 row.measured_s.append(measure(row, config, options))
                 print(f"turn {turn + 1}: {row.name} {row.measured_s[-1] * 1e3:,.1f} ms", file=sys.stderr)
-    print(f"load {os.getloadavg()[0]:.1f} at the end\n\n{table(rows)}")
+            load = f"load {os.getloadavg()[0]:.1f} after turn {turn + 1} of {options.repeats}"
+            print(f"{load}\n\n{table(rows)}\n", flush=True)
     if options.parts:
         print("\n".join(parts_table(row) for row in rows))
     if options.json:

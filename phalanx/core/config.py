@@ -88,7 +88,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise UserError("is not of the form key=value", cure="write for example train.steps=100", value=text)
     try:
         return key, tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return key, raw
 
 
@@ -154,6 +154,8 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"is not valid TOML: {error}", cure="correct that line", value=str(path)) from None
+    except RecursionError:
+        raise UserError("has brackets within brackets without end", cure="close them", value=str(path)) from None
 
 
 def _put(tree: dict[str, Any], dotted: str, value: Any, kind: type[Config]) -> None:

@@ -108,3 +108,9 @@ class Layout:
         """Such as ``pp2·dp2·tp2``; ``1`` for a single process."""
         used = [f"{_SHORT[axis]}{size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
         return "·".join(used) or "1"
+
+
+def divisors(number: int) -> list[int]:
+    """What divides `number`, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]

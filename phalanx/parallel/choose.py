@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from phalanx.core import units
 from phalanx.core.errors import UserError
-from phalanx.core.layout import AXES, Axis, Layout
+from phalanx.core.layout import AXES, Axis, Layout, divisors
 from phalanx.model.config import ModelConfig
 from phalanx.model.shapes import parameter_table
 from phalanx.parallel.config import ParallelConfig
@@ -115,7 +115,7 @@ def micro_batch_of(config: ParallelConfig, task: Task) -> int:
         return task.micro_batch
     share = task.global_batches[-1] // (config.replicate * config.shard)
     wanted = 4 * config.pipeline
-    fitting = [n for n in _divisors(share) if n * task.sequence_length <= 2 * _ENOUGH_TOKENS or n == 1]
+    fitting = [n for n in divisors(share) if n * task.sequence_length <= 2 * _ENOUGH_TOKENS or n == 1]
     enough = [n for n in fitting if share // n >= wanted]
     return max(enough, default=1)
 
@@ -184,9 +184,9 @@ def _candidates(
     Splitting weights (ZeRO-3) gathers them in every pass: inside one host it comes before tensor parallel, between
     hosts after everything else, as in MegaScale, which has tensor parallel inside hosts and pipelines between them.
     """
-    in_host = [t for t in _divisors(rest) if t <= machines.ranks_per_host and machines.ranks_per_host % t == 0]
+    in_host = [t for t in divisors(rest) if t <= machines.ranks_per_host and machines.ranks_per_host % t == 0]
     in_host = in_host[:1] if task.whole_matrices_for else in_host
-    stages = [p for p in _divisors(rest) if p <= task.model.layers]
+    stages = [p for p in divisors(rest) if p <= task.model.layers]
     shapes = [
         (pipeline, tensor)
         for pipeline in ([1] if "pipeline" in given else stages)
@@ -390,7 +390,3 @@ def _weights_by_place(model: ModelConfig) -> Counter[int | str]:
         outside = "embedding" if parameter.role == "embedding" else "head"
         by_place[outside if parameter.layer is None else parameter.layer] += parameter.size
     return by_place
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]

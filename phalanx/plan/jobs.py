@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
+from phalanx.core.layout import divisors
 from phalanx.model.config import ModelConfig
 from phalanx.optim.config import Kind as Optimizer
 from phalanx.parallel.config import ParallelConfig
@@ -129,9 +129,3 @@ def largest_micro_batch(share: int, fits: Callable[[int], bool]) -> int:
         fits: whether a micro-batch of so many sequences fits; asked in descending order.
     """
     return next(filter(fits, reversed(divisors(share))), 1)
-
-
-def divisors(number: int) -> list[int]:
-    """What divides `number`, ascending."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return small + [number // n for n in reversed(small) if n * n != number]

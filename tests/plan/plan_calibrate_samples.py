@@ -18,6 +18,7 @@ SHAPES = ((512, 384), (2048, 1024))
 NUMBERS = {
     "memory_bytes": 16e9,
     "host_launch_s": HOST_S,
+    "layer_host_s": 100 * HOST_S,
     "kernel_s": 0.0,
     "kernel_gap_s": 0.0,
     "bf16_flops_per_s": 1e9,
@@ -28,15 +29,24 @@ NUMBERS = {
 }
 
 
-def answer(ranks: int = 1, *, slower: float = 1.0, seconds_of: Callable[[str], float] | None = None) -> Answer:
+def answer(
+    ranks: int = 1,
+    *,
+    slower: float = 1.0,
+    seconds_of: Callable[[str], float] | None = None,
+    half_s: float = 0.0,
+) -> Answer:
     """All that a rank finds.
 
     Args:
         slower: factor on all that it computes.
         seconds_of: time of a kernel between products by its name; None: what moves a tensor of 8 MiB three times.
+        half_s: time of each such kernel with numbers of bf16; 0: nothing is measured with them.
     """
     kernels = seconds_of or (lambda name: 1e-3)
     timings = [*_products("fp32"), *_attention("fp32"), *_kernels("fp32", kernels), *_ends("fp32"), *_updates(kernels)]
+    if half_s:
+        timings += [*_products("bf16"), *_attention("bf16"), *_kernels("bf16", lambda name: half_s), *_ends("bf16")]
     slowed = [Timing(t.what, t.sizes, t.precision, t.seconds * slower) for t in timings]
     return Answer(
         tuple(slowed + (list(_messages(ranks)) if ranks > 1 else [])), NUMBERS, {"device": "A CPU", "torch": "2"}

@@ -54,7 +54,8 @@ def test_attention_memory_and_plain_numbers_come_back(tmp_path: Path) -> None:
     assert device.attention_s(1e9, 512, 64, "fp32") == pytest.approx(1e9 / samples.ATTENTION_FLOPS_PER_S, rel=1e-3)
     assert device.attention_s(1e9, 300, 32, "fp32", backward=True) == pytest.approx(0.05, rel=1e-3)
     assert device.stream_s(20e6) == pytest.approx(20e6 / samples.MEMORY_BYTES_PER_S, rel=1e-3)
-    assert device.host_launch_s == pytest.approx(samples.HOST_S, rel=1e-3)
+    # A layer of a model costs the host as much as 100 operators here, and launches fewer.
+    assert 2 * samples.HOST_S < device.host_launch_s < 4 * samples.HOST_S
     assert device.memory_bytes == 16e9
     assert device.peak_flops_per_s("fp32") == pytest.approx(samples.PRODUCT_FLOPS_PER_S, rel=1e-3)
     assert device.peak_flops_per_s("bf16") == 1e9
@@ -97,6 +98,13 @@ def test_ratios_give_the_measured_time_of_a_norm_back(tmp_path: Path) -> None:
     model_s = sum(plain.stream_s(8 * tokens * width) for tokens, width in samples.SHAPES)
     measured_s = 2 * (1e-3 - samples.HOST_S)
     assert ratios(found, plain)["rms_norm_forward"] == pytest.approx(measured_s / model_s, rel=1e-3)
+
+
+def test_kernels_of_16_bits_have_ratios_of_their_own(tmp_path: Path) -> None:
+    device = device_of(found_of([samples.answer(half_s=2e-3)], 1), tmp_path)
+    ratio = device.stream_ratio("swiglu_forward", "bf16") / device.stream_ratio("swiglu_forward")
+    assert ratio == pytest.approx(2 * 2, rel=0.1)  # twice the time for half the bytes
+    assert device.stream_ratio("adamw_update", "bf16") == device.stream_ratio("adamw_update")
 
 
 def test_ratios_stay_within_what_a_file_may_say(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from search_costs import GPT3
 
 from phalanx.core.errors import UserError
+from phalanx.core.layout import divisors
 from phalanx.model.config import ModelConfig
 from phalanx.parallel.choose import Machines, Task, choose_layout
 from phalanx.parallel.config import ParallelConfig
-from phalanx.plan.jobs import divisors
 from phalanx.plan.search.constraints import parse
 from phalanx.plan.search.options import Machine
 from phalanx.plan.search.space import NUMERIC, Space, layouts

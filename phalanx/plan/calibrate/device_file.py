@@ -14,16 +14,24 @@ _BACKWARD_FLOPS = 2.5  # of attention over its forward pass, as `phalanx.plan.wo
 _FORMATS: Mapping[Precision, str] = {"fp32": "fp32", "bf16": "half"}
 
 
-def device_text(found: Found, kind: str, where: str, date: str, ratios: Mapping[str, float] | None = None) -> str:
+def device_text(
+    found: Found,
+    kind: str,
+    where: str,
+    date: str,
+    host_launch_s: float | None = None,
+    ratios: Mapping[str, float] | None = None,
+) -> str:
     """The file of one rank's device.
 
     Args:
         kind: ``gpu`` or ``cpu``.
         where: on what it was measured, in words.
         date: of that.
+        host_launch_s: for each kernel of a step; else for an operator by itself.
         ratios: by kernel and pass: how much longer it takes than its bytes say.
     """
-    parts = [f'kind = "{kind}"\n', _numbers(found, kind), source(_HERE, where, date)]
+    parts = [f'kind = "{kind}"\n', _numbers(found, kind, host_launch_s), source(_HERE, where, date)]
     parts += [_products(found, precision) for precision in found.precisions]
     parts += [_attention(found, precision) for precision in found.precisions]
     parts.append(_stream(found))
@@ -37,7 +45,7 @@ def _line(key: str, value: float | Sequence[float] | Sequence[Sequence[float]]) 
     return marked(key, value, "measured", _HERE)
 
 
-def _numbers(found: Found, kind: str) -> str:
+def _numbers(found: Found, kind: str, host_launch_s: float | None) -> str:
     """Plain numbers; a CPU launches nothing ahead, so the host's time is all that a kernel takes beside its work."""
     numbers = {
         "memory_bytes": found.answer.numbers["memory_bytes"] / (found.ranks if kind == "cpu" else 1),
@@ -46,7 +54,7 @@ def _numbers(found: Found, kind: str) -> str:
         "peak_fp32_flops_per_s": _peak(found, "fp32"),
         "kernel_s": found.answer.numbers["kernel_s"],
         "kernel_gap_s": found.answer.numbers["kernel_gap_s"],
-        "host_launch_s": found.answer.numbers["host_launch_s"],
+        "host_launch_s": host_launch_s or found.answer.numbers["host_launch_s"],
     }
     return "\n".join(_line(key, value) for key, value in numbers.items()) + "\n"
 

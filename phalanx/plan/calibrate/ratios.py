@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from phalanx.checks.calibration.contract import Timing
+from phalanx.checks.calibration.contract import Precision, Timing
+from phalanx.optim.config import Kind as Optimizer
 from phalanx.plan.calibrate.found import Found, at
 from phalanx.plan.constant.optimizer import norm_s, update_s
 from phalanx.plan.hardware.device import Device
@@ -23,7 +25,7 @@ from phalanx.plan.work.times import timed
 
 _HEAD_DIM = 64
 _BETWEEN = ("rms_norm", "layer_norm", "swiglu", "gelu", "rotary", "rows")
-_OPTIMIZERS = ("adamw", "lamb", "came", "muon")
+_OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "lamb", "came", "muon")
 _LEAST, _MOST = 1e-3, 99.0  # what a device's file may say; tiny kernels can take none of their bytes' time, or all
 
 _Pair = tuple[str, float, float]
@@ -32,6 +34,8 @@ _Pair = tuple[str, float, float]
 
 def ratios(found: Found, device: Device) -> dict[str, float]:
     """Ratios by kernel and pass, out of the sums over all sizes, so that long ones count most.
+
+    Those of bf16 have names that end in ``_half``, as files of devices call it.
 
     Args:
         device: made of the same measurements, without ratios.
@@ -47,35 +51,43 @@ def ratios(found: Found, device: Device) -> dict[str, float]:
 
 
 def _pairs(found: Found, device: Device) -> Iterator[_Pair]:
-    for kernel in _BETWEEN:
-        for timing in found.all(f"{kernel}_forward", "fp32"):
-            backward = at(found.all(f"{kernel}_backward", "fp32"), timing.sizes)
-            yield from _both(kernel, layer(_local(timing, kernel), 0, False), device, timing, backward)
-    for timing in found.all("embedding_forward", "fp32"):
-        backward = at(found.all("embedding_backward", "fp32"), timing.sizes)
-        yield from _both("embedding", embedding(_local(timing)), device, timing, backward)
-    yield from _losses(found, device)
+    for precision in found.precisions:
+        suffix = "_half" if precision == "bf16" else ""
+        for name, seconds, model_s in _of_layers(found, device, precision):
+            yield name + suffix, seconds, model_s
     yield from _updates(found, device)
 
 
+def _of_layers(found: Found, device: Device, precision: Precision) -> Iterator[_Pair]:
+    for kernel in _BETWEEN:
+        for timing in found.all(f"{kernel}_forward", precision):
+            backward = at(found.all(f"{kernel}_backward", precision), timing.sizes)
+            operations = layer(_local(timing, kernel), 0, False)
+            yield from _both(kernel, operations, found, device, timing, backward)
+    for timing in found.all("embedding_forward", precision):
+        backward = at(found.all("embedding_backward", precision), timing.sizes)
+        yield from _both("embedding", embedding(_local(timing)), found, device, timing, backward)
+    yield from _losses(found, device, precision)
+
+
 def _both(
-    kernel: str, operations: Sequence[Operation], device: Device, forward: Timing, backward: Timing
+    kernel: str, operations: Sequence[Operation], found: Found, device: Device, forward: Timing, backward: Timing
 ) -> Iterator[_Pair]:
-    """Both passes of one kernel."""
+    """Both passes of one kernel, without a ratio."""
     one = _named(operations, kernel)
-    passes = timed([one], device, "fp32", "none").total
-    host_s = _host_s(device)
+    passes = timed([one], device, forward.precision, "none").total
+    host_s = _host_s(found, device)
     yield f"{kernel}_forward", forward.seconds - host_s * one.forward_launches, float(passes.forward)
     yield f"{kernel}_backward", backward.seconds - host_s * one.backward_launches, float(passes.backward_input)
 
 
-def _losses(found: Found, device: Device) -> Iterator[_Pair]:
+def _losses(found: Found, device: Device, precision: Precision) -> Iterator[_Pair]:
     """The head without its products: both passes have one ratio, since gradients are made in the forward pass."""
-    for timing in found.all("head", "fp32"):
-        products_s = at(found.all("head_products", "fp32"), timing.sizes).seconds
+    for timing in found.all("head", precision):
+        products_s = at(found.all("head_products", precision), timing.sizes).seconds
         one = _named(head(_local(timing)), "loss")
-        model_s = float(timed([one], device, "fp32", "none").total.total)
-        launches_s = _host_s(device) * (one.forward_launches + one.backward_launches)
+        model_s = float(timed([one], device, precision, "none").total.total)
+        launches_s = _host_s(found, device) * (one.forward_launches + one.backward_launches)
         for each in ("forward", "backward"):
             yield f"loss_{each}", (timing.seconds - products_s - launches_s) / 2, model_s / 2
 
@@ -94,28 +106,41 @@ def _named(operations: Sequence[Operation], kernel: str) -> Stream:
     return next(each for each in operations if isinstance(each, Stream) and each.kernel == kernel)
 
 
-def _host_s(device: Device) -> float:
-    """Of each kernel, where nothing of it is hidden."""
-    return device.host_launch_s if device.kind == "cpu" else 0.0
+def _host_s(found: Found, device: Device) -> float:
+    """Of each operator that was measured by itself, where nothing of it is hidden."""
+    return found.answer.numbers["host_launch_s"] if device.kind == "cpu" else 0.0
+
+
+def host_launch_s(found: Found, device: Device) -> float:
+    """Seconds of the host for each kernel that the model counts, out of those of a whole layer, which has more to do
+    than its kernels' operators; at least those of an operator by itself."""
+    job = _layer_job(8, 32, "swiglu", "fp32")
+    launches = float(timed(layer(local_of(job, Strategy()), 0, False), device, "fp32", "none").launches.total)
+    return max(found.answer.numbers["host_launch_s"], found.answer.numbers["layer_host_s"] / launches)
 
 
 def _local(timing: Timing, kernel: str = "") -> Local:
     return local_of(_job(timing, kernel), Strategy())
 
 
-def _job(timing: Timing, kernel: str = "", optimizer: str = "adamw") -> Job:
-    """A job whose one layer has the kernel in the size in which it was measured."""
+def _job(timing: Timing, kernel: str = "", optimizer: Optimizer = "adamw") -> Job:
+    """A job whose one layer has the kernel in the size in which it was measured; a parallel block has one norm."""
     tokens, width = int(timing.sizes.get("tokens", 1)), int(timing.sizes["width"])
+    job = _layer_job(tokens, width, kernel, timing.precision)
+    model = replace(job.model, block="parallel", mlp_width=width, vocab_rows=int(timing.sizes.get("words", 1)))
+    return replace(job, model=model, optimizer=optimizer)
+
+
+def _layer_job(tokens: int, width: int, kernel: str, precision: Precision) -> Job:
+    """A job with one layer as `phalanx train` has it."""
     model = Model(
         layers=1,
         hidden=width,
         heads=max(1, width // _HEAD_DIM),
         head_dim=_HEAD_DIM,
-        vocab_rows=int(timing.sizes.get("words", 1)),
+        vocab_rows=1,
         max_sequence=tokens,
-        mlp_width=width,
         gated=kernel == "swiglu",
-        block="parallel",  # of which each layer has one norm
         position="rotary",
         norm="layer" if kernel == "layer_norm" else "rms",
         bias="none",
@@ -123,4 +148,4 @@ def _job(timing: Timing, kernel: str = "", optimizer: str = "adamw") -> Job:
         attention_dropout=False,
         tie_embeddings=False,
     )
-    return Job(model, tokens, 1, "fp32", optimizer, Software())  # type: ignore[arg-type]
+    return Job(model, tokens, 1, precision, "adamw", Software())

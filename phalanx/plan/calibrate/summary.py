@@ -47,6 +47,8 @@ def _lines(found: Found) -> Iterator[Line]:
         yield _rates(f"{kind} update", rates, "parameters/s", "M parameters/s", 1e6)
     host_s = found.answer.numbers["host_launch_s"]
     yield Line("host, per operator", host_s, "s", f"{host_s * 1e6:.1f} µs")
+    layer_s = found.answer.numbers["layer_host_s"]
+    yield Line("host, per layer", layer_s, "s", f"{layer_s * 1e6:.0f} µs")
     for kind in _COLLECTIVES:
         rates = [timing.sizes["num_bytes"] / timing.seconds for timing in found.all(kind)]
         if rates:

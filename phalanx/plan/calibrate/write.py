@@ -13,7 +13,7 @@ from phalanx.core.files import write_bytes
 from phalanx.plan.calibrate.cluster_file import cluster_text, links_text
 from phalanx.plan.calibrate.device_file import device_text
 from phalanx.plan.calibrate.found import Found
-from phalanx.plan.calibrate.ratios import ratios
+from phalanx.plan.calibrate.ratios import host_launch_s, ratios
 from phalanx.plan.hardware.device import Device
 from phalanx.plan.hardware.load import load_cluster, load_device
 
@@ -74,8 +74,9 @@ def write_cluster(path: Path, found: Sequence[Found], machine: Machine) -> list[
 def described(found: Found, machine: Machine) -> str:
     """The text of a device's file."""
     where = machine.where(found)
-    plain = device_text(found, machine.kind, where, machine.date)
-    return device_text(found, machine.kind, where, machine.date, ratios(found, _loaded(plain)))
+    plain = _loaded(device_text(found, machine.kind, where, machine.date))
+    host_s, known = host_launch_s(found, plain), ratios(found, plain)
+    return device_text(found, machine.kind, where, machine.date, host_s, known)
 
 
 def _loaded(text: str) -> Device:

@@ -105,10 +105,10 @@ class Device:
         """Time of a kernel that reads and writes `num_bytes` in all."""
         return self.stream.seconds(num_bytes)
 
-    def stream_ratio(self, kernel: str) -> float:
+    def stream_ratio(self, kernel: str, precision: Precision = "fp32") -> float:
         """How many times longer a kernel, such as ``rms_norm_forward``, takes than `stream_s` of its bytes; 1 where
         that was not measured."""
-        return self.stream.ratio(kernel)
+        return self.stream.ratio(kernel, precision)
 
     def number(self, key: str) -> Number:
         """A plain number of its file.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.plan.hardware.either import LogCurve, functions
-from phalanx.plan.types import Mark
+from phalanx.plan.types import Mark, Precision
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class Stream:
         bytes_per_s: achieved by large kernels.
         launch_s: from start to end of a kernel that moves nothing.
         rates: achieved over bytes, where that was measured: what fits into a cache is faster.
-        ratios: by name of a kernel and its pass: how many times longer it takes than its bytes say, where measured.
+        ratios: by name of a kernel and its pass: how many times longer it takes than its bytes say, where measured;
+            those of 16-bit numbers end in ``_half``.
     """
 
     bytes_per_s: float
@@ -34,6 +35,11 @@ class Stream:
             return self.launch_s + num_bytes / self.bytes_per_s
         return self.launch_s + num_bytes / self.rates.at(functions(num_bytes).largest(num_bytes, 1.0))
 
-    def ratio(self, kernel: str) -> float:
-        """How many times longer `kernel` takes than its bytes say; 1 where that was not measured."""
-        return self.ratios.get(kernel, 1.0)
+    def ratio(self, kernel: str, precision: Precision = "fp32") -> float:
+        """How many times longer `kernel` takes than its bytes say; 1 where that was not measured.
+
+        Args:
+            precision: of what it moves; where only that of fp32 is known, that.
+        """
+        plain = self.ratios.get(kernel, 1.0)
+        return plain if precision == "fp32" else self.ratios.get(f"{kernel}_half", plain)

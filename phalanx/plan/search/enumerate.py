@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phalanx.plan.jobs import divisors
+from phalanx.core.layout import divisors
 from phalanx.plan.search.constraints import HOST_AXES, NUMBERS, Bound, Constraints
 from phalanx.plan.search.options import Machine
 from phalanx.plan.search.table import Mask, Table, one_row

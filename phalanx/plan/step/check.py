@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from phalanx.core.errors import UserError
+from phalanx.core.layout import divisors
 from phalanx.plan.hardware.cluster import Cluster
-from phalanx.plan.jobs import divisors
 from phalanx.plan.step.allowed import JOB, MODEL, SOFTWARE, STRATEGY
 from phalanx.plan.types import Job, Model, Strategy
 
@@ -32,6 +32,7 @@ def check(job: Job, strategy: Strategy, cluster: Cluster) -> None:
         )
     _devices(strategy, cluster)
     _divides(model.heads, strategy.tensor, "parallel.tensor", "query heads")
+    _divides(model.kv_heads, strategy.tensor, "parallel.tensor", "key and value heads")
     _divides(model.dense_mlp_width, strategy.tensor, "parallel.tensor", "columns of the MLP")
     _divides(job.sequence, strategy.context, "parallel.context", "tokens of a sequence")
     _divides(job.global_batch, strategy.data * strategy.micro_batch, "train.micro_batch", "sequences of a step")

@@ -122,7 +122,11 @@ def _residual(local: Local) -> list[Operation]:
     count = 1 if local.model.block == "parallel" else 2
     elements = count * local.kept_tokens * local.model.hidden
     if not local.model.dropout and not local.software.fused_elementwise:
-        return [Stream("compute/residual", 0.0, elements * 3 * r, 0, count)]
+        if c == r:
+            return [Stream("compute/residual", 0.0, elements * 3 * r, 0, count)]
+        # A product of other numbers than the stream's is cast and added; so is its gradient, the other way.
+        casts = elements * (c + r)
+        return [Stream("compute/residual", casts + elements * 3 * r, casts + elements * 3 * r, 2 * count, 2 * count)]
     mask = 1 if local.model.dropout else 0
     bias = c if local.model.bias == "all" else 0
     passes = 1 if local.software.fused_elementwise else 2

@@ -36,7 +36,7 @@ def timed(operations: Sequence[Operation], device: Device, precision: Precision,
     for path, passes in (
         *_products([o for o in operations if isinstance(o, Product)], device, precision, recompute),
         *_attends([o for o in operations if isinstance(o, Attend)], device, precision, recompute),
-        *_streams([o for o in operations if isinstance(o, Stream)], device, recompute),
+        *_streams([o for o in operations if isinstance(o, Stream)], device, precision, recompute),
     ):
         by_path[path] = by_path[path] + passes if path in by_path else passes
     launches = zip(*[_launches(operation, recompute) for operation in operations], strict=True)
@@ -76,15 +76,15 @@ def _attends(attends: Sequence[Attend], device: Device, precision: Precision, re
     return found
 
 
-def _streams(streams: Sequence[Stream], device: Device, recompute: Recompute) -> list:
+def _streams(streams: Sequence[Stream], device: Device, precision: Precision, recompute: Recompute) -> list:
     if not streams:
         return []
     forward = _stream_s([(s.forward_bytes, s.forward_launches) for s in streams], device)
     backward = _stream_s([(s.backward_bytes, s.backward_launches) for s in streams], device)
     found = []
     for s, plain_forward, plain_backward in zip(streams, forward, backward, strict=True):
-        f = plain_forward * device.stream_ratio(f"{s.kernel}_forward")
-        b = plain_backward * device.stream_ratio(f"{s.kernel}_backward")
+        f = plain_forward * device.stream_ratio(f"{s.kernel}_forward", precision)
+        b = plain_backward * device.stream_ratio(f"{s.kernel}_backward", precision)
         found.append((s.path, Passes(f, f if recompute in s.again else 0.0, b, 0.0)))
     return found
 
