@@ -118,9 +118,12 @@ def cut(costs: Sequence[float], stages: int) -> list[int]:
     """
     sums = np.fromiter(itertools.accumulate(costs, initial=0.0), float, len(costs) + 1)
     limit = _widest(sums, stages) * (1 + 1e-9)
+    least = max(0.0, (sums[-1] - (stages - 1) * limit) * (1 - 1e-9))  # what is left if all other spans are as long
     ends = np.arange(len(sums))
     longest = int((ends - np.searchsorted(sums, sums - limit * (1 + 1e-9))).max())
-    begins = ends[:, None] - np.arange(1, longest + 1)
+    whole = sums >= least
+    shortest = int((ends - np.searchsorted(sums, sums - least, side="right"))[whole].min()) + 1
+    begins = ends[:, None] - np.arange(max(1, shortest), longest + 1)
     spans = sums[:, None] - sums[np.maximum(begins, 0)]
     squares = np.where((begins >= 0) & (spans <= limit), spans * spans, math.inf)
     begins = np.maximum(begins, 0)
