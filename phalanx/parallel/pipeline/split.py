@@ -10,12 +10,9 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-
-import numpy as np
-from numpy.typing import NDArray
 
 from phalanx.core.errors import UserError
 from phalanx.model.config import ModelConfig
@@ -114,47 +111,59 @@ def _kept_cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
 def cut(costs: Sequence[float], stages: int) -> list[int]:
     """Bounds 0 = b0 < b1 < … = len(costs): the least possible maximum of the sums between them, then of squares.
 
-    Dynamic programming over where each span ends, on all ends at once; of equal cuts, that with the shortest last span.
+    Dynamic programming over where each span ends; of equal cuts, that with the shortest last span.
     """
-    sums = np.fromiter(itertools.accumulate(costs, initial=0.0), float, len(costs) + 1)
+    sums = list(itertools.accumulate(costs, initial=0.0))
     limit = _widest(sums, stages) * (1 + 1e-9)
-    least = max(0.0, (sums[-1] - (stages - 1) * limit) * (1 - 1e-9))  # what is left if all other spans are as long
-    ends = np.arange(len(sums))
-    longest = int((ends - np.searchsorted(sums, sums - limit * (1 + 1e-9))).max())
-    whole = sums >= least
-    shortest = int((ends - np.searchsorted(sums, sums - least, side="right"))[whole].min()) + 1
-    begins = ends[:, None] - np.arange(max(1, shortest), longest + 1)
-    spans = sums[:, None] - sums[np.maximum(begins, 0)]
-    squares = np.where((begins >= 0) & (spans <= limit), spans * spans, math.inf)
-    begins = np.maximum(begins, 0)
-    values = np.where(ends == 0, 0.0, math.inf)  # of the best cuts into so many spans, by where they end
-    chosen = []
-    for _ in range(stages):
-        totals = values[begins] + squares
-        best = totals.argmin(axis=1)
-        values = totals[ends, best]
-        chosen.append(begins[ends, best])
+    values, chosen = {0: 0.0}, []
+    for left in reversed(range(stages)):
+        values, begins = _one_more(sums, values, limit, left)
+        chosen.append(begins)
     bounds = [len(costs)]
-    for begin in reversed(chosen):
-        bounds.append(int(begin[bounds[-1]]))
+    for begins in reversed(chosen):
+        bounds.append(begins[bounds[-1]])
     return bounds[::-1]
 
 
-def _widest(sums: NDArray[np.float64], stages: int) -> float:
+def _one_more(
+    sums: Sequence[float], values: Mapping[int, float], limit: float, left: int
+) -> tuple[dict[int, float], dict[int, int]]:
+    """The best sums of squares by where one span more ends, and where it begins.
+
+    Args:
+        values: of the spans before, by where they end, ascending.
+        left: spans that are still to come, none of which may be longer than `limit`.
+    """
+    last = len(sums) - 1 - left
+    enough = (sums[-1] - left * limit) * (1 - 1e-9)  # for spans as long as they may be to reach the end
+    first = bisect.bisect_left(sums, enough) if enough > 0 else 0
+    found: dict[int, float] = {}
+    begins: dict[int, int] = {}
+    for begin, value in values.items():
+        for end in range(max(begin + 1, first), last + 1):
+            span = sums[end] - sums[begin]
+            if span > limit:
+                break
+            total = value + span * span
+            if total <= found.get(end, math.inf):
+                found[end], begins[end] = total, begin
+    return found, begins
+
+
+def _widest(sums: Sequence[float], stages: int) -> float:
     """The least possible cost of the most expensive span: the first that fits, of all that it can be.
 
     It is no less than a fair share or the costliest piece, and spans that go on for as long as they stay within the
     share and one piece more are never too many.
     """
-    share, piece = sums[-1] / stages, np.diff(sums).max()
-    first = np.searchsorted(sums, sums + max(share, piece) * (1 - 1e-9))
-    after = np.searchsorted(sums, sums + (share + piece) * (1 + 1e-9), side="right")
-    ends = first[:, None] + np.arange((after - first).max())
-    spans = sums[np.minimum(ends, len(sums) - 1)] - sums[:, None]
-    costs = np.unique(spans[ends < after[:, None]])
-    plain = sums.tolist()
-    at = bisect.bisect_left(costs, True, key=lambda limit: _fits(plain, stages, float(limit)))
-    return float(costs[at])
+    share, piece = sums[-1] / stages, max(end - begin for begin, end in itertools.pairwise(sums))
+    low, high = max(share, piece) * (1 - 1e-9), (share + piece) * (1 + 1e-9)
+    spans: set[float] = set()
+    for before in sums:
+        ends = range(bisect.bisect_left(sums, before + low), bisect.bisect_right(sums, before + high))
+        spans.update(sums[end] - before for end in ends)
+    costs = sorted(spans)
+    return costs[bisect.bisect_left(costs, True, key=lambda limit: _fits(sums, stages, limit))]
 
 
 def _fits(sums: Sequence[float], stages: int, limit: float) -> bool:
