@@ -10,6 +10,11 @@ from typing import Any, Literal
 Precision = Literal["bf16", "fp32"]
 Kind = Literal["cpu", "cuda"]
 
+TINY = (1, 8, 32)
+"""Sequences, their length and the width of a layer that only the host has work with."""
+LAYER = (2, 256, 384)
+"""Of one whose kernels several threads share."""
+
 
 @dataclass(frozen=True)
 class Task:

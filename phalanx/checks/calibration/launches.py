@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from phalanx.checks.calibration.contract import LAYER, TINY
 from phalanx.model.config import ModelConfig
 from phalanx.model.decoder import Decoder
 
 _OPERATORS = 200
 _TURNS = 7
-_DEPTHS = (2, 10)
-_WORDS, _TOKENS, _WIDTH = 64, 8, 32
+_LAYER_TURNS = 12
+_DEPTHS = (1, 5)
+_WORDS = 64
 
 
 def host_launch_s(device: torch.device) -> float:
@@ -35,33 +36,50 @@ def host_launch_s(device: torch.device) -> float:
     return sorted(times)[_TURNS // 2]
 
 
-def layer_host_s(device: torch.device) -> float:
-    """Seconds of the host for both passes of one layer of a model, plain, with SwiGLU, RMS norms and rotation.
+def layer_numbers(device: torch.device) -> dict[str, float]:
+    """Seconds of both passes of one layer of a model, plain, with SwiGLU, RMS norms and rotation.
 
-    That is what modules, functions with gradients of their own and views cost beside the operators. Out of two models
-    that differ in depth alone, with operands so small that kernels take next to nothing.
+    ``layer_host_s`` is the host's part, with operands so small that kernels take next to nothing: what modules,
+    functions with gradients of their own and views cost beside the operators. ``layer_s`` is all of a layer of `LAYER`
+    on a CPU, whose threads fall asleep between kernels and have to be woken, as no kernel by itself shows.
     """
-    shallow, deep = (_both_passes_s(depth, device) for depth in _DEPTHS)
-    return max(deep - shallow, 0.0) / (_DEPTHS[1] - _DEPTHS[0])
+    host: Callable[[], float] = time.perf_counter if device.type == "cuda" else time.process_time
+    numbers = {"layer_host_s": _layer_s(device, *TINY, host)}
+    return numbers if device.type == "cuda" else {**numbers, "layer_s": _layer_s(device, *LAYER, time.perf_counter)}
 
 
-def _both_passes_s(layers: int, device: torch.device) -> float:
+def _layer_s(device: torch.device, sequences: int, length: int, width: int, clock: Callable[[], float]) -> float:
+    """By how much a model with more layers takes longer: at their quickest, since other work on the host would be
+    taken for the layers'."""
+    shallow, deep = (_model(device, layers, length, width) for layers in _DEPTHS)
+    tokens_BS = torch.zeros(sequences, length, dtype=torch.int64, device=device)
+    pairs = [[_both_passes_s(model, tokens_BS, clock) for model in (shallow, deep)] for _ in range(_LAYER_TURNS)]
+    less_s, more_s = (min(pair[n] for pair in pairs) for n in (0, 1))
+    return max(more_s - less_s, 0.0) / (_DEPTHS[1] - _DEPTHS[0])
+
+
+def _model(device: torch.device, layers: int, length: int, width: int) -> Decoder:
     config = ModelConfig(
-        layers=layers, hidden=_WIDTH, heads=1, activation="swiglu", vocab_size=_WORDS, max_sequence=_TOKENS
+        layers=layers,
+        hidden=width,
+        heads=max(1, width // 64),
+        activation="swiglu",
+        mlp_hidden=width,
+        vocab_size=_WORDS,
+        max_sequence=length,
     )
     model = Decoder(config, device=device)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    tokens_BS = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
-    clock: Callable[[], float] = time.perf_counter if device.type == "cuda" else time.process_time
-    times = []
-    for _ in range(_TURNS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began_s = clock()
-        model(tokens_BS).sum().backward()
-        times.append(clock() - began_s)
-    return statistics.median(times[1:])
+    return model
+
+
+def _both_passes_s(model: Decoder, tokens_BS: Tensor, clock: Callable[[], float]) -> float:
+    if tokens_BS.is_cuda:
+        torch.cuda.synchronize(tokens_BS.device)
+    began_s = clock()
+    model(tokens_BS).sum().backward()
+    return clock() - began_s
 
 
 def kernel_numbers(device: torch.device) -> dict[str, float]:

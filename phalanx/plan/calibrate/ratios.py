@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from phalanx.checks.calibration.contract import Precision, Timing
+from phalanx.checks.calibration.contract import LAYER, TINY, Precision, Timing
 from phalanx.optim.config import Kind as Optimizer
 from phalanx.plan.calibrate.found import Found, at
 from phalanx.plan.constant.optimizer import norm_s, update_s
@@ -112,11 +112,22 @@ def _host_s(found: Found, device: Device) -> float:
 
 
 def host_launch_s(found: Found, device: Device) -> float:
-    """Seconds of the host for each kernel that the model counts, out of those of a whole layer, which has more to do
-    than its kernels' operators; at least those of an operator by itself."""
-    job = _layer_job(8, 32, "swiglu", "fp32")
-    launches = float(timed(layer(local_of(job, Strategy()), 0, False), device, "fp32", "none").launches.total)
-    return max(found.answer.numbers["host_launch_s"], found.answer.numbers["layer_host_s"] / launches)
+    """Seconds of the host for each kernel that the model counts: what a whole layer takes beside its kernels.
+
+    At least the host's time for a layer that is next to nothing, and for an operator by itself.
+
+    Args:
+        device: with ratios.
+    """
+    numbers = found.answer.numbers
+    tiny, whole = (timed(_layer(*size), device, "fp32", "none") for size in (TINY, LAYER))
+    beside_s = numbers["layer_s"] - float(whole.total.total) if "layer_s" in numbers else 0.0
+    return max(numbers["host_launch_s"], max(beside_s, numbers["layer_host_s"]) / float(tiny.launches.total))
+
+
+def _layer(sequences: int, length: int, width: int) -> list[Operation]:
+    job = replace(_layer_job(length, width, "swiglu", "fp32"), global_batch=sequences)
+    return layer(local_of(job, Strategy(micro_batch=sequences)), 0, False)
 
 
 def _local(timing: Timing, kernel: str = "") -> Local:
@@ -127,7 +138,7 @@ def _job(timing: Timing, kernel: str = "", optimizer: Optimizer = "adamw") -> Jo
     """A job whose one layer has the kernel in the size in which it was measured; a parallel block has one norm."""
     tokens, width = int(timing.sizes.get("tokens", 1)), int(timing.sizes["width"])
     job = _layer_job(tokens, width, kernel, timing.precision)
-    model = replace(job.model, block="parallel", mlp_width=width, vocab_rows=int(timing.sizes.get("words", 1)))
+    model = replace(job.model, block="parallel", vocab_rows=int(timing.sizes.get("words", 1)))
     return replace(job, model=model, optimizer=optimizer)
 
 
@@ -139,6 +150,7 @@ def _layer_job(tokens: int, width: int, kernel: str, precision: Precision) -> Jo
         heads=max(1, width // _HEAD_DIM),
         head_dim=_HEAD_DIM,
         vocab_rows=1,
+        mlp_width=width,
         max_sequence=tokens,
         gated=kernel == "swiglu",
         position="rotary",

@@ -75,8 +75,9 @@ def described(found: Found, machine: Machine) -> str:
     """The text of a device's file."""
     where = machine.where(found)
     plain = _loaded(device_text(found, machine.kind, where, machine.date))
-    host_s, known = host_launch_s(found, plain), ratios(found, plain)
-    return device_text(found, machine.kind, where, machine.date, host_s, known)
+    known = ratios(found, plain)
+    kernels = _loaded(device_text(found, machine.kind, where, machine.date, ratios=known))
+    return device_text(found, machine.kind, where, machine.date, host_launch_s(found, kernels), known)
 
 
 def _loaded(text: str) -> Device:
