@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from session_helpers import AskingPeers, FakeKeeper, Loop, asking_ranks
@@ -92,6 +94,43 @@ def test_each_can_be_waited_for() -> None:
     loop.step(5)
     loop.step(6)  # told, not raised
     assert loop.lines == ["snapshot of step 6: not durable: no"]
+
+
+def test_where_each_is_waited_for_none_is_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where the memory for it is not made yet nor where the snapshot before it is still being examined."""
+    loop = Loop(every_steps=3, memory_every_steps=2, wait=True)
+    loop.watch()
+    looks, poll = itertools.count(1), FakeKeeper.poll
+
+    def looked(keeper: FakeKeeper) -> list[Progress]:
+        if next(looks) > 9:
+            keeper.holds = set()
+        return poll(keeper)
+
+    monkeypatch.setattr(FakeKeeper, "poll", looked)
+    loop.keeper.holds = {"committed"}
+    for step in range(1, 7):
+        loop.step(step)
+    assert loop.steps == [2, 3, 4, 6] and loop.persisted == [3, 6]
+    assert [event.put_off for event in loop.session.events()] == [0] * 4
+    assert loop.lines == []
+
+
+def test_a_lost_keeper_is_not_waited_for_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(loop: Loop) -> FakeKeeper:
+        if loop.keepers:
+            raise KeeperLostError("there is none any more")
+        loop.keepers.append(FakeKeeper())
+        return loop.keeper
+
+    monkeypatch.setattr(Loop, "_connect", connect)
+    loop = Loop(every_steps=2, wait=True, final_timeout_s=1e6)
+    loop.watch()
+    loop.step(1)
+    loop.keeper.is_lost = True
+    loop.step(2)
+    assert loop.persisted == []
+    loop.session.finish(clean=False)
 
 
 def test_replicas_go_to_the_other_host_and_to_its_next_keeper() -> None:

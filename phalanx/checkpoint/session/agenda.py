@@ -76,6 +76,10 @@ class Agenda:
         """Whether the ranks have to agree at the end of `step`; the same on all."""
         return self._by_clock or self._wants(step)
 
+    def waits(self, step: int) -> bool:
+        """Whether training stands still at the end of `step` until this rank is free for what is due there."""
+        return self._config.wait and self._wants_durable(step)
+
     def says(self, step: int, state: int) -> int:
         """What this rank says there, where its keeper is in `state` (`FREE` …)."""
         deciding = self._by_clock and self._decides

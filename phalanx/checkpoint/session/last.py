@@ -58,7 +58,7 @@ class LastCheckpoint:
         """
         problem = ""
         for _ in range(_TRIES):
-            problem = self._agreed(self._until_free())
+            problem = self._agreed(self.until_free(even_lost=True))
             if not problem:
                 at_first(self.job.peers, partial(self._forget, step))
                 take()
@@ -74,6 +74,25 @@ class LastCheckpoint:
     def wait(self, step: int) -> None:
         """Wait until the checkpoint of `step`, which was taken, is durable, or will not be, on all ranks."""
         self._agreed(self._until_durable(step))
+
+    def until_free(self, *, even_lost: bool) -> str:
+        """Wait until a snapshot of this rank can be taken and made durable; or why it cannot.
+
+        Args:
+            even_lost: a keeper that is lost is waited for, too.
+        """
+        self.giving_up.settle(self._left_s)  # or it would be taken for the next try's
+        if self.hopeless() is None:
+            return ""
+        while self.link.ask(lambda keeper: keeper.busy or keeper.persisting, even_lost):
+            self.collect(self.link.ask(lambda keeper: keeper.poll(), []))
+            problem = self.hopeless()
+            if problem:
+                return problem
+            if time.monotonic() > self._deadline_s:
+                return self._too_late("the snapshot before it is still being written, or there is no memory for one")
+            time.sleep(_LOOK_S)
+        return ""
 
     def _agreed(self, mine: str) -> str:
         """The first problem that any rank has, on all of them; a lost keeper comes before what follows from it."""
@@ -91,21 +110,6 @@ class LastCheckpoint:
                 open_store(destination.url, destination.options),
                 Writing(step, self.job.attempt, self.giving_up.set_id, destination.nonce),
             )
-
-    def _until_free(self) -> str:
-        """Wait until a snapshot can be taken and made durable; or why it cannot."""
-        self.giving_up.settle(self._left_s)  # or it would be taken for the next try's
-        if self.hopeless() is None:
-            return ""
-        while self.link.ask(lambda keeper: keeper.busy or keeper.persisting, True):
-            self.collect(self.link.ask(lambda keeper: keeper.poll(), []))
-            problem = self.hopeless()
-            if problem:
-                return problem
-            if time.monotonic() > self._deadline_s:
-                return self._too_late("the snapshot before it is still being written, or there is no memory for one")
-            time.sleep(_LOOK_S)
-        return ""
 
     def _until_durable(self, step: int) -> str:
         if self.hopeless() is None:

@@ -197,6 +197,8 @@ class Session:
         with self._stall.timed():
             self._end_copy()
             if self._step is not None and self._answer is None and self._agenda.asks(self._step):
+                if self._agenda.waits(self._step):
+                    self._last_checkpoint().until_free(even_lost=False)  # if it takes too long, all stays due
                 self._answer = self.job.peers.ask_highest(self._agenda.says(self._step, self._state()))
 
     def _end_copy(self) -> None:
