@@ -262,6 +262,8 @@ class Cluster:
 
     def held(self, host: int) -> list[tuple[Record, bool]]:
         """Records of the copies that the keeper of a host has, and whether each is a replica."""
+        if not self.keepers(host):  # a rank that was stopped while it starts one listens there, and does not answer
+            return []
         try:
             keeper = connect(self.keeper(host), 0, 1)
         except KeeperLostError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ from phalanx.checks.calibration import products, worker
 from phalanx.checks.calibration.both_ways import both_ways
 from phalanx.checks.calibration.contract import Task
 from phalanx.checks.calibration.stopwatch import Case, Pool, Stopwatch
-from phalanx.parallel.group import Group
+from phalanx.parallel.group import Group, Work
 
 CPU = torch.device("cpu")
 
@@ -70,6 +71,27 @@ def test_what_a_case_does_several_times_is_divided() -> None:
     machine = Machine()
     (timing,) = watch(machine).measure([Case("a", {}, "fp32", machine.work("a", [0.02]), calls_each=2)])
     assert timing.seconds == pytest.approx(0.01)
+
+
+def test_a_rank_runs_a_case_as_often_as_the_first_whatever_it_takes_there() -> None:
+    """A case may be a collective: one run more or less would leave the ranks waiting for each other for ever."""
+
+    class Second(Group):
+        """Hears from rank 0 how long it took there."""
+
+        def broadcast(self, tensor: torch.Tensor, *_: object) -> Work:
+            return Group.alone().broadcast(tensor.fill_(told.pop(0)))
+
+    orders = []
+    for mine in (1e-4, 0.7):
+        machine, told = Machine(), [0.01, 0.01]
+        second = copy.copy(Group.alone())
+        second.__class__ = Second
+        stopwatch = Stopwatch(CPU, second, 5, long_s=0.5, clock=machine.clock)
+        stopwatch.measure([Case("a", {}, "fp32", machine.work("a", [mine]))])
+        assert not told
+        orders.append(machine.order)
+    assert orders[0] == orders[1] == ["a"] * (2 + 5)
 
 
 def test_operands_are_views_of_one_block_and_go_round() -> None:

@@ -67,16 +67,21 @@ class Stopwatch:
         ]
 
     def _calls(self, case: Case) -> tuple[int, int]:
-        """Calls of one turn, and turns, the same on all ranks; the first run warms up and does not count."""
+        """Calls of one turn, and turns, the same on all ranks; the first run warms up and does not count.
+
+        Whether there is a second one is said by rank 0, too: a case may be a collective.
+        """
         self.group.barrier()
-        seconds = self._seconds(case, 1)
+        seconds = self._of_first_rank(self._seconds(case, 1))
         if seconds < self.long_s:
-            seconds = self._seconds(case, 1)
-        wanted = torch.tensor([seconds], dtype=torch.float64, device=self.device)
-        self.group.broadcast(wanted).wait()
-        seconds = max(wanted.item(), 1e-9)
+            seconds = self._of_first_rank(self._seconds(case, 1))
         rounds = self.rounds if seconds < self.long_s else min(self.rounds, _LEAST_ROUNDS)
-        return round(min(_MOST_CALLS, max(1.0, _LEAST_S / seconds))), rounds
+        return round(min(_MOST_CALLS, max(1.0, _LEAST_S / max(seconds, 1e-9)))), rounds
+
+    def _of_first_rank(self, seconds: float) -> float:
+        told = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        self.group.broadcast(told).wait()
+        return told.item()
 
     def _seconds(self, case: Case, count: int) -> float:
         if self.device.type == "cuda":
