@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import plan_calibrate_samples as samples
 import pytest
 
+from phalanx.checks.calibration.contract import LAYERS, Timing
 from phalanx.core.errors import UserError
 from phalanx.model.shapes import mean_keys
 from phalanx.plan.calibrate.found import Found, found_of
-from phalanx.plan.calibrate.ratios import ratios
+from phalanx.plan.calibrate.ratios import _layer, host_launch_s, ratios
 from phalanx.plan.calibrate.toml_text import quoted
 from phalanx.plan.calibrate.write import Machine, described, write_cluster
 from phalanx.plan.constant.optimizer import update_s
@@ -22,6 +23,7 @@ from phalanx.plan.types import Job, Model, Software, Strategy
 from phalanx.plan.work.layer import layer
 from phalanx.plan.work.local import local_of
 from phalanx.plan.work.operations import Attend
+from phalanx.plan.work.times import timed
 
 MACHINE = Machine('node "7"\\x', "cpu", "2026-11-22")
 
@@ -61,6 +63,32 @@ def test_attention_memory_and_plain_numbers_come_back(tmp_path: Path) -> None:
     assert device.peak_flops_per_s("bf16") == 1e9
 
 
+def test_the_host_has_what_whole_layers_take_beside_their_kernels(tmp_path: Path) -> None:
+    device, host_s = device_of(one(), tmp_path), 20 * samples.HOST_S
+    timings = []
+    for sequences, length, width in LAYERS:
+        whole = timed(_layer(sequences, length, width), device, "fp32", "none")
+        seconds = float(whole.total.total) + host_s * float(whole.launches.total)
+        sizes = {"sequences": sequences, "length": length, "width": width}
+        timings.append(Timing("layer", sizes, "fp32", seconds))
+    assert host_launch_s(with_layers(*timings), device) == pytest.approx(host_s)
+    # A layer that takes no longer than its kernels: the host has at least what a tiny one says.
+    fast = [replace(timing, seconds=timing.seconds / 100) for timing in timings]
+    least_s = host_launch_s(with_layers(), device)
+    assert host_launch_s(with_layers(*fast), device) == least_s > samples.HOST_S
+    # What is wrong by as many per cent for a short layer counts as much as for a long one.
+    short, long = timings if timings[0].seconds < timings[1].seconds else timings[::-1]
+    of_short = host_launch_s(with_layers(replace(short, seconds=1.5 * short.seconds), long), device)
+    of_long = host_launch_s(with_layers(short, replace(long, seconds=1.5 * long.seconds)), device)
+    assert of_short > of_long > host_s
+    assert host_launch_s(with_layers(replace(short, seconds=0.0), long), device) == pytest.approx(host_s)
+
+
+def with_layers(*timings: Timing) -> Found:
+    answer = samples.answer()
+    return found_of([replace(answer, timings=(*answer.timings, *timings))], 4)
+
+
 def test_every_number_says_where_it_was_measured(tmp_path: Path) -> None:
     device = device_of(one(), tmp_path)
     mark, source = device.mark_of("host_launch_s")
@@ -93,7 +121,7 @@ def test_a_kernel_is_as_much_slower_than_its_bytes_as_it_was_measured(tmp_path: 
 def test_ratios_give_the_measured_time_of_a_norm_back(tmp_path: Path) -> None:
     found = one()
     device = device_of(found, tmp_path)
-    plain = dataclasses.replace(device, stream=dataclasses.replace(device.stream, ratios={}))
+    plain = replace(device, stream=replace(device.stream, ratios={}))
     # A parallel block has one norm a layer: forward it reads and writes every element once, 8 bytes.
     model_s = sum(plain.stream_s(8 * tokens * width) for tokens, width in samples.SHAPES)
     measured_s = 2 * (1e-3 - samples.HOST_S)
@@ -172,11 +200,24 @@ def test_windows_on_a_cpu_are_as_fast_as_sequences_of_their_length(tmp_path: Pat
     operations = layer(local_of(job, Strategy(micro_batch=4)), 128, False)
     (attend,) = (each for each in operations if isinstance(each, Attend))
     assert attend.queries == 128
-    on_gpu = local_of(dataclasses.replace(job, software=Software()), Strategy(micro_batch=4))
+    on_gpu = local_of(replace(job, software=Software()), Strategy(micro_batch=4))
     (attend,) = (each for each in layer(on_gpu, 128, False) if isinstance(each, Attend))
     assert attend.queries == 2 * mean_keys(512, 128) - 1
     (attend,) = (each for each in layer(on_gpu, 0, False) if isinstance(each, Attend))
     assert attend.queries == 512
+
+
+def test_muon_multiplies_in_bf16_where_that_is_fast_whatever_layers_do(tmp_path: Path) -> None:
+    device = device_of(found_of([samples.answer(half_s=1e-3)], 4), tmp_path)
+    assert device.has_times_of("bf16") and not device_of(one(), tmp_path).has_times_of("bf16")
+    model = Model(layers=2, hidden=384, heads=6, vocab_rows=300, max_sequence=256)
+    jobs = [Job(model, 256, 8, precision, "muon") for precision in ("fp32", "bf16")]
+    plain, half = (update_s(job, Strategy(), device, 2 * 12 * 384 * 384) for job in jobs)
+    assert plain == half
+    # As it was measured, too: a layer of that width takes what it took.
+    [timing] = found_of([samples.answer(half_s=1e-3)], 4).all("muon")
+    alone = replace(jobs[0], model=replace(model, vocab_rows=0))
+    assert update_s(alone, Strategy(), device, timing.sizes["parameters"]) == pytest.approx(timing.seconds, rel=0.01)
 
 
 def test_muon_leaves_embedding_and_head_to_adamw(tmp_path: Path) -> None:
@@ -184,7 +225,7 @@ def test_muon_leaves_embedding_and_head_to_adamw(tmp_path: Path) -> None:
     model = Model(layers=2, hidden=384, heads=6, vocab_rows=30_000, max_sequence=256, tie_embeddings=False)
     job, weights = Job(model, 256, 8, "fp32", "muon"), 2 * 12 * 384 * 384
     blocks_s = update_s(job, Strategy(), device, weights + 2 * 30_000 * 384)
-    half = dataclasses.replace(job, model=dataclasses.replace(model, vocab_rows=15_000))
+    half = replace(job, model=replace(model, vocab_rows=15_000))
     fewer_words_s = update_s(half, Strategy(), device, weights + 2 * 15_000 * 384)
     moved_s = device.stream_s(2 * 15_000 * 384 * (4 + 8 + 8)) * device.stream_ratio("muon_update")
     assert blocks_s - fewer_words_s == pytest.approx(moved_s, rel=1e-6)  # no products for words

@@ -12,8 +12,8 @@ Kind = Literal["cpu", "cuda"]
 
 TINY = (1, 8, 32)
 """Sequences, their length and the width of a layer that only the host has work with."""
-LAYER = (2, 256, 384)
-"""Of one whose kernels several threads share."""
+LAYERS = ((8, 128, 128), (2, 256, 384))
+"""Of those whose kernels several threads share."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from phalanx.checks.calibration.contract import LAYER, TINY
+from phalanx.checks.calibration.contract import LAYERS, TINY, Timing
 from phalanx.model.config import ModelConfig
 from phalanx.model.decoder import Decoder
 
@@ -36,16 +36,24 @@ def host_launch_s(device: torch.device) -> float:
     return sorted(times)[_TURNS // 2]
 
 
-def layer_numbers(device: torch.device) -> dict[str, float]:
-    """Seconds of both passes of one layer of a model, plain, with SwiGLU, RMS norms and rotation.
+def layer_host_s(device: torch.device) -> float:
+    """Seconds of the host for both passes of one layer of a model, plain, with SwiGLU, RMS norms and rotation.
 
-    ``layer_host_s`` is the host's part, with operands so small that kernels take next to nothing: what modules,
-    functions with gradients of their own and views cost beside the operators. ``layer_s`` is all of a layer of `LAYER`
-    on a CPU, whose threads fall asleep between kernels and have to be woken, as no kernel by itself shows.
+    Operands are so small that kernels take next to nothing: it is what modules, functions with gradients of their own
+    and views cost beside the operators.
     """
-    host: Callable[[], float] = time.perf_counter if device.type == "cuda" else time.process_time
-    numbers = {"layer_host_s": _layer_s(device, *TINY, host)}
-    return numbers if device.type == "cuda" else {**numbers, "layer_s": _layer_s(device, *LAYER, time.perf_counter)}
+    return _layer_s(device, *TINY, time.perf_counter if device.type == "cuda" else time.process_time)
+
+
+def layers(device: torch.device) -> list[Timing]:
+    """Both passes of such layers on a CPU, which has other threads.
+
+    They fall asleep between kernels and have to be woken, as no kernel by itself shows.
+    """
+    return [
+        Timing("layer", {"sequences": b, "length": s, "width": w}, "fp32", _layer_s(device, b, s, w, time.perf_counter))
+        for b, s, w in (LAYERS if device.type == "cpu" else ())
+    ]
 
 
 def _layer_s(device: torch.device, sequences: int, length: int, width: int, clock: Callable[[], float]) -> float:

@@ -118,7 +118,8 @@ def measure(task: Task) -> Answer:
         # Their times scatter by factors where ranks share a host: medians of few turns would be luck.
         patient = Stopwatch(device, group, 4 * scale.rounds, long_s=1.0)
         timings += patient.measure(collectives.cases(scale.messages, group, device))
-    numbers |= {"host_launch_s": launches.host_launch_s(device), **launches.layer_numbers(device)}
+    numbers |= {"host_launch_s": launches.host_launch_s(device), "layer_host_s": launches.layer_host_s(device)}
+    timings += launches.layers(device)
     numbers |= launches.kernel_numbers(device)
     numbers |= {**_memory(device), **products.slow_rates(precisions, device), **loading.numbers(task.quick)}
     return Answer(tuple(timings), numbers, {"device": _name(device), "torch": torch.__version__})

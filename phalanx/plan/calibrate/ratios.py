@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from phalanx.checks.calibration.contract import LAYER, TINY, Precision, Timing
+from phalanx.checks.calibration.contract import TINY, Precision, Timing
 from phalanx.optim.config import Kind as Optimizer
 from phalanx.plan.calibrate.found import Found, at
 from phalanx.plan.constant.optimizer import norm_s, update_s
@@ -112,17 +112,27 @@ def _host_s(found: Found, device: Device) -> float:
 
 
 def host_launch_s(found: Found, device: Device) -> float:
-    """Seconds of the host for each kernel that the model counts: what a whole layer takes beside its kernels.
+    """Seconds of the host for each kernel that the model counts: what whole layers take beside their kernels.
 
-    At least the host's time for a layer that is next to nothing, and for an operator by itself.
+    Of several layers, it is what leaves the least relative squared error in the time of all. At least the host's time
+    for a layer that is next to nothing, and for an operator by itself.
 
     Args:
         device: with ratios.
     """
     numbers = found.answer.numbers
-    tiny, whole = (timed(_layer(*size), device, "fp32", "none") for size in (TINY, LAYER))
-    beside_s = numbers["layer_s"] - float(whole.total.total) if "layer_s" in numbers else 0.0
-    return max(numbers["host_launch_s"], max(beside_s, numbers["layer_host_s"]) / float(tiny.launches.total))
+    tiny = timed(_layer(*TINY), device, "fp32", "none")
+    least_s = max(numbers["host_launch_s"], numbers["layer_host_s"] / float(tiny.launches.total))
+    products = squares = 0.0
+    for timing in found.all("layer"):
+        if not timing.seconds:  # lost in other work on the host
+            continue
+        sizes = (int(timing.sizes[name]) for name in ("sequences", "length", "width"))
+        whole = timed(_layer(*sizes), device, "fp32", "none")
+        launches = float(whole.launches.total) / timing.seconds
+        products += launches * (1.0 - float(whole.total.total) / timing.seconds)
+        squares += launches**2
+    return max(least_s, products / squares) if squares else least_s
 
 
 def _layer(sequences: int, length: int, width: int) -> list[Operation]:

@@ -29,7 +29,7 @@ def update_s(job: Job, strategy: Strategy, device: Device, weights: Floats) -> F
     seconds = device.stream_s(own * (software.gradient_bytes + moments + masters))
     if kind == "muon":
         words = _vocabulary_weights(job, strategy)
-        seconds += _newton_schulz_s(job, device, (own - words) * (own > words))
+        seconds += _newton_schulz_s(job.model.hidden, device, (own - words) * (own > words))
     return seconds * device.stream_ratio(f"{kind}_update")
 
 
@@ -40,10 +40,12 @@ def _vocabulary_weights(job: Job, strategy: Strategy) -> Floats:
     return matrices * model.vocab_rows * model.hidden / strategy.tensor
 
 
-def _newton_schulz_s(job: Job, device: Device, weights: Floats) -> Floats:
-    """Muon's products: every matrix of a block is orthogonalised, on whichever rank has it whole."""
-    width = job.model.hidden
-    square_s = device.gemm_s(width, width, width, precision="bf16" if job.precision != "fp32" else "fp32")
+def _newton_schulz_s(width: int, device: Device, weights: Floats) -> Floats:
+    """Muon's products: every matrix of a block is orthogonalised, on whichever rank has it whole.
+
+    In bf16 whatever the layers compute in, but on CPUs that are slow with it (phalanx.optim.muon).
+    """
+    square_s = device.gemm_s(width, width, width, precision="bf16" if device.has_times_of("bf16") else "fp32")
     return _MUON_FLOPS_PER_ELEMENT_AND_ROW * weights * width * square_s / (2.0 * width**3)
 
 

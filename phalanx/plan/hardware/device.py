@@ -89,6 +89,10 @@ class Device:
         seconds = gemm.seconds(m, n, k, batch)
         return seconds * gemm.weight_gradient_ratio if weight_gradient else seconds
 
+    def has_times_of(self, precision: Precision) -> bool:
+        """Whether `gemm_s` knows it; files of CPUs that are slow with bf16 have none."""
+        return format_of(precision) in self.gemms
+
     def attention_s(
         self, flops: Any, queries: Any, head_dim: int, precision: Precision = "bf16", backward: bool = False
     ) -> Any:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.plan.hardware.either import largest, least, where
+from phalanx.plan.hardware.either import largest, where
 from phalanx.plan.types import Floats, Job, Strategy
+from phalanx.plan.work.ends import loss_chunk
 from phalanx.plan.work.local import Local
-
-# As in phalanx.kernels.loss and phalanx.parallel.tensor.vocabulary.
-_CHUNK_ELEMENTS = 1 << 21
-_LEAST_CHUNK = 256
-_PLAIN_ELEMENTS = {2: 1 << 20, 4: 1 << 17}
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ def _phalanx(local: Local, alone: Floats) -> tuple[Floats, Floats]:
     words = local.model.vocab_rows / local.tensor
     weight = words * width
     made = local.kept_tokens * width * c + weight * 4
-    chunk = least(tokens, largest(_LEAST_CHUNK, _CHUNK_ELEMENTS // words))
+    chunk, is_small = loss_chunk(local)
     logits = chunk * words
     cast = 0 if c == 4 else weight * (c + c + 4) + logits * c
     again = where(chunk < tokens, largest(logits * 4, weight * 4), 0)
@@ -77,5 +73,4 @@ def _phalanx(local: Local, alone: Floats) -> tuple[Floats, Floats]:
     whole = tokens * words
     plain = whole * 4 + tokens * width * c * (1 - alone) + (0 if c == 4 else weight * c)
     passing = whole * 4 + weight * 4
-    small = (local.tensor == 1) & (whole <= _PLAIN_ELEMENTS[c])
-    return where(small, plain, chunked[0]), where(small, passing, chunked[1])
+    return where(is_small, plain, chunked[0]), where(is_small, passing, chunked[1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from phalanx.plan.hardware.either import largest, least, where
+from phalanx.plan.types import Floats, Ints
 from phalanx.plan.work.local import Local
 from phalanx.plan.work.operations import ALWAYS_FULL, Operation, Product, Stream
 
@@ -9,6 +11,14 @@ from phalanx.plan.work.operations import ALWAYS_FULL, Operation, Product, Stream
 # subtraction, exponential, sum, and division and subtraction backward), and in one fused pass each way.
 _LOSS_BYTES = (34.0, 16.0)
 _FUSED_LOSS_BYTES = (4.0, 4.0)
+
+# As in phalanx.kernels.loss and phalanx.parallel.tensor.vocabulary: tokens come in chunks of so many logits, and at
+# least so many tokens; logits of few elements are not cut.
+_CHUNK_ELEMENTS = 1 << 21
+_LEAST_CHUNK = 256
+_PLAIN_ELEMENTS = {2: 1 << 20, 4: 1 << 17}
+# Bytes that its kernels move for each logit: log-softmax, exponential and factor in fp32, and casts either way.
+_CHUNKED_LOSS_BYTES = {2: 36.0, 4: 24.0}
 
 
 def embedding(local: Local) -> list[Operation]:
@@ -28,10 +38,36 @@ def head(local: Local) -> list[Operation]:
     model, r, c = local.model, local.residual_bytes, local.compute_bytes
     rows = model.vocab_rows / local.tensor
     normed = local.kept_tokens * model.hidden
-    logits = local.tokens * rows
-    forward, backward = _FUSED_LOSS_BYTES if local.software.fused_loss else _LOSS_BYTES
+    forward, backward = _loss_bytes(local)
     return [
         Stream("compute/norm", normed * (r + c), normed * (2 * (r + c) + r), 1, 2, frozenset(), f"{model.norm}_norm"),
         Product("compute/head", local.tokens, rows, model.hidden, again=frozenset()),
-        Stream("compute/loss", logits * forward, logits * backward, 10, 5, frozenset(), "loss"),
+        Stream("compute/loss", forward, backward, 10, 5, frozenset(), "loss"),
     ]
+
+
+def loss_chunk(local: Local) -> tuple[Ints, bool]:
+    """Tokens whose logits Phalanx has at once, and whether those of all are so few that plain autograd has them."""
+    words = local.model.vocab_rows / local.tensor
+    chunk = least(local.tokens, largest(_LEAST_CHUNK, _CHUNK_ELEMENTS // words))
+    return chunk, (local.tensor == 1) & (local.tokens * words <= _PLAIN_ELEMENTS[local.compute_bytes])
+
+
+def _loss_bytes(local: Local) -> tuple[Floats, Floats]:
+    """That the loss moves in the forward and in the backward pass, its products aside."""
+    logits = local.tokens * local.model.vocab_rows / local.tensor
+    if not local.software.is_phalanx:
+        forward, backward = _FUSED_LOSS_BYTES if local.software.fused_loss else _LOSS_BYTES
+        return logits * forward, logits * backward
+    half = (logits * _CHUNKED_LOSS_BYTES[local.compute_bytes] + _head_weight_bytes(local)) / 2
+    return half, half
+
+
+def _head_weight_bytes(local: Local) -> Floats:
+    """Of the head's weight and its gradient: cast, added up over the chunks, multiplied with the loss's gradient."""
+    c = local.compute_bytes
+    chunk, is_plain = loss_chunk(local)
+    chunks = where(is_plain, 1, -(-local.tokens // chunk))
+    cast = 0 if c == 4 else local.weight_bytes + c + chunks * (c + 4)
+    each = cast + 12 * (chunks - 1) + where(is_plain, 0, 8)
+    return local.model.vocab_rows / local.tensor * local.model.hidden * each
