@@ -161,7 +161,11 @@ def damage_replicas(cluster: Cluster, host: int, steps: list[int]) -> int:
     (keeper,) = [one for one in cluster.keepers(host) if one.name().startswith("phalanx keeper")]
     hit = set()
     for link in Path(f"/proc/{keeper.pid}/fd").iterdir():
-        if "of replica of rank" not in str(link.readlink()):
+        try:
+            what = str(link.readlink())
+        except FileNotFoundError:  # of a connection that was hung up just now
+            continue
+        if "of replica of rank" not in what:
             continue
         with link.open("r+b") as memory:
             content = memory.read()
