@@ -28,6 +28,8 @@ _PASSED_ON = {
 }
 _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _BAD_INPUT = 2
+_LOOKS_EVERY_S = 0.5
+"""At the latest after its end: another thread of this process takes a SIGCHLD that comes before it is waited for."""
 _MOST_FALSE_STARTS = 5
 _MOST_FALSE_STARTS_LATER = 20
 """Of a job that has begun: what keeps its next driver from beginning may pass, and its ranks run on meanwhile."""
@@ -104,8 +106,8 @@ class Supervisor:
     def _watch(self, pid: int, waited_for: set[signal.Signals]) -> tuple[int, bool]:
         """Until it has ended: its status, negative for a signal, and whether it had begun."""
         while True:
-            info = signal.sigwaitinfo(waited_for)
-            if info.si_signo != signal.SIGCHLD:
+            info = signal.sigtimedwait(waited_for, _LOOKS_EVERY_S)
+            if info is not None and info.si_signo != signal.SIGCHLD:
                 self._pass_on(pid, signal.Signals(info.si_signo))
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:

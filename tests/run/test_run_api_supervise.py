@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -109,6 +110,25 @@ def test_a_machine_without_room_for_a_driver_is_asked_again(tmp_path: Path, monk
     supervisor = Supervisor(counting(tmp_path, "exit 5"), lambda pid: True, said.append, most_pause_s=0.01)
     assert supervisor.run() == 5
     assert "cannot be started" in said[0]
+
+
+def test_an_end_whose_signal_another_thread_takes_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spawn, may_end = os.posix_spawn, threading.Event()
+
+    def ended(*words: object, **options: object) -> int:
+        pid = spawn(*words, **options)  # type: ignore[arg-type]
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        until(lambda: signal.SIGCHLD not in signal.sigpending())
+        return pid
+
+    other = threading.Thread(target=may_end.wait)
+    other.start()
+    monkeypatch.setattr(os, "posix_spawn", ended)
+    try:
+        assert Supervisor(counting(tmp_path, "exit 5"), lambda pid: True, lambda text: None).run() == 5
+    finally:
+        may_end.set()
+        other.join()
 
 
 def until(condition: Callable[[], object]) -> None:
