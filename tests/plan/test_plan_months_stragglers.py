@@ -33,6 +33,24 @@ def test_what_megascale_gained_is_what_jobs_of_some_hundred_gpus_lose() -> None:
     assert own.gained == pytest.approx(0.7 / 55, abs=0.003)
 
 
+def test_runs_on_other_hosts_differ_by_whether_one_of_them_is_slow() -> None:
+    """MegaScale, section 5.1: runs of the same job differ in MFU. A run of few hosts has a slow one, or none."""
+    for row in waits_by_size(Question(MEGASCALE, 8 * 4**5)):
+        some = 1 - 0.995**row.hosts
+        assert row.unfound_run_sigma == pytest.approx(0.1 * np.sqrt(some * (1 - some)))
+        assert row.unfound_step_sigma == 0
+
+
+def test_runs_of_unequal_ranks_differ_as_draws_do() -> None:
+    random = np.random.default_rng(3)
+    ranks = random.lognormal(-(0.02**2) / 2, 0.02, (4000, 16 * 8))
+    slow = 1 + 0.1 * (random.random((4000, 16)) < 0.02)
+    longest = (ranks.reshape(4000, 16, 8) * slow[:, :, None]).max(axis=(1, 2))
+    own = waits_by_size(Question(Spread(lasting_sigma=0.02, slow_share=0.02, slow_excess=0.1), 16 * 8))[-1]
+    assert own.unfound == pytest.approx(longest.mean() - 1, rel=0.03)
+    assert own.unfound_run_sigma == pytest.approx(longest.std(), rel=0.05)
+
+
 def test_found_hosts_take_the_time_until_they_are_found_and_restarts() -> None:
     """The same as months that are played with slow hosts only."""
     question = Question(
@@ -55,8 +73,10 @@ def test_found_hosts_take_the_time_until_they_are_found_and_restarts() -> None:
 def test_passes_that_vary_are_drawn_alike() -> None:
     """One micro-batch, no pipeline: the slowest of the groups' normal draws."""
     question = Question(Spread(pass_sigma=0.02), 8 * 64)
-    drawn = np.random.default_rng(1).normal(1, 0.02, (4000, 64)).max(axis=1).mean() - 1
-    assert waits_by_size(question)[-1].alike == pytest.approx(drawn, rel=0.02)
+    drawn = np.random.default_rng(1).normal(1, 0.02, (4000, 64)).max(axis=1)
+    own = waits_by_size(question)[-1]
+    assert own.alike == pytest.approx(drawn.mean() - 1, rel=0.02)
+    assert own.unfound_step_sigma == pytest.approx(drawn.std(), rel=0.05) and own.unfound_run_sigma == 0
 
 
 @given(

@@ -56,7 +56,7 @@ def test_a_step_with_two_rounds_more_is_the_same_rows_with_two_repetitions_more(
         after = len(grid.head.codes) + 3 * len(grid.repeat.codes)
         assert np.array_equal(grid.ends + after, whole.ends)
         assert np.array_equal(grid.last_backward + after, whole.last_backward)
-        assert np.array_equal(grid.first_backward, whole.first_backward)
+        assert np.array_equal(grid.first_forward, whole.first_forward)
         assert np.array_equal(grid.in_flight, whole.in_flight)
 
 

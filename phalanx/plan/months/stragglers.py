@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.core.errors import UserError
 from phalanx.parallel.config import Schedule
-from phalanx.plan.constant.stragglers import Spread, waiting
+from phalanx.plan.constant.stragglers import Spread, Waiting, waiting
 from phalanx.plan.months.values import DAY_S, require
 
 
@@ -91,6 +91,8 @@ class Waits:
     Attributes:
         alike: because ranks and passes differ, without slow hosts.
         unfound: with as many slow hosts as there are where nobody looks for them.
+        unfound_run_sigma: standard deviation of that from one choice of hosts to another.
+        unfound_step_sigma: and from step to step on the same hosts.
         found: where they are found and replaced.
         restarts: time of the restarts for that, over all time.
     """
@@ -99,6 +101,8 @@ class Waits:
     hosts: int
     alike: float
     unfound: float
+    unfound_run_sigma: float
+    unfound_step_sigma: float
     found: float
     restarts: float
 
@@ -120,12 +124,16 @@ def _waits(question: Question, groups: int) -> Waits:
     hosts = -(-devices // question.devices_per_host)
     spread = question.spread
     stopped = hosts * question.slow_per_host_day * question.restart_s / DAY_S
+    found = replace(spread, slow_share=_of_steps(question, hosts))
+    unfound = _waiting(question, spread, groups)
     return Waits(
         devices=devices,
         hosts=hosts,
-        alike=_longer(question, spread.screened(), groups),
-        unfound=_longer(question, spread, groups),
-        found=_longer(question, replace(spread, slow_share=_of_steps(question, hosts)), groups),
+        alike=float(_waiting(question, spread.screened(), groups).mean_s) / question.compute_s,
+        unfound=float(unfound.mean_s) / question.compute_s,
+        unfound_run_sigma=float(unfound.run_sigma_s) / question.compute_s,
+        unfound_step_sigma=float(unfound.step_sigma_s) / question.compute_s,
+        found=float(_waiting(question, found, groups).mean_s) / question.compute_s,
         restarts=stopped / (1 + stopped),
     )
 
@@ -138,9 +146,9 @@ def _of_steps(question: Question, hosts: int) -> float:
     return float(-math.expm1(math.log1p(-of_steps) / hosts)) if of_steps < 1 else 1.0
 
 
-def _longer(question: Question, spread: Spread, groups: int) -> float:
+def _waiting(question: Question, spread: Spread, groups: int) -> Waiting:
     devices = groups * question.block
-    waited = waiting(
+    return waiting(
         spread,
         question.schedule,
         question.pipeline,
@@ -151,4 +159,3 @@ def _longer(question: Question, spread: Spread, groups: int) -> float:
         min(question.devices_per_host, devices),
         question.compute_s,
     )
-    return float(waited.mean_s) / question.compute_s

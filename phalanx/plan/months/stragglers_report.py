@@ -41,6 +41,8 @@ def rows_of(rows: Sequence[Waits]) -> list[dict[str, float]]:
             "hosts": row.hosts,
             "alike_ratio": row.alike,
             "unfound_ratio": row.unfound,
+            "unfound_run_sigma_ratio": row.unfound_run_sigma,
+            "unfound_step_sigma_ratio": row.unfound_step_sigma,
             "found_ratio": row.found,
             "restarts_ratio": row.restarts,
             "gained_ratio": row.gained,
@@ -61,28 +63,30 @@ def lines_of(question: Question, rows: Sequence[Waits]) -> list[str]:
         f"{step_s:g} s of computing take {step_s * (1 + own.alike):.4g} s without slow hosts, "
         f"{step_s * (1 + own.unfound):.4g} s with them, {step_s * (1 + own.found):.4g} s where they are found: "
         f"{100 * own.gained:.2f} % of the time is gained",
+        f"where nobody finds them, runs on other hosts differ by {100 * own.unfound_run_sigma:.2f} %, steps of one by "
+        f"{100 * own.unfound_step_sigma:.2f} % (standard deviations)",
     ]
 
 
 def stragglers_text(question: Question, rows: Sequence[Waits]) -> RenderableType:
     """For a person at a terminal."""
-    *assumed, result = lines_of(question, rows)
+    *assumed, result, differs = lines_of(question, rows)
     note = (
         "- all ranks wait for the slowest; MegaScale gained 0.7 points of MFU by leaving out 0.5 % of hosts that were "
         "10 % slower"
     )
     heading = Text("how much longer a step is", style="bold underline")
     head = [Text(title_of(question), style="bold"), *map(Text, assumed)]
-    return Group(*head, Text(), heading, _table(rows), Text(), Text(result), Text(note))
+    return Group(*head, Text(), heading, _table(rows), Text(), Text(result), Text(differs), Text(note))
 
 
 def _table(rows: Sequence[Waits]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
-    names = ("devices", "hosts", "no slow ones", "never found", "found", "restarts", "gained")
+    names = ("devices", "hosts", "no slow ones", "never found", "± by run", "found", "restarts", "gained")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        ratios = (row.alike, row.unfound, row.found, row.restarts, row.gained)
+        ratios = (row.alike, row.unfound, row.unfound_run_sigma, row.found, row.restarts, row.gained)
         cells = [f"{100 * ratio + 0.0:.2f} %" for ratio in ratios]
         table.add_row(f"{row.devices:,}", f"{row.hosts:,}", *cells, style="bold" if row is rows[-1] else "")
     return table

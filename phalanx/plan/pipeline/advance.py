@@ -30,21 +30,21 @@ _ROWS = 64
 
 
 def run_grid(grid: Grid, repetitions: int, durations: Array, delays: Array) -> tuple[Array, Array]:
-    """When the actions in the cells `grid.early` and in `grid.late` end, by cell and set, for several sets of costs.
+    """When the actions in the cells `first_forward` and in `late` of the grid end, by cell and set, for several costs.
 
     Args:
         repetitions: of `grid.repeat`.
         durations: of every code and of no action, by set.
         delays: of a message over every boundary and of no message, by set.
     """
-    ranks, sets, early = grid.orders.ranks, durations.shape[1], len(grid.early)
+    ranks, sets, early = grid.orders.ranks, durations.shape[1], len(grid.first_forward)
     head = _Slack.of(grid.head, 1, ranks, ranks, durations, delays)
     begin = np.zeros((ranks, sets))
     if grid.repeat is None:
-        ends = head.ends(begin, np.concatenate([grid.early, grid.late]))
+        ends = head.ends(begin, np.concatenate([grid.first_forward, grid.late]))
         return ends[:early], ends[early:]
     last = np.arange(len(grid.head.codes) - grid.window, len(grid.head.codes))
-    ends = head.ends(begin, np.concatenate([grid.early, last]))
+    ends = head.ends(begin, np.concatenate([grid.first_forward, last]))
     window = _repeat(ends[early:], grid.repeat, repetitions, ranks, durations, delays)
     tail = _Slack.of(grid.tail, 1, grid.window, ranks, durations, delays)
     return ends[:early], tail.ends(window, grid.late)

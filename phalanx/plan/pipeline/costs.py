@@ -53,8 +53,8 @@ class StepTime:
         sent_s: time that a rank's messages are on the way, hidden or not.
         end_s: when each rank's last action ends.
         first_forward_begin_s: when the first forward pass of a chunk begins, by rank and chunk.
-        first_backward_end_s: when the gradients of its first micro-batch are complete, those of weights too.
-        last_backward_end_s: when the gradients of its last one are, so that the chunk's can be reduced.
+        last_backward_end_s: when the gradients of its last micro-batch are complete, those of weights too, so that the
+            chunk's can be reduced.
         in_flight: micro-batches whose activations a chunk holds when its rank holds most of them, all its chunks
             together; by rank and chunk.
     """
@@ -67,6 +67,5 @@ class StepTime:
     sent_s: Array
     end_s: Array
     first_forward_begin_s: Array
-    first_backward_end_s: Array
     last_backward_end_s: Array
     in_flight: NDArray[np.int64]

@@ -54,8 +54,7 @@ def _evaluate(schedule: Schedule, grid: Grid, repetitions: int, micro_batches: i
         span_s=spans["given"],
         sent_s=micro_batches * both_ways[stages].sum(axis=1),
         end_s=ends[:, 0],
-        first_forward_begin_s=early[: orders.stages, 0].reshape(by_stage) - durations[stages, 0],
-        first_backward_end_s=early[orders.stages :, 0].reshape(by_stage) - sends[last],
+        first_forward_begin_s=early[:, 0].reshape(by_stage) - durations[stages, 0],
         last_backward_end_s=late[: orders.stages, 0].reshape(by_stage) - sends[last],
         in_flight=grid.in_flight,
     )

@@ -47,8 +47,8 @@ class Grid:
         head: from the first row, after a window of one row; all of them where there is no `repeat`.
         repeat: those of one round, which come again and again; None in a step so short that nothing repeats.
         tail: from after the last repetition to the last row; empty where there is no `repeat`.
-        first_forward, first_backward: cells of the head, by rank and chunk: where the first micro-batch's passes end.
-        last_backward: cells of the tail (without one, of the head), by rank and chunk: where the last one's do.
+        first_forward: cells of the head, flat by rank and chunk: where the first micro-batch's pass ends.
+        last_backward: cells of the tail (without one, of the head), by rank and chunk: where the last one's does.
         ends: likewise, by rank: where its last action does.
         in_flight: as in `StepTime`.
     """
@@ -59,15 +59,9 @@ class Grid:
     repeat: Rows | None
     tail: Rows
     first_forward: Indices
-    first_backward: Indices
     last_backward: Indices
     ends: Indices
     in_flight: Indices
-
-    @cached_property
-    def early(self) -> Indices:
-        """Cells of the head: `first_forward`, then `first_backward`, flat."""
-        return np.concatenate([self.first_forward.ravel(), self.first_backward.ravel()])
 
     @cached_property
     def late(self) -> Indices:
@@ -118,8 +112,7 @@ def _make_grid(schedule: Schedule, ranks: int, chunks: int, per_round: int, roun
         head=_cut(cells, ranks, 0, first, 1),
         repeat=_cut(cells, ranks, first, after, window) if after > first else None,
         tail=_cut(cells, ranks, after, height, window),
-        first_forward=_find(orders, cell, FORWARD, 0),
-        first_backward=_find(orders, cell, orders.last_part, 0),
+        first_forward=_find(orders, cell, FORWARD, 0).ravel(),
         last_backward=_find(orders, final, orders.last_part, orders.micro_batches - 1),
         ends=final[:, -1],
         in_flight=_in_flight(orders),

@@ -137,11 +137,11 @@ def stragglers_sections(question: Question, rows: Sequence[Waits]) -> list[str]:
 
 
 def _waits(rows: Sequence[Waits]) -> str:
-    names = ("hosts", "no slow ones", "never found", "found", "restarts", "gained")
+    names = ("hosts", "no slow ones", "never found", "± by run", "found", "restarts", "gained")
     heads = '<th class="n"></th>' + "".join(f'<th class="n">{name}</th>' for name in names)
     lines = []
     for row in rows:
-        ratios = (row.alike, row.unfound, row.found, row.restarts, row.gained)
+        ratios = (row.alike, row.unfound, row.unfound_run_sigma, row.found, row.restarts, row.gained)
         cells = "".join(f'<td class="n">{text}</td>' for text in (f"{row.hosts:,}", *map(percent, ratios)))
         lines.append(f'<tr><td class="n first">{row.devices:,} devices</td>{cells}</tr>')
     return table(heads, lines, stacked=True)

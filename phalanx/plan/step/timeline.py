@@ -92,7 +92,6 @@ def _alone(passes: Passes, micro_batches: int) -> StepTime:
         sent_s=none,
         end_s=np.array([span]),
         first_forward_begin_s=np.zeros((1, 1)),
-        first_backward_end_s=np.array([[float(passes.total)]]),
         last_backward_end_s=np.array([[span]]),
         in_flight=np.ones((1, 1), dtype=np.int64),
     )
