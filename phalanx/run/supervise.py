@@ -4,16 +4,20 @@ The driver has a process group of its own. So a Ctrl-C, or a signal for a whole 
 the driver hears it once: the first asks for a stop with grace, the second for one without. SIGHUP, of a terminal that
 is closed, is passed on as SIGTERM. The driver starts with both blocked and takes them when it is ready, so that none
 kills it on its way.
+
+Signals come through a pipe, not through `sigwaitinfo`: a signal to a process goes to any of its threads that does not
+block it, and numpy alone starts one per core.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -28,8 +32,6 @@ _PASSED_ON = {
 }
 _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _BAD_INPUT = 2
-_LOOKS_EVERY_S = 0.5
-"""At the latest after its end: another thread of this process takes a SIGCHLD that comes before it is waited for."""
 _MOST_FALSE_STARTS = 5
 _MOST_FALSE_STARTS_LATER = 20
 """Of a job that has begun: what keeps its next driver from beginning may pass, and its ranks run on meanwhile."""
@@ -60,14 +62,11 @@ class Supervisor:
 
     def run(self) -> int:
         """Supervise until the driver has ended by itself; its exit status, as a shell gives it."""
-        waited_for = {number for number in _PASSED_ON if signal.getsignal(number) != signal.SIG_IGN} | {signal.SIGCHLD}
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)
-        try:
-            return self._run(waited_for)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        passed_on = [number for number in _PASSED_ON if signal.getsignal(number) != signal.SIG_IGN]
+        with _hearing([*passed_on, signal.SIGCHLD]) as heard:
+            return self._run(heard)
 
-    def _run(self, waited_for: set[signal.Signals]) -> int:
+    def _run(self, heard: int) -> int:
         pause_s, false_starts = self.pause_s, 0
         while True:
             began_s = time.monotonic()
@@ -75,9 +74,9 @@ class Supervisor:
                 pid = self._start()
             except OSError as error:  # no room for a process, which may pass
                 self.say(f"the driver cannot be started: {error}; it is tried again in {self.most_pause_s:g} s")
-                self._rest(self.most_pause_s, waited_for)
+                self._rest(self.most_pause_s, heard)
                 continue
-            status, has_begun = self._watch(pid, waited_for)
+            status, has_begun = self._watch(pid, heard)
             self._ever_begun |= has_begun
             false_starts = 0 if has_begun else false_starts + 1
             if not self._is_to_start_again(status, has_begun):
@@ -90,7 +89,7 @@ class Supervisor:
             self.say(
                 f"the driver (process {pid}) {_how(status)}; it is started again in {pause_s:g} s, the job goes on"
             )
-            self._rest(pause_s, waited_for)
+            self._rest(pause_s, heard)
             pause_s = min(2 * pause_s, self.most_pause_s)
 
     def _start(self) -> int:
@@ -103,12 +102,11 @@ class Supervisor:
         self._pending = []
         return pid
 
-    def _watch(self, pid: int, waited_for: set[signal.Signals]) -> tuple[int, bool]:
+    def _watch(self, pid: int, heard: int) -> tuple[int, bool]:
         """Until it has ended: its status, negative for a signal, and whether it had begun."""
         while True:
-            info = signal.sigtimedwait(waited_for, _LOOKS_EVERY_S)
-            if info is not None and info.si_signo != signal.SIGCHLD:
-                self._pass_on(pid, signal.Signals(info.si_signo))
+            for number in _next(heard):
+                self._pass_on(pid, number)
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 has_begun = self.has_begun(pid)
@@ -137,14 +135,39 @@ class Supervisor:
             return not self._sent
         return status < 0
 
-    def _rest(self, seconds: float, waited_for: set[signal.Signals]) -> None:
+    def _rest(self, seconds: float, heard: int) -> None:
         """Wait; a signal ends that, for the next driver has to hear of it."""
         until_s = time.monotonic() + seconds
         while (left_s := until_s - time.monotonic()) > 0:
-            info = signal.sigtimedwait(waited_for, left_s)
-            if info is not None and info.si_signo != signal.SIGCHLD:
-                self._pending.append(_PASSED_ON[signal.Signals(info.si_signo)])
+            numbers = _next(heard, left_s)
+            self._pending += [_PASSED_ON[number] for number in numbers]
+            if numbers:
                 return
+
+
+@contextlib.contextmanager
+def _hearing(numbers: Sequence[signal.Signals]) -> Iterator[int]:
+    """A descriptor from which each of these signals can be read, whichever thread took it. Of the main thread only."""
+    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    pipe = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    try:
+        yield reading
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        signal.set_wakeup_fd(pipe)
+        os.close(reading)
+        os.close(writing)
+
+
+def _next(heard: int, seconds: float | None = None) -> list[signal.Signals]:
+    """What came, as soon as something did, but SIGCHLD: none where it was that alone, or nothing in time."""
+    if not select.select([heard], [], [], seconds)[0]:
+        return []
+    return [signal.Signals(number) for number in os.read(heard, 1024) if number in _PASSED_ON]
 
 
 def end_with(status: int) -> NoReturn:

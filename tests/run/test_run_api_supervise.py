@@ -131,6 +131,37 @@ def test_an_end_whose_signal_another_thread_takes_is_seen(tmp_path: Path, monkey
         other.join()
 
 
+def test_a_signal_that_another_thread_takes_is_passed_on(tmp_path: Path) -> None:
+    (tmp_path / "may-begin").touch()
+    (tmp_path / "driver.py").write_text(DRIVER.replace("STATUS", "5"))
+
+    def take() -> None:
+        until(lambda: list(tmp_path.glob("begun-*")))
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        until(lambda: heard(tmp_path))
+        (tmp_path / "enough").touch()
+
+    other = threading.Thread(target=take)
+    other.start()
+    command = [sys.executable, "-S", str(tmp_path / "driver.py"), str(tmp_path)]
+    assert Supervisor(command, lambda pid: True, lambda text: None).run() == 5
+    other.join()
+    assert heard(tmp_path) == ["heard-15-1"]
+
+
+def test_what_was_set_for_signals_is_set_again(tmp_path: Path) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
+
+    def settings() -> list[object]:
+        pipe = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(pipe)
+        return [pipe, signal.pthread_sigmask(signal.SIG_BLOCK, []), *map(signal.getsignal, numbers)]
+
+    before = settings()
+    assert Supervisor(counting(tmp_path, "exit 5"), lambda pid: True, lambda text: None).run() == 5
+    assert settings() == before
+
+
 def until(condition: Callable[[], object]) -> None:
     until_s = time.monotonic() + GUARD_S
     while not condition():
