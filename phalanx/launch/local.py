@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from phalanx.core.layout import Layout
+from phalanx.core.signals import STOP_SIGNALS
 from phalanx.launch.cores import Share, local_shares
 from phalanx.launch.ending import Ending
 from phalanx.launch.environment import Worker, without_worker
 from phalanx.launch.failures import Failure, describe, failure_of_exit, find_culprit, signal_name
 from phalanx.launch.messages import Broken, Exited, RankSpec, Ready, Returned, Send
 from phalanx.launch.output import FileOutput, MarkedOutput, Output
-from phalanx.launch.received import FORWARDED, ReceivedSignals
+from phalanx.launch.received import ReceivedSignals
 
 _LOOPBACK = "127.0.0.1"
 
@@ -96,7 +97,7 @@ def launch_local(
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     with ExitStack() as stack:
-        signals = stack.enter_context(ReceivedSignals())
+        signals = stack.enter_context(ReceivedSignals([*STOP_SIGNALS, signal.SIGTSTP]))
         others = range(1, count)
         output = MarkedOutput(others, report) if log_folder is None else FileOutput(others, log_folder)
         stack.callback(output.close)
@@ -163,7 +164,7 @@ class _Job:
         while not self.connection.poll():
             if self.signals.fileno() in wait([self.connection, self.signals.fileno()]):
                 for number in self.signals.take():
-                    if number in FORWARDED:
+                    if number in STOP_SIGNALS:
                         return 128 + number
                     self._pass_on(number)
         message = self._listen()

@@ -4,22 +4,20 @@ The driver has a process group of its own. So a Ctrl-C, or a signal for a whole 
 the driver hears it once: the first asks for a stop with grace, the second for one without. SIGHUP, of a terminal that
 is closed, is passed on as SIGTERM. The driver starts with both blocked and takes them when it is ready, so that none
 kills it on its way.
-
-Signals come through a pipe, not through `sigwaitinfo`: a signal to a process goes to any of its threads that does not
-block it, and numpy alone starts one per core.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
+
+from phalanx.launch.received import ReceivedSignals
 
 TO_BE_STARTED_AGAIN = 75
 """Exit status of a driver that had to end although the job goes on (EX_TEMPFAIL of sysexits.h)."""
@@ -63,10 +61,10 @@ class Supervisor:
     def run(self) -> int:
         """Supervise until the driver has ended by itself; its exit status, as a shell gives it."""
         passed_on = [number for number in _PASSED_ON if signal.getsignal(number) != signal.SIG_IGN]
-        with _hearing([*passed_on, signal.SIGCHLD]) as heard:
-            return self._run(heard)
+        with ReceivedSignals([*passed_on, signal.SIGCHLD]) as received:
+            return self._run(received)
 
-    def _run(self, heard: int) -> int:
+    def _run(self, received: ReceivedSignals) -> int:
         pause_s, false_starts = self.pause_s, 0
         while True:
             began_s = time.monotonic()
@@ -74,9 +72,9 @@ class Supervisor:
                 pid = self._start()
             except OSError as error:  # no room for a process, which may pass
                 self.say(f"the driver cannot be started: {error}; it is tried again in {self.most_pause_s:g} s")
-                self._rest(self.most_pause_s, heard)
+                self._rest(self.most_pause_s, received)
                 continue
-            status, has_begun = self._watch(pid, heard)
+            status, has_begun = self._watch(pid, received)
             self._ever_begun |= has_begun
             false_starts = 0 if has_begun else false_starts + 1
             if not self._is_to_start_again(status, has_begun):
@@ -89,7 +87,7 @@ class Supervisor:
             self.say(
                 f"the driver (process {pid}) {_how(status)}; it is started again in {pause_s:g} s, the job goes on"
             )
-            self._rest(pause_s, heard)
+            self._rest(pause_s, received)
             pause_s = min(2 * pause_s, self.most_pause_s)
 
     def _start(self) -> int:
@@ -102,11 +100,12 @@ class Supervisor:
         self._pending = []
         return pid
 
-    def _watch(self, pid: int, heard: int) -> tuple[int, bool]:
+    def _watch(self, pid: int, received: ReceivedSignals) -> tuple[int, bool]:
         """Until it has ended: its status, negative for a signal, and whether it had begun."""
         while True:
-            for number in _next(heard):
-                self._pass_on(pid, number)
+            for number in received.take(timeout_s=None):
+                if number != signal.SIGCHLD:
+                    self._pass_on(pid, number)
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 has_begun = self.has_begun(pid)
@@ -135,39 +134,14 @@ class Supervisor:
             return not self._sent
         return status < 0
 
-    def _rest(self, seconds: float, heard: int) -> None:
+    def _rest(self, seconds: float, received: ReceivedSignals) -> None:
         """Wait; a signal ends that, for the next driver has to hear of it."""
         until_s = time.monotonic() + seconds
         while (left_s := until_s - time.monotonic()) > 0:
-            numbers = _next(heard, left_s)
+            numbers = [number for number in received.take(left_s) if number != signal.SIGCHLD]
             self._pending += [_PASSED_ON[number] for number in numbers]
             if numbers:
                 return
-
-
-@contextlib.contextmanager
-def _hearing(numbers: Sequence[signal.Signals]) -> Iterator[int]:
-    """A descriptor from which each of these signals can be read, whichever thread took it. Of the main thread only."""
-    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    pipe = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
-    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
-    try:
-        yield reading
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number, handler in handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        signal.set_wakeup_fd(pipe)
-        os.close(reading)
-        os.close(writing)
-
-
-def _next(heard: int, seconds: float | None = None) -> list[signal.Signals]:
-    """What came, as soon as something did, but SIGCHLD: none where it was that alone, or nothing in time."""
-    if not select.select([heard], [], [], seconds)[0]:
-        return []
-    return [signal.Signals(number) for number in os.read(heard, 1024) if number in _PASSED_ON]
 
 
 def end_with(status: int) -> NoReturn:
