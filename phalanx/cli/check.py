@@ -25,6 +25,7 @@ from phalanx.checks.runner import choose, run_checks
 from phalanx.cli.tables import make_console, make_table
 from phalanx.core import units
 from phalanx.core.errors import UserError
+from phalanx.launch.received import ReceivedSignals
 from phalanx.run.secrets import ensure_token, read_token
 
 _COLOURS = {"pass": "green", "fail": "bold red", "skip": "dim"}
@@ -94,12 +95,14 @@ def be_peer(address: str, token_file: Path | None) -> None:
     """
     host, _, port = address.rpartition(":")
     key = ensure_token(token_file).reveal().encode() if token_file else None
-    ends = {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # also in the threads that serve
     try:
-        with serve_peer(host.strip("[]"), int(port), key=key) as chosen:
+        with (
+            ReceivedSignals([signal.SIGTERM, signal.SIGINT]) as received,
+            serve_peer(host.strip("[]"), int(port), key=key) as chosen,
+        ):
             click.echo(f"serving measurements at {host}:{chosen}; Ctrl-C ends it")
-            signal.sigwait(ends)
+            while not received.take(timeout_s=None):
+                pass  # of others, which woke us
     except OSError as error:
         cure = "give an address of this host and a free port"
         raise UserError(f"cannot serve ({error.strerror})", cure=cure, field="--serve", value=address) from None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import threading
 from collections.abc import Iterable
+from multiprocessing.connection import wait
 from typing import Any
 
 
@@ -37,7 +37,7 @@ class ReceivedSignals:
         Args:
             timeout_s: waited until something has come; None: without end. What comes may be none of `numbers`.
         """
-        if not select.select([self._reader], [], [], timeout_s)[0]:
+        if not wait([self._reader], timeout_s):
             return []
         return [signal.Signals(number) for number in os.read(self._reader, 4096) if number in self._numbers]
 

@@ -34,7 +34,7 @@ def test_what_megascale_gained_is_what_jobs_of_some_hundred_gpus_lose() -> None:
 
 
 def test_runs_on_other_hosts_differ_by_whether_one_of_them_is_slow() -> None:
-    """MegaScale, section 5.1: runs of the same job differ in MFU. A run of few hosts has a slow one, or none."""
+    """MegaScale, section 5: runs of the same job differed in MFU. A run on few hosts has a slow one, or none."""
     for row in waits_by_size(Question(MEGASCALE, 8 * 4**5)):
         some = 1 - 0.995**row.hosts
         assert row.unfound_run_sigma == pytest.approx(0.1 * np.sqrt(some * (1 - some)))
