@@ -48,6 +48,10 @@ class Device:
         """Share of the last second in which it computed, 0 to 1."""
         return self._asked(lambda: self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100)
 
+    def memory_activity(self) -> float | None:
+        """Share of the last second in which its memory was read or written, 0 to 1; a kernel that waits does not."""
+        return self._asked(lambda: self._nvml.nvmlDeviceGetUtilizationRates(self._handle).memory / 100)
+
     def temperature_c(self) -> float | None:
         """Of its chip."""
         nvml = self._nvml

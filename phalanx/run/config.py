@@ -307,10 +307,10 @@ class RunConfig(Config):
                 f"limits.margin_s = {self.limits.margin_s} is less than two heartbeats of heartbeat_s = "
                 f"{self.heartbeat_s}, so a step would seem late when its report is: raise the one or lower the other"
             )
-        if self.limits.early_s > self.limits.patience_s:
+        if self.limits.floor_s > self.limits.patience_s:
             raise ValueError(
-                f"limits.early_s = {self.limits.early_s} is above limits.patience_s = {self.limits.patience_s}, after "
-                "which it is a hang in any case: lower the one or raise the other"
+                f"limits.floor_s = {self.limits.floor_s} is above limits.patience_s = {self.limits.patience_s}, at "
+                "which people are told in any case: lower the one or raise the other"
             )
         return self
 

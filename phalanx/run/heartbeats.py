@@ -65,13 +65,14 @@ def pace_of(workers: Sequence[WorkerState]) -> Pace | None:
         return None
     first = workers[0]
     for place, worker in enumerate(workers):
-        if worker.rank != first.rank + place or not math.isfinite(worker.loss):
+        if worker.rank != first.rank + place or not math.isfinite(worker.loss) or worker.stopped_s > 0:
             return None
         if (worker.step, worker.steps_here, worker.phase) != (first.step, first.steps_here, first.phase):
             return None
         if (worker.state, worker.expects_s, worker.is_absolute) != (first.state, first.expects_s, first.is_absolute):
             return None
-    return Pace(len(workers), first.step, min(worker.step_age_s for worker in workers), first.last_step_s)
+    least_s, still_s = (min(ages) for ages in zip(*((w.step_age_s, w.still_s) for w in workers), strict=True))
+    return Pace(len(workers), first.step, least_s, first.last_step_s, still_s)
 
 
 def _makes_steps(worker: WorkerState) -> bool:

@@ -40,6 +40,7 @@ class Accelerator(Message, frozen=True):
     temperature_c: float = -1.0
     ecc_uncorrected: int = 0
     throttled: bool = False
+    memory_activity: float = -1.0
 
 
 class WorkerState(Message, frozen=True):
@@ -59,6 +60,9 @@ class WorkerState(Message, frozen=True):
             last one is, or it is not known.
         steps_here: how many steps this process has done.
         is_absolute: `step` counts from the beginning of the training, not of this process.
+        still_s: for how long nothing of it has moved, as `phalanx.run.judge.still` has it; -1: it makes steps, or has
+            not been looked at.
+        stopped_s: for how long its process has been stopped, or dead and not yet reaped; 0: it runs.
     """
 
     rank: int
@@ -77,6 +81,8 @@ class WorkerState(Message, frozen=True):
     broken_step: int = -1
     steps_here: int = 0
     is_absolute: bool = False
+    still_s: float = -1.0
+    stopped_s: float = 0.0
 
 
 class Interface(Message, frozen=True):
@@ -208,12 +214,14 @@ class Pace(Message, frozen=True):
         count: of the ranks.
         step, last_step_s: of each; see `WorkerState`.
         step_age_s: the least of them.
+        still_s: the least of them; -1: of one it is not known.
     """
 
     count: int
     step: int
     step_age_s: float
     last_step_s: float
+    still_s: float = -1.0
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat"):

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from phalanx.run.judge.limits import LimitConfig, StepJudge
-from phalanx.run.judge.still import compare
-from phalanx.run.messages import RankEvidence, WorkerState
+from phalanx.run.messages import WorkerState
 
 BACKWARD = """Thread 0x00007f1 (most recent call first):
   File "/x/torch/autograd/graph.py", line 824 in _engine_run_backward
@@ -67,14 +68,6 @@ class Job:
         took = self.took[done - 1] if done else 0.0
         return [worker(rank, done or -1, age, took, phase, now_s - began, expects_s) for rank in range(self.ranks)]
 
-    def looks(self, now_s: float, is_busy: bool = True) -> list[RankEvidence]:
-        """While it goes on, stacks change and CPU time is used; after that neither."""
-        at = min(now_s, self.end)
-        stack = BACKWARD.replace("824", f"{int(at * 4)}" if is_busy else "824")
-        cpu_s = at if is_busy else 0.0
-        done = bisect_right(self.ends, now_s)
-        return [RankEvidence(rank, stack, False, "S", "", done, cpu_s) for rank in range(self.ranks)]
-
 
 def found_after_s(
     job: Job,
@@ -85,26 +78,25 @@ def found_after_s(
     tick_s: float = 0.25,
     is_busy: Callable[[float], bool] = lambda now_s: True,
 ) -> float | None:
-    """Run the judge as a driver would; when it finds a hang, if it does before `until_s`."""
+    """Run the judge as a driver would; when it finds a hang, if it does before `until_s`.
+
+    Executors look at ranks that have been quiet for five seconds every five seconds. Until the end of the job these
+    move when `is_busy`, and not after it.
+    """
     judge = StepJudge(1, 0.0, config)
-    first: list[RankEvidence] = []
-    first_s = next_beat_s = now_s = 0.0
+    moved_s = next_look_s = next_beat_s = now_s = 0.0
     while now_s < until_s:
+        workers = job.workers(now_s)
+        since_s = workers[0].step_age_s if workers[0].step >= 0 else now_s
+        if now_s >= next_look_s and since_s >= 5:
+            if now_s - since_s > moved_s or (now_s <= job.end and is_busy(now_s)):
+                moved_s = now_s
+            next_look_s = now_s + 5
         if now_s >= next_beat_s:
-            judge.observe(1, job.workers(now_s), now_s)
+            still_s = max(next_look_s - 5 - moved_s, 0.0) if since_s >= 5 else -1.0
+            judge.observe(1, [replace(one, still_s=still_s) for one in workers], now_s)
             next_beat_s += heartbeat_s
-        standing = judge.standing(now_s)
-        if standing.kind == "hang":
+        if judge.standing(now_s).kind == "hang":
             return now_s
-        if standing.kind == "moving":
-            first = []
-        elif not first:
-            first, first_s = job.looks(now_s, is_busy(now_s)), now_s
-        elif standing.kind == "due" and now_s > first_s:
-            second = job.looks(now_s, is_busy(now_s))
-            if compare(first, second, now_s - first_s).is_hang:
-                return now_s
-            judge.dismiss(now_s)
-            first, first_s = second, now_s
         now_s += tick_s
     return None

@@ -41,6 +41,11 @@ def pressed(state: State) -> Brakes:
     return Brakes(idle, state.brakes.recoveries + 1, not_before_s, state.brakes.unfit)
 
 
+def counted(state: State) -> Brakes:
+    """The same, where it says nothing of whether the job can run: it counts in `Policy.max_restarts` alone."""
+    return replace(state.brakes, recoveries=state.brakes.recoveries + 1, not_before_s=state.now_s)
+
+
 def backoff_s(policy: Policy, idle: int) -> float:
     """Pause before the restart after so many recoveries without a new step; the first has none."""
     if idle <= 1:

@@ -231,16 +231,23 @@ class WorkersReturned(EventBase, frozen=True, tag="workers-returned"):
 
 
 class NoProgress(EventBase, frozen=True, tag="no-progress"):
-    """No step for longer than the limit, and it is no long phase, nor do stacks or CPU time change.
+    """No step for longer than the limit; see `phalanx.run.judge.limits.Standing`.
 
     Attributes:
-        age_s: since the last step.
-        limit_s: learnt from the job's own steps.
+        age_s: for how long.
+        limit_s: of that.
+        kind: ``stopped``: ranks are stopped or dead; ``hang``: nothing of the job moves, which alone blames nobody;
+            ``long``: ranks move, so that people are told, and nothing is done.
+        why: one line.
+        ranks: that are stopped or dead.
     """
 
     attempt: int
     age_s: float
     limit_s: float
+    kind: Literal["moving", "stopped", "hang", "long"] = "hang"
+    why: str = ""
+    ranks: tuple[int, ...] = ()
 
 
 class TrafficSilent(EventBase, frozen=True, tag="traffic-silent"):
@@ -277,6 +284,9 @@ class SuspectsNamed(EventBase, frozen=True, tag="suspects-named"):
 
     Attributes:
         ranks: the suspects; empty: nobody stands out.
+        is_proven: more than their standing still tells against them: they are stopped, dead, silent, or have not begun
+            a collective that the others are in. Only then a host may be blamed.
+        place: where the ranks are in their code that do not wait for others, to know the place again.
         group: name of the smallest group of ranks that shares the fault, such as ``pipeline 1``; empty: none.
         group_ranks: its members.
     """
@@ -286,6 +296,8 @@ class SuspectsNamed(EventBase, frozen=True, tag="suspects-named"):
     why: str = ""
     group: str = ""
     group_ranks: tuple[int, ...] = ()
+    is_proven: bool = True
+    place: str = ""
 
 
 class Stopped(EventBase, frozen=True, tag="stopped"):

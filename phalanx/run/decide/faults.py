@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from phalanx.run.decide import advice, recovery
+from phalanx.run.decide import advice, hangs, recovery
 from phalanx.run.decide.actions import Where
 from phalanx.run.decide.events import (
     Fault,
     LossBroken,
-    NoProgress,
     StartFailed,
     StoreFailed,
-    SuspectsNamed,
     TrafficSilent,
     WorkerFailed,
 )
-from phalanx.run.decide.state import Failure, State
+from phalanx.run.decide.state import Failure
 from phalanx.run.decide.turn import Turn
 
 
@@ -56,22 +54,6 @@ def on_start_failed(turn: Turn, event: StartFailed) -> None:
     of_host(turn, event.host, failure, f"executor of {event.host}")
 
 
-def on_no_progress(turn: Turn, event: NoProgress) -> None:
-    """No step for too long."""
-    text = f"no step for {event.age_s:.1f} s, where {event.limit_s:.1f} s is the limit"
-    if turn.state.phase not in ("starting", "running"):
-        return
-    if all_unknown(turn.state):
-        turn.alert("warning", f"{text}; but no host is heard of, so it may be the driver that is cut off: it waits")
-        return
-    recovery.see(turn, "hang", "step limit", text, late_s=event.age_s)
-
-
-def all_unknown(state: State) -> bool:
-    """Whether nothing is heard of any host of the attempt."""
-    return all(state.hosts[host].state in ("unknown", "gone", "evicted") for host in state.placement)
-
-
 def on_traffic_silent(turn: Turn, event: TrafficSilent) -> None:
     """Training interfaces carry less, or nothing."""
     state = turn.state
@@ -79,7 +61,7 @@ def on_traffic_silent(turn: Turn, event: TrafficSilent) -> None:
         return
     what = "nothing" if event.is_total else "less than they did"
     text = f"the training interfaces of {advice.names(event.hosts)} have carried {what} for {event.silent_s:.0f} s"
-    if not (event.is_total and event.without_progress) or all_unknown(state):
+    if not (event.is_total and event.without_progress) or hangs.all_unknown(state):
         turn.alert("warning", text)
         return
     seen_by = "traffic of the training interfaces"
@@ -104,23 +86,3 @@ def on_loss_broken(turn: Turn, event: LossBroken) -> None:
             fault: Fault = "host" if event.ranks else "process"
             failure = Failure(rank, "loss", fault, "the loss is no finite number", step=step)
             recovery.add_failure(turn, host, failure)
-
-
-def on_suspects_named(turn: Turn, event: SuspectsNamed) -> None:
-    """The evidence has been judged."""
-    state = turn.state
-    if state.phase not in ("diagnosing", "stopping") or state.recovery is None:
-        return
-    suspects = {host: event.why for rank in event.ranks if (host := state.host_of(rank)) is not None}
-    group = tuple(dict.fromkeys(host for rank in event.group_ranks if (host := state.host_of(rank)) is not None))
-    who = ", ".join(f"rank {rank} on {state.host_of(rank)}" for rank in event.ranks[:8])
-    where = Where(state.host_of(event.ranks[0]) or "", event.ranks[0]) if event.ranks else Where()
-    why = event.why.removeprefix(f"{who} ")  # said of one rank it begins with its name
-    text = f"suspected: {who}: {why}" if who else f"nobody stands out: {event.why}"
-    turn.note("judge of the evidence", text, where)
-    known = state.recovery
-    turn.learn(suspects={**known.suspects, **suspects})
-    if event.group:
-        turn.learn(group=event.group, group_hosts=group)
-    if state.phase == "diagnosing" and known.cause == "hang":
-        recovery.stop(turn)

@@ -58,6 +58,12 @@ def plan(state: State, recovery: Recovery) -> Plan:
     return _each(state, levels, leave, marks)
 
 
+def is_stillness(recovery: Recovery) -> bool:
+    """Whether nothing is known but that the job stood still."""
+    told = recovery.suspects or recovery.failures or recovery.lost or recovery.stuck or recovery.evict
+    return recovery.cause == "hang" and not told
+
+
 def culprits(state: State, recovery: Recovery) -> dict[str, int]:
     """Hosts that are to blame and still there, each with the rung that the first such fault deserves."""
     going = {*recovery.lost, *recovery.stuck, *recovery.evict}
@@ -99,17 +105,22 @@ def _nobody(state: State, recovery: Recovery, leave: dict[str, str]) -> Plan:
     if recovery.lost or leave:
         what = "the hosts that are lost are replaced, the others restart in place"
         return Plan(what, "nobody who is still there is to blame", {}, leave)
-    count = _count(state, "everyone")
+    mark = "stillness" if is_stillness(recovery) else "everyone"
+    count = _count(state, mark)
     everyone = [host for host in state.placement if state.hosts[host].state in ("active", "draining", "suspect")]
     if count == 0:
         checks: dict[str, CheckKind] = dict.fromkeys(everyone, "passive")
         what = "all restart in place after passive checks"
-        return Plan(what, "nobody stands out", checks, marks=("everyone",))
+        return Plan(what, "nobody stands out", checks, marks=(mark,))
     if count == 1:
         active: dict[str, CheckKind] = dict.fromkeys(everyone, state.policy.active_check)
         is_between = len(everyone) > 1
         what = "active checks of all" + (", and of the network between them in two rounds" if is_between else "")
-        return Plan(what, "again nobody stands out", active, marks=("everyone",), is_between=is_between)
+        return Plan(what, "again nobody stands out", active, marks=(mark,), is_between=is_between)
+    if is_stillness(recovery):
+        return Plan(
+            "all restart in place", "it stood still once more, which blames nobody and ends no job", marks=(mark,)
+        )
     return _last_rungs(state, Plan("", "nobody stands out, more than twice", marks=("everyone",)))
 
 

@@ -188,7 +188,9 @@ def _judge(turn: Turn, recovery: Recovery) -> None:
     state = turn.state
     if summary := advice.together(state):
         turn.note("driver", summary)
-    pressed = brakes.pressed(state)
+    # A job that only stands still may just take long, so that its restarts are no reason to end it.
+    is_stillness = ladder.is_stillness(recovery)
+    pressed = brakes.counted(state) if is_stillness else brakes.pressed(state)
     turn.set(last_word=user_code.last_word(state))
     ending = user_code.verdict(state) or brakes.verdict(state.policy, pressed)
     if ending is not None:

@@ -213,6 +213,26 @@ class Brakes(Value, frozen=True):
     unfit: int = 0
 
 
+class Hangs(Value, frozen=True):
+    """What earlier hangs of the job have taught, in which nothing moved and nothing else was known.
+
+    Attributes:
+        count: how many.
+        step: the highest after which it hung.
+        places: where in their code ranks were then.
+        limit_s: of the last one.
+        floor_s: what `phalanx.run.judge.limits.LimitConfig.floor_s` is at least from now on; 0: as it is set.
+        is_widened: that has been done for the last one.
+    """
+
+    count: int = 0
+    step: int = -1
+    places: tuple[str, ...] = ()
+    limit_s: float = 0.0
+    floor_s: float = 0.0
+    is_widened: bool = False
+
+
 class State(Value, frozen=True):
     """All of it.
 
@@ -259,6 +279,7 @@ class State(Value, frozen=True):
     ways: dict[str, Ways] = {}
     progress: Progress = Progress()
     brakes: Brakes = Brakes()
+    hangs: Hangs = Hangs()
     recovery: Recovery | None = None
     incident: Incident | None = None
     incident_count: int = 0

@@ -11,7 +11,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from phalanx.run.decide.events import Advanced, Event, Fault, LossBroken, Running, WorkerFailed, WorkersReturned
+from phalanx.run.decide.events import (
+    Advanced,
+    Event,
+    Fault,
+    LossBroken,
+    NoProgress,
+    Running,
+    WorkerFailed,
+    WorkersReturned,
+)
 from phalanx.run.heartbeats import BadReportError, report_of
 from phalanx.run.judge.limits import LimitConfig, Standing, StepJudge
 from phalanx.run.messages import Heartbeat, WorkerEnded, WorkerState
@@ -184,9 +193,12 @@ class AttemptWatch:
         """These do not excuse the job any more, until they say again what they do."""
         self._judge.forget_pauses(ranks)
 
-    def dismiss(self, now: Now) -> None:
-        """What stood still has been looked at, and moves."""
-        self._judge.dismiss(now.monotonic_s)
+    def no_progress(self, standing: Standing, now: Now) -> NoProgress:
+        """What the driver is told of this standing, which is none of a job that goes on; of a long one once."""
+        if standing.kind == "long":
+            self._judge.be_patient()
+        kind, why = standing.kind, standing.why
+        return NoProgress(now.unix_s, self.attempt, standing.quiet_s, standing.limit_s, kind, why, standing.ranks)
 
     def next_look_s(self, now: Now) -> float:
         """Seconds until the standing changes if nothing is reported."""

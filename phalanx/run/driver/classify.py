@@ -8,7 +8,7 @@ from phalanx.run.decide.actions import ranks_of
 from phalanx.run.decide.events import Fault, SuspectsNamed
 from phalanx.run.decide.state import State
 from phalanx.run.judge.rules import Matcher
-from phalanx.run.judge.suspects import find_suspects
+from phalanx.run.judge.suspects import Suspects, find_suspects, place_of
 from phalanx.run.messages import RankEvidence, WorkerEnded
 
 
@@ -34,6 +34,14 @@ def suspects_named(state: State, evidence: Sequence[RankEvidence], at_s: float) 
     per_host = state.job.workers_per_host
     host_of = {rank: host for place, host in enumerate(state.placement) for rank in ranks_of(place, per_host)}
     found = find_suspects(evidence, host_of)
-    if found.is_group:
-        return SuspectsNamed(at_s, state.attempt, (), found.why, "ranks that share a fault", found.ranks)
-    return SuspectsNamed(at_s, state.attempt, found.ranks, found.why)
+    ranks, members = ((), found.ranks) if found.is_group else (found.ranks, ())
+    group = "ranks that share a fault" if found.is_group else ""
+    is_proven = _is_proven(found, evidence)
+    return SuspectsNamed(at_s, state.attempt, ranks, found.why, group, members, is_proven, place_of(evidence))
+
+
+def _is_proven(found: Suspects, evidence: Sequence[RankEvidence]) -> bool:
+    """Whether more than that they stand still tells against these ranks."""
+    if found.by == "state":  # one that waits in the kernel may do so for a disk that is slow, or for a debugger
+        return all(one.state in ("T", "Z", "X") for one in evidence if one.rank in found.ranks)
+    return found.by in ("silence", "collective")

@@ -25,11 +25,11 @@ from phalanx.run.driver.commits import Aside, GroupCommit
 from phalanx.run.driver.findings import BEFORE_S, Findings
 from phalanx.run.driver.hosts import HostWatch
 from phalanx.run.driver.lines import LineBudget
-from phalanx.run.driver.looks import Look, Looks
+from phalanx.run.driver.looks import Look
 from phalanx.run.driver.peers import Peers, PeersConfig
 from phalanx.run.driver.preparing import Preparing
 from phalanx.run.heartbeats import BadReportError, report_of
-from phalanx.run.judge.limits import LimitConfig
+from phalanx.run.judge.limits import MOST_WIDENED_S, LimitConfig
 from phalanx.run.now import Now, read_clocks
 from phalanx.run.wire.codec import KeptMessage
 from phalanx.run.wire.peer import Mark
@@ -108,7 +108,6 @@ class Driver:
         self.attempt: AttemptWatch | None = None
         self.finished: actions.Finish | None = None
         self.on_change: Callable[[], None] = lambda: None
-        self._looks = Looks()
         self._gathering: Look | None = None
         self._told_hang_s: float | None = None
         self._findings, self._preparing = Findings(), Preparing(settings.versions)
@@ -224,8 +223,8 @@ class Driver:
         waits = [self.hosts.next_look_s(now)]
         if (due_s := next_deadline(self.state)) is not None:
             waits.append(due_s - now.unix_s)
-        for look in (self._looks.pending, self._gathering):
-            waits += [look.left_s(now)] if look is not None else []
+        if self._gathering is not None:
+            waits.append(self._gathering.left_s(now))
         if self.attempt is not None and self._is_watched:
             waits.append(max(self.attempt.next_look_s(now), 0.0) or self._settings.heartbeat_s)
         return max(min(waits), 0.0)
@@ -290,9 +289,8 @@ class Driver:
         return {peer: self._book.peers.get(peer, "") for peer in (asked.peers if asked is not None else ())}
 
     def _take_evidence(self, host: str, evidence: messages.Evidence) -> None:
-        for look in (self._looks.pending, self._gathering):
-            if look is not None:
-                look.add(host, evidence)
+        if self._gathering is not None:
+            self._gathering.add(host, evidence)
 
     # Steps that do not come
 
@@ -308,17 +306,15 @@ class Driver:
             if self.state.recovery is not None or now.monotonic_s - self._told_hang_s < NO_PROGRESS_AGAIN_S:
                 return
             self._told_hang_s = None  # nothing came of it: nobody was heard of, or steps were made again
-        self._looks.done(now)
         standing = self.attempt.standing(now)
-        wish = self._looks.wish(standing)
-        if wish == "look":
-            self._looks.begin(self._gather(self.state.placement, now, self.hosts.is_unknown))
-        elif wish == "dismiss":
-            self.attempt.dismiss(now)
-        elif wish == "hang":
-            self._told_hang_s, self._looks = now.monotonic_s, Looks()
-            told = events.NoProgress(now.unix_s, self.attempt.attempt, standing.quiet_s, standing.limit_s)
-            self._feed([*self._caught_up(now), told])
+        if standing.kind == "moving":
+            return
+        told = self.attempt.no_progress(standing, now)
+        if standing.kind == "long":
+            self._feed([told])
+            return
+        self._told_hang_s = now.monotonic_s
+        self._feed([*self._caught_up(now), told])
 
     def _forget_pauses(self) -> None:
         """Those of hosts of which nothing is heard: what they wrote or evaluated then may have ended, or they have."""
@@ -365,13 +361,13 @@ class Driver:
             if look.attempt == self.state.attempt:
                 self._feed([self._name_suspects(self.state, look.evidence(), now.unix_s)])
 
-    def _gather(self, hosts: Sequence[str], now: Now, is_unknown: Callable[[str], bool] = lambda host: False) -> Look:
+    def _gather(self, hosts: Sequence[str], now: Now) -> Look:
         state = self.state
         within_s = max(state.policy.evidence_s - _JUDGE_S, state.policy.evidence_s / 2)
         places = {host: ranks_of(place, state.job.workers_per_host) for place, host in enumerate(state.placement)}
         for host in hosts:
             self._line.send(host, messages.Gather(state.attempt, [], within_s))
-        return Look(state.attempt, {host: places[host] for host in hosts if host in places}, now, within_s, is_unknown)
+        return Look(state.attempt, {host: places[host] for host in hosts if host in places}, now, within_s)
 
     # What is decided
 
@@ -433,5 +429,7 @@ class Driver:
         if self.attempt is None or self.attempt.attempt != attempt:
             per_host = self.state.job.workers_per_host
             began, limits = self._clocks(), self._settings.limits
+            floor_s = max(limits.floor_s, min(self.state.hangs.floor_s, MOST_WIDENED_S))
+            limits = limits.model_copy(update={"floor_s": floor_s})
             self.attempt = AttemptWatch(attempt, world_size, per_host, began, self._fault_of, limits)
-            self._looks, self._gathering, self._told_hang_s, self._peers = Looks(), None, None, None
+            self._gathering, self._told_hang_s, self._peers = None, None, None

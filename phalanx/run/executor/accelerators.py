@@ -98,6 +98,7 @@ class Accelerators:
 def _state(device: Device) -> Accelerator:
     memory_bytes, used_bytes = device.memory()
     utilisation, temperature_c = device.utilisation(), device.temperature_c()
+    memory_activity = device.memory_activity()
     return Accelerator(
         name=device.name,
         memory_bytes=memory_bytes,
@@ -106,6 +107,7 @@ def _state(device: Device) -> Accelerator:
         temperature_c=-1.0 if temperature_c is None else temperature_c,
         ecc_uncorrected=device.ecc_uncorrected() or 0,
         throttled=bool(device.throttled()),
+        memory_activity=-1.0 if memory_activity is None else memory_activity,
     )
 
 

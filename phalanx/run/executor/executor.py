@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import socket
@@ -27,8 +28,10 @@ from phalanx.run.executor.alone import Alone
 from phalanx.run.executor.carried import Carried
 from phalanx.run.executor.checking import Checking
 from phalanx.run.executor.parts import Here, Holder, Line, Senses, sendable
+from phalanx.run.executor.stillness import QuietRank, StillnessWatch
 from phalanx.run.executor.workers import Workers
 from phalanx.run.heartbeats import heartbeat
+from phalanx.run.judge.still import LOOK_S
 from phalanx.run.logs.pump import Pump
 from phalanx.run.logs.tails import Tails
 from phalanx.run.wire.codec import TooLargeError
@@ -87,6 +90,9 @@ class Executor:
     _carried: Carried = field(default_factory=Carried)
     _heartbeat_s: float = 1.0
     _sequence: int = 0
+    _carried_bytes: int = -1
+    _is_looking: bool = False
+    _looked_s: float = -math.inf
 
     def __post_init__(self) -> None:
         self._commands: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
@@ -278,7 +284,16 @@ class Executor:
         here = self.here
         environ = template.environ
         return Workers(
-            start, template.script, template, environ, here.pages, here.open_log, self._pump, self.line.send, listener
+            start,
+            template.script,
+            template,
+            environ,
+            here.pages,
+            here.open_log,
+            self._pump,
+            self.line.send,
+            listener,
+            self.senses.stillness(),
         )
 
     def _tell_started(self, started: messages.Started) -> None:
@@ -345,10 +360,27 @@ class Executor:
             try:
                 self.line.send(self._beat())
                 self.holder.reap()
+                self._look_at_quiet_ranks()
                 self._look_for_driver()
             except Exception:
                 _log.exception("a heartbeat could not be sent")
             await asyncio.sleep(self._heartbeat_s)
+
+    def _look_at_quiet_ranks(self) -> None:
+        """Every few seconds, beside everything else: it takes a while where many ranks make no step."""
+        workers, now_s = self.workers, self.clock()
+        if workers is None or workers.is_stopping or self._is_looking or now_s - self._looked_s < LOOK_S:
+            return
+        quiet = workers.quiet()
+        if quiet:
+            self._is_looking, self._looked_s = True, now_s
+            self._do_beside(self._look_at(workers.stillness, quiet))
+
+    async def _look_at(self, stillness: StillnessWatch, quiet: Sequence[QuietRank]) -> None:
+        try:
+            await asyncio.to_thread(stillness.look, quiet, self._carried_bytes)
+        finally:
+            self._is_looking = False
 
     async def _tell_first_step(self, workers: Workers) -> None:
         """A start, and so a recovery, is over when every rank has made a step: that is told before its turn."""
@@ -369,8 +401,9 @@ class Executor:
         states = [] if workers is None else workers.states()
         attempt = self.attempt if workers is None else workers.attempt
         host = self.senses.state()
-        carried_bytes = self._carried.add(host.interfaces)
-        return heartbeat(self._sequence, self.unix_s(), attempt, states, host, self._tails.take(), carried_bytes)
+        self._carried_bytes = self._carried.add(host.interfaces)
+        tails = self._tails.take()
+        return heartbeat(self._sequence, self.unix_s(), attempt, states, host, tails, self._carried_bytes)
 
     def _on_lines(self, rank: int, lines: Sequence[str]) -> None:
         found = self.senses.findings(rank, lines)

@@ -10,6 +10,7 @@ from typing import Protocol
 from phalanx.run import messages
 from phalanx.run.executor.evidence import Subject
 from phalanx.run.executor.reaper import Killed
+from phalanx.run.executor.stillness import StillnessWatch
 from phalanx.run.logs.files import KEPT_BYTES, SEGMENT_BYTES, RankLog
 from phalanx.run.wire.codec import KeptMessage
 
@@ -88,6 +89,7 @@ class Senses:
         findings: what rules say of lines of a rank.
         hello: what the host has.
         forget: a new attempt begins: its ranks may say again what those before have said.
+        stillness: to look at the ranks of one attempt that make no step.
     """
 
     state: Callable[[], messages.HostState]
@@ -96,6 +98,7 @@ class Senses:
     findings: Callable[[int, Sequence[str]], list[messages.Finding]]
     hello: Callable[[], messages.Hello]
     forget: Callable[[], None] = lambda: None
+    stillness: Callable[[], StillnessWatch] = StillnessWatch
 
 
 TEXT_CHARS = 100_000

@@ -24,6 +24,7 @@ from phalanx.run.executor.kernel_log import KernelLog
 from phalanx.run.executor.parts import Here, Senses
 from phalanx.run.executor.reaper import Reaper
 from phalanx.run.executor.sensors import Sensors
+from phalanx.run.executor.stillness import StillnessWatch
 from phalanx.run.judge.rules import KERNEL_RANK, Matcher, Watcher, load_rules
 from phalanx.run.now import unix_s
 
@@ -84,6 +85,7 @@ def make_senses(means: Means) -> Senses:
         findings=reader.findings,
         hello=lambda: hello(means),
         forget=reader.forget,
+        stillness=lambda: StillnessWatch(means.accelerators.read, means.reaper.helper),
     )
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from phalanx.run.executor.reaping.tree import send
 _POLL_S = 0.02
 _QUIET_S = 0.06  # without a new byte, and with a whole line at its end, what faulthandler writes is complete
 _STOPPED = "Tt"
+_C_LIBRARY = ("libc.", "libc-", "libpthread", "ld-linux", "ld-musl", "linux-vdso", "[vdso]")
 _SHARE = 0.6  # of the time, for py-spy where the process can be asked too
 _MAX_BYTES = 128 << 10  # of one rank: a message of all ranks of a host has to fit into a frame
 
@@ -119,6 +121,27 @@ def format_py_spy(threads: Any, pid: int) -> str:
         lines.append(f"Thread {thread['os_thread_id'] or thread['thread_id']} ({state}): {json.dumps(name)}")
         lines += [f"    {frame['name']} ({frame['filename']}:{frame['line']})" for frame in thread["frames"]]
     return "\n".join(lines)[:_MAX_BYTES]
+
+
+def native_library(program: Path, pid: int, until_s: float, start: Start = lambda make: make()) -> str | None:
+    """The compiled library that the main thread of a process is in, such as ``libtorch_cpu.so``.
+
+    Returns:
+        Where several have called each other the innermost, but for the C library. Empty: it is in Python itself; None:
+        py-spy cannot tell.
+    """
+    output, _ = _run([str(program), "dump", "--json", "--native", "--pid", str(pid)], until_s, start)
+    with suppress(ValueError, KeyError, TypeError):
+        main = next((one for one in json.loads(output or "") if pid in (one["os_thread_id"], one["thread_id"])), None)
+        return None if main is None else _innermost_library(main["frames"])
+    return None
+
+
+def _innermost_library(frames: Any) -> str:
+    """Of a stack as py-spy gives it: frames of compiled code have a module, those of Python have none."""
+    libraries = (Path(frame["module"]).name for frame in takewhile(lambda frame: frame["module"], frames))
+    found = list(libraries)
+    return next((name for name in found if not name.startswith(_C_LIBRARY)), found[0] if found else "")
 
 
 def _stopped() -> Stacks:

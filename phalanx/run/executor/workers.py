@@ -29,10 +29,14 @@ from phalanx.launch.warm import Gone, WarmTemplate, Word
 from phalanx.run import messages
 from phalanx.run.executor.evidence import Subject
 from phalanx.run.executor.parts import SUMMARY_CHARS, sendable
+from phalanx.run.executor.stillness import QUIET_S, QuietRank, StillnessWatch
 from phalanx.run.logs.files import RankLog
 from phalanx.run.logs.pump import Pump
 
 _NS = 1e-9
+
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+"""A debugger that halts a process is none of these: somebody looks at it."""
 
 _NO_CONSEQUENCE = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 """By these no rank dies just because its peers are being stopped."""
@@ -47,6 +51,7 @@ class _Rank:
         is_told: its end has been told.
         is_over: its process is gone.
         reported: how many of its steps were done at the last heartbeat.
+        stopped_since_s: it has been stopped, or dead; None: it runs.
     """
 
     rank: int
@@ -57,6 +62,7 @@ class _Rank:
     is_told: bool = False
     is_over: bool = False
     reported: int = 0
+    stopped_since_s: float | None = None
 
     def progress(self, attempt: int) -> Progress | None:
         """What it last said of this attempt."""
@@ -84,6 +90,7 @@ class Workers:
         pump: takes their output.
         tell: is given what the driver has to know.
         store: the listening socket, where the store of the attempt is on this host; it is closed here.
+        stillness: looks at ranks that make no step.
     """
 
     start: messages.Start
@@ -95,6 +102,7 @@ class Workers:
     pump: Pump
     tell: Callable[[messages.WorkerEnded], object]
     store: socket.socket | None = None
+    stillness: StillnessWatch = field(default_factory=StillnessWatch)
     is_stopping: bool = False
     is_asked: bool = False
     kill_at_s: float = math.inf
@@ -161,6 +169,20 @@ class Workers:
         """Those of `ranks` (none: all) whose processes are there, to be looked at."""
         wanted = [r for r in self._ranks.values() if r.pid and not r.is_over and (not ranks or r.rank in ranks)]
         return [Subject(rank.rank, rank.pid, dump_beside(rank.page), partial(self._where, rank)) for rank in wanted]
+
+    def quiet(self) -> list[QuietRank]:
+        """Those that have made no step, nor begun another phase, for a while."""
+        now_ns = time.monotonic_ns()
+        found = []
+        for rank in self._ranks.values():
+            if rank.pid and not rank.is_over:
+                progress = rank.progress(self.attempt)
+                since = _since(progress)
+                took_ns = 0 if progress is None else max(progress.step_took_ns, 0)
+                if not since or now_ns - max(since) > max(QUIET_S * 1e9, 1.5 * took_ns):
+                    written = self.pump.taken_bytes(rank.rank)
+                    found.append(QuietRank(rank.rank, rank.pid, since, written, dump_beside(rank.page)))
+        return found
 
     def hurry(self, grace_s: float) -> None:
         """They are killed after so long (monotonic `kill_at_s`), if not before: nobody is given more time again."""
@@ -243,11 +265,19 @@ class Workers:
 
     def _state(self, rank: _Rank) -> messages.WorkerState:
         phase: messages.WorkerPhase = "ended" if rank.is_over else "stopping" if self.is_stopping else "running"
-        cpu_s, rss_bytes = self._usage(rank)
+        cpu_s, rss_bytes, stopped_s = self._usage(rank)
         progress = rank.progress(self.attempt)
+        still_s = self.stillness.still_s(rank.rank, _since(progress))
         if progress is None:
-            state = phase if rank.is_over or self.is_stopping else "starting"
-            return messages.WorkerState(rank.rank, rank.pid, state, cpu_s=cpu_s, rss_bytes=rss_bytes)
+            return messages.WorkerState(
+                rank=rank.rank,
+                pid=rank.pid,
+                state=phase if rank.is_over or self.is_stopping else "starting",
+                cpu_s=cpu_s,
+                rss_bytes=rss_bytes,
+                still_s=still_s,
+                stopped_s=stopped_s,
+            )
         now_ns = time.monotonic_ns()
         has_stepped = progress.steps_here > 0
         return messages.WorkerState(
@@ -267,22 +297,33 @@ class Workers:
             broken_step=progress.broken_step,
             steps_here=progress.steps_here,
             is_absolute=progress.is_absolute,
+            still_s=still_s,
+            stopped_s=stopped_s,
         )
 
-    def _usage(self, rank: _Rank) -> tuple[float, int]:
-        """CPU seconds and resident memory of a rank's process."""
+    def _usage(self, rank: _Rank) -> tuple[float, int, float]:
+        """CPU seconds and resident memory of a rank's process, and for how many seconds it has been stopped or dead."""
         if rank.is_over or not rank.pid:
-            return 0.0, 0
+            return 0.0, 0, 0.0
         with contextlib.suppress(psutil.Error):
             process = self._cpu.setdefault(rank.pid, psutil.Process(rank.pid))
-            times = process.cpu_times()
-            return times.user + times.system, process.memory_info().rss
-        return 0.0, 0
+            with process.oneshot():
+                now_s, is_stopped = time.monotonic(), process.status() in _STOPPED
+                rank.stopped_since_s = (rank.stopped_since_s or now_s) if is_stopped else None
+                stopped_s = now_s - rank.stopped_since_s if rank.stopped_since_s is not None else 0.0
+                times = process.cpu_times()
+                return times.user + times.system, process.memory_info().rss, stopped_s
+        return 0.0, 0, 0.0
 
     def _close_store(self) -> None:
         if self.store is not None:
             self.store.close()
             self.store = None
+
+
+def _since(progress: Progress | None) -> tuple[int, ...]:
+    """When a rank's last step ended and its phase began: what tells one pause from another; empty: it has not said."""
+    return () if progress is None else (progress.step_ended_ns, progress.phase_began_ns)
 
 
 def _template_gone(rank: int) -> Failure:

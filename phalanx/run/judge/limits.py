@@ -1,13 +1,13 @@
-"""Whether a job still makes steps: a limit learnt from its own step times, and what a rank says of its phase.
+"""Whether a job still makes steps: what its ranks report, and limits learnt from its own steps.
 
 `StepJudge` belongs to one attempt: a new attempt gets a new one, so that nothing of an earlier attempt (a checkpoint
-that began and never ended) counts. Its answer goes in three stages, so that a hang is known soon and a slow step is
-not taken for one:
+that began and never ended) counts. A slow step is not a hang, and stillness is judged where it can be seen, beside the
+ranks (`phalanx.run.judge.still`). Here it is held against time:
 
-- *watch*: a step takes longer than usual; look at the ranks (stacks, CPU time) for the first time.
-- *due*: the limit is passed; look again and `compare` (see `phalanx.run.judge.still`). If all stand still it is a hang,
-  otherwise `StepJudge.dismiss`, after which the limit is twice as long until the next step.
-- *hang*: patience is over, whether something moves or not.
+- *stopped*: a rank is stopped (SIGSTOP) or dead, which is evidence enough after ten seconds.
+- *hang*: nothing of the job has moved for longer than the limit: no step, no change of phase, and at no rank anything
+  else. The limit is never below a minute (`LimitConfig.floor_s`); steps and pauses of the job itself widen it.
+- *long*: something moves, but no step has been made for so long that people should know. Nothing is done about it.
 """
 
 from __future__ import annotations
@@ -35,16 +35,27 @@ ENOUGH = 3
 class LimitConfig(Config):
     """How long a job may make no step. All are seconds but `factor`."""
 
-    factor: float = Field(3.0, gt=1, le=100, description="usual step times until the limit")
-    margin_s: float = Field(2.5, ge=0, description="seconds added to that")
+    floor_s: float = Field(
+        60.0, gt=0, description="nothing at all has to stand still for so long, at least, until it is a hang"
+    )
+    factor: float = Field(3.0, gt=1, le=100, description="the same in usual step times; the longer of the two counts")
+    margin_s: float = Field(2.5, ge=0, description="seconds added to those step times")
     first_step_s: float = Field(
         300.0, gt=0, description="limit for the first step, in which libraries load and compile"
     )
-    early_s: float = Field(60.0, gt=0, description="limit until enough steps are done to know their usual time")
+    stopped_s: float = Field(
+        10.0, gt=0, description="limit where a rank is stopped or dead, which no pause of a healthy job explains"
+    )
     phase_s: float = Field(
         1800.0, gt=0, description="limit in evaluation, checkpoints and the like, where the rank names none"
     )
-    patience_s: float = Field(600.0, gt=0, description="after so long without a step it is a hang even if ranks move")
+    patience_s: float = Field(
+        1800.0, gt=0, description="after so long without a step people are told, though ranks move; nothing is done"
+    )
+
+
+MOST_WIDENED_S = 3600.0
+"""To which the floor is widened at most where a job seems to hang again at the same place."""
 
 
 @dataclass(frozen=True)
@@ -52,18 +63,20 @@ class Standing:
     """Where a job stands.
 
     Attributes:
-        kind: making steps, longer than usual, beyond the limit, or beyond patience.
-        quiet_s: since the last sign of progress of any rank.
+        kind: going on, a rank is stopped or dead, nothing moves, or ranks move but make no step for very long.
+        quiet_s: since the last sign of life of any rank: a step, a change of phase, any movement.
         limit_s: the present limit.
         usual_s: the usual step time; None: not known yet.
         why: one line.
+        ranks: that are stopped or dead.
     """
 
-    kind: Literal["moving", "watch", "due", "hang"]
+    kind: Literal["moving", "stopped", "hang", "long"]
     quiet_s: float
     limit_s: float
     usual_s: float | None
     why: str
+    ranks: tuple[int, ...] = ()
 
 
 class StepJudge:
@@ -89,7 +102,7 @@ class StepJudge:
         self._left: set[int] = set()
         """Ranks that have not made a step which others had done before they paused."""
         self._step_s = self._progress_s = now_s
-        """When any rank's last step ended, and the same or when a phase began, if that is later."""
+        """When any rank's last step ended; the same, or when a phase began or anything moved, if that is later."""
         self._front = -1
         self._front_s = now_s
         self._steps = 0
@@ -98,7 +111,9 @@ class StepJudge:
         self._usual_s: float | None = None
         self._recurring_s = 0.0
         self._was_excused = False
-        self._dismissed_s = 0.0
+        self._stopped: dict[int, float] = {}
+        """Since when ranks have been stopped, or dead."""
+        self._patience_s = self._config.patience_s
 
     @property
     def usual_s(self) -> float | None:
@@ -111,9 +126,11 @@ class StepJudge:
         Of ten thousand hosts this is done ten thousand times a second.
         """
         pace, known = beat.pace, self._paced.get(beat.rank)
-        if pace is None or known is None or pace.count != known[0] or self._pauses or self._left:
+        if pace is None or known is None or pace.count != known[0] or self._pauses or self._left or self._stopped:
             return False
         step = beat.steps_here
+        if pace.still_s >= 0:
+            self._progress_s = max(self._progress_s, now_s - pace.still_s)
         if step == known[1]:
             return True
         self._paced[beat.rank] = pace.count, step
@@ -148,6 +165,7 @@ class StepJudge:
                         self._step_s = at_s
                 if step > self._front:
                     self._advance(worker.last_step_s, step, max(now_s - worker.step_age_s, self._front_s))
+            self._note_life(worker, now_s)
             if worker.state == "ended":
                 step_of.pop(rank, None)
                 self._drop_pause(rank)
@@ -160,6 +178,14 @@ class StepJudge:
         self._progress_s = max(self._progress_s, self._step_s)
         if are_alike:
             self._paced[workers[0].rank] = len(workers), workers[0].steps_here
+
+    def _note_life(self, worker: WorkerState, now_s: float) -> None:
+        if worker.state == "ended" or worker.stopped_s <= 0:
+            self._stopped.pop(worker.rank, None)
+        else:
+            self._stopped[worker.rank] = now_s - worker.stopped_s
+        if worker.state != "ended" and worker.still_s >= 0:
+            self._progress_s = max(self._progress_s, now_s - worker.still_s)
 
     def _recall(self, workers: Sequence[WorkerState]) -> None:
         """The steps of ranks for which one has spoken until now."""
@@ -212,7 +238,7 @@ class StepJudge:
             self._steps += max(new, 1)
         self._front, self._front_s = step, at_s
         self._was_excused = False
-        self._dismissed_s = 0.0
+        self._patience_s = self._config.patience_s
 
     def _learn(self, last_s: float, elapsed_s: float, new: int) -> None:
         """Of several new steps only the last one's time is known; pauses of the others show in how long all took."""
@@ -223,27 +249,35 @@ class StepJudge:
             self._gaps.append(max(last_s, elapsed_s - (new - 1) * statistics.median_low(self._times)))
             self._recurring_s = sorted(self._gaps)[-2] if len(self._gaps) > 1 else 0.0
 
-    def dismiss(self, now_s: float) -> None:
-        """What was due has been looked at, and ranks move: wait twice as long as until now."""
-        self._dismissed_s = 2 * self._quiet_s(now_s)
+    def be_patient(self) -> None:
+        """People know that it takes long; they are told again after twice the time."""
+        self._patience_s *= 2
 
     def standing(self, now_s: float) -> Standing:
         """Where the job stands now."""
         quiet_s, limit_s, usual_s = self._quiet_s(now_s), self._limit_s(), self.usual_s
+        if stopped := self._stopped_ranks(now_s):
+            limit_s, ranks = self._config.stopped_s, ", ".join(map(str, stopped[:8]))
+            why = f"rank {ranks} has been stopped or dead for {limit_s:g} s, and no step was made since"
+            return Standing("stopped", now_s - self._step_s, limit_s, usual_s, why, stopped)
         if not self._left and (pause := self._pause(now_s)) is not None:
             phase, left_s = pause
             return Standing("moving", quiet_s, quiet_s + left_s, usual_s, f"in {phase}, for {left_s:.0f} s more")
-        if (patience_s := self._exceeded_patience_s(now_s)) is not None:
-            return Standing(
-                "hang", quiet_s, patience_s, usual_s, f"no step for {patience_s:.0f} s, whatever else moves"
-            )
-        why = f"no step for {quiet_s:.1f} s, limit {limit_s:.1f} s"
-        why += f", usual step {usual_s:.2f} s" if usual_s is not None else ", too few steps yet to know the usual time"
         if quiet_s > limit_s:
-            return Standing("due", quiet_s, limit_s, usual_s, why)
-        if quiet_s > self._watch_s():
-            return Standing("watch", quiet_s, limit_s, usual_s, why)
+            usual = "too few steps to know the usual time" if usual_s is None else f"a usual step takes {usual_s:.2f} s"
+            why = f"nothing has moved for {quiet_s:.1f} s, limit {limit_s:.1f} s; {usual}"
+            return Standing("hang", quiet_s, limit_s, usual_s, why)
+        if self._steps and now_s - self._step_s > self._patience_s:
+            why = f"no step for {now_s - self._step_s:.0f} s, but ranks move"
+            return Standing("long", now_s - self._step_s, self._patience_s, usual_s, why)
         return Standing("moving", quiet_s, limit_s, usual_s, "making steps" if self._steps else "before its first step")
+
+    def _stopped_ranks(self, now_s: float) -> tuple[int, ...]:
+        """Ranks that have been stopped or dead for long enough, where no rank has made a step since."""
+        limit_s = self._config.stopped_s
+        if now_s - self._step_s < limit_s:
+            return ()
+        return tuple(sorted(rank for rank, since_s in self._stopped.items() if now_s - since_s >= limit_s))
 
     def is_paused(self, now_s: float) -> bool:
         """Whether a rank says that it evaluates, writes a checkpoint or the like."""
@@ -251,11 +285,12 @@ class StepJudge:
 
     def next_look_s(self, now_s: float) -> float:
         """Seconds until the standing changes if nothing is reported; at least 0."""
-        quiet_s = self._quiet_s(now_s)
+        ahead = [self._limit_s() - self._quiet_s(now_s), self._patience_s - (now_s - self._step_s)]
         if not self._left and (pause := self._pause(now_s)) is not None:
-            return pause[1]
-        ahead = [at_s - quiet_s for at_s in (self._watch_s(), self._limit_s()) if at_s >= quiet_s]
-        return max(min(ahead, default=0.0), 0.0)
+            ahead = [pause[1]]
+        if self._stopped:
+            ahead.append(self._config.stopped_s - (now_s - max(self._step_s, min(self._stopped.values()))))
+        return max(min((left_s for left_s in ahead if left_s >= 0), default=0.0), 0.0)
 
     def _pause(self, now_s: float) -> tuple[str, float] | None:
         """The phase that excuses the job for longest, and for how many seconds more."""
@@ -266,21 +301,16 @@ class StepJudge:
 
     def _limit_s(self) -> float:
         config, usual_s = self._config, self.usual_s
-        if usual_s is None:
-            limit_s = config.early_s if self._steps else config.first_step_s
-        else:
-            limit_s = max(config.factor * usual_s + config.margin_s, 1.5 * self._recurring_s)
-        return max(limit_s, self._dismissed_s)
+        if not self._steps:
+            return max(config.floor_s, config.first_step_s)
+        own_s = 0.0 if usual_s is None else config.factor * usual_s + config.margin_s
+        return max(config.floor_s, own_s, 1.5 * self._recurring_s)
 
     def _watch_s(self) -> float:
+        """From then on a rank is late for a step."""
         usual_s = self.usual_s
-        return min(self._limit_s() / 2 if usual_s is None else 1.2 * usual_s + 1.0, self._limit_s())
-
-    def _exceeded_patience_s(self, now_s: float) -> float | None:
-        """The patience, if it is exceeded; where no rank has reported a step, it has no end."""
-        patience_s = max(self._config.patience_s, 5 * self._recurring_s)
-        return patience_s if self._steps and now_s - self._step_s > patience_s else None
+        return self._limit_s() / 2 if usual_s is None else min(1.2 * usual_s + 1.0, self._limit_s())
 
     def _quiet_s(self, now_s: float) -> float:
-        """Since any rank made a step, changed its phase, or was started."""
+        """Since any rank made a step, changed its phase, moved otherwise, or was started."""
         return now_s - self._progress_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _FAULTHANDLER_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-fA-F]+.{0,80}most recent call first")
@@ -15,6 +16,13 @@ _PY_SPY_THREAD = re.compile(
 _PY_SPY_FRAME = re.compile(r"\s{1,8}(?P<name>[^\s(].{0,300}?) \((?P<file>[^()]{1,1000}?)(?::(?P<line>\d+))?\)$")
 _NOISE = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _LONGEST = 200_000
+_WAITS = re.compile(
+    r"\(distributed/(?:distributed_c10d|c10d_logger|_functional_collectives)|^(?:_engine_run_backward|wait_tensor) "
+    r"|^(?:all_?reduce|all_?gather\w*|reduce_?scatter\w*|all_?to_?all\w*|broadcast|broadcast_object_list|barrier"
+    r"|monitored_barrier|isend|irecv|recv|send|batch_isend_irecv|synchronize|wait_for_everyone) \(",
+    re.IGNORECASE,
+)
+"""Functions in which a rank waits for others; gradients are reduced inside of backward."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,11 @@ def main_stack(text: str) -> tuple[Frame, ...]:
 def without_lines(frames: tuple[Frame, ...]) -> tuple[str, ...]:
     """Functions and files alone: what stacks are clustered by."""
     return tuple(f"{frame.name} ({frame.file})" for frame in frames)
+
+
+def waits_for_peers(frames: Sequence[Frame]) -> bool:
+    """Whether a thread with this stack is in a collective, or may be."""
+    return any(_WAITS.search(text) for text in without_lines(tuple(frames)))
 
 
 def _threads(text: str) -> list[tuple[str | None, list[Frame]]]:

@@ -1,73 +1,208 @@
-"""Whether ranks stand still: what two looks at them, some time apart, say. No step for a while alone is no hang."""
+"""Whether a rank stands still: what successive looks at it say, while it makes no step. Pure; torch-free.
+
+No step for a while is no hang. A rank moves when any of this is seen between two looks (`RankStillness`):
+
+- its main thread is in code where it has not been since its last step;
+- it computes: it wants 5 % of a core or more, and goes through several places in the code, or one call of a compiled
+  library takes long, or its children compute (data loaders, compilers);
+- its GPU reads or writes its memory (a kernel that only waits for a peer keeps a GPU "100 % busy", but moves nothing);
+- it writes output, reads or writes files, its memory grows, or the disk works for which it waits;
+- it waits in a collective, and bytes of that are on the wire;
+- it saves or loads, compiles or imports, by its stack: for half an hour that may be a file system that nobody can see.
+
+What is left is a rank that sleeps, waits for a lock or for its peers, or goes round in one place: an endless loop. That
+alone blames nobody, and it takes a minute of it until anything is done (`phalanx.run.judge.limits`).
+
+When the looks themselves are late, because the machine is busy, time in which nobody looked does not count.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from phalanx.run.judge.stack_text import main_stack, without_lines
-from phalanx.run.messages import RankEvidence
+from phalanx.run.judge.stack_text import Frame, waits_for_peers, without_lines
 
-IDLE_SHARE = 0.05
-"""A process that used less of one core than this hardly used any CPU time."""
+LOOK_S = 5.0
+"""Between two looks at a rank."""
+
+COMPUTES = 0.05
+"""Share of a core that a rank wants which computes; what sleeps or waits uses less."""
+
+BESIDE = 0.2
+"""The same for other threads of a rank whose main thread waits in a collective."""
+
+_MOVES_BYTES = 0.01
+"""Share of a core that moving bytes over sockets takes at least."""
+_WIRE_BYTES_PER_S = _DISK_BYTES_PER_S = 1e6
+_FILE_BYTES = 256 << 10
+"""What a rank writes when it is asked for its stacks is less."""
+_GROWTH_BYTES = 4 << 20
+_RECENT = 8
+_MOST_PLACES = 1000
+_LATE = 2.0
+"""So many times `LOOK_S` may lie between two looks, and all of it counts."""
+
+_NO_WORK = (
+    *("libpython", "python", "ld-linux", "ld-musl", "libc.", "libc-", "libpthread", "linux-vdso", "[vdso]"),
+    *("libcuda", "libnccl", "librccl", "libamdhip", "libhsa", "libgloo"),
+)
+"""Libraries in which a thread goes round in Python, waits for the kernel, or waits for a device or its peers."""
 
 _PATIENCE = re.compile(
-    r"^(?:evaluat\w*|evaluation_loop|validate|validation\w*|predict|generate|fsync|\w*backend_compile|sync_checkpoint)\b"
-    r"|^\w*(?:save|load|write|dump|restore)\w*(?:checkpoint|state|model|pretrained)"
+    r"^(?:fsync|\w*backend_compile)\b|^\w*(?:save|load|write|dump|restore)\w*(?:checkpoint|state|model|pretrained)"
     r"|\((?:torch/serialization\.py|safetensors/|checkpoint/|importlib/|<frozen importlib"
     r"|_dynamo/convert_frame|_inductor/(?:compile_fx|graph|scheduler|async_compile)|triton/compiler)",
     re.IGNORECASE,
 )
-"""Functions and files that take long without a step: evaluation, checkpoints, compilation, imports."""
+"""Functions and files that may wait for a file system or a compiler, of which nothing else may be seen."""
+_PATIENCE_S = 1800.0
+
+Place = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Stillness:
-    """What two looks at the ranks say.
+class Sample:
+    """One look at a rank. What could not be read is None, 0 or empty, and says nothing.
 
     Attributes:
-        still: ranks whose stacks did not change, or that hardly used CPU time, or that did not answer.
-        moving: the others.
-        busy_with: what a rank does that may well take long, by its stack, such as ``save_checkpoint (train.py)``;
-            empty: nothing of the kind.
+        at_s: when, of any clock.
+        state: of the process, as in /proc.
+        cpu_s: CPU time of the process, and for how long its main thread has waited for a core.
+        children_cpu_s: CPU time of its descendants, those that have ended too.
+        output_bytes: that it has written to its standard output and error.
+        file_bytes: that it has read and written.
+        rss_bytes: resident memory of it and its descendants.
+        wire_bytes: that the training interfaces of its host have carried.
+        disk_bytes: that the disks of its host have read and written.
+        uses_gpu: it has a GPU.
+        is_gpu_active: whether that reads or writes its memory; None: not known.
+        frames: of the main thread, innermost first; None: not known.
     """
 
-    still: tuple[int, ...]
-    moving: tuple[int, ...]
-    busy_with: str = ""
-
-    @property
-    def is_hang(self) -> bool:
-        """Whether all stand still, and none in what may take long."""
-        return bool(self.still) and not self.moving and not self.busy_with
-
-
-def compare(first: Iterable[RankEvidence], second: Iterable[RankEvidence], elapsed_s: float) -> Stillness:
-    """Hold a second look, `elapsed_s` after the first, against it; a rank that is in one alone stands still."""
-    before = {evidence.rank: evidence for evidence in first}
-    still: list[int] = []
-    moving: list[int] = []
-    busy_with = ""
-    for after in sorted(second, key=lambda evidence: evidence.rank):
-        (moving if _moves(before.get(after.rank), after, elapsed_s) else still).append(after.rank)
-        busy_with = busy_with or _patient(after)
-    seen = {*still, *moving}
-    still += [rank for rank in before if rank not in seen]
-    return Stillness(tuple(sorted(still)), tuple(moving), busy_with)
+    at_s: float
+    state: str = "S"
+    cpu_s: float = 0.0
+    children_cpu_s: float = 0.0
+    output_bytes: int = 0
+    file_bytes: int = 0
+    rss_bytes: int = 0
+    wire_bytes: int = 0
+    disk_bytes: int = 0
+    uses_gpu: bool = False
+    is_gpu_active: bool | None = None
+    frames: tuple[Frame, ...] | None = None
 
 
-def _moves(before: RankEvidence | None, after: RankEvidence, elapsed_s: float) -> bool:
-    if before is None:
-        return False
-    if after.step > before.step or (after.phase, after.step) != (before.phase, before.step):
-        return True
-    if before.is_silent or after.is_silent or after.cpu_s - before.cpu_s < IDLE_SHARE * elapsed_s:
-        return False
-    return main_stack(before.stacks) != main_stack(after.stacks)
+class RankStillness:
+    """Of one rank since its last step or change of phase; a new step begins a new one.
+
+    Args:
+        native_library: the name of the compiled library that the main thread is in; empty: it is in Python, or it
+            cannot be told. Asked only when everything else leaves it open, for it takes a while.
+
+    Attributes:
+        still_s: for how long nothing has moved, as far as was looked.
+        why: the last movement, in a few words; empty: there was none.
+    """
+
+    def __init__(self, native_library: Callable[[], str | None] = lambda: None) -> None:
+        self._native_library = native_library
+        self._before: Sample | None = None
+        self._places: set[Place] = set()
+        self._recent: deque[Place] = deque(maxlen=_RECENT)
+        self._largest_bytes = 0
+        self._waited_s = 0.0
+        self.still_s = 0.0
+        self.why = ""
+
+    def observe(self, sample: Sample) -> None:
+        """Take in another look."""
+        before, self._before = self._before, sample
+        why = _first_look(sample) if before is None else self._movement(before, sample)
+        self._remember(sample)
+        if why:
+            self.still_s, self.why = 0.0, why
+        elif before is not None:
+            elapsed_s = sample.at_s - before.at_s
+            self.still_s += elapsed_s if elapsed_s <= _LATE * LOOK_S else LOOK_S
+
+    def _remember(self, sample: Sample) -> None:
+        self._largest_bytes = max(self._largest_bytes, sample.rss_bytes)
+        if sample.frames and len(self._places) < _MOST_PLACES:
+            self._places.add(_place(sample.frames))
+            self._recent.append(_place(sample.frames))
+
+    def _movement(self, before: Sample, now: Sample) -> str:
+        """What has moved, in a few words; empty: nothing."""
+        if now.state in _STOPPED:
+            return ""
+        if now.frames and _place(now.frames) not in self._places:
+            return "is elsewhere in its code"
+        if now.is_gpu_active:
+            return "its GPU works"
+        elapsed_s = max(now.at_s - before.at_s, 1e-3)
+        if (now.children_cpu_s - before.children_cpu_s) / elapsed_s >= COMPUTES:
+            return "its children compute"
+        if now.state == "D" and (now.disk_bytes - before.disk_bytes) / elapsed_s >= _DISK_BYTES_PER_S:
+            return "the disk that it waits for works"
+        share = (now.cpu_s - before.cpu_s) / elapsed_s
+        if now.frames and waits_for_peers(now.frames):
+            wire_rate = (now.wire_bytes - before.wire_bytes) / elapsed_s
+            return _beside(now, share, wire_rate)
+        return self._output(before, now) or self._computes(now, share) or self._is_patient(now, elapsed_s)
+
+    def _is_patient(self, now: Sample, elapsed_s: float) -> str:
+        """What may well take long of itself; not for ever."""
+        found = next((frame for frame in without_lines(now.frames or ()) if _PATIENCE.search(frame)), "")
+        self._waited_s += elapsed_s if found else 0.0
+        return f"is in {found}" if found and self._waited_s < _PATIENCE_S else ""
+
+    def _output(self, before: Sample, now: Sample) -> str:
+        if now.output_bytes > before.output_bytes:
+            return "writes output"
+        if now.file_bytes - before.file_bytes > _FILE_BYTES:
+            return "reads or writes files"
+        return "its memory grows" if now.rss_bytes > self._largest_bytes + _GROWTH_BYTES else ""
+
+    def _computes(self, now: Sample, share: float) -> str:
+        if share < COMPUTES:
+            return ""
+        if not now.frames:
+            return "" if _waits_for_gpu(now) else "computes"
+        if any(place != _place(now.frames) for place in self._recent):
+            return "computes"
+        library = self._native_library()
+        if library is None:
+            return "" if _waits_for_gpu(now) else "computes, where cannot be told"
+        if not library or library.startswith(_NO_WORK):
+            # It waits for the GPU, of which nobody can say whether it works.
+            return "waits for its GPU" if library and now.uses_gpu and now.is_gpu_active is None else ""
+        return f"computes in {library}"
 
 
-def _patient(evidence: RankEvidence) -> str:
-    if evidence.is_silent:
-        return ""
-    return next((frame for frame in without_lines(main_stack(evidence.stacks)) if _PATIENCE.search(frame)), "")
+_STOPPED = "Tt"
+
+
+def _first_look(sample: Sample) -> str:
+    return "" if sample.state in _STOPPED else "was not looked at before"
+
+
+def _beside(now: Sample, share: float, wire_rate: float) -> str:
+    """What a rank does whose main thread waits in a collective; on a GPU it may do so by spinning."""
+    if share >= _MOVES_BYTES and wire_rate >= _WIRE_BYTES_PER_S:
+        return "bytes are on the wire"
+    return "computes beside" if share >= BESIDE and not now.uses_gpu else ""
+
+
+def _waits_for_gpu(now: Sample) -> bool:
+    """Whether CPU time says nothing: it spins until its GPU is done, and that is known not to work."""
+    return now.uses_gpu and now.is_gpu_active is False
+
+
+def _place(frames: tuple[Frame, ...]) -> Place:
+    """Where a thread is, but for the line of the innermost function: a loop goes round there without getting on."""
+    innermost, *callers = frames
+    return f"{innermost.name} ({innermost.file})", *map(str, callers)

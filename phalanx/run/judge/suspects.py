@@ -16,13 +16,12 @@ nobody is blamed: whoever waits would be as likely as whoever is waited for.
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.run.judge.stack_text import Frame, main_stack, without_lines
+from phalanx.run.judge.stack_text import Frame, main_stack, waits_for_peers, without_lines
 from phalanx.run.messages import RankEvidence
 
 _BAD_STATES = {
@@ -32,13 +31,9 @@ _BAD_STATES = {
     "X": "is dead",
     "D": "is stuck in the kernel",
 }
-_WAITING = re.compile(
-    r"\(distributed/(?:distributed_c10d|c10d_logger|_functional_collectives)|^(?:_engine_run_backward|wait_tensor) "
-    r"|^(?:all_?reduce|all_?gather\w*|reduce_?scatter\w*|all_?to_?all\w*|broadcast|broadcast_object_list|barrier"
-    r"|monitored_barrier|isend|irecv|recv|send|batch_isend_irecv|synchronize|wait_for_everyone) \(",
-    re.IGNORECASE,
-)
-"""Functions in which a rank waits for others; gradients are reduced inside of backward."""
+_ALIVE = ("R", "S", "D", "I")
+_PLACE_FRAMES = 4
+_PLACE_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
@@ -123,7 +118,7 @@ class _Court:
         return next(holding, None)
 
     def silence(self, by_rank: Mapping[int, RankEvidence]) -> Suspects | None:
-        silent = [rank for rank in self._ranks if rank not in by_rank or by_rank[rank].is_silent]
+        silent = [rank for rank in self._ranks if rank not in by_rank or _is_silent(by_rank[rank])]
         states = {by_rank[rank].state for rank in silent if rank in by_rank} & set(_BAD_STATES)
         known = f" ({', '.join(_BAD_STATES[state] for state in sorted(states))})" if states else ""
         if silent and (found := self._named(silent, "silence", f"did not answer{known}, the others did")) is None:
@@ -161,7 +156,7 @@ class _Court:
     def waiting(self, known: Sequence[RankEvidence]) -> Suspects | None:
         """Who is elsewhere while all others wait in a collective."""
         stacks = {one.rank: main_stack(one.stacks) for one in known if one.stacks}
-        elsewhere = [rank for rank, frames in stacks.items() if not _waits(frames)]
+        elsewhere = [rank for rank, frames in stacks.items() if not waits_for_peers(frames)]
         places = ", ".join(sorted({str(stacks[rank][0]) for rank in elsewhere if stacks[rank]})[:3])
         return self._named(elsewhere, "stack", f"in {places or 'no function'}, all others in a collective")
 
@@ -175,16 +170,29 @@ class _Court:
         if 2 * count <= len(stacks):
             return None
         others = [rank for rank, frames in stacks.items() if key(frames) != common]
-        if not any(_waits(frames) for frames in stacks.values() if key(frames) == common):
+        if not any(waits_for_peers(frames) for frames in stacks.values() if key(frames) == common):
             # Whoever waits for those that are elsewhere stands out among them, but does not hold them up.
-            others = [rank for rank in others if not _waits(stacks[rank])]
+            others = [rank for rank in others if not waits_for_peers(stacks[rank])]
         places = ", ".join(sorted({str(stacks[rank][0]) for rank in others if stacks[rank]})[:3])
         at = next(str(frames[0]) for frames in stacks.values() if key(frames) == common) if common else "nothing"
         return self._named(others, "stack", f"in {places or 'no function'}, {count} others in {at}")
 
 
-def _waits(frames: Sequence[Frame]) -> bool:
-    return any(_WAITING.search(text) for text in without_lines(tuple(frames)))
+def place_of(evidence: Iterable[RankEvidence]) -> str:
+    """Where the first rank is that does not wait for others, by its innermost functions; empty: there is none.
+
+    It is known again when the same comes back, whatever the lines and the step.
+    """
+    for one in sorted(evidence, key=lambda one: one.rank):
+        frames = main_stack(one.stacks)
+        if frames and not waits_for_peers(frames):
+            return " < ".join(without_lines(frames)[:_PLACE_FRAMES])[:_PLACE_CHARACTERS]
+    return ""
+
+
+def _is_silent(one: RankEvidence) -> bool:
+    """Whether a rank did not answer; of a process that is seen to live only the stacks were not read in time."""
+    return one.is_silent and one.state not in _ALIVE
 
 
 def last_collectives(flight_record: str) -> dict[str, int]:

@@ -43,6 +43,7 @@ class Pump:
         self._logs: dict[int, RankLog] = {}
         self._wakes: dict[int, asyncio.Event] = {}
         self._is_closing = False
+        self._taken_bytes: dict[int, int] = {}
 
     def add(self, rank: int, descriptor: int, log: RankLog) -> None:
         """Take over the reading end of a rank's pipe, and its log."""
@@ -55,6 +56,10 @@ class Pump:
         splitter = self._splitters.get(rank)
         pending = splitter.pending if splitter else ""
         return [*self._tails.last(rank), *([pending] if pending else [])]
+
+    def taken_bytes(self, rank: int) -> int:
+        """What a rank has written so far."""
+        return self._taken_bytes.get(rank, 0)
 
     def problems(self) -> dict[int, str]:
         """Rank -> why its log cannot be written just now."""
@@ -79,6 +84,7 @@ class Pump:
         splitter, rest = self._splitters[rank], _PIPE_BYTES
         try:
             while rest > 0 and (block := await self._block(descriptor)):
+                self._taken_bytes[rank] = self.taken_bytes(rank) + len(block)
                 await self._keep(rank, splitter.feed(block))
                 if self._is_closing:  # somebody who escaped may write for ever
                     rest -= len(block)

@@ -1,0 +1,101 @@
+"""A job that makes no step: what is done about it, and what a second time at the same place teaches. Pure; torch-free.
+
+That nothing moves is a reason to begin anew, and no more: it blames no host, and however often it comes back it does
+not end the job. A job that stands still twice at the same place may just take long there: each such alarm doubles the
+time after which the next one comes, for the rest of the job.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from phalanx.run.decide import recovery
+from phalanx.run.decide.actions import Where
+from phalanx.run.decide.events import NoProgress, SuspectsNamed
+from phalanx.run.decide.state import Recovery, State
+from phalanx.run.decide.turn import Turn
+
+_PLACES = 16
+"""So many of the places where it hung are known."""
+
+
+def on_no_progress(turn: Turn, event: NoProgress) -> None:
+    """No step for too long."""
+    if turn.state.phase not in ("starting", "running"):
+        return
+    text = event.why or f"no step for {event.age_s:.1f} s, where {event.limit_s:.1f} s is the limit"
+    if event.kind == "long":
+        turn.alert("warning", f"{text}: nothing is done about it")
+        return
+    if all_unknown(turn.state):
+        turn.alert("warning", f"{text}; but no host is heard of, so it may be the driver that is cut off: it waits")
+        return
+    if event.kind == "stopped":
+        recovery.see(turn, "hang", "state of the processes", text, late_s=event.age_s)
+        return
+    cure = f"if such a pause is healthy, set run.limits.floor_s above it (now {event.limit_s:g})"
+    if recovery.see(turn, "hang", "step limit", f"{text}; {cure}", late_s=event.age_s):
+        _note_step(turn, event.limit_s)
+
+
+def on_suspects_named(turn: Turn, event: SuspectsNamed) -> None:
+    """The evidence has been judged: who is proven to be at fault is a suspect, of others only the place is told."""
+    state = turn.state
+    if state.phase not in ("diagnosing", "stopping") or state.recovery is None:
+        return
+    who = ", ".join(f"rank {rank} on {state.host_of(rank)}" for rank in event.ranks[:8])
+    where = Where(state.host_of(event.ranks[0]) or "", event.ranks[0]) if event.ranks else Where()
+    why = event.why.removeprefix(f"{who} ")  # said of one rank it begins with its name
+    if not who:
+        text = f"nobody stands out: {event.why}"
+    elif event.is_proven:
+        text = f"suspected: {who}: {why}"
+    else:
+        text = f"held up by {who}: {why}; that proves no fault of a host, so none is blamed"
+    turn.note("judge of the evidence", text, where)
+    if event.is_proven:
+        _suspect(turn, state.recovery, event)
+    if event.place:
+        _note_place(turn, event.place)
+    if state.phase == "diagnosing" and state.recovery.cause == "hang":
+        recovery.stop(turn)
+
+
+def all_unknown(state: State) -> bool:
+    """Whether nothing is heard of any host of the attempt."""
+    return all(state.hosts[host].state in ("unknown", "gone", "evicted") for host in state.placement)
+
+
+def _suspect(turn: Turn, known: Recovery, event: SuspectsNamed) -> None:
+    state = turn.state
+    suspects = {host: event.why for rank in event.ranks if (host := state.host_of(rank)) is not None}
+    turn.learn(suspects={**known.suspects, **suspects})
+    if event.group:
+        hosts = (host for rank in event.group_ranks if (host := state.host_of(rank)) is not None)
+        turn.learn(group=event.group, group_hosts=tuple(dict.fromkeys(hosts)))
+
+
+def _note_step(turn: Turn, limit_s: float) -> None:
+    """It has hung after this step; no further than the last time, and it is the same place."""
+    hangs, progress = turn.state.hangs, turn.state.progress
+    step = progress.best if progress.is_absolute else progress.done
+    is_again = hangs.count > 0 and step <= hangs.step
+    known = replace(hangs, count=hangs.count + 1, step=max(step, hangs.step), limit_s=limit_s, is_widened=False)
+    turn.set(hangs=known)
+    if is_again:
+        _widen(turn, f"it has hung before, and no step was made since then beyond step {hangs.step}")
+
+
+def _note_place(turn: Turn, place: str) -> None:
+    hangs = turn.state.hangs
+    if place in hangs.places and not hangs.is_widened:
+        _widen(turn, f"it has hung before at the same place, {place}")
+    elif place not in hangs.places:
+        turn.set(hangs=replace(hangs, places=(*hangs.places, place)[-_PLACES:]))
+
+
+def _widen(turn: Turn, why: str) -> None:
+    hangs = turn.state.hangs
+    floor_s = 2 * hangs.limit_s
+    turn.set(hangs=replace(hangs, floor_s=floor_s, is_widened=True))
+    turn.decided(f"from now on nothing has to move for {floor_s:g} s until it counts as a hang", why)

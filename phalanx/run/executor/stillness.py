@@ -1,0 +1,193 @@
+"""Looks at ranks of this host that make no step: what `phalanx.run.judge.still` holds against each other. Torch-free.
+
+Ranks that make steps cost nothing here. One that has made none for a while is looked at every five seconds, in a
+thread: its counters in /proc, and where it is in its code, by py-spy.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from phalanx.core.kernel_files import PROC, read_text
+from phalanx.core.process_table import Process, descendants, processes
+from phalanx.run.executor.stacks import Start, native_library, py_spy_program, stacks_of
+from phalanx.run.judge.stack_text import Frame, main_stack
+from phalanx.run.judge.still import LOOK_S, RankStillness, Sample
+from phalanx.run.messages import Accelerator
+
+QUIET_S = 5.0
+"""A rank that has made no step for so long is looked at, and for one and a half times as long as its last step took."""
+
+GPU_WORKS = 0.02
+"""Share of a second in which the memory of a GPU that works is read or written; kernels that wait leave it alone."""
+
+_STACKS_S = 2.0
+_NATIVE_S = 10.0
+_SECTOR_BYTES = 512
+_GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render")
+
+
+@dataclass(frozen=True)
+class QuietRank:
+    """A rank that has made no step for a while.
+
+    Attributes:
+        since: says which pause this is: another one, and it is looked at anew.
+        output_bytes: that it has written so far.
+        dump: the file to which it writes its stacks, where py-spy may not look.
+    """
+
+    rank: int
+    pid: int
+    since: tuple[int, ...]
+    output_bytes: int = 0
+    dump: Path | None = None
+
+
+@dataclass
+class _Watched:
+    """A rank while it is quiet."""
+
+    since: tuple[int, ...]
+    stillness: RankStillness
+    looked_s: float
+
+
+@dataclass
+class StillnessWatch:
+    """Of the ranks of one attempt on this host.
+
+    Args:
+        accelerators: their state.
+        start: see `phalanx.run.executor.reaper.Reaper.helper`.
+        program: py-spy; None: there is none.
+        proc: where /proc is.
+        clock: seconds, monotonic.
+    """
+
+    accelerators: Callable[[], Sequence[Accelerator]] = list
+    start: Start = lambda make: make()
+    program: Path | None = field(default_factory=py_spy_program)
+    proc: Path = PROC
+    clock: Callable[[], float] = time.monotonic
+    _watched: dict[int, _Watched] = field(default_factory=dict)
+
+    def look(self, quiet: Sequence[QuietRank], wire_bytes: int) -> None:
+        """Look at all ranks that are quiet now; blocks for up to two seconds each.
+
+        Args:
+            wire_bytes: what the interfaces that training uses have carried.
+        """
+        ranks = {one.rank for one in quiet}
+        self._watched = {rank: watched for rank, watched in self._watched.items() if rank in ranks}
+        table, disk_bytes, is_gpu_active = processes(self.proc), _disk_bytes(self.proc), self._is_gpu_active()
+        for one in quiet:
+            watched = self._watched.get(one.rank)
+            if watched is None or watched.since != one.since:
+                stillness = RankStillness(lambda pid=one.pid: self._native_library(pid))  # type: ignore[misc]
+                watched = self._watched[one.rank] = _Watched(one.since, stillness, self.clock())
+            sample = self._sample(one, table, disk_bytes, is_gpu_active, wire_bytes)
+            if sample is not None:
+                watched.stillness.observe(sample)
+                watched.looked_s = sample.at_s
+
+    def still_s(self, rank: int, since: tuple[int, ...]) -> float:
+        """For how long nothing of a rank has moved; -1: it has not been looked at in this pause."""
+        watched = self._watched.get(rank)
+        if watched is None or watched.since != since:
+            return -1.0
+        return watched.stillness.still_s + min(max(self.clock() - watched.looked_s, 0.0), LOOK_S)
+
+    def _sample(
+        self,
+        one: QuietRank,
+        table: Mapping[int, Process],
+        disk_bytes: int,
+        is_gpu_active: bool | None,
+        wire_bytes: int,
+    ) -> Sample | None:
+        """What there is to be seen of a rank; None: it is gone."""
+        process = table.get(one.pid)
+        if process is None:
+            return None
+        below = descendants(table, [one.pid])
+        cpu_s, ended_s, file_bytes, rss_bytes = _counters(one.pid)
+        rss_bytes += sum(_counters(pid)[3] for pid in below)
+        ticks_per_s = os.sysconf("SC_CLK_TCK")
+        return Sample(
+            at_s=self.clock(),
+            state=process.state,
+            cpu_s=cpu_s + _waited_for_core_s(one.pid, self.proc),
+            children_cpu_s=ended_s + sum(table[pid].cpu_ticks for pid in below) / ticks_per_s,
+            output_bytes=one.output_bytes,
+            file_bytes=file_bytes,
+            rss_bytes=rss_bytes,
+            wire_bytes=wire_bytes,
+            disk_bytes=disk_bytes,
+            uses_gpu=_uses_gpu(one.pid, self.proc),
+            is_gpu_active=is_gpu_active,
+            frames=self._frames(one),
+        )
+
+    def _frames(self, one: QuietRank) -> tuple[Frame, ...] | None:
+        until_s = time.monotonic() + _STACKS_S
+        found = stacks_of(one.pid, until_s, program=self.program, dump=one.dump, start=self.start, proc=self.proc)
+        return main_stack(found.text) if found.text else None
+
+    def _native_library(self, pid: int) -> str | None:
+        if self.program is None:
+            return None
+        return native_library(self.program, pid, time.monotonic() + _NATIVE_S, self.start)
+
+    def _is_gpu_active(self) -> bool | None:
+        """Whether any GPU of this host reads or writes its memory; None: there is none, or it cannot be told."""
+        shares = [one.memory_activity for one in self.accelerators()]
+        known = [share for share in shares if share >= 0]
+        return any(share >= GPU_WORKS for share in known) if known else None
+
+
+def _counters(pid: int) -> tuple[float, float, int, int]:
+    """CPU seconds of a process, of its children that have ended, bytes read and written, bytes of resident memory."""
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        times = process.cpu_times()
+        resident = process.memory_info().rss
+        files = 0
+        with suppress(psutil.Error):  # of another user's process
+            counted = process.io_counters()
+            files = counted.read_chars + counted.write_chars
+        return times.user + times.system, times.children_user + times.children_system, files, resident
+    return 0.0, 0.0, 0, 0
+
+
+def _waited_for_core_s(pid: int, proc: Path) -> float:
+    """For how long the main thread has been ready to run while others had the cores; 0 where it is not told."""
+    words = (read_text(proc / str(pid) / "schedstat") or "").split()
+    return int(words[1]) * 1e-9 if len(words) >= 2 and words[1].isdigit() else 0.0
+
+
+def _disk_bytes(proc: Path) -> int:
+    """What the disks have read and written; parts of a disk count twice, which does not matter here."""
+    sectors = 0
+    for line in (read_text(proc / "diskstats") or "").splitlines():
+        words = line.split()
+        if len(words) >= 10 and words[5].isdigit() and words[9].isdigit():
+            sectors += int(words[5]) + int(words[9])
+    return sectors * _SECTOR_BYTES
+
+
+def _uses_gpu(pid: int, proc: Path) -> bool:
+    """Whether a process has the device file of a GPU open."""
+    with suppress(OSError), os.scandir(proc / str(pid) / "fd") as entries:
+        for entry in entries:
+            with suppress(OSError):
+                if str(Path(entry.path).readlink()).startswith(_GPU_FILES):
+                    return True
+    return False
