@@ -28,7 +28,9 @@ class FakeHost:
 
     Attributes:
         is_mute: neither hears nor says anything; its ranks go on.
-        stalled: its ranks make no step, and their stacks do not change.
+        stalled: its ranks make no step, and nothing of them moves.
+        moves: though they make no step, something does.
+        stopped_s: for how long they have been stopped.
         boot: its machine.
         saved: steps that were done before this attempt; with `is_absolute` they are counted.
         busy_s: own time per step; negative: it is not reported.
@@ -46,6 +48,8 @@ class FakeHost:
     steps: int = 0
     is_mute: bool = False
     stalled: bool = False
+    moves: bool = False
+    stopped_s: float = 0.0
     sequence: int = 0
     pid: int = 1
     boot: str = "boot"
@@ -74,7 +78,7 @@ class FakeHost:
                 self.attempt, self.ranks, self.began_s, self.steps = message.attempt, message.ranks, now_s, 0
                 return [messages.Started(message.attempt, {rank: 100 + rank for rank in message.ranks})]
             case messages.Stop():
-                self.ranks, self.stalled = [], False
+                self.ranks, self.stalled, self.stopped_s = [], False, 0.0
                 return [messages.Stopped(message.attempt, 0.1)]
             case messages.Check():
                 if message.number not in self.answers:
@@ -103,6 +107,8 @@ class FakeHost:
                 busy_s=self.busy_s,
                 steps_here=self.steps,
                 is_absolute=self.is_absolute,
+                still_s=0.0 if self.moves else age_s if age_s > 5 else -1.0,
+                stopped_s=self.stopped_s,
             )
             for rank in self.ranks
         ]

@@ -105,7 +105,7 @@ def test_what_is_not_given_is_resolved() -> None:
         ('run.listen="127.0.0.1:70000"', "is no address"),
         ('run.listen="http://127.0.0.1:80"', "is no address"),
         ("run.heartbeat_s=2", r"limits.margin_s = 2.5 is less than two heartbeats.*raise the one or lower the other"),
-        ("run.limits.patience_s=30", "early_s = 60.0 is above limits.patience_s = 30.0"),
+        ("run.limits.patience_s=30", "floor_s = 60.0 is above limits.patience_s = 30.0"),
         ("run.policy.quick_check_s=601", "quick_check_s = 601.0 is above full_check_s = 600.0; lower quick_check_s"),
         ("run.policy.passive_check_s=31", "above quick_check_s"),
         ("run.policy.backoff_s=61", "above backoff_limit_s"),

@@ -231,6 +231,8 @@ class Watcher:
             event, ev.DrainAsked | ev.EvictAsked | ev.ReturnAsked | ev.StopAsked | ev.TimeShort | ev.SlowHost
         ):
             self.orders += 1
+        if isinstance(event, ev.NoProgress) and event.kind == "hang":
+            self.orders += 1  # it ends no job that it only stands still
         if after.progress.done > 0:
             self.opens = 0
         self.opens += after.attempt > before.attempt
@@ -431,7 +433,9 @@ def _bad_start(watcher: Watcher, what: str) -> list[ev.Event]:
         case "signal" | "raised":
             return [ev.WorkerFailed(now_s, attempt, 0, what, "process", f"{what} {attempt * 'x'}")]
         case "hang":
-            return [ev.NoProgress(now_s, attempt, 9, 5)]
+            return [ev.NoProgress(now_s, attempt, 9, 5, "stopped", "rank 0 is stopped", (0,))]
+        case "still":
+            return [ev.NoProgress(now_s, attempt, 9, 5, "hang", "nothing moves")]
         case "host":
             return [ev.WorkerFailed(now_s, attempt, 0, "status", "host", f"ECC {attempt * 'x'}")]
         case "start":
@@ -462,6 +466,24 @@ def test_a_job_that_never_makes_a_step_ends_after_a_bounded_number_of_attempts(p
     assert watcher.state.attempt <= policy.max_restarts_without_step + 1
     if watcher.state.phase == "ended":
         assert watcher.state.ending.status in (1, 2, 3, 4)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=SLOW)
+@given(policies, jobs, st.integers(3, 30))
+def test_a_job_that_only_stands_still_is_never_ended_for_that_and_gets_more_time_each_time(policy, job, times):
+    policy = msgspec.structs.replace(policy, advise_only=False, max_restarts=0)
+    watcher = Watcher(policy, job)
+    watcher.feed(ev.JobBegun(0.0))
+    for name in NAMES[: job.hosts + job.spares]:
+        watcher.feed(ev.HostJoined(0.0, name))
+    pending, rounds = ["still"] * times, 0
+    while pending and rounds < 3000:
+        _one_round(watcher, pending)
+        rounds += 1
+    state = watcher.state
+    assert state.phase != "ended" and state.brakes.idle == 0 and not pending, state
+    assert state.hangs.count == times and state.hangs.floor_s == 10.0, "twice the limit of the last alarm"
+    assert not [host for host in state.hosts.values() if host.state == "evicted"]
 
 
 def _one_round(watcher: Watcher, pending: list[str]) -> None:

@@ -72,7 +72,7 @@ def hang_twice(town: Town) -> None:
         for host in town.hosts.values():
             host.heard.clear()
             host.stalled = bool(host.ranks)
-        town.until(lambda state: state.recovery is not None)
+        town.until(lambda state: state.recovery is not None, within_s=90)
 
 
 def asked(town: Town) -> list[tuple[str, list[str]]]:

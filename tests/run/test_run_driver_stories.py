@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from driver_helpers import STEP_S, FakeHost, Town, running
+from driver_helpers import FakeHost, Town, running
 
 from phalanx.run import messages
 from phalanx.run.decide import actions, events
@@ -142,34 +142,25 @@ class TestTraffic:
         [text] = alerts(town)
         assert "less than they did" in text and running(1)(town.driver.state)
 
-    def test_silence_without_steps_is_a_recovery(self, make: Make) -> None:
-        """Ranks whose stacks move: the step limit alone would wait for ten minutes."""
+    @pytest.mark.parametrize("moves", [True, False])
+    def test_silence_without_steps_is_a_recovery_where_nothing_else_moves(self, make: Make, moves: bool) -> None:
+        """One rank may evaluate for minutes, while the others wait for it and no byte is sent."""
         town = make(policy=Policy())
         for host in town.hosts.values():
             host.sent_bytes = 0
-            plain = host.answer
-
-            def moving(
-                message: messages.FromDriver, now_s: float, host: FakeHost = host, plain: Any = plain
-            ) -> list[messages.FromExecutor]:
-                if isinstance(message, messages.Gather) and host.stalled:
-                    stacks = f'Thread 1 (active): "MainThread"\n    spin_{now_s:.0f} (m.py:3)\n    <module> (m.py:9)'
-                    return [messages.Evidence(1, [messages.RankEvidence(r, stacks, cpu_s=now_s) for r in host.ranks])]
-                answers: list[messages.FromExecutor] = plain(message, now_s)
-                return answers
-
-            host.answer = moving  # type: ignore[method-assign]
         town.until(running(1))
         self.go_on(town, 120, 1_000_000)
         for host in town.hosts.values():
             host.stalled = True
-        stood_s = town.now_s
+        town.hosts["b"].moves, stood_s = moves, town.now_s
         for _ in range(120):
             self.go_on(town, 1, 0)
             if town.driver.state.attempt > 1:
                 break
-        assert town.driver.state.attempt == 2 and 55 < town.now_s - stood_s < 80
-        assert "training interfaces" in report(town)
+        if moves:
+            assert town.driver.state.attempt == 1 and "have carried nothing" in "".join(alerts(town))
+        else:
+            assert town.driver.state.attempt == 2 and 55 < town.now_s - stood_s < 80
 
     def test_hosts_on_one_machine_are_not_judged(self, make: Make) -> None:
         town = make()
@@ -332,7 +323,7 @@ class TestProgress:
         began_s = town.now_s
         town.hosts["b"].is_mute = town.hosts["a"].stalled = town.hosts["b"].stalled = True
         town.until(lambda state: state.phase == "diagnosing")
-        assert 3 * STEP_S < town.now_s - began_s < 3 * STEP_S + 3.5
+        assert town.now_s - began_s < 25
         town.until(running(2))
         assert "c takes the ranks of b" in report(town)
 
@@ -341,7 +332,7 @@ class TestProgress:
         town.go_on(1.5)
         began_s, town.hosts["b"].is_mute, town.hosts["a"].phase, town.hosts["a"].expects_s = town.now_s, True, "", 0.0
         town.until(lambda state: state.phase == "diagnosing")
-        assert town.now_s - began_s < 3 * STEP_S + 5
+        assert town.now_s - began_s < 25
         town.until(running(2))
         assert "c takes the ranks of b" in report(town)
 
@@ -350,7 +341,7 @@ class TestProgress:
         town.go_on(50)
         town.hosts["a"].phase, town.hosts["a"].expects_s = "", 0.0  # it waits for the other
         assert running(1)(town.driver.state)
-        town.until(lambda state: state.phase == "diagnosing", within_s=30)
+        town.until(lambda state: state.phase == "diagnosing", within_s=90)
 
     def test_a_hang_before_the_first_step_is_found(self, make: Make) -> None:
         town = make()
@@ -358,7 +349,7 @@ class TestProgress:
             host.stalled = True
         town.until(lambda state: state.attempt == 1 and state.phase == "starting")
         town.until(lambda state: state.attempt == 2, within_s=400)
-        assert "no step for" in report(town)
+        assert "nothing has moved for" in report(town)
 
 
 class TestChecks:

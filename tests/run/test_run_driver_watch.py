@@ -127,17 +127,16 @@ class TestProgress:
         assert attempt.on_ended(ended(0, attempt=2), at(2)) == []
         assert attempt.on_ended(ended(9), at(2)) == []
 
-    def test_a_hang_is_seen_and_can_be_dismissed(self) -> None:
+    def test_a_hang_is_seen_and_told(self) -> None:
         attempt = watch(1)
         for second in range(1, 30):
             attempt.on_heartbeat(beat(3, worker(0, second, last_step_s=1.0)), at(second))
         assert attempt.standing(at(29.5)).kind == "moving"
         wait_s = attempt.next_look_s(at(29.5))
-        assert attempt.standing(at(29.6 + wait_s)).kind == "watch"
-        late = at(29 + 3 * 1.0 + 5)
-        assert attempt.standing(late).kind == "due"
-        attempt.dismiss(late)
-        assert attempt.standing(at(29 + 3 * 1.0 + 6)).kind != "due"
+        standing = attempt.standing(at(29.6 + wait_s))
+        told = attempt.no_progress(standing, at(29.6 + wait_s))
+        assert (standing.kind, told.kind, told.limit_s, told.why) == ("hang", "hang", 60.0, standing.why)
+        assert 59 < wait_s < 61
 
 
 class TestLoss:

@@ -79,7 +79,7 @@ def test_silence_while_steps_go_on_is_only_an_alert() -> None:
     cluster = Cluster()
     cluster.go(120)
     assert "silent" not in kinds(said := cluster.go(300, lambda name: 0))
-    assert said[-1].kind == "quiet" and "steps go on" in said[-1].why
+    assert said[-1].kind == "quiet" and "something moves" in said[-1].why
 
 
 def test_a_decline_is_an_alert_that_names_the_lowest() -> None:

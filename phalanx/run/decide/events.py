@@ -236,10 +236,10 @@ class NoProgress(EventBase, frozen=True, tag="no-progress"):
     Attributes:
         age_s: for how long.
         limit_s: of that.
-        kind: ``stopped``: ranks are stopped or dead; ``hang``: nothing of the job moves, which alone blames nobody;
-            ``long``: ranks move, so that people are told, and nothing is done.
+        kind: ``stopped``: ranks are stopped, dead or silent; ``hang``: nothing of the job moves, which alone blames
+            nobody; ``long``: ranks move, so that people are told, and nothing is done.
         why: one line.
-        ranks: that are stopped or dead.
+        ranks: that are stopped, dead or silent.
     """
 
     attempt: int

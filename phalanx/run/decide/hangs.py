@@ -7,12 +7,14 @@ time after which the next one comes, for the rest of the job.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from phalanx.run.decide import recovery
 from phalanx.run.decide.actions import Where
 from phalanx.run.decide.events import NoProgress, SuspectsNamed
-from phalanx.run.decide.state import Recovery, State
+from phalanx.run.decide.state import State
 from phalanx.run.decide.turn import Turn
 
 _PLACES = 16
@@ -31,7 +33,8 @@ def on_no_progress(turn: Turn, event: NoProgress) -> None:
         turn.alert("warning", f"{text}; but no host is heard of, so it may be the driver that is cut off: it waits")
         return
     if event.kind == "stopped":
-        recovery.see(turn, "hang", "state of the processes", text, late_s=event.age_s)
+        if recovery.see(turn, "hang", "state of the processes", text, late_s=event.age_s):
+            _suspect(turn, event.ranks, text)
         return
     cure = f"if such a pause is healthy, set run.limits.floor_s above it (now {event.limit_s:g})"
     if recovery.see(turn, "hang", "step limit", f"{text}; {cure}", late_s=event.age_s):
@@ -54,7 +57,10 @@ def on_suspects_named(turn: Turn, event: SuspectsNamed) -> None:
         text = f"held up by {who}: {why}; that proves no fault of a host, so none is blamed"
     turn.note("judge of the evidence", text, where)
     if event.is_proven:
-        _suspect(turn, state.recovery, event)
+        _suspect(turn, event.ranks, event.why)
+        if event.group:
+            hosts = (host for rank in event.group_ranks if (host := state.host_of(rank)) is not None)
+            turn.learn(group=event.group, group_hosts=tuple(dict.fromkeys(hosts)))
     if event.place:
         _note_place(turn, event.place)
     if state.phase == "diagnosing" and state.recovery.cause == "hang":
@@ -66,13 +72,11 @@ def all_unknown(state: State) -> bool:
     return all(state.hosts[host].state in ("unknown", "gone", "evicted") for host in state.placement)
 
 
-def _suspect(turn: Turn, known: Recovery, event: SuspectsNamed) -> None:
-    state = turn.state
-    suspects = {host: event.why for rank in event.ranks if (host := state.host_of(rank)) is not None}
-    turn.learn(suspects={**known.suspects, **suspects})
-    if event.group:
-        hosts = (host for rank in event.group_ranks if (host := state.host_of(rank)) is not None)
-        turn.learn(group=event.group, group_hosts=tuple(dict.fromkeys(hosts)))
+def _suspect(turn: Turn, ranks: Sequence[int], why: str) -> None:
+    known = turn.state.recovery
+    if known is not None:
+        suspects = {host: why for rank in ranks if (host := turn.state.host_of(rank)) is not None}
+        turn.learn(suspects={**known.suspects, **suspects})
 
 
 def _note_step(turn: Turn, limit_s: float) -> None:
@@ -98,4 +102,4 @@ def _widen(turn: Turn, why: str) -> None:
     hangs = turn.state.hangs
     floor_s = 2 * hangs.limit_s
     turn.set(hangs=replace(hangs, floor_s=floor_s, is_widened=True))
-    turn.decided(f"from now on nothing has to move for {floor_s:g} s until it counts as a hang", why)
+    turn.note("step limit", f"{why}: from now on it is a hang after {floor_s:g} s in which nothing moves")

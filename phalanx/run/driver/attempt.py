@@ -189,9 +189,9 @@ class AttemptWatch:
         """Whether a rank says that it evaluates, writes a checkpoint or the like."""
         return self._judge.is_paused(now.monotonic_s)
 
-    def forget_pauses(self, ranks: Sequence[int]) -> None:
-        """These do not excuse the job any more, until they say again what they do."""
-        self._judge.forget_pauses(ranks)
+    def fall_silent(self, ranks: Sequence[int], now: Now) -> None:
+        """Nothing is heard of these: they do not excuse the job any more, until they say again what they do."""
+        self._judge.fall_silent(ranks, now.monotonic_s)
 
     def no_progress(self, standing: Standing, now: Now) -> NoProgress:
         """What the driver is told of this standing, which is none of a job that goes on; of a long one once."""

@@ -207,7 +207,7 @@ class Driver:
         now = self._clocks()
         if silent := self.hosts.tick(now):
             self._feed(silent)
-            self._forget_pauses()
+            self._fall_silent(now)
         self._look_at_progress(now)
         self._look_at_peers(now)
         self._judge_evidence(now)
@@ -316,13 +316,13 @@ class Driver:
         self._told_hang_s = now.monotonic_s
         self._feed([*self._caught_up(now), told])
 
-    def _forget_pauses(self) -> None:
-        """Those of hosts of which nothing is heard: what they wrote or evaluated then may have ended, or they have."""
+    def _fall_silent(self, now: Now) -> None:
+        """Of some hosts nothing is heard: what they wrote or evaluated then may have ended, or they have."""
         state = self.state
         places = [place for place, host in enumerate(state.placement) if self.hosts.is_unknown(host)]
         if self.attempt is None or 2 * len(places) > len(state.placement):  # it may be the driver that is cut off
             return
-        self.attempt.forget_pauses([rank for place in places for rank in ranks_of(place, state.job.workers_per_host)])
+        self.attempt.fall_silent([r for place in places for r in ranks_of(place, state.job.workers_per_host)], now)
 
     def _caught_up(self, now: Now) -> list[Event]:
         """How far the attempt was, for whoever has to know what is lost."""

@@ -4,7 +4,7 @@
 that began and never ended) counts. A slow step is not a hang, and stillness is judged where it can be seen, beside the
 ranks (`phalanx.run.judge.still`). Here it is held against time:
 
-- *stopped*: a rank is stopped (SIGSTOP) or dead, which is evidence enough after ten seconds.
+- *stopped*: a rank is stopped (SIGSTOP), dead, or nothing is heard of its host: evidence enough after ten seconds.
 - *hang*: nothing of the job has moved for longer than the limit: no step, no change of phase, and at no rank anything
   else. The limit is never below a minute (`LimitConfig.floor_s`); steps and pauses of the job itself widen it.
 - *long*: something moves, but no step has been made for so long that people should know. Nothing is done about it.
@@ -36,7 +36,7 @@ class LimitConfig(Config):
     """How long a job may make no step. All are seconds but `factor`."""
 
     floor_s: float = Field(
-        60.0, gt=0, description="nothing at all has to stand still for so long, at least, until it is a hang"
+        60.0, gt=0, description="everything has to stand still for so long, at least, until it is a hang"
     )
     factor: float = Field(3.0, gt=1, le=100, description="the same in usual step times; the longer of the two counts")
     margin_s: float = Field(2.5, ge=0, description="seconds added to those step times")
@@ -44,7 +44,9 @@ class LimitConfig(Config):
         300.0, gt=0, description="limit for the first step, in which libraries load and compile"
     )
     stopped_s: float = Field(
-        10.0, gt=0, description="limit where a rank is stopped or dead, which no pause of a healthy job explains"
+        10.0,
+        gt=0,
+        description="limit where a rank is stopped, dead or silent, which no pause of a healthy job explains",
     )
     phase_s: float = Field(
         1800.0, gt=0, description="limit in evaluation, checkpoints and the like, where the rank names none"
@@ -63,12 +65,12 @@ class Standing:
     """Where a job stands.
 
     Attributes:
-        kind: going on, a rank is stopped or dead, nothing moves, or ranks move but make no step for very long.
+        kind: going on, a rank is stopped, dead or silent, nothing moves, or ranks move but make no step for very long.
         quiet_s: since the last sign of life of any rank: a step, a change of phase, any movement.
         limit_s: the present limit.
         usual_s: the usual step time; None: not known yet.
         why: one line.
-        ranks: that are stopped or dead.
+        ranks: that are stopped, dead or silent.
     """
 
     kind: Literal["moving", "stopped", "hang", "long"]
@@ -112,7 +114,7 @@ class StepJudge:
         self._recurring_s = 0.0
         self._was_excused = False
         self._stopped: dict[int, float] = {}
-        """Since when ranks have been stopped, or dead."""
+        """Since when ranks have been stopped, dead or silent."""
         self._patience_s = self._config.patience_s
 
     @property
@@ -218,10 +220,11 @@ class StepJudge:
         else:
             self._left.discard(worker.rank)
 
-    def forget_pauses(self, ranks: Sequence[int]) -> None:
+    def fall_silent(self, ranks: Sequence[int], now_s: float) -> None:
         """Nothing is heard of these ranks: what they said that they do does not excuse the job any more."""
         for rank in ranks:
             self._drop_pause(rank)
+            self._stopped.setdefault(rank, now_s)
 
     def _drop_pause(self, rank: int) -> None:
         before = self._pauses.pop(rank, None)
@@ -258,7 +261,7 @@ class StepJudge:
         quiet_s, limit_s, usual_s = self._quiet_s(now_s), self._limit_s(), self.usual_s
         if stopped := self._stopped_ranks(now_s):
             limit_s, ranks = self._config.stopped_s, ", ".join(map(str, stopped[:8]))
-            why = f"rank {ranks} has been stopped or dead for {limit_s:g} s, and no step was made since"
+            why = f"rank {ranks} has been stopped, dead or silent for {limit_s:g} s, and no step was made since"
             return Standing("stopped", now_s - self._step_s, limit_s, usual_s, why, stopped)
         if not self._left and (pause := self._pause(now_s)) is not None:
             phase, left_s = pause
@@ -273,7 +276,7 @@ class StepJudge:
         return Standing("moving", quiet_s, limit_s, usual_s, "making steps" if self._steps else "before its first step")
 
     def _stopped_ranks(self, now_s: float) -> tuple[int, ...]:
-        """Ranks that have been stopped or dead for long enough, where no rank has made a step since."""
+        """Ranks that have been stopped, dead or silent for long enough, where no rank has made a step since."""
         limit_s = self._config.stopped_s
         if now_s - self._step_s < limit_s:
             return ()

@@ -40,8 +40,8 @@ class Traffic:
     """What the interfaces say.
 
     Attributes:
-        kind: not known (one host, or no traffic ever, or too short), as usual, less than usual (alert), none but steps
-            go on or the silence is still short (alert), none and no steps (recover).
+        kind: not known (one host, or no traffic ever, or too short), as usual, less than usual (alert), none but ranks
+            move or the silence is still short (alert), none and no steps (recover).
         share: of the usual rate; None: not known.
         hosts: those that declined most, or are silent.
         why: one line.
@@ -158,7 +158,7 @@ class TrafficJudge:
         if len(silent) < len(self._hosts):
             return Traffic("decline", None, silent, f"no traffic of {', '.join(silent)} for {needed_s:.0f} s")
         if quiet_s < needed_s:
-            return Traffic("quiet", 0.0, silent, f"no traffic for {needed_s:.0f} s, but the steps go on")
+            return Traffic("quiet", 0.0, silent, f"no traffic for {needed_s:.0f} s, but something moves")
         return Traffic("silent", 0.0, silent, f"no traffic of any host and no step for {needed_s:.0f} s")
 
     def _decline(self) -> Traffic:
