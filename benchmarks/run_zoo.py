@@ -37,6 +37,8 @@ WIDTH = 160
 """Of tables, where nobody watches a terminal."""
 
 _POLL_S = 0.2
+_BROKEN_MOST = 2
+"""A case that was broken so often is not begun again."""
 _HANG_S = 600.0
 """After so long a job that is to hang is ended, whatever it does."""
 
@@ -78,10 +80,8 @@ def main() -> int:
     with nothing_left(forget_pages, keep=options.keep) as work, busy(options.burn):
         campaign = Campaign(options, work, before, console)
         for choice in chosen:
-            if choice.hangs:
-                campaign.run_hangs(choice.hangs)
-            else:
-                campaign.run_healthy(choice.healthy)
+            campaign.run_healthy([case for case in choice.cases if isinstance(case, Healthy)])
+            campaign.run_hangs([case for case in choice.cases if isinstance(case, Hang)])
     results = [*before, *campaign.results]
     for table in tables(results):
         console.print(table)
@@ -114,37 +114,36 @@ class Campaign:
         self.results: list[Result] = []
 
     def run_healthy(self, cases: Sequence[Healthy]) -> None:
-        """Whichever has run least comes next, until the time is up."""
-        wanted_s, running = self._options.minutes * 60, list[Turn]()
-        spent = {case.name: 0.0 for case in cases}
-        for result in self._before:
-            if result.case in spent:
-                spent[result.case] += result.seconds
-        while cases and (running or sum(spent.values()) < wanted_s):
-            now_s = time.time()
-            going = {turn.case.name: now_s - turn.began_unix_s for turn in running}
-            is_time = sum(spent.values()) + sum(going.values()) < wanted_s
-            if is_time and len(running) < self._options.at_once:
-                case = min(cases, key=lambda case: spent[case.name] + going.get(case.name, -1.0))
-                running.append(self._begin(case, self._options.turn * 60))
+        """Whichever has had least of the time comes next, until the time is up."""
+        names, wanted_s = {case.name for case in cases}, self._options.minutes * 60
+        running: list[Turn] = []
+        while True:
+            mine = [result for result in (*self._before, *self.results) if result.case in names]
+            spent_s = sum(result.seconds for result in mine) + sum(turn.seconds for turn in running)
+            is_time = spent_s < wanted_s
+            able = [case for case in cases if not _is_given_up(case, mine)]
+            if is_time and able and len(running) < self._options.at_once:
+                had_s = dict.fromkeys(names, 0.0)
+                for one in (*mine, *running):
+                    had_s[one.case if isinstance(one, Result) else one.case.name] += max(one.seconds, 1.0)
+                running.append(self._begin(min(able, key=lambda case: had_s[case.name]), self._options.turn * 60))
+            if not running:
+                return
             for turn in [*running]:
                 turn.look()
                 if not is_time and not turn.is_stopping:
                     turn.stop()
                 if turn.is_over:
                     running.remove(turn)
-                    result = self._end(turn)
-                    # A job that fails at once counts for as much as it took, or it would come again and again.
-                    spent[result.case] += max(result.seconds, time.time() - turn.began_unix_s)
+                    self._end(turn, is_cut=not is_time and not turn.has_begun)
             time.sleep(_POLL_S)
 
     def run_hangs(self, cases: Sequence[Hang]) -> None:
         """Each once, or as often as is wanted."""
         done = [(result.case, result.is_busy) for result in self._before]
         is_busy = self._options.burn > 0
-        todo = [
-            case for case in cases for _ in range(self._options.repeat - done.count((case.name, is_busy)))
-        ]  # fmt: skip
+        wanted = {case.name: self._options.repeat - done.count((case.name, is_busy)) for case in cases}
+        todo = [case for number in range(self._options.repeat) for case in cases if number < wanted[case.name]]
         running: list[Turn] = []
         while todo or running:
             if todo and len(running) < self._options.at_once:
@@ -162,8 +161,12 @@ class Campaign:
         is_busy = self._options.burn > 0
         return Turn(case, folder, limit_s=limit_s, commit=self._commit, more=more, is_busy=is_busy)
 
-    def _end(self, turn: Turn) -> Result:
+    def _end(self, turn: Turn, *, is_cut: bool = False) -> None:
+        """Keep what became of a job; of one that was cut off before it had begun there is nothing to say."""
         result = turn.close()
+        if is_cut:
+            turn.forget(keep=self._options.keep)
+            return
         result.keep(self._options.folder)
         if result.outcome != "right":
             turn.explain(self._options.folder / "explained" / f"{result.case}-{int(result.began_unix_s * 1000)}")
@@ -173,7 +176,10 @@ class Campaign:
             words += f", {result.verdict} after {result.verdict_s:.1f} s, named {result.named}"
         self._console.print("; ".join([words, *result.problems]), soft_wrap=True, highlight=False, markup=False)
         turn.forget(keep=self._options.keep)
-        return result
+
+
+def _is_given_up(case: Healthy, results: Sequence[Result]) -> bool:
+    return [result.outcome for result in results if result.case == case.name].count("broken") >= _BROKEN_MOST
 
 
 @contextmanager
@@ -260,7 +266,9 @@ def listing() -> Table:
     for case in HEALTHY:
         table.add_row(case.name, " ".join(case.command), f"{case.pause_s:.0f} s", case.missing())
     for hang in HANGS:
-        table.add_row(hang.name, f"hanging.py {hang.kind}, {hang.hosts}x{hang.workers} ranks", "for ever", "")
+        what = hang.script.command[0] if hang.script is not None else "hanging.py"
+        runs = f"{what}, {hang.kind}, {hang.hosts}x{hang.workers} ranks"
+        table.add_row(hang.name, runs, "for ever", hang.missing())
     return table
 
 

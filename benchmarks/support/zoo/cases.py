@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
@@ -60,6 +60,10 @@ class Hang:
         guilty: who is to be named where anybody is; empty: nobody can be.
         is_sure: whether the guilty have to be named, as evidence tells them from the others.
         within_s: from the moment that it happens to the verdict.
+        script: that a signal reaches; None: `hanging.py`.
+        before: steps that come first, from which the usual one is known; of a script that makes none, seconds.
+        is_in_pause: it happens some seconds after the script has begun one of its pauses.
+        more: arguments of `hanging.py`.
     """
 
     name: str
@@ -69,6 +73,14 @@ class Hang:
     within_s: float = OTHERWISE_S
     hosts: int = 2
     workers: int = 1
+    script: Healthy | None = None
+    before: int = 40
+    is_in_pause: bool = False
+    more: tuple[str, ...] = ()
+
+    def missing(self) -> str:
+        """As of a healthy script."""
+        return self.script.missing() if self.script is not None else ""
 
 
 def own(script: str) -> Callable[[Path], None]:
@@ -187,6 +199,8 @@ LEFT_OUT = {
 }
 """Scripts of `SHARED` that cannot run unmodified on a CPU, and why."""
 
+_BY_NAME = {case.name: case for case in HEALTHY}
+
 HANGS: Sequence[Hang] = (
     Hang("stopped", "sigstop", within_s=SIGNAL_S),
     Hang("stopped-first", "sigstop", guilty=(0,), within_s=SIGNAL_S),
@@ -200,6 +214,12 @@ HANGS: Sequence[Hang] = (
     Hang("all-sleep", "sleep", guilty=()),
     Hang("loader-stuck", "loader"),
     Hang("loaders-stuck", "loaders", guilty=()),
+    Hang("deadlock-slow-steps", "deadlock", before=6, more=("--pace", "5")),
+    Hang("stopped-hugging-face", "sigstop", within_s=SIGNAL_S, script=_BY_NAME["hugging-face"]),
+    Hang("stopped-in-pause", "sigstop", within_s=SIGNAL_S, script=_BY_NAME["measure"], is_in_pause=True),
+    Hang("killed-in-pause", "sigkill", within_s=SIGNAL_S, script=_BY_NAME["measure"], is_in_pause=True),
+    Hang("stopped-silent", "sigstop", within_s=SIGNAL_S, script=_BY_NAME["silent"], before=20),
+    Hang("stopped-nanogpt", "sigstop", (0,), True, SIGNAL_S, hosts=1, script=_BY_NAME["nanogpt"]),
 )
 
 
@@ -211,9 +231,8 @@ class Choice:
         left_out: names, and why.
     """
 
-    healthy: list[Healthy] = field(default_factory=list)
-    hangs: list[Hang] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)
+    cases: list[Healthy | Hang]
+    left_out: dict[str, str]
 
 
 def choose(names: Sequence[str], *, hangs: bool) -> Choice:
@@ -225,8 +244,6 @@ def choose(names: Sequence[str], *, hangs: bool) -> Choice:
     known = [case.name for case in (HANGS if hangs else HEALTHY)]
     if wrong := [name for name in names if name not in known]:
         raise ValueError(f"there is no case {wrong[0]!r}; there are {', '.join(known)}")
-    if hangs:
-        return Choice(hangs=[case for case in HANGS if not names or case.name in names])
-    chosen = [case for case in HEALTHY if not names or case.name in names]
-    left_out = {case.name: case.missing() for case in chosen if case.missing()}
-    return Choice(healthy=[case for case in chosen if case.name not in left_out], left_out=left_out)
+    wanted = [case for case in (HANGS if hangs else HEALTHY) if not names or case.name in names]
+    left_out = {case.name: why for case in wanted if (why := case.missing())}
+    return Choice([case for case in wanted if case.name not in left_out], left_out)

@@ -30,9 +30,10 @@ _LOOK_S = 2.0
 """Between looks at the journal, and for ranks that are new."""
 _START_S = 240.0
 """Within so long a job makes its first step, on a machine that is busy too."""
-_BEFORE = 40
-"""Steps before a hang, from which the usual one is known."""
 _AHEAD = 15
+"""Steps from when a script is told to hang until it does: no rank has come so far when the word is there."""
+_PAUSE_S = 5.0
+"""Without a step: a pause has begun."""
 _RESUME_S = 60.0
 _STOP_S = 60.0
 
@@ -95,12 +96,13 @@ class Pages:
     Attributes:
         steps: most that a rank has made in one attempt.
         longest_s: time without a step of a rank.
+        quiet_s: since the last step of any.
     """
 
     def __init__(self, job: Job, kept: Path) -> None:
         self._job, self._kept = job, kept
         self._pages: dict[int, Path] = {}
-        self.steps, self.longest_s = 0, 0.0
+        self.steps, self.longest_s, self.quiet_s = 0, 0.0, 0.0
 
     def find(self) -> None:
         """Ranks that are there now; where their pages are is written down for whoever clears up."""
@@ -118,7 +120,7 @@ class Pages:
 
     def look(self) -> int:
         """What they say; the step of the rank that has made fewest, 0 where none has."""
-        now_ns, least = time.monotonic_ns(), []
+        now_ns, least, quiet_s = time.monotonic_ns(), [], []
         for path in self._pages.values():
             said = read_progress(path)
             if said is None or said.step_ended_ns < 0:
@@ -126,7 +128,9 @@ class Pages:
             least.append(said.steps_here)
             self.steps = max(self.steps, said.steps_here)
             if os.path.exists(f"/proc/{said.pid}"):  # noqa: PTH110 - many times a second
-                self.longest_s = max(self.longest_s, (now_ns - said.step_ended_ns) / 1e9, said.step_took_ns / 1e9)
+                quiet_s.append((now_ns - said.step_ended_ns) / 1e9)
+                self.longest_s = max(self.longest_s, quiet_s[-1], said.step_took_ns / 1e9)
+        self.quiet_s = min(quiet_s, default=0.0)
         return min(least, default=0)
 
 
@@ -182,13 +186,15 @@ class Turn:
         self.job.__enter__()
 
     def _prepare(self, case: Healthy | Hang) -> list[str]:
-        if isinstance(case, Healthy):
-            case.prepare(self._work)
-            return [str(self._work / case.command[0]), *case.command[1:]]
+        script = case if isinstance(case, Healthy) else case.script
+        if script is not None:
+            script.prepare(self._work)
+            return [str(self._work / script.command[0]), *script.command[1:]]
+        assert isinstance(case, Hang)
         own("hanging.py")(self._work)
         kind = "none" if case.kind.startswith("sig") else case.kind
         rank = str(case.guilty[0] if case.guilty else 0)
-        return [str(self._work / "hanging.py"), kind, "--rank", rank, "--when", str(self._now)]
+        return [str(self._work / "hanging.py"), kind, "--rank", rank, "--when", str(self._now), *case.more]
 
     @property
     def _now(self) -> Path:
@@ -197,7 +203,7 @@ class Turn:
     def look(self) -> None:
         """See how far it is, and do what is due."""
         least, now_s = self._pages.look(), time.monotonic()
-        if isinstance(self.case, Hang) and least >= _BEFORE and not self._is_told:
+        if isinstance(self.case, Hang) and not self._is_told and self._is_time(self.case, least):
             self._happen(least)
         if now_s - self._looked_s >= _LOOK_S:
             self._looked_s = now_s
@@ -210,6 +216,16 @@ class Turn:
             self.is_over = now_s - self._stopped_s > _STOP_S
         elif self._is_enough(now_s):
             self.stop()
+
+    @property
+    def seconds(self) -> float:
+        """Since its ranks were started."""
+        return 0.0 if self.signs.began_s is None else time.time() - self.signs.began_s
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has made a step, or there is anything to say of it."""
+        return bool(self._pages.steps or self.signs.alarms or self.seconds > 60)
 
     @property
     def is_stopping(self) -> bool:
@@ -230,6 +246,11 @@ class Turn:
             return True
         return signs.verdict() is not None and 2 in signs.running
 
+    def _is_time(self, case: Hang, step: int) -> bool:
+        if case.script is not None and not case.script.steps:
+            return self.seconds > case.before
+        return step >= case.before and (not case.is_in_pause or self._pages.quiet_s > _PAUSE_S)
+
     def _happen(self, step: int) -> None:
         """Have it hang."""
         case = self.case
@@ -237,7 +258,7 @@ class Turn:
         self._is_told = True
         if not case.kind.startswith("sig"):
             aside = self._now.with_name("soon")
-            aside.write_text(str(step + _AHEAD))
+            aside.write_text(str(step + min(_AHEAD, case.before)))
             aside.rename(self._now)
             return
         pid = self.job.rank_pid(case.guilty[0])
