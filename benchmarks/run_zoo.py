@@ -39,11 +39,11 @@ WIDTH = 160
 _POLL_S = 0.2
 _BROKEN_MOST = 2
 """A case that was broken so often is not begun again."""
-_HANG_S = 600.0
-"""After so long a job that is to hang is ended, whatever it does."""
+_EACH_S = 600.0
+"""After so long a job that is run once is ended, whatever it does."""
 
 
-def read_options() -> argparse.Namespace:
+def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few cases only, healthy ones and hangs")
     parser.add_argument("--hangs", action="store_true", help="hangs instead of healthy scripts")
@@ -59,7 +59,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings for phalanx run")
     parser.add_argument("--keep", action="store_true", help="keep the folders of the jobs")
     parser.add_argument("--list", action="store_true", help="name all cases and end")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def main() -> int:
@@ -81,7 +81,7 @@ def main() -> int:
         campaign = Campaign(options, work, before, console)
         for choice in chosen:
             campaign.run_healthy([case for case in choice.cases if isinstance(case, Healthy)])
-            campaign.run_hangs([case for case in choice.cases if isinstance(case, Hang)])
+            campaign.run_each([case for case in choice.cases if isinstance(case, Hang)])
     results = [*before, *campaign.results]
     for table in tables(results):
         console.print(table)
@@ -138,7 +138,7 @@ class Campaign:
                     self._end(turn, is_cut=not is_time and not turn.has_begun)
             time.sleep(_POLL_S)
 
-    def run_hangs(self, cases: Sequence[Hang]) -> None:
+    def run_each(self, cases: Sequence[Healthy | Hang]) -> None:
         """Each once, or as often as is wanted."""
         done = [(result.case, result.is_busy) for result in self._before]
         is_busy = self._options.burn > 0
@@ -147,7 +147,7 @@ class Campaign:
         running: list[Turn] = []
         while todo or running:
             if todo and len(running) < self._options.at_once:
-                running.append(self._begin(todo.pop(0), _HANG_S))
+                running.append(self._begin(todo.pop(0), _EACH_S))
             for turn in [*running]:
                 turn.look()
                 if turn.is_over:

@@ -1,6 +1,6 @@
 """Gradient accumulation: each step has many micro-batches, and only the last one is synchronised (``no_sync``).
 
-torchrun --nproc-per-node 2 accumulates.py 100 --micro 256
+torchrun --nproc-per-node 2 accumulates.py 100 --micro 128
 """
 
 import argparse
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("steps", type=int)
-    parser.add_argument("--micro", type=int, default=256, help="micro-batches in a step")
+    parser.add_argument("--micro", type=int, default=128, help="micro-batches in a step")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())

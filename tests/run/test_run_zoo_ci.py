@@ -16,9 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from run_zoo import Campaign, read_options
 from support.zoo.cases import HANGS, HEALTHY, Hang, Healthy, own
 from support.zoo.signs import Signs
-from support.zoo.turns import Result, Turn, forget_pages, read_results
+from support.zoo.turns import Result, forget_pages, read_results
 
 from phalanx.run.journal import Entry
 
@@ -34,55 +35,63 @@ SHORT = {
     "silent": ("silent.py", "--minutes", "0.3", "--seconds", "8"),
 }
 OTHERS = {
-    "nanogpt": ("--max_iters=60", "--eval_interval=30", "--eval_iters=100"),
-    "language-model": ("--epochs", "1"),
+    "nanogpt": ("--max_iters=60", "--eval_interval=30", "--eval_iters=40"),
 }
 """Arguments after those of the case: the last one counts."""
-CI_HANGS = ("stopped", "killed")
-HEALTHY_S, HANG_S = 200.0, 200.0
-
-
-def run(case: Healthy | Hang, folder: Path, limit_s: float) -> Result:
-    """One job, from its start to its result; nothing of it is left."""
-    turn = Turn(case, folder / "job", limit_s=limit_s)
-    try:
-        while not turn.is_over:
-            turn.look()
-            time.sleep(0.1)
-    finally:
-        result = turn.close()
-        forget_pages(folder)
-    assert turn.job.processes() == []
-    return result
+CI_HANGS = ("stopped", "killed", "deadlock")
+AT_ONCE = 3
 
 
 def healthy(name: str) -> Healthy:
     case = next(case for case in HEALTHY if case.name == name)
-    command = SHORT.get(name) or (*case.command, *OTHERS[name])
-    return replace(case, command=command)
+    return replace(case, command=SHORT.get(name) or (*case.command, *OTHERS[name]))
+
+
+FAILS = Healthy("fails", ("silent.py", "--no-such-option"), own("silent.py"), steps=False)
+HEALTHY_HERE = [healthy(name) for name in (*SHORT, *OTHERS)]
+HANGS_HERE = [case for case in HANGS if case.name in CI_HANGS]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    """All of them side by side, by their names: so each runs on a busy machine, and none waits for another's hang."""
+    folder = tmp_path_factory.mktemp("zoo")
+    options = read_options(["--at-once", str(AT_ONCE), "--folder", str(folder / "results")])
+    cases = [*HANGS_HERE, *(case for case in HEALTHY_HERE if not case.missing()), FAILS]
+    try:
+        campaign = Campaign(options, folder, [])
+        campaign.run_each(sorted(cases, key=lambda case: case.name != "deadlock"))  # the longest one first
+        return {result.case: result for result in campaign.results}
+    finally:
+        forget_pages(folder)
+        for pid in named(str(folder)):
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*SHORT, *OTHERS])
-def test_a_healthy_script_is_left_alone(name: str, tmp_path: Path) -> None:
-    case = healthy(name)
+@pytest.mark.parametrize("case", HEALTHY_HERE, ids=lambda case: case.name)
+def test_a_healthy_script_is_left_alone(case: Healthy, results: dict[str, Result]) -> None:
     if why := case.missing():
         pytest.skip(why)
-    result = run(case, tmp_path, HEALTHY_S)
+    result = results[case.name]
     assert result.problems == []
     assert (result.outcome, result.alarms, result.attempts, result.status) == ("right", [], 1, 0)
-    if name in SHORT and case.steps:
+    if case.name in SHORT and case.steps:
         assert result.pause_s > 5, "the pause was not seen, so nothing was tried"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CI_HANGS)
-def test_a_hang_is_found_and_the_guilty_rank_named(name: str, tmp_path: Path) -> None:
-    case = next(case for case in HANGS if case.name == name)
-    result = run(case, tmp_path, HANG_S)
+@pytest.mark.parametrize("case", HANGS_HERE, ids=lambda case: case.name)
+def test_a_hang_is_found_and_the_guilty_rank_named(case: Hang, results: dict[str, Result]) -> None:
+    result = results[case.name]
     assert result.problems == []
     assert result.outcome == "right" and result.named == list(case.guilty)
     assert result.verdict_s is not None and 0 <= result.verdict_s < case.within_s
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_by_itself_is_not_taken_for_a_false_alarm(results: dict[str, Result]) -> None:
+    assert results["fails"].outcome == "broken"
 
 
 @pytest.mark.slow
@@ -120,12 +129,6 @@ def is_rank(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().startswith("phalanx rank")
     return False
-
-
-@pytest.mark.slow
-def test_a_script_that_fails_by_itself_is_not_taken_for_a_false_alarm(tmp_path: Path) -> None:
-    case = Healthy("fails", ("silent.py", "--no-such-option"), own("silent.py"), steps=False)
-    assert run(case, tmp_path, HEALTHY_S).outcome == "broken"
 
 
 # What is read out of a journal

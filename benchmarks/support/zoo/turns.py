@@ -28,12 +28,12 @@ PAGES = "phalanx-pages-"
 
 _LOOK_S = 2.0
 """Between looks at the journal, and for ranks that are new."""
-_START_S = 240.0
-"""Within so long a job makes its first step, on a machine that is busy too."""
 _AHEAD = 15
 """Steps from when a script is told to hang until it does: no rank has come so far when the word is there."""
 _PAUSE_S = 5.0
 """Without a step: a pause has begun."""
+_NO_STEP_S = 300.0
+"""A script that has made no step for so long shows nothing."""
 _RESUME_S = 60.0
 _STOP_S = 60.0
 
@@ -321,7 +321,8 @@ class Turn:
         allowed = (STOPPED,) if self._stopped_s is not None else ()
         if status not in (0, *allowed):
             problems.append(f"status {status}: {signs.reason or self.job.output[-500:]}")
-        if self.case.steps and not self._pages.steps:
+        is_done = self._stopped_s is None or self.seconds > _NO_STEP_S
+        if self.case.steps and not self._pages.steps and is_done:
             problems.append("no step was seen")
         return problems
 
