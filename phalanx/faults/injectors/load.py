@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from fractions import Fraction
 
 from phalanx.faults.agenda import Order
 from phalanx.faults.injectors.base import Act, RefusedError, Surroundings
@@ -36,14 +35,13 @@ def log_lines(order: Order, around: Surroundings) -> Act:
 
 
 def evaluation(order: Order, around: Surroundings) -> Act:
-    """Compute for a while, as an evaluation does between two steps: through functions that are not always the same."""
+    """Compute for a while, as an evaluation does between two steps."""
     seconds = _length(order)
 
     def act() -> None:
-        end_s, total = time.monotonic() + seconds, Fraction(0)
+        end_s, total = time.monotonic() + seconds, 0.0
         while time.monotonic() < end_s:
-            for index in range(1, 1000):  # the frames of these functions are not disguised, as those of a model are not
-                total = (total + Fraction(index, 7)) % 11
+            total += sum(index**0.5 for index in range(10_000))
 
     return act
 
