@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-VERSION = 1
+VERSION = 2
 """Both sides have to speak the same."""
 
 MAX_FRAME_BYTES = 1 << 20

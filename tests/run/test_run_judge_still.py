@@ -46,7 +46,7 @@ def grown(field: str, per_look: float, **given: object) -> Change:
 
 def at(*places: tuple[Frame, ...], **given: object) -> Change:
     """The stacks come in turn, with so much CPU time as goes by."""
-    turn = grown("cpu_s", LOOK_S)
+    turn = grown("main_cpu_s", LOOK_S)
     return lambda number, sample: replace(turn(number, sample), frames=places[number % len(places)], **given)  # type: ignore[arg-type]
 
 
@@ -65,13 +65,18 @@ EVALUATES = [
         ("sleeps, or waits for a lock", lambda _, sample: sample, "libc.so.6"),
         ("waits in a collective", lambda _, sample: replace(sample, frames=WAITS), ""),
         ("waits in a collective and prints that it does", grown("output_bytes", 100, frames=WAITS), ""),
-        ("waits in backward, where threads of torch wake up now and then", grown("cpu_s", 0.02, frames=BACKWARD), ""),
+        (
+            "waits in backward, where threads of torch wake up now and then",
+            grown("main_cpu_s", 0.02, frames=BACKWARD),
+            "",
+        ),
         ("goes round in one line", at(*lines(31)), ""),
         ("goes round in three lines of a function", at(*lines(31, 32, 33)), ""),
         ("goes round, as Python is a library", at(*lines(31, 32)), "libpython3.11.so.1.0"),
         ("polls here and there, and sleeps in between", lambda n, s: replace(s, frames=lines(1, 2, 3)[n % 3]), ""),
         ("polls in two functions", lambda n, s: replace(s, frames=[*lines(1), *lines(1, function="ask")][n % 2]), ""),
         ("spins for a GPU that waits for a peer", at(*lines(31), uses_gpu=True, is_gpu_active=False), "libcuda.so.1"),
+        ("a thread of NCCL spins", grown("threads_cpu_s", 5.0, uses_gpu=True, is_gpu_active=False), "libc.so.6"),
         ("spins in a collective of a GPU", at(WAITS, uses_gpu=True, is_gpu_active=False), "libnccl.so.2"),
         ("others use the wire of its host", grown("wire_bytes", 1e9), ""),
         ("others use the disk of its host", grown("disk_bytes", 1e9), ""),
@@ -87,7 +92,7 @@ def test_it_stands_still(name: str, change: Change, native: str | None) -> None:
     ("name", "change", "native"),
     [
         ("evaluates", at(*EVALUATES), ""),
-        ("evaluates on a busy machine", lambda n, s: replace(at(*EVALUATES)(n, s), cpu_s=0.3 * n), ""),
+        ("evaluates on a busy machine", lambda n, s: replace(at(*EVALUATES)(n, s), main_cpu_s=0.3 * n), ""),
         ("one call of numpy takes minutes", at(*lines(31)), "libscipy_openblas64_-32a4b2a6.so"),
         ("computes a backward pass on CPUs", at(BACKWARD), "libtorch_cpu.so"),
         ("computes, and nobody may look at its stack", at(None), None),  # type: ignore[arg-type]
@@ -100,9 +105,17 @@ def test_it_stands_still(name: str, change: Change, native: str | None) -> None:
         ("its data loaders compute", grown("children_cpu_s", 1.0), ""),
         ("a compiler that it has started computes", grown("children_cpu_s", 4.0), ""),
         ("waits for a disk that works", grown("disk_bytes", 1e8, state="D"), ""),
-        ("moves bytes in a collective", lambda n, s: replace(s, frames=WAITS, wire_bytes=10**8 * n, cpu_s=0.3 * n), ""),
+        (
+            "moves bytes in a collective",
+            lambda n, s: replace(s, frames=WAITS, wire_bytes=10**8 * n, main_cpu_s=0.3 * n),
+            "",
+        ),
         ("is in one collective, then in the next", lambda n, s: replace(s, frames=WAITS[:1] * (1 + n)), ""),
-        ("saves beside a collective", grown("cpu_s", 4.0, frames=WAITS), ""),
+        ("saves beside a collective", grown("main_cpu_s", 4.0, frames=WAITS), ""),
+        ("gets no core at all", lambda n, s: replace(s, frames=BACKWARD, main_wants_core=True), ""),
+        ("sleeps until its own threads have computed", grown("threads_cpu_s", 1.0), "libc.so.6"),
+        ("its children get no core", lambda n, s: replace(s, children_want_core=True), ""),
+        ("is in backward, and hardly gets a core", grown("main_cpu_s", 0.4, frames=BACKWARD), ""),
         ("saves to a file system that nobody can see", lambda _, sample: replace(sample, frames=SAVES), ""),
     ],
 )
@@ -136,10 +149,10 @@ def test_movement_is_asked_for_once_it_is_needed() -> None:
 
     rank = RankStillness(native)
     for number in range(20):
-        rank.observe(Sample(number * LOOK_S, cpu_s=number * LOOK_S, frames=EVALUATES[number % 7]))
+        rank.observe(Sample(number * LOOK_S, main_cpu_s=number * LOOK_S, frames=EVALUATES[number % 7]))
     assert not asked
     for number in range(20, 40):
-        rank.observe(Sample(number * LOOK_S, cpu_s=number * LOOK_S, frames=SLEEPS))
+        rank.observe(Sample(number * LOOK_S, main_cpu_s=number * LOOK_S, frames=SLEEPS))
     assert 0 < len(asked) <= 20
 
 
@@ -147,7 +160,7 @@ SAMPLES = st.builds(
     Sample,
     st.floats(0, 1e6),
     st.sampled_from(["R", "S", "D", "T", "t", "Z", "?"]),
-    *[st.floats(0, 1e6)] * 2,
+    *[st.floats(0, 1e6), st.booleans()] * 3,
     *[st.integers(0, 10**12)] * 5,
     st.booleans(),
     st.sampled_from([None, True, False]),

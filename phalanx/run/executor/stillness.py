@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from phalanx.core.kernel_files import PROC, read_text
+from phalanx.core.kernel_files import PROC, list_folder, read_text
 from phalanx.core.process_table import Process, descendants, processes
 from phalanx.run.executor.stacks import Start, native_library, py_spy_program, stacks_of
 from phalanx.run.judge.stack_text import Frame, main_stack
@@ -30,6 +30,8 @@ GPU_WORKS = 0.02
 
 _STACKS_S = 2.0
 _NATIVE_S = 10.0
+_READY_LOOKS = 4
+_READY_S = 0.02
 _SECTOR_BYTES = 512
 _GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render")
 
@@ -119,13 +121,18 @@ class StillnessWatch:
             return None
         below = descendants(table, [one.pid])
         cpu_s, ended_s, file_bytes, rss_bytes = _counters(one.pid)
+        main_s, waited_s, main_waited_s = _scheduled_s(one.pid, self.proc)
+        ready = _ready([one.pid], self.proc)
         rss_bytes += sum(_counters(pid)[3] for pid in below)
-        ticks_per_s = os.sysconf("SC_CLK_TCK")
         return Sample(
             at_s=self.clock(),
             state=process.state,
-            cpu_s=cpu_s + _waited_for_core_s(one.pid, self.proc),
-            children_cpu_s=ended_s + sum(table[pid].cpu_ticks for pid in below) / ticks_per_s,
+            main_cpu_s=main_s + main_waited_s,
+            main_wants_core=one.pid in ready,
+            threads_cpu_s=cpu_s - main_s + waited_s - main_waited_s,
+            threads_want_core=bool(ready - {one.pid}),
+            children_cpu_s=ended_s + sum(self._cpu_s(table[pid]) for pid in below),
+            children_want_core=bool(_ready([pid for pid in below if table[pid].state == "R"], self.proc)),
             output_bytes=one.output_bytes,
             file_bytes=file_bytes,
             rss_bytes=rss_bytes,
@@ -135,6 +142,10 @@ class StillnessWatch:
             is_gpu_active=is_gpu_active,
             frames=self._frames(one),
         )
+
+    def _cpu_s(self, process: Process) -> float:
+        """What a process has used, and for how long it would have liked to."""
+        return process.cpu_ticks / os.sysconf("SC_CLK_TCK") + _scheduled_s(process.pid, self.proc)[1]
 
     def _frames(self, one: QuietRank) -> tuple[Frame, ...] | None:
         until_s = time.monotonic() + _STACKS_S
@@ -167,10 +178,32 @@ def _counters(pid: int) -> tuple[float, float, int, int]:
     return 0.0, 0.0, 0, 0
 
 
-def _waited_for_core_s(pid: int, proc: Path) -> float:
-    """For how long the main thread has been ready to run while others had the cores; 0 where it is not told."""
-    words = (read_text(proc / str(pid) / "schedstat") or "").split()
-    return int(words[1]) * 1e-9 if len(words) >= 2 and words[1].isdigit() else 0.0
+def _scheduled_s(pid: int, proc: Path) -> tuple[float, float, float]:
+    """What the main thread has used; for how long all threads, and that one, were ready while others had the cores.
+
+    All zero where the kernel does not tell.
+    """
+    used_s = main_s = waited_s = 0.0
+    for task in list_folder(proc / str(pid) / "task"):
+        words = (read_text(task / "schedstat") or "").split()
+        if len(words) >= 2 and words[0].isdigit() and words[1].isdigit():
+            waited_s += int(words[1]) * 1e-9
+            if task.name == str(pid):
+                used_s, main_s = int(words[0]) * 1e-9, int(words[1]) * 1e-9
+    return used_s, waited_s, main_s
+
+
+def _ready(pids: Sequence[int], proc: Path) -> frozenset[int]:
+    """Threads of these processes that run or could run, at each of some looks in short succession."""
+    ready = [task for pid in pids for task in list_folder(proc / str(pid) / "task")]
+    for _ in range(_READY_LOOKS):
+        if ready := [task for task in ready if _is_ready(task)]:
+            time.sleep(_READY_S)
+    return frozenset(int(task.name) for task in ready)
+
+
+def _is_ready(task: Path) -> bool:
+    return (read_text(task / "stat") or "").rpartition(")")[2].split()[:1] == ["R"]
 
 
 def _disk_bytes(proc: Path) -> int:

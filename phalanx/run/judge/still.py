@@ -4,7 +4,7 @@ No step for a while is no hang. A rank moves when any of this is seen between tw
 
 - its main thread is in code where it has not been since its last step;
 - it computes: it wants 5 % of a core or more, and goes through several places in the code, or one call of a compiled
-  library takes long, or its children compute (data loaders, compilers);
+  library takes long, or its other threads or its children compute (data loaders, compilers);
 - its GPU reads or writes its memory (a kernel that only waits for a peer keeps a GPU "100 % busy", but moves nothing);
 - it writes output, reads or writes files, its memory grows, or the disk works for which it waits;
 - it waits in a collective, and bytes of that are on the wire;
@@ -30,9 +30,6 @@ LOOK_S = 5.0
 
 COMPUTES = 0.05
 """Share of a core that a rank wants which computes; what sleeps or waits uses less."""
-
-BESIDE = 0.2
-"""The same for other threads of a rank whose main thread waits in a collective."""
 
 _MOVES_BYTES = 0.01
 """Share of a core that moving bytes over sockets takes at least."""
@@ -70,8 +67,10 @@ class Sample:
     Attributes:
         at_s: when, of any clock.
         state: of the process, as in /proc.
-        cpu_s: CPU time of the process, and for how long its main thread has waited for a core.
-        children_cpu_s: CPU time of its descendants, those that have ended too.
+        main_cpu_s: CPU time of the main thread, and for how long it was ready to run while others had the cores.
+        main_wants_core: it is ready and stays so, or runs: on a busy machine it may get no core for seconds.
+        threads_cpu_s, threads_want_core: the same of its other threads.
+        children_cpu_s, children_want_core: the same of its descendants, and CPU time of those that have ended.
         output_bytes: that it has written to its standard output and error.
         file_bytes: that it has read and written.
         rss_bytes: resident memory of it and its descendants.
@@ -84,8 +83,12 @@ class Sample:
 
     at_s: float
     state: str = "S"
-    cpu_s: float = 0.0
+    main_cpu_s: float = 0.0
+    main_wants_core: bool = False
+    threads_cpu_s: float = 0.0
+    threads_want_core: bool = False
     children_cpu_s: float = 0.0
+    children_want_core: bool = False
     output_bytes: int = 0
     file_bytes: int = 0
     rss_bytes: int = 0
@@ -144,15 +147,18 @@ class RankStillness:
         if now.is_gpu_active:
             return "its GPU works"
         elapsed_s = max(now.at_s - before.at_s, 1e-3)
-        if (now.children_cpu_s - before.children_cpu_s) / elapsed_s >= COMPUTES:
+        if _share(now.children_want_core, now.children_cpu_s - before.children_cpu_s, elapsed_s) >= COMPUTES:
             return "its children compute"
         if now.state == "D" and (now.disk_bytes - before.disk_bytes) / elapsed_s >= _DISK_BYTES_PER_S:
             return "the disk that it waits for works"
-        share = (now.cpu_s - before.cpu_s) / elapsed_s
+        main = _share(now.main_wants_core, now.main_cpu_s - before.main_cpu_s, elapsed_s)
+        threads = _share(now.threads_want_core, now.threads_cpu_s - before.threads_cpu_s, elapsed_s)
         if now.frames and waits_for_peers(now.frames):
             wire_rate = (now.wire_bytes - before.wire_bytes) / elapsed_s
-            return _beside(now, share, wire_rate)
-        return self._output(before, now) or self._computes(now, share) or self._is_patient(now, elapsed_s)
+            return _beside(now, main + threads, wire_rate)
+        if threads >= COMPUTES and not _waits_for_gpu(now):
+            return "its threads compute"
+        return self._output(before, now) or self._computes(now, main) or self._is_patient(now, elapsed_s)
 
     def _is_patient(self, now: Sample, elapsed_s: float) -> str:
         """What may well take long of itself; not for ever."""
@@ -190,11 +196,16 @@ def _first_look(sample: Sample) -> str:
     return "" if sample.state in _STOPPED else "was not looked at before"
 
 
+def _share(wants_core: bool, used_s: float, elapsed_s: float) -> float:
+    """Of a core that is wanted."""
+    return 1.0 if wants_core else used_s / elapsed_s
+
+
 def _beside(now: Sample, share: float, wire_rate: float) -> str:
     """What a rank does whose main thread waits in a collective; on a GPU it may do so by spinning."""
     if share >= _MOVES_BYTES and wire_rate >= _WIRE_BYTES_PER_S:
         return "bytes are on the wire"
-    return "computes beside" if share >= BESIDE and not now.uses_gpu else ""
+    return "computes beside" if share >= COMPUTES and not now.uses_gpu else ""
 
 
 def _waits_for_gpu(now: Sample) -> bool:

@@ -1,0 +1,181 @@
+"""Real processes are looked at as a host looks at its ranks that make no step."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from phalanx.run.executor.stillness import QuietRank, StillnessWatch
+from phalanx.run.messages import Accelerator
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+
+LOOKS = 4
+BETWEEN_S = 0.4
+"""Of real time, for which the clock of the watch goes two seconds on."""
+
+SLEEPS = "import time\nprint(1, flush=True)\ntime.sleep(600)"
+SPINS = "print(1, flush=True)\nwhile True:\n    pass"
+WALKS = """
+def a(n): return sum(i * i for i in range(n))
+def b(n): return sorted(range(n), key=lambda i: -i)
+def c(n): return [str(i) for i in range(n)]
+print(1, flush=True)
+while True:
+    for step in (a, b, c):
+        step(200_000)
+"""
+CHILD = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+print(1, flush=True)
+child.wait()
+"""
+WRITES = "out = open('/dev/null', 'wb', 0)\nprint(1, flush=True)\nwhile True:\n    out.write(bytes(1 << 20))"
+
+
+@contextmanager
+def script(text: str) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert process.stdout is not None and process.stdout.read(1) == b"1"
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def still_s(
+    process: subprocess.Popen[bytes], watch: StillnessWatch, clock: Clock, looks: int = LOOKS, printed: int = 0
+) -> float:
+    for number in range(looks):
+        watch.look([QuietRank(0, process.pid, (1, 2), printed * number)], 0)
+        time.sleep(BETWEEN_S)
+        clock.now_s += 2.0
+    clock.now_s -= 2.0
+    return watch.still_s(0, (1, 2))
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def watch(clock: Clock) -> StillnessWatch:
+    return StillnessWatch(clock=clock)
+
+
+def needs_py_spy(watch: StillnessWatch) -> None:
+    if watch.program is None:
+        pytest.skip("py-spy is not installed")
+
+
+@pytest.mark.parametrize("text", [SLEEPS, SPINS], ids=["sleeps", "spins"])
+def test_what_sleeps_or_goes_round_in_one_place_stands_still(text: str, watch: StillnessWatch, clock: Clock) -> None:
+    needs_py_spy(watch)
+    with script(text) as process:
+        assert still_s(process, watch, clock) == 2.0 * (LOOKS - 1)
+
+
+@pytest.mark.parametrize("text", [WALKS, CHILD, WRITES], ids=["walks", "child", "writes"])
+def test_what_computes_or_writes_moves(text: str, watch: StillnessWatch, clock: Clock) -> None:
+    with script(text) as process:
+        assert still_s(process, watch, clock) <= 2.0
+
+
+THREADS = """
+import os, threading
+def sort():
+    while True:
+        list(range(1000)).sort()
+os.nice(19)
+for _ in range(3):
+    threading.Thread(target=sort).start()
+print(1, flush=True)
+threading.Event().wait()
+"""
+
+
+def test_who_wants_a_core_and_gets_none_does_not_stand_still(watch: StillnessWatch, clock: Clock) -> None:
+    """Its main thread waits for others, and these for a core that other processes have."""
+    with script(THREADS) as process, script(WALKS), script(WALKS), script(WALKS):
+        assert still_s(process, watch, clock) <= 2.0
+
+
+def test_output_is_movement(watch: StillnessWatch, clock: Clock) -> None:
+    with script(SLEEPS) as process:
+        assert still_s(process, watch, clock, printed=10) == 0.0
+
+
+def test_a_long_call_of_a_compiled_library_moves(watch: StillnessWatch, clock: Clock) -> None:
+    needs_py_spy(watch)
+    pytest.importorskip("numpy")
+    text = "import numpy as np\na = np.random.rand(4000, 4000)\nprint(1, flush=True)\nwhile True:\n    np.linalg.svd(a)"
+    with script(text) as process:
+        assert still_s(process, watch, clock) <= 2.0
+
+
+def test_where_stacks_cannot_be_read_cpu_time_is_movement(clock: Clock) -> None:
+    watch = StillnessWatch(program=None, clock=clock)
+    with script(SPINS) as process:
+        assert still_s(process, watch, clock) == 0.0
+    with script(SLEEPS) as process:
+        assert still_s(process, watch, clock) == 2.0 * (LOOKS - 1)
+
+
+def test_a_stopped_process_stands_still_and_its_stack_is_read_all_the_same(watch: StillnessWatch, clock: Clock) -> None:
+    with script(WALKS) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        assert still_s(process, watch, clock) == 2.0 * (LOOKS - 1)
+
+
+def test_another_pause_is_looked_at_anew_and_who_makes_steps_again_is_forgotten(
+    watch: StillnessWatch, clock: Clock
+) -> None:
+    with script(SLEEPS) as process:
+        assert still_s(process, watch, clock) > 0
+        assert watch.still_s(0, (3, 4)) == -1.0 == watch.still_s(1, (1, 2))
+        watch.look([QuietRank(0, process.pid, (3, 4))], 0)
+        assert watch.still_s(0, (3, 4)) == 0.0
+        watch.look([], 0)
+        assert watch.still_s(0, (3, 4)) == -1.0
+
+
+def test_a_process_that_is_gone_is_nothing_to_look_at(watch: StillnessWatch) -> None:
+    with script(SLEEPS) as process:
+        pid = process.pid
+    watch.look([QuietRank(0, pid, ())], 0)
+
+
+@pytest.mark.parametrize(("activity", "found"), [((-1.0,), None), ((0.0, 0.3), True), ((0.0, 0.01), False), ((), None)])
+def test_a_gpu_works_when_its_memory_is_used(activity: tuple[float, ...], found: bool | None) -> None:
+    devices = [Accelerator("H100", 80 << 30, utilisation=1.0, memory_activity=share) for share in activity]
+    watch = StillnessWatch(lambda: devices, program=None)
+    assert watch._is_gpu_active() is found
+
+
+def test_counters_that_the_kernel_does_not_give_say_nothing(clock: Clock, tmp_path: Path) -> None:
+    with script(SLEEPS) as process:
+        folder = tmp_path / str(process.pid)
+        folder.mkdir()
+        shutil.copy(f"/proc/{process.pid}/stat", folder / "stat")
+        watch = StillnessWatch(program=None, proc=tmp_path, clock=clock)
+        assert still_s(process, watch, clock) == 2.0 * (LOOKS - 1)
