@@ -156,7 +156,7 @@ def _language(name: str, more: str, **rest: object) -> Healthy:
 HEALTHY: Sequence[Healthy] = (
     _nanogpt("nanogpt", "--compile=False --max_iters=2000 --eval_interval=250 --eval_iters=200", pause_s=15),
     _nanogpt(
-        "nanogpt-compiled", "--compile=True --max_iters=1000 --eval_interval=250 --eval_iters=200", programs=("g++",)
+        "nanogpt-compiled", "--compile=True --max_iters=1000 --eval_interval=250 --eval_iters=20", programs=("g++",)
     ),
     _nanogpt(
         "nanogpt-accumulates",
