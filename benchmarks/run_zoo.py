@@ -206,7 +206,7 @@ def summary(results: Sequence[Result]) -> Iterator[dict[str, object]]:
             "broken": sum(result.outcome == "broken" for result in mine),
             "hours": sum(result.seconds for result in mine) / 3600,
             "steps": sum(result.steps for result in mine),
-            "alarms": sum(len(result.alarms) for result in mine),
+            "alarms": sum(len(result.alarms) for result in mine if result.outcome != "broken"),
             "pause_s": max(result.pause_s for result in mine),
             "status": sorted({result.status for result in mine}, key=str),
             "problems": [problem for result in mine for problem in result.problems],
@@ -238,7 +238,8 @@ def tables(results: Sequence[Result]) -> Iterator[Table]:
         for row in healthy:
             status = ", ".join(map(str, row["status"]))  # type: ignore[call-overload]
             cells = (row["case"], row["jobs"], f"{row['hours']:.2f}", row["steps"], row["alarms"], status)
-            table.add_row(*map(str, cells), f"{row['pause_s']:.0f} s", _first(row["problems"]))
+            broken = f"{row['broken']} broken: " if row["broken"] else ""
+            table.add_row(*map(str, cells), f"{row['pause_s']:.0f} s", broken + _first(row["problems"]))
         hours, alarms = (sum(row[name] for row in healthy) for name in ("hours", "alarms"))  # type: ignore[misc]
         table.caption = f"{hours:.2f} hours, {alarms} alarms"
         yield table

@@ -1,6 +1,6 @@
 """A deep model that torch.compile works on for a minute or so before its first step, and again when the batch changes.
 
-torchrun --nproc-per-node 2 compiles.py 400 --layers 24
+torchrun --nproc-per-node 2 compiles.py 400 --layers 12
 """
 
 import argparse
@@ -26,7 +26,7 @@ class Block(nn.Module):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("steps", type=int)
-    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--layers", type=int, default=12)
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(0)

@@ -21,7 +21,7 @@ def network(inputs, outputs):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("steps", type=int)
-    parser.add_argument("--every", type=int, default=400)
+    parser.add_argument("--every", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=15.0, help="that scoring samples takes")
     options = parser.parse_args()
     dist.init_process_group("gloo")

@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 lightning_fit.py 10
 """
 
 import argparse
+import os
 
 import lightning
 import torch
@@ -41,7 +42,7 @@ def main():
     trainer = lightning.Trainer(
         max_epochs=options.epochs,
         accelerator="cpu",
-        devices="auto",
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         strategy="ddp",
         callbacks=[
             lightning.pytorch.callbacks.ModelCheckpoint(monitor="val_loss", save_last=True),

@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_json
 from phalanx.core.progress import read_progress
@@ -26,15 +24,16 @@ from support.zoo.signs import STOPPED, Signs
 PAGES = "phalanx-pages-"
 """How the folder of a host's progress pages is called; it is in memory, and a host that is killed leaves it."""
 
+_RANK = "phalanx rank"
+"""How processes of ranks are called."""
+
 _LOOK_S = 2.0
 """Between looks at the journal, and for ranks that are new."""
 _AHEAD = 15
 """Steps from when a script is told to hang until it does: no rank has come so far when the word is there."""
 _PAUSE_S = 5.0
 """Without a step: a pause has begun."""
-_NO_STEP_S = 300.0
-"""A script that has made no step for so long shows nothing."""
-_RESUME_S = 60.0
+_RESUME_S = 150.0
 _STOP_S = 60.0
 
 
@@ -99,29 +98,30 @@ class Pages:
         quiet_s: since the last step of any.
     """
 
-    def __init__(self, job: Job, kept: Path) -> None:
-        self._job, self._kept = job, kept
-        self._pages: dict[int, Path] = {}
+    def __init__(self, folder: Path) -> None:
+        self._mark, self._kept = f"TMPDIR={folder / 'tmp'}\0".encode(), folder / "pages"
+        self._pages: set[Path] = set()
+        self._folders: set[Path] = set()
         self.steps, self.longest_s, self.quiet_s = 0, 0.0, 0.0
 
     def find(self) -> None:
         """Ranks that are there now; where their pages are is written down for whoever clears up."""
-        self._pages = {}
-        for process in self._job.processes():
-            with contextlib.suppress(psutil.Error, OSError):
-                if not Path(f"/proc/{process.pid}/comm").read_text().startswith("phalanx rank"):
-                    continue
-                for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
-                    if PAGES in line:
-                        self._pages[process.pid] = Path(line.split(maxsplit=5)[5])
-        folders = "".join(f"{folder}\n" for folder in sorted({page.parent for page in self._pages.values()}))
-        if folders and (not self._kept.exists() or self._kept.read_text() != folders):
-            self._kept.write_text(folders)
+        self._pages = set()
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                # The name first: there are few ranks, and the environment of all processes is a lot to read.
+                if (entry / "comm").read_text().startswith(_RANK) and self._mark in (entry / "environ").read_bytes():
+                    maps = (entry / "maps").read_text().splitlines()
+                    self._pages.update(Path(line.split(maxsplit=5)[5]) for line in maps if PAGES in line)
+        folders = {page.parent for page in self._pages}
+        if not folders <= self._folders:
+            self._folders |= folders
+            self._kept.write_text("".join(f"{folder}\n" for folder in sorted(self._folders)))
 
     def look(self) -> int:
         """What they say; the step of the rank that has made fewest, 0 where none has."""
         now_ns, least, quiet_s = time.monotonic_ns(), [], []
-        for path in self._pages.values():
+        for path in self._pages:
             said = read_progress(path)
             if said is None or said.step_ended_ns < 0:
                 continue
@@ -175,7 +175,7 @@ class Turn:
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
         environ = {"PYTHONPATH": paths, "TMPDIR": str(folder / "tmp"), "HF_HUB_OFFLINE": "1"}
         self.job = Job(self._work, ["--show", "0", *hosts, *more, "--", *command], environ)
-        self._pages = Pages(self.job, folder / "pages")
+        self._pages = Pages(folder)
         self._began_s = time.monotonic()
         self.began_unix_s = time.time()
         self._looked_s = 0.0
@@ -286,7 +286,7 @@ class Turn:
         hang = isinstance(self.case, Hang)
         problems = self._of_hang(status) if hang else self._of_healthy(status)
         is_broken = not signs.attempts or (not hang and status in (1, 2) and not signs.blamed_hosts())
-        is_broken |= hang and self.happened_s is None
+        is_broken |= hang and self.happened_s is None and not signs.alarms
         verdict = signs.verdict()
         return Result(
             case=self.case.name,
@@ -321,8 +321,8 @@ class Turn:
         allowed = (STOPPED,) if self._stopped_s is not None else ()
         if status not in (0, *allowed):
             problems.append(f"status {status}: {signs.reason or self.job.output[-500:]}")
-        is_done = self._stopped_s is None or self.seconds > _NO_STEP_S
-        if self.case.steps and not self._pages.steps and is_done:
+        # One that was stopped may have been compiling all the time, on a machine that is busy enough.
+        if self.case.steps and not self._pages.steps and self._stopped_s is None:
             problems.append("no step was seen")
         return problems
 
@@ -330,7 +330,8 @@ class Turn:
         assert isinstance(self.case, Hang)
         case, signs, problems = self.case, self.signs, []
         if self.happened_s is None:
-            return [f"it never came to it; status {status}: {signs.reason or self.job.output[-500:]}"]
+            alarms = [sign.words(signs.began_s or 0.0) for sign in signs.causes()]
+            return [f"it never came to it; status {status}: {signs.reason or self.job.output[-500:]}", *alarms]
         early = [sign for sign in signs.causes() if sign.unix_s < self.happened_s]
         problems += [f"before it: {sign.words(self.happened_s)}" for sign in early]
         verdict = signs.verdict()
