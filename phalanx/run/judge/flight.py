@@ -267,7 +267,8 @@ def _extent(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     newest = max(done, default=-1)
     if not done and last - first < _LONGEST_RING:  # what a dump of what is active leaves out between its entries is done
         newest = next((order for order in range(last, first, -1) if order not in here), -1)
-    oldest_is_done = bool(done) and min(done) == first
+    oldest = min(_bundles(entries), key=min, default=[])
+    oldest_is_done = bool(oldest) and entries[oldest[-1]].get("state") == "completed"
     is_long = bool(done) or (newest < 0 and len(orders) >= _SHORTEST_RING)
     return {
         "newest_completed": newest,

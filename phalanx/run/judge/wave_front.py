@@ -28,6 +28,9 @@ _IN_STEP = frozenset(
 )
 """None ends on any rank before it has begun on all."""
 
+_AT_ONCE = 4
+"""Transfers that a rank may launch before it waits for the first of them: both ways with both neighbours."""
+
 
 @dataclass(frozen=True)
 class Blame:
@@ -145,6 +148,11 @@ class _WaveFront:
         self._heads = self._first_blocked()
         for group in self._groups:
             self._fronts += self._transfers(group)
+        self._frozen = dict(self._frozen_records())
+        for front in self._fronts:
+            for rank in front.waiting.keys() & self._frozen.keys():
+                del front.waiting[rank]  # what it seems to wait in may be done
+        self._fronts = [front for front in self._fronts if front.waiting]
         self._waits: dict[int, list[_Front]] = defaultdict(list)
         for front in self._fronts:
             for rank in front.waiting:
@@ -205,9 +213,15 @@ class _WaveFront:
         """Order of the first launch of each rank that is not done and held up the next ones."""
         heads = {}
         for rank, record in self._records.items():
-            pending = [one.order for part in record.parts.values() for one in part.launches if not one.is_done]
-            heads[rank] = min((order for order in pending if order > record.passed), default=-1)
+            pending = [one for part in record.parts.values() for one in part.launches if not one.is_done]
+            heads[rank] = min((one.order for one in pending if not self._is_passed(record, one)), default=-1)
         return heads
+
+    @staticmethod
+    def _is_passed(record: FlightRecord, launch: Launch) -> bool:
+        """Whether the rank went on without it."""
+        at_once = _AT_ONCE if launch.transfers else 1
+        return launch.order + at_once <= record.passed
 
     def _transfers(self, group: _Group) -> Iterator[_Front]:
         pairs: dict[tuple[int, int], tuple[list[Launch], list[Launch]]] = defaultdict(lambda: ([], []))
@@ -252,13 +266,13 @@ class _WaveFront:
     # Judgement
 
     def blame(self) -> Blame:
-        if not self._waits:
+        if not self._waits and not self._frozen:
             return self._who_is_behind()
         guilty: dict[int, str] = {}
-        for found in (self._strangers(), self._frozen_records(), self._not_begun(), self._never_came()):
+        for found in (self._strangers(), self._frozen.items(), self._not_begun(), self._never_came()):
             for rank, why in found:
                 guilty.setdefault(rank, why)
-        for found in (self._without_record, self._idle):
+        for found in (self._without_record, self._held_by_none):
             explained = self._explained(guilty)
             for rank, why in list(found(explained)):
                 guilty.setdefault(rank, why)
@@ -332,13 +346,18 @@ class _WaveFront:
                 for rank in front.unknown - self._records.keys() - self._silent:
                     yield rank, f"left no record, and all others have come to {front.name} of {front.group}"
 
-    def _idle(self, explained: Collection[int]) -> Iterator[tuple[int, str]]:
-        """Who is waited for and has nothing under way that holds it up."""
+    def _held_by_none(self, explained: Collection[int]) -> Iterator[tuple[int, str]]:
+        """Who is waited for, and what it has under way did not hold it up, or is done on all others."""
         for front in self._fronts:
             if not explained >= front.waiting.keys():
-                for rank in front.absent:
-                    if self._heads.get(rank, 0) < 0:
+                for rank in front.absent - self._silent:
+                    if not any(self._holds(one, rank) for one in self._waits[rank]):
                         yield rank, self._absent(front)
+
+    def _holds(self, front: _Front, rank: int) -> bool:
+        """Whether a rank may wait in this for others."""
+        waits = bool(front.stops() - {rank}) or self._is_stuck(front) or rank in front.group.cut
+        return waits and not self._is_passed(self._records[rank], front.waiting[rank])
 
     def _explained(self, guilty: Iterable[int]) -> set[int]:
         """All who wait for these, through whomever."""
@@ -359,7 +378,6 @@ class _WaveFront:
         """All have come, nobody waits elsewhere, and it does not end."""
         return (
             front.is_full
-            and not front.group.cut.intersection(front.waiting)
             and not front.ended
             and not front.late
             and front.waiting.keys() >= set(front.members)
@@ -376,7 +394,8 @@ class _WaveFront:
                 words.append(f"{_ranks(calls)} called {' and '.join(sorted(set(calls.values())))} as {front.name} of {front.group}")
         known = {*guilty, *self._silent}
         for front in self._fronts:
-            if self._is_stuck(front) and not known.union(possible) & set(front.members):
+            is_cut = front.group.cut.intersection(front.waiting)
+            if self._is_stuck(front) and not is_cut and not known.union(possible) & set(front.members):
                 possible |= set(front.members)
                 words.append(f"{_ranks(front.members)} have all come to {front.name} of {front.group}, and it does not end")
         left = self._waits.keys() - self._explained({*guilty, *possible})
