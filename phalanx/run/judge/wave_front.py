@@ -252,12 +252,18 @@ class _WaveFront:
         yield _Front(name, group, both, {rank: alone[0]}, {peer} if is_known else nobody, nobody if is_known else {peer})  # type: ignore[arg-type]
 
     def _find_late(self) -> None:
-        """Ranks that have launched something, and wait in something else before it."""
+        """Ranks that have launched something, and by their records are still at something before it."""
         for front in self._fronts:
-            if not front.absent and not front.unknown:
-                for rank, launch in front.waiting.items():
-                    if 0 <= self._heads[rank] < launch.order and not self._is_behind(front, rank):
-                        front.late.add(rank)
+            front.late |= self._frozen.keys() & set(front.members)
+            if not front.is_full:
+                continue
+            first = next(iter(front.waiting.values()))
+            if not first.transfers:
+                behind = {rank: one for rank in front.group.pending if (one := front.group.front(rank)) is not None}
+                front.late |= {rank for rank, one in behind.items() if one.number < first.number}
+            for rank, launch in front.waiting.items():
+                if 0 <= self._heads[rank] < launch.order and not self._is_behind(front, rank):
+                    front.late.add(rank)
 
     def _is_behind(self, front: _Front, rank: int) -> bool:
         """Whether what holds up the rank is of this very group."""
