@@ -71,8 +71,17 @@ class Job:
 
 
 def megatron(
-    tp: int, pp: int, dp: int, ep: int, *, layers: int = 1, micro_batches: int = 3, steps: int = 2, batched: bool = False,
-    overlap: bool = False, moe_sync: bool = True,
+    tp: int,
+    pp: int,
+    dp: int,
+    ep: int,
+    *,
+    layers: int = 1,
+    micro_batches: int = 3,
+    steps: int = 2,
+    batched: bool = False,
+    overlap: bool = False,
+    moe_sync: bool = True,
 ) -> Job:
     """1F1B over stages of transformer layers with experts; rank = (stage * dp + replica) * tp + part."""
     count = tp * pp * dp
@@ -152,13 +161,23 @@ class _Stage:
     def forward(self) -> list[Do]:
         done = self.tensor("broadcast") if self.stage == 0 else []
         for _ in range(self.layers):
-            done += [*self.tensor("_all_gather_base"), Do("kernel"), *self.tensor("_reduce_scatter_base"), *self.experts()]
+            done += [
+                *self.tensor("_all_gather_base"),
+                Do("kernel"),
+                *self.tensor("_reduce_scatter_base"),
+                *self.experts(),
+            ]
         return done
 
     def backward(self) -> list[Do]:
         done: list[Do] = []
         for _ in range(self.layers):
-            done += [*self.experts(), *self.tensor("_all_gather_base"), Do("kernel"), *self.tensor("_reduce_scatter_base")]
+            done += [
+                *self.experts(),
+                *self.tensor("_all_gather_base"),
+                Do("kernel"),
+                *self.tensor("_reduce_scatter_base"),
+            ]
         if self.overlap:
             done += self.call("DATA_PARALLEL_GROUP", "_reduce_scatter_base", 64, tag="gradients")
         return done
@@ -301,7 +320,11 @@ class Run:
             if item.do.kind == "kernel":
                 item.done = True
             elif item.do.kind == "join":
-                if any(not one.done for one in self.launched[rank][: self._at[rank]] if one.do.tag == item.do.tag and one.do.kind != "join"):
+                if any(
+                    not one.done
+                    for one in self.launched[rank][: self._at[rank]]
+                    if one.do.tag == item.do.tag and one.do.kind != "join"
+                ):
                     break
                 item.done = True
             elif not item.do.tag and not item.done:
@@ -314,7 +337,10 @@ class Run:
         for item in self.launched[rank]:
             if item.reached and not item.begun and item.do.kind in ("call", "move"):
                 before = [
-                    one for lane in self._lanes_of(rank, item.do) for one in self._lanes[rank, lane] if one.place < item.place
+                    one
+                    for lane in self._lanes_of(rank, item.do)
+                    for one in self._lanes[rank, lane]
+                    if one.place < item.place
                 ]
                 if all(one.done for one in before):
                     item.begun = moved = True
@@ -365,6 +391,10 @@ class Run:
                         found |= {m for m in members if (item.do.group, m, item.number) not in self._by_number}
         return found
 
+    def is_idle(self, rank: int) -> bool:
+        """It has nothing under way."""
+        return all(item.done for item in self.launched[rank])
+
     def dump(
         self, rank: int, *, ring: int = 2000, timing: bool = False, only_active: bool = False, made_before: int = 0
     ) -> dict[str, Any] | None:
@@ -373,7 +403,9 @@ class Run:
         if fault is not None and fault.kind == "dead":
             return None
         used = {item.do.group for item in self.launched[rank]}
-        groups = {name: members for name, members in self.job.groups.members.items() if rank in members and name in used}
+        groups = {
+            name: members for name, members in self.job.groups.members.items() if rank in members and name in used
+        }
         config = {
             name: {"name": name, "desc": self.job.groups.descriptions[name], "ranks": str(list(members))}
             for name, members in groups.items()

@@ -20,14 +20,11 @@ from typing import Any, NamedTuple
 
 _TRANSFER = re.compile(r"(?P<what>send|recv) (?P<own>\d{1,9})(?:->|<-)(?P<peer>\d{1,9})")
 _SAME_SIZE = frozenset(
-    "all_reduce broadcast _broadcast_oop reduce _reduce_oop _all_gather_base _reduce_scatter_base".split()
+    ["all_reduce", "broadcast", "_broadcast_oop", "reduce", "_reduce_oop", "_all_gather_base", "_reduce_scatter_base"]
 )
 """All ranks have to give as many values; of the others each may give what it likes."""
 
-_KEPT = (
-    "record_id pg_id process_group collective_seq_id p2p_seq_id profiling_name state is_p2p input_sizes input_dtypes "
-    "time_discovered_started_ns seq_id"
-).split()
+_KEPT = ["record_id", "pg_id", "process_group", "collective_seq_id", "p2p_seq_id", "profiling_name", "state", "is_p2p", "input_sizes", "input_dtypes", "time_discovered_started_ns", "seq_id"]
 _MOST_RANKS = 1 << 20
 _SHORTEST_RING = 1000  # of entries, that anybody is likely to have chosen
 _LONGEST_RING = 10_000_000
@@ -161,7 +158,9 @@ def read_record(dump: Mapping[str, Any], texts: MemberTexts) -> FlightRecord:
     for name, group in ids.items():
         part = found.parts.setdefault(group, Part())
         part.status = statuses.get(name)
-        part.is_unused = not part.launches and name not in statuses and len(statuses) == len(_dict(dump, "pg_status")) > 0
+        part.is_unused = (
+            not part.launches and name not in statuses and len(statuses) == len(_dict(dump, "pg_status")) > 0
+        )
         _settle(part, found.passed, here if extent["is_active"] else set(), statuses.get(name, (-1, -1)))
     return found
 
@@ -175,7 +174,7 @@ def condense(dump: Mapping[str, Any], most_entries: int = 1 << 30) -> dict[str, 
             was not done is counted as ``left_out``.
     """
     entries = dump["entries"]
-    extent = _extent(entries)
+    extent = dump["extent"] if "extent" in dump else _extent(entries)
     kept: dict[tuple[str, bool], list[int]] = defaultdict(list)
     newest: dict[tuple[str, bool], int] = {}
     for bundle in _bundles(entries):
@@ -185,7 +184,7 @@ def condense(dump: Mapping[str, Any], most_entries: int = 1 << 30) -> dict[str, 
         else:
             kept[key] += bundle
     places = _thin(list(kept.values()), most_entries)
-    left_out = sum(map(len, kept.values())) - len(places)
+    left_out = dump.get("left_out", 0) + sum(map(len, kept.values())) - len(places)
     texts = MemberTexts()
     config = {
         name: {"name": one.get("name", name), "desc": one.get("desc", ""), "ranks": texts.text(one.get("ranks", ""))}
@@ -210,7 +209,9 @@ def _thin(groups: Sequence[Sequence[int]], most: int) -> list[int]:
 
 
 def _slim(entry: Mapping[str, Any], place: int) -> dict[str, Any]:
-    return {"record_id": _order(entry, place)} | {key: entry[key] for key in _KEPT if key in entry and entry[key] is not None}
+    return {"record_id": _order(entry, place)} | {
+        key: entry[key] for key in _KEPT if key in entry and entry[key] is not None
+    }
 
 
 def _bundles(entries: Sequence[Mapping[str, Any]]) -> list[list[int]]:
@@ -265,7 +266,9 @@ def _extent(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     done = [order for order, entry in zip(orders, entries, strict=True) if entry.get("state") == "completed"]
     first, last, here = min(orders, default=-1), max(orders, default=-1), set(orders)
     newest = max(done, default=-1)
-    if not done and last - first < _LONGEST_RING:  # what a dump of what is active leaves out between its entries is done
+    if (
+        not done and last - first < _LONGEST_RING
+    ):  # what a dump of what is active leaves out between its entries is done
         newest = next((order for order in range(last, first, -1) if order not in here), -1)
     oldest = min(_bundles(entries), key=min, default=[])
     oldest_is_done = bool(oldest) and entries[oldest[-1]].get("state") == "completed"

@@ -23,8 +23,7 @@ from dataclasses import dataclass, field
 from phalanx.run.judge.flight import FlightRecord, GroupId, Launch, MemberTexts, Part
 
 _IN_STEP = frozenset(
-    "all_reduce all_gather _all_gather_base reduce_scatter _reduce_scatter_base all_to_all all_to_all_single barrier "
-    "all_reduce_barrier".split()
+    ["all_reduce", "all_gather", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base", "all_to_all", "all_to_all_single", "barrier", "all_reduce_barrier"]
 )
 """None ends on any rank before it has begun on all."""
 
@@ -171,7 +170,9 @@ class _WaveFront:
             named = texts.ranks(group.members)
             members = tuple(rank for rank in named if rank in self._ranks) or tuple(sorted(parts[group]))
             if len(members) > 1 and any(part.launches or part.status for part in parts[group].values()):
-                yield _Group(group, members, {rank: part for rank, part in parts[group].items() if rank in members}, cut)
+                yield _Group(
+                    group, members, {rank: part for rank, part in parts[group].items() if rank in members}, cut
+                )
 
     def _collectives(self, group: _Group) -> Iterator[_Front]:
         fronts: dict[int, dict[int, Launch]] = defaultdict(dict)
@@ -241,7 +242,9 @@ class _WaveFront:
         matched = min(len(sends), len(receives))
         if matched:
             yield _Front(name, group, both, {sender: sends[0], receiver: receives[0]})
-        rank, peer, alone = (sender, receiver, sends[matched:]) if len(sends) > matched else (receiver, sender, receives[matched:])
+        rank, peer, alone = (
+            (sender, receiver, sends[matched:]) if len(sends) > matched else (receiver, sender, receives[matched:])
+        )
         if not alone:
             return
         # A short send may be done before it is received: a receive that other work holds up tells nothing of its sender.
@@ -249,7 +252,9 @@ class _WaveFront:
             return
         nobody: frozenset[int] = frozenset()
         is_known = peer in self._records
-        yield _Front(name, group, both, {rank: alone[0]}, {peer} if is_known else nobody, nobody if is_known else {peer})  # type: ignore[arg-type]
+        yield _Front(
+            name, group, both, {rank: alone[0]}, {peer} if is_known else nobody, nobody if is_known else {peer}
+        )  # type: ignore[arg-type]
 
     def _find_late(self) -> None:
         """Ranks that have launched something, and by their records are still at something before it."""
@@ -315,7 +320,9 @@ class _WaveFront:
             for rank, pending in group.pending.items():
                 first = group.front(rank)
                 assert first is not None
-                done, other = max(((done, other) for other, done in group.done.items() if other != rank), default=(-1, -1))
+                done, other = max(
+                    ((done, other) for other, done in group.done.items() if other != rank), default=(-1, -1)
+                )
                 helped = [one for one in pending if first.number < one.number <= done and one.name in _IN_STEP]
                 if helped:
                     yield (
@@ -331,7 +338,10 @@ class _WaveFront:
                 waits = [rank for rank, one in front.waiting.items() if one.is_started]
                 for rank in front.waiting:
                     if waits and rank not in waits:
-                        yield rank, f"has launched {front.name} of {front.group} and its GPU has not begun it, {_ranks(waits)} have"
+                        yield (
+                            rank,
+                            f"has launched {front.name} of {front.group} and its GPU has not begun it, {_ranks(waits)} have",
+                        )
 
     def _never_came(self) -> Iterator[tuple[int, str]]:
         """Who is waited for and has nothing under way."""
@@ -397,13 +407,17 @@ class _WaveFront:
         for front, calls in self._mismatches():
             if not possible.union(guilty) & calls.keys():
                 possible |= calls.keys()
-                words.append(f"{_ranks(calls)} called {' and '.join(sorted(set(calls.values())))} as {front.name} of {front.group}")
+                words.append(
+                    f"{_ranks(calls)} called {' and '.join(sorted(set(calls.values())))} as {front.name} of {front.group}"
+                )
         known = {*guilty, *self._silent}
         for front in self._fronts:
             is_cut = front.group.cut.intersection(front.waiting)
             if self._is_stuck(front) and not is_cut and not known.union(possible) & set(front.members):
                 possible |= set(front.members)
-                words.append(f"{_ranks(front.members)} have all come to {front.name} of {front.group}, and it does not end")
+                words.append(
+                    f"{_ranks(front.members)} have all come to {front.name} of {front.group}, and it does not end"
+                )
         left = self._waits.keys() - self._explained({*guilty, *possible})
         edges = {rank: {to for front in self._waits[rank] for to in front.stops()} & left for rank in left}
         for circle in _sinks(edges):
