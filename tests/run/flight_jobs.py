@@ -1,8 +1,8 @@
 """Jobs that hang, as NCCL sees them: each rank runs its program, some stop at some place, and all leave dumps.
 
-A host launches instruction after instruction until it has to wait for its GPU. A GPU runs kernels and collectives of its
-stream in order; each group has a stream of its own, and each pair of ranks that exchange without a batch. What is said of
-a job here is only what these rules say: the run goes on until nothing moves.
+A host launches instruction after instruction until it has to wait for its GPU. A GPU runs kernels and collectives of
+its stream in order; each group has a stream of its own, and each pair of ranks that exchange without a batch. What is
+said of a job here is only what these rules say: the run goes on until nothing moves.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def megatron(
             groups.make("EXPERT_MODEL_PARALLEL_GROUP", flat[at : at + ep])
     programs = []
     for one in range(count):
-        stage, rest = divmod(one, dp * tp)
+        stage = one // (dp * tp)
         make = _Stage(groups, one, stage, pp, dp * tp, layers, batched, overlap, moe_sync)
         program: list[Do] = []
         for _ in range(steps):
@@ -258,11 +258,11 @@ class Run:
         self._at = [0 for _ in job.ranks]  # of the stream
         self._lanes: dict[tuple[int, Any], list[_Item]] = {}
         self._by_number: dict[tuple[Any, int, int], _Item] = {}
-        while any([self._turn(rank) for rank in job.ranks]):
+        while sum(self._turn(rank) for rank in job.ranks):  # all of them, each time
             pass
 
     def _turn(self, rank: int) -> bool:
-        return any([self._host(rank), self._stream(rank), self._begin(rank), self._end(rank)])
+        return sum((self._host(rank), self._stream(rank), self._begin(rank), self._end(rank))) > 0
 
     def _host(self, rank: int) -> bool:
         moved, program, fault = False, self.job.programs[rank], self.faults.get(rank)
@@ -385,10 +385,9 @@ class Run:
         found: set[int] = set()
         for rank in self.job.ranks:
             for item in self.launched[rank]:
-                if item.begun and not item.done:
-                    if item.do.kind == "call":
-                        members = self.job.groups.members[item.do.group]
-                        found |= {m for m in members if (item.do.group, m, item.number) not in self._by_number}
+                if item.begun and not item.done and item.do.kind == "call":
+                    members = self.job.groups.members[item.do.group]
+                    found |= {m for m in members if (item.do.group, m, item.number) not in self._by_number}
         return found
 
     def is_idle(self, rank: int) -> bool:

@@ -166,6 +166,15 @@ def test_a_healthy_job_blames_nobody(rank: int, steps: int) -> None:
 # Cases
 
 
+def stopped(job: Job, rank: int, kind: str = "host") -> Run:
+    """The rank stops in the middle, at the first place where it has nothing under way and another one waits for it."""
+    for at in range(len(job.programs[rank]) // 2, len(job.programs[rank])):
+        run = Run(job, [Fault(rank, at, kind)])
+        if run.struck and run.is_idle(rank) and rank in run.waited_for():
+            return run
+    raise AssertionError("there is no such place")
+
+
 def other(job: Job, rank: int, at: int, *instead: Do) -> Job:
     """The rank does something else at one place."""
     program = job.programs[rank]
@@ -178,7 +187,7 @@ def other(job: Job, rank: int, at: int, *instead: Do) -> Job:
 @pytest.mark.parametrize("rank", [0, 3, 7])
 def test_who_calls_something_else_is_named(instead: dict[str, Any], rank: int) -> None:
     job = data_parallel(8)
-    at = 11
+    at = 12
     assert job.programs[rank][at].kind == "call"
     run = Run(other(job, rank, at, replace(job.programs[rank][at], **instead)))
     found = judged(dumps_of(run), 8)
@@ -187,13 +196,13 @@ def test_who_calls_something_else_is_named(instead: dict[str, Any], rank: int) -
 
 @pytest.mark.parametrize("rank", [0, 5])
 def test_who_skips_a_collective_is_named(rank: int) -> None:
-    run = Run(other(data_parallel(8), rank, 11))
+    run = Run(other(data_parallel(8), rank, 12))
     assert run.has_hung() and tuple(judged(dumps_of(run), 8).guilty) == (rank,)
 
 
 def test_of_two_that_call_different_things_neither_is_named() -> None:
     job = data_parallel(2)
-    run = Run(other(job, 1, 11, replace(job.programs[1][11], size=(7,))))
+    run = Run(other(job, 1, 12, replace(job.programs[1][12], size=(7,))))
     found = judged(dumps_of(run), 2)
     assert not found.guilty and found.possible == (0, 1)
 
@@ -227,7 +236,7 @@ def test_who_waits_for_another_in_another_group_is_innocent() -> None:
 
 
 def test_ids_are_of_each_rank_alone() -> None:
-    run = Run(megatron(2, 2, 2, 2), [Fault(5, 30, "host")])
+    run = stopped(megatron(2, 2, 2, 2), 5)
     dumps = {rank: run.dump(rank, made_before=rank) for rank in run.job.ranks}
     assert tuple(judged(dumps, 8).guilty) == (5,)
 
@@ -236,7 +245,7 @@ def test_ids_are_of_each_rank_alone() -> None:
 
 
 def as_text(dump: Mapping[str, Any]) -> bytes:
-    """As torch writes JSON: numbers of `pg_status` as text, 0 for times not known, and no entries where there are none."""
+    """As torch writes JSON: `pg_status` as text, 0 for unknown times, and no entries where there are none."""
     status = {key: {name: str(value) for name, value in one.items()} for key, one in dump["pg_status"].items()}
     entries = [
         entry | {"time_discovered_started_ns": entry["time_discovered_started_ns"] or 0} for entry in dump["entries"]
@@ -245,7 +254,7 @@ def as_text(dump: Mapping[str, Any]) -> bytes:
 
 
 def test_text_dumps_say_the_same() -> None:
-    run = Run(megatron(2, 2, 2, 2), [Fault(5, 30, "empty")])
+    run = stopped(megatron(2, 2, 2, 2), 5, "empty")
     dumps = dumps_of(run)
     texts = {
         rank: parse_dump(as_text({k: v for k, v in dump.items() if v or k != "entries"} | {"entries": dump["entries"]}))
@@ -259,7 +268,7 @@ def test_text_dumps_say_the_same() -> None:
 @pytest.mark.parametrize("version", ["2.1", "2.4", "2.10"])
 def test_versions_differ_in_what_they_leave_out(version: str) -> None:
     missing = {"2.1": ("pg_status", "is_p2p", "thread_name"), "2.4": ("thread_name",), "2.10": ()}[version]
-    run = Run(megatron(2, 2, 2, 2), [Fault(5, 30, "host")])
+    run = stopped(megatron(2, 2, 2, 2), 5)
     dumps = {}
     for rank, dump in dumps_of(run).items():
         entries = [{key: value for key, value in entry.items() if key not in missing} for entry in dump["entries"]]
@@ -293,9 +302,9 @@ def test_no_record_is_too_wild(value: Any) -> None:
 
 
 def test_what_is_sent_is_small_and_keeps_the_front() -> None:
-    run = Run(data_parallel(4, steps=400), [Fault(2, 3000, "host")])
+    run = Run(data_parallel(4, steps=400), [Fault(2, 3501, "host")])
     dumps = dumps_of(run)
-    assert all(len(dump["entries"]) > 1000 for dump in dumps.values())
+    assert all(len(dump["entries"]) > 900 for dump in dumps.values())
     assert all(len(as_json(dump)) < 4_000 for dump in dumps.values())
     assert tuple(judged(dumps, 4).guilty) == (2,)
     deep = {**dumps[0], "entries": [entry | {"state": "scheduled"} for entry in dumps[0]["entries"]]}
@@ -315,7 +324,7 @@ def evidence_of(run: Run, **given: Mapping[int, str]) -> Iterable[RankEvidence]:
 
 
 def test_who_stopped_beside_a_silent_rank_is_named_too() -> None:
-    run = Run(megatron(1, 2, 4, 4, steps=3), [Fault(1, 40, "dead"), Fault(6, 38, "host")])
+    run = Run(data_parallel(8), [Fault(1, 11, "dead"), Fault(6, 11, "host")])
     assert run.struck == {1, 6}
     evidence = [one for one in evidence_of(run) if one.rank != 1]
     found = find_suspects(evidence, {rank: f"h{rank}" for rank in run.job.ranks})

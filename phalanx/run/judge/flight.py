@@ -1,6 +1,7 @@
 """What a rank's NCCL flight record says: what it has launched in which group, and what of that is not done. Torch-free.
 
-Read from a dump of torch (versions 2.1 to 2.10), or from what `condense` leaves of one. Three things are not as they look:
+Read from a dump of torch (versions 2.1 to 2.10), or from what `condense` leaves of one. Three things are not as they
+look:
 
 - A group's id counts on each rank by itself, and groups of one description are many. What joins them over ranks is
   description and members; names grow in the order in which groups were made, and so do ids.
@@ -20,11 +21,14 @@ from typing import Any, NamedTuple
 
 _TRANSFER = re.compile(r"(?P<what>send|recv) (?P<own>\d{1,9})(?:->|<-)(?P<peer>\d{1,9})")
 _SAME_SIZE = frozenset(
-    ["all_reduce", "broadcast", "_broadcast_oop", "reduce", "_reduce_oop", "_all_gather_base", "_reduce_scatter_base"]
+    ("all_reduce", "broadcast", "_broadcast_oop", "reduce", "_reduce_oop", "_all_gather_base", "_reduce_scatter_base")
 )
 """All ranks have to give as many values; of the others each may give what it likes."""
 
-_KEPT = ["record_id", "pg_id", "process_group", "collective_seq_id", "p2p_seq_id", "profiling_name", "state", "is_p2p", "input_sizes", "input_dtypes", "time_discovered_started_ns", "seq_id"]
+_KEPT = (
+    *("record_id", "pg_id", "process_group", "collective_seq_id", "p2p_seq_id", "seq_id", "profiling_name", "state"),
+    *("is_p2p", "input_sizes", "input_dtypes", "time_discovered_started_ns"),
+)
 _MOST_RANKS = 1 << 20
 _SHORTEST_RING = 1000  # of entries, that anybody is likely to have chosen
 _LONGEST_RING = 10_000_000

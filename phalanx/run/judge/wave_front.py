@@ -1,7 +1,7 @@
 """Who holds up the others, by the flight records of all ranks: who is waited for, and waits for nobody. Torch-free.
 
 Launches of a group go to one stream: a collective begins on a rank when those before it are done, and ends when all
-ranks have begun it. So whoever has launched a collective that is not done waits for every rank that has not. A rank that
+ranks have begun it. So whoever has launched a collective that is not done waits for every rank that has not. One that
 is behind in one group may wait in another one itself; whoever follows the waiting comes to the ranks that began it:
 
 - a rank that is waited for and has nothing under way: it never came;
@@ -23,7 +23,10 @@ from dataclasses import dataclass, field
 from phalanx.run.judge.flight import FlightRecord, GroupId, Launch, MemberTexts, Part
 
 _IN_STEP = frozenset(
-    ["all_reduce", "all_gather", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base", "all_to_all", "all_to_all_single", "barrier", "all_reduce_barrier"]
+    (
+        *("all_reduce", "all_gather", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base"),
+        *("all_to_all", "all_to_all_single", "barrier", "all_reduce_barrier"),
+    )
 )
 """None ends on any rank before it has begun on all."""
 
@@ -247,7 +250,7 @@ class _WaveFront:
         )
         if not alone:
             return
-        # A short send may be done before it is received: a receive that other work holds up tells nothing of its sender.
+        # A short send may be done before it is received: a receive that other work holds up says nothing of its sender.
         if rank == receiver and peer in self._records and alone[0].order != self._heads[rank]:
             return
         nobody: frozenset[int] = frozenset()
@@ -340,7 +343,7 @@ class _WaveFront:
                     if waits and rank not in waits:
                         yield (
                             rank,
-                            f"has launched {front.name} of {front.group} and its GPU has not begun it, {_ranks(waits)} have",
+                            f"has launched {front.name} of {front.group}, which its GPU has not begun and {_ranks(waits)} have",
                         )
 
     def _never_came(self) -> Iterator[tuple[int, str]]:
@@ -408,7 +411,7 @@ class _WaveFront:
             if not possible.union(guilty) & calls.keys():
                 possible |= calls.keys()
                 words.append(
-                    f"{_ranks(calls)} called {' and '.join(sorted(set(calls.values())))} as {front.name} of {front.group}"
+                    f"{_ranks(calls)} called {' and '.join(sorted(set(calls.values())))} as one collective of {front.group}"
                 )
         known = {*guilty, *self._silent}
         for front in self._fronts:
