@@ -343,7 +343,8 @@ class _WaveFront:
                     if waits and rank not in waits:
                         yield (
                             rank,
-                            f"has launched {front.name} of {front.group}, which its GPU has not begun and {_ranks(waits)} have",
+                            f"has launched {front.name} of {front.group}, which its GPU has not begun "
+                            f"and {_ranks(waits)} have",
                         )
 
     def _never_came(self) -> Iterator[tuple[int, str]]:
@@ -411,7 +412,8 @@ class _WaveFront:
             if not possible.union(guilty) & calls.keys():
                 possible |= calls.keys()
                 words.append(
-                    f"{_ranks(calls)} called {' and '.join(sorted(set(calls.values())))} as one collective of {front.group}"
+                    f"{_ranks(calls)} called {' and '.join(sorted(set(calls.values())))} "
+                    f"as one collective of {front.group}"
                 )
         known = {*guilty, *self._silent}
         for front in self._fronts:
