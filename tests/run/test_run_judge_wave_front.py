@@ -168,7 +168,7 @@ def test_a_healthy_job_blames_nobody(rank: int, steps: int) -> None:
 
 def stopped(job: Job, rank: int, kind: str = "host") -> Run:
     """The rank stops in the middle, at the first place where it has nothing under way and another one waits for it."""
-    for at in range(len(job.programs[rank]) // 2, len(job.programs[rank])):
+    for at in range(len(job.programs[rank]) // 4, len(job.programs[rank])):
         run = Run(job, [Fault(rank, at, kind)])
         if run.struck and run.is_idle(rank) and rank in run.waited_for():
             return run
@@ -236,7 +236,7 @@ def test_who_waits_for_another_in_another_group_is_innocent() -> None:
 
 
 def test_ids_are_of_each_rank_alone() -> None:
-    run = stopped(megatron(2, 2, 2, 2), 5)
+    run = stopped(megatron(2, 2, 2, 2, batched=True), 5)
     dumps = {rank: run.dump(rank, made_before=rank) for rank in run.job.ranks}
     assert tuple(judged(dumps, 8).guilty) == (5,)
 
@@ -254,7 +254,7 @@ def as_text(dump: Mapping[str, Any]) -> bytes:
 
 
 def test_text_dumps_say_the_same() -> None:
-    run = stopped(megatron(2, 2, 2, 2), 5, "empty")
+    run = stopped(megatron(2, 2, 2, 2, batched=True), 5, "empty")
     dumps = dumps_of(run)
     texts = {
         rank: parse_dump(as_text({k: v for k, v in dump.items() if v or k != "entries"} | {"entries": dump["entries"]}))
@@ -268,7 +268,7 @@ def test_text_dumps_say_the_same() -> None:
 @pytest.mark.parametrize("version", ["2.1", "2.4", "2.10"])
 def test_versions_differ_in_what_they_leave_out(version: str) -> None:
     missing = {"2.1": ("pg_status", "is_p2p", "thread_name"), "2.4": ("thread_name",), "2.10": ()}[version]
-    run = stopped(megatron(2, 2, 2, 2), 5)
+    run = stopped(megatron(2, 2, 2, 2, batched=True), 5)
     dumps = {}
     for rank, dump in dumps_of(run).items():
         entries = [{key: value for key, value in entry.items() if key not in missing} for entry in dump["entries"]]
@@ -302,14 +302,14 @@ def test_no_record_is_too_wild(value: Any) -> None:
 
 
 def test_what_is_sent_is_small_and_keeps_the_front() -> None:
-    run = Run(data_parallel(4, steps=400), [Fault(2, 3501, "host")])
+    run = Run(data_parallel(4, steps=40), [Fault(2, 351, "host")])
     dumps = dumps_of(run)
-    assert all(len(dump["entries"]) > 900 for dump in dumps.values())
+    assert all(len(dump["entries"]) > 90 for dump in dumps.values())
     assert all(len(as_json(dump)) < 4_000 for dump in dumps.values())
     assert tuple(judged(dumps, 4).guilty) == (2,)
     deep = {**dumps[0], "entries": [entry | {"state": "scheduled"} for entry in dumps[0]["entries"]]}
-    short = json.loads(as_json(deep, 8_000))
-    assert len(json.dumps(short)) < 12_000 and short["left_out"] > 900
+    short = json.loads(as_json(deep, 4_000))
+    assert len(json.dumps(short)) < 6_000 and short["left_out"] > 60
     assert short["entries"][0]["record_id"] == 0 and short["entries"][-1]["record_id"] == len(deep["entries"]) - 1
 
 
