@@ -345,7 +345,7 @@ def replace_step(one: RankEvidence, step: int) -> RankEvidence:
 
 
 def test_a_large_job_is_judged_in_seconds() -> None:
-    """2,048 ranks as 8 x 16 x 16 with what eight hosts' worth of groups leaves of 2,000 entries each."""
+    """2,048 ranks as 8 x 16 x 16; what is sent of a rank does not depend on how much it has recorded."""
     count, tp, dp = 2048, 8, 16
     texts = {}
     for rank in range(count):
@@ -369,7 +369,7 @@ def test_a_large_job_is_judged_in_seconds() -> None:
 def large_dump(members: Mapping[str, tuple[str, Sequence[int]]], *, stops: bool, waits: bool) -> dict[str, Any]:
     names = sorted(members, key=int)
     entries: list[dict[str, Any]] = []
-    for number in range(1, 501):
+    for number in range(491, 501):
         for place, name in enumerate(names):
             is_last = number == 500
             if is_last and stops:
