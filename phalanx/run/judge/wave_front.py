@@ -286,9 +286,9 @@ class _WaveFront:
         for found in (self._strangers(), self._frozen.items(), self._not_begun(), self._never_came()):
             for rank, why in found:
                 guilty.setdefault(rank, why)
-        for found in (self._without_record, self._held_by_none):
+        for look in (self._without_record, self._held_by_none):
             explained = self._explained(guilty)
-            for rank, why in list(found(explained)):
+            for rank, why in list(look(explained)):
                 guilty.setdefault(rank, why)
         guilty = {rank: why for rank, why in guilty.items() if rank not in self._silent}
         possible, why = self._circles(guilty)
@@ -360,13 +360,13 @@ class _WaveFront:
         verb = "waits" if len(front.waiting) == 1 else "wait"
         return f"never came to {front.name} of {front.group}, in which {_ranks(front.waiting)} {verb}"
 
-    def _without_record(self, explained: Collection[int]) -> Iterator[tuple[int, str]]:
+    def _without_record(self, explained: set[int]) -> Iterator[tuple[int, str]]:
         for front in self._fronts:
             if front.unknown and not front.absent and not explained >= front.waiting.keys():
                 for rank in front.unknown - self._records.keys() - self._silent:
                     yield rank, f"left no record, and all others have come to {front.name} of {front.group}"
 
-    def _held_by_none(self, explained: Collection[int]) -> Iterator[tuple[int, str]]:
+    def _held_by_none(self, explained: set[int]) -> Iterator[tuple[int, str]]:
         """Who is waited for, and what it has under way did not hold it up, or is done on all others."""
         for front in self._fronts:
             if not explained >= front.waiting.keys():
@@ -462,7 +462,7 @@ def _sinks(edges: Mapping[int, Collection[int]]) -> Iterator[set[int]]:
                 if work:
                     low[work[-1][0]] = min(low[work[-1][0]], low[rank])
                 if low[rank] == index[rank]:
-                    members = set()
+                    members: set[int] = set()
                     while not members or rank not in members:
                         members.add(stack.pop())
                     component.update(dict.fromkeys(members, rank))
