@@ -253,11 +253,9 @@ class _WaveFront:
         # A short send may be done before it is received: a receive that other work holds up says nothing of its sender.
         if rank == receiver and peer in self._records and alone[0].order != self._heads[rank]:
             return
-        nobody: frozenset[int] = frozenset()
-        is_known = peer in self._records
-        yield _Front(
-            name, group, both, {rank: alone[0]}, {peer} if is_known else nobody, nobody if is_known else {peer}
-        )  # type: ignore[arg-type]
+        alone_for, nobody = frozenset({peer}), frozenset[int]()
+        absent, unknown = (alone_for, nobody) if peer in self._records else (nobody, alone_for)
+        yield _Front(name, group, both, {rank: alone[0]}, absent, unknown)
 
     def _find_late(self) -> None:
         """Ranks that have launched something, and by their records are still at something before it."""
