@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest
 
 from phalanx.run.judge.flight import FlightRecord, GroupId, Launch, MemberTexts, Part
 
@@ -172,10 +173,9 @@ class _WaveFront:
         for group in sorted(parts):
             named = texts.ranks(group.members)
             members = tuple(rank for rank in named if rank in self._ranks) or tuple(sorted(parts[group]))
+            here = frozenset(members)
             if len(members) > 1 and any(part.launches or part.status for part in parts[group].values()):
-                yield _Group(
-                    group, members, {rank: part for rank, part in parts[group].items() if rank in members}, cut
-                )
+                yield _Group(group, members, {rank: part for rank, part in parts[group].items() if rank in here}, cut)
 
     def _collectives(self, group: _Group) -> Iterator[_Front]:
         fronts: dict[int, dict[int, Launch]] = defaultdict(dict)
@@ -318,12 +318,13 @@ class _WaveFront:
     def _frozen_records(self) -> Iterator[tuple[int, str]]:
         """Whose record stands still at what others have finished, which they could not without it."""
         for group in self._groups:
+            best = nlargest(2, ((done, other) for other, done in group.done.items()))
+            if len(best) < 2:
+                continue
             for rank, pending in group.pending.items():
                 first = group.front(rank)
                 assert first is not None
-                done, other = max(
-                    ((done, other) for other, done in group.done.items() if other != rank), default=(-1, -1)
-                )
+                done, other = best[0] if best[0][1] != rank else best[-1]
                 helped = [one for one in pending if first.number < one.number <= done and one.name in _IN_STEP]
                 if helped:
                     yield (
