@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from judge_helpers import BACKWARD, py_spy
 
 from phalanx.run.judge.stack_text import main_stack, without_lines
-from phalanx.run.judge.suspects import find_suspects, last_collectives
+from phalanx.run.judge.suspects import find_suspects
 from phalanx.run.messages import RankEvidence
 
 WAITS = py_spy(
@@ -148,24 +148,6 @@ def test_both_kinds_of_stacks_are_read() -> None:
     several = py_spy("wait (threading.py:320)", name="Thread-1") + "\n" + py_spy("main (train.py:4)")
     assert [str(frame) for frame in main_stack(several)] == ["main (train.py:4)"]
     assert main_stack("") == () and len(main_stack("something 0x7f\nelse 5")) == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        (flight(3), {"default_pg": 3}),
-        (flight(3, state="scheduled"), {}),
-        ("", {}),
-        ("[]", {}),
-        ('{"entries": 3}', {}),
-        ('{"entries": [3, null]}', {}),
-        ('{"entries": [{"process_group": 3, "collective_seq_id": 4}]}', {"3": 4}),
-        ('{"entries": [{"collective_seq_id": true}]}', {}),
-        ("[" * 100_000, {}),
-    ],
-)
-def test_flight_records(text: str, found: dict[str, int]) -> None:
-    assert last_collectives(text) == found
 
 
 TEXTS = st.one_of(st.sampled_from([WAITS, SLEEPS, READS, BACKWARD, ""]), st.text(max_size=120))

@@ -12,19 +12,24 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from phalanx.run.judge.flight import condense
+
 MAX_BYTES = 64 << 20
 """Of a dump. Those of 16 ranks of a real job have 3 to 5 kB each; the recorder's ring may be larger."""
 
-_MAX_VALUES = 300_000  # after references to one value are written out: a short pickle can stand for billions
+_MAX_VALUES = 3_000_000  # after references to one value are written out: a short pickle can stand for billions
 _MAX_DEPTH = 20
 _JSON_BYTES = 64 << 10  # of one rank: those of a host have to fit into a frame
 _POLL_S = 0.05
+
+_FILE_VARIABLE, _PIPE_VARIABLE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+_NEWER_FILE_VARIABLE = "TORCH_FR_DUMP_TEMP_FILE"  # goes before the other where torch knows it
 
 _DATA_ONLY = (
     "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT "
@@ -70,8 +75,12 @@ def parse_dump(content: bytes) -> dict[str, Any]:
         raise FlightRecordError(f"it has an instruction, {error}, that is not for data") from error
     except Exception as error:  # an unpickler raises all kinds of them for what is not a pickle
         raise FlightRecordError(f"it cannot be read: {type(error).__name__}: {error}") from error
+    if isinstance(plain, dict) and "version" in plain:
+        plain.setdefault("entries", [])  # text leaves out what is empty
     if not isinstance(plain, dict) or not isinstance(plain.get("entries"), list):
         raise FlightRecordError("it has no entries")
+    if not all(isinstance(entry, dict) for entry in plain["entries"]):
+        raise FlightRecordError("an entry is no table")
     return plain
 
 
@@ -87,17 +96,28 @@ def read_dump(path: Path) -> dict[str, Any]:
 
 
 def as_json(record: dict[str, Any], max_bytes: int = _JSON_BYTES) -> str:
-    """A record as JSON text of at most `max_bytes`: the oldest entries are left out, and counted as ``left_out``."""
-    entries = record["entries"]
-    count = len(entries)
-    while True:
-        kept = entries[len(entries) - count :]
-        text = json.dumps(record | {"entries": kept, "left_out": len(entries) - count}, separators=(",", ":"))
-        if len(text) <= max_bytes:
-            return text
-        if not count:
-            return json.dumps({"entries": [], "left_out": len(entries)})
-        count = min(count - 1, int(count * max_bytes / len(text)))
+    """What matters of a record, as JSON text of at most `max_bytes`; see `phalanx.run.judge.flight.condense`.
+
+    Raises:
+        FlightRecordError: its fields have other types than those of a flight record.
+    """
+    most = len(record["entries"])
+    try:
+        while True:
+            slim = condense(record, most)
+            text = json.dumps(slim, separators=(",", ":"))
+            if len(text) <= max_bytes:
+                return text
+            if not most:
+                return json.dumps({"entries": [], "left_out": len(record["entries"])})
+            most = min(most // 2, int(most * max_bytes / len(text)))
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        raise FlightRecordError(f"it is none of a flight recorder: {type(error).__name__}: {error}") from error
+
+
+def shortened(text: str, max_bytes: int) -> str:
+    """What `as_json` has returned, with no more than so many bytes."""
+    return text if len(text) <= max_bytes else as_json(json.loads(text), max_bytes)
 
 
 @dataclass(frozen=True)
@@ -113,6 +133,22 @@ class FlightSource:
     file: Path
     pipe: Path | None = None
     since_unix_s: float = 0.0
+
+
+def recorder_variables(folder: Path, attempt: int) -> dict[str, str]:
+    """Variables by which ranks write their dumps into a folder, and listen for being asked to."""
+    return {
+        _FILE_VARIABLE: str(folder / f"flight-{attempt}-rank-"),
+        _PIPE_VARIABLE: str(folder / f"flight-{attempt}-asked-"),
+    }
+
+
+def source_of(environ: Mapping[str, str], rank: int, since_unix_s: float) -> FlightSource | None:
+    """Where a rank with this environment has its dumps; None: nowhere that is known."""
+    file, pipe = environ.get(_NEWER_FILE_VARIABLE) or environ.get(_FILE_VARIABLE), environ.get(_PIPE_VARIABLE)
+    if not file:
+        return None
+    return FlightSource(Path(f"{file}{rank}"), Path(f"{pipe}{rank}.pipe") if pipe else None, since_unix_s)
 
 
 def collect(source: FlightSource, until_s: float) -> tuple[str, str]:

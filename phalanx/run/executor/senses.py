@@ -19,6 +19,7 @@ from phalanx.core.kernel_files import boot_id
 from phalanx.run import messages
 from phalanx.run.executor.accelerators import Accelerators
 from phalanx.run.executor.evidence import Subject, gather
+from phalanx.run.executor.flight_recorder import shortened
 from phalanx.run.executor.interfaces import choose_interfaces, find_interfaces, interface_of, wanted_by
 from phalanx.run.executor.kernel_log import KernelLog
 from phalanx.run.executor.parts import Here, Senses
@@ -130,7 +131,7 @@ def within(evidence: messages.Evidence, most_bytes: int) -> messages.Evidence:
         replace(
             one,
             stacks=_head(one.stacks, share),
-            flight_record=one.flight_record if len(one.flight_record) < share else "",
+            flight_record=shortened(one.flight_record, share),
         )
         for one in evidence.ranks
     ]

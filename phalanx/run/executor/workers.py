@@ -28,6 +28,7 @@ from phalanx.launch.template_process import TemplateGoneError
 from phalanx.launch.warm import Gone, WarmTemplate, Word
 from phalanx.run import messages
 from phalanx.run.executor.evidence import Subject
+from phalanx.run.executor.flight_recorder import FlightSource, recorder_variables, source_of
 from phalanx.run.executor.parts import SUMMARY_CHARS, sendable
 from phalanx.run.executor.stillness import QUIET_S, QuietRank, StillnessWatch
 from phalanx.run.logs.files import RankLog
@@ -52,6 +53,7 @@ class _Rank:
         is_over: its process is gone.
         reported: how many of its steps were done at the last heartbeat.
         stopped_since_s: it has been stopped, or dead; None: it runs.
+        flight: where its flight recorder's dumps are.
     """
 
     rank: int
@@ -63,6 +65,7 @@ class _Rank:
     is_over: bool = False
     reported: int = 0
     stopped_since_s: float | None = None
+    flight: FlightSource | None = None
 
     def progress(self, attempt: int) -> Progress | None:
         """What it last said of this attempt."""
@@ -168,7 +171,10 @@ class Workers:
     def subjects(self, ranks: Sequence[int] = ()) -> list[Subject]:
         """Those of `ranks` (none: all) whose processes are there, to be looked at."""
         wanted = [r for r in self._ranks.values() if r.pid and not r.is_over and (not ranks or r.rank in ranks)]
-        return [Subject(rank.rank, rank.pid, dump_beside(rank.page), partial(self._where, rank)) for rank in wanted]
+        return [
+            Subject(rank.rank, rank.pid, dump_beside(rank.page), partial(self._where, rank), rank.flight)
+            for rank in wanted
+        ]
 
     def quiet(self) -> list[QuietRank]:
         """Those that have made no step, nor begun another phase, for a while."""
@@ -194,6 +200,9 @@ class Workers:
             rank.reader.close()
             rank.page.unlink(missing_ok=True)
             dump_beside(rank.page).unlink(missing_ok=True)
+            for left in (rank.flight.file, rank.flight.pipe) if rank.flight is not None else ():
+                if left is not None and left.parent == self.pages:  # elsewhere it is the user's
+                    left.unlink(missing_ok=True)
         self._close_store()
 
     async def _spawn(self) -> dict[int, int]:
@@ -205,7 +214,14 @@ class Workers:
             pages = [str(self._ranks[number].page) for number in group.ranks]
             shares = local_shares(len(group.ranks))
             places = Places(shares, [pipes[number] for number in group.ranks], pages)
-            environ = {**self.environ, **self.start.environment}
+            environ = {
+                **recorder_variables(self.pages, self.attempt),
+                **self.environ,
+                **self.start.environment,
+            }
+            for number in group.ranks:
+                rank = self._ranks[number]
+                rank.flight = source_of(environ, number, rank.page.stat().st_mtime)  # dumps have the same clock
             specs = rank_specs(self.script, group, places, environ)
             if self.store is not None:
                 specs.insert(0, store_spec(self.store, group.world_size, environ))

@@ -3,10 +3,15 @@
 Looked for in this order, and the first that names a few ranks decides:
 
 1. ranks that did not answer: who waits still does, who hangs does not (MegaScale, arXiv 2402.15627, section 5.2);
-2. processes that are stopped, dead, or stuck in the kernel;
-3. ranks at an older step, or at an older collective by NCCL's flight recorder;
-4. ranks whose stack is not in a collective while all others' are; else those whose stack is not that of most
+2. processes that are stopped or dead;
+3. ranks that wait for nobody, while by NCCL's flight records others wait for them: `phalanx.run.judge.wave_front`;
+4. processes that are stuck in the kernel, which one that waits for its GPU may be too;
+5. ranks at an older step;
+6. ranks whose stack is not in a collective while all others' are; else those whose stack is not that of most
    (ByteRobust, arXiv 2509.16293, clusters stacks by their text), first by functions, then by lines.
+
+Flight records add to the first two: who is guilty by them is named beside the silent, since a rank that waits for a
+silent one is not. What the other kinds of evidence say is told with the verdict, whether they agree or not.
 
 Ranks of several hosts that differ by their stacks are named as the smallest group of the layout that holds them: they
 share a fault which one of them, or what is between them, has caused. Where more than half differ, or too few answer,
@@ -15,13 +20,15 @@ nobody is blamed: whoever waits would be as likely as whoever is waited for.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
+import msgspec
+
+from phalanx.run.judge.flight import FlightRecord, MemberTexts, read_record
 from phalanx.run.judge.stack_text import Frame, main_stack, waits_for_peers, without_lines
+from phalanx.run.judge.wave_front import Blame, blame
 from phalanx.run.messages import RankEvidence
 
 _BAD_STATES = {
@@ -32,8 +39,10 @@ _BAD_STATES = {
     "D": "is stuck in the kernel",
 }
 _ALIVE = ("R", "S", "D", "I")
+_STOPPED = frozenset("TtZX")
 _PLACE_FRAMES = 4
 _PLACE_CHARACTERS = 200
+_WHY_CHARACTERS = 1500
 
 
 @dataclass(frozen=True)
@@ -69,19 +78,47 @@ def find_suspects(
     ranks = sorted(host_of)
     court = _Court(ranks, host_of, [frozenset(group) for group in groups])
     known = [by_rank[rank] for rank in ranks if rank in by_rank]
-    looks: list[Callable[[], Suspects | None]] = [
-        lambda: court.silence(by_rank),
-        lambda: court.states(known),
-        lambda: court.steps(known),
-        lambda: court.collectives(known),
-        lambda: court.waiting(known),
-        lambda: court.clusters(known, without_lines),
-        lambda: court.clusters(known, lambda frames: frames),
-    ]
-    for look in looks:
-        if (found := look()) is not None:
-            return found
-    return Suspects((), (), "cannot tell: no rank stands out from the others")
+    stopped = [one for one in known if one.state in _STOPPED]
+    waits = blame_by_records(known, ranks, court.silent(by_rank))
+    looks: dict[str, Callable[[], Suspects | None]] = {
+        "silence": lambda: court.silence(by_rank),
+        "state": lambda: court.states(stopped),
+        "collective": lambda: court.collectives(waits, known),
+        "kernel": lambda: court.states(known),
+        "step": lambda: court.steps(known),
+        "stack": lambda: (
+            court.waiting(known) or court.clusters(known, without_lines) or court.clusters(known, lambda frames: frames)
+        ),
+    }
+    found = {kind: one for kind, look in looks.items() if (one := look()) is not None}
+    if not found:
+        return Suspects((), (), "; ".join(filter(None, ("cannot tell: no rank stands out from the others", waits.why))))
+    kind, first = next(iter(found.items()))
+    if not first.ranks:
+        return first
+    if kind in ("silence", "state") and (more := found.get("collective")) is not None and not more.is_group:
+        first = court.joined(first, more)
+        found.pop("collective")
+    others = [found[other] for other in ("collective", "step", "stack") if other in found and other != kind]
+    agree = [other.by for other in others if other.ranks == first.ranks]
+    words = [first.why, *(["so by " + " and ".join(agree)] if agree else [])]
+    words += [f"but by {other.by} {other.why}" for other in others if not set(other.ranks) <= set(first.ranks)]
+    if kind == "collective" and waits.guilty and waits.why:
+        words.append(f"one more of these too: {waits.why}")
+    return replace(first, why="; ".join(words)[:_WHY_CHARACTERS])
+
+
+def blame_by_records(known: Iterable[RankEvidence], ranks: Sequence[int], silent: Iterable[int]) -> Blame:
+    """What flight records say; what cannot be read is none."""
+    texts = MemberTexts()
+    records: dict[int, FlightRecord] = {}
+    for one in known:
+        if one.flight_record:
+            try:
+                records[one.rank] = read_record(msgspec.json.decode(one.flight_record), texts)
+            except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
+                continue
+    return blame(records, texts, ranks, frozenset(silent))
 
 
 class _Court:
@@ -117,14 +154,24 @@ class _Court:
         holding = (group for group in self._groups if set(named) <= group and len(group) < len(self._ranks))
         return next(holding, None)
 
+    def silent(self, by_rank: Mapping[int, RankEvidence]) -> list[int]:
+        return [rank for rank in self._ranks if rank not in by_rank or _is_silent(by_rank[rank])]
+
     def silence(self, by_rank: Mapping[int, RankEvidence]) -> Suspects | None:
-        silent = [rank for rank in self._ranks if rank not in by_rank or _is_silent(by_rank[rank])]
+        silent = self.silent(by_rank)
         states = {by_rank[rank].state for rank in silent if rank in by_rank} & set(_BAD_STATES)
         known = f" ({', '.join(_BAD_STATES[state] for state in sorted(states))})" if states else ""
         if silent and (found := self._named(silent, "silence", f"did not answer{known}, the others did")) is None:
             # The few that answer stand out, but not because they hold up the others.
             return Suspects((), (), f"cannot tell: {len(silent)} of {len(self._ranks)} ranks did not answer")
         return found if silent else None
+
+    def joined(self, first: Suspects, more: Suspects) -> Suspects:
+        """Both together, if they are not too many."""
+        ranks = tuple(sorted({*first.ranks, *more.ranks}))
+        if ranks == first.ranks or 2 * len(ranks) > len(self._ranks):
+            return first
+        return replace(first, ranks=ranks, hosts=self._hosts(ranks), why=f"{first.why}; {more.why}")
 
     def states(self, known: Sequence[RankEvidence]) -> Suspects | None:
         bad = [one for one in known if one.state in _BAD_STATES]
@@ -141,16 +188,27 @@ class _Court:
         oldest = [rank for rank, step in behind.items() if step == least]
         return self._named(oldest, "step", f"at step {least}, most at {common}")
 
-    def collectives(self, known: Sequence[RankEvidence]) -> Suspects | None:
-        newest = {one.rank: found for one in known if (found := last_collectives(one.flight_record))}
-        shared = set.intersection(*(set(found) for found in newest.values())) if len(newest) > 1 else set()
-        for group in sorted(shared):
-            numbers = {rank: found[group] for rank, found in newest.items()}
-            common, count = Counter(numbers.values()).most_common(1)[0]
-            behind = [rank for rank, number in numbers.items() if number < common]
-            if 2 * count > len(numbers) and behind:
-                what = f"began collective {min(numbers[rank] for rank in behind)} of {group or 'all'}, most {common}"
-                return self._named(behind, "collective", what)
+    def collectives(self, found: Blame, known: Sequence[RankEvidence]) -> Suspects | None:
+        """Whom flight records name; what is not in them, stacks may tell."""
+        elsewhere = {one.rank for one in known if one.stacks and not waits_for_peers(main_stack(one.stacks))}
+        stacks = {one.rank for one in known if one.stacks}
+        named = set(found.guilty)
+        if named <= stacks and named & elsewhere and named - elsewhere:
+            named &= elsewhere  # the others wait too, in something that NCCL knows nothing of
+        if named:
+            if 2 * len(named) > len(self._ranks):
+                return None
+            words = [f"rank {rank} on {self._host_of[rank]} {found.guilty[rank]}" for rank in sorted(named)[:4]]
+            more = [f"{len(named) - 4} more like these"] if len(named) > 4 else []
+            ranks = tuple(sorted(named))
+            return Suspects(ranks, self._hosts(ranks), "; ".join(words + more), "collective")
+        alone = elsewhere & set(found.possible)
+        if alone and alone != set(found.possible) <= stacks:
+            return self._named(alone, "collective", f"not in a collective by its stack, and {found.why}")
+        if found.possible and 2 * len(found.possible) <= len(self._ranks):
+            ranks = tuple(sorted(found.possible))
+            why = f"one of these at least, and the records do not say which: {found.why}"
+            return Suspects(ranks, self._hosts(ranks), why, "collective", is_group=True)
         return None
 
     def waiting(self, known: Sequence[RankEvidence]) -> Suspects | None:
@@ -193,24 +251,6 @@ def place_of(evidence: Iterable[RankEvidence]) -> str:
 def _is_silent(one: RankEvidence) -> bool:
     """Whether a rank did not answer; of a process that is seen to live only the stacks were not read in time."""
     return one.is_silent and one.state not in _ALIVE
-
-
-def last_collectives(flight_record: str) -> dict[str, int]:
-    """Number of the newest collective that a rank has begun, by group, from NCCL's flight recorder as JSON text.
-
-    Empty for what is no such text.
-    """
-    try:
-        entries: Any = json.loads(flight_record)["entries"]
-        newest: dict[str, int] = {}
-        for entry in entries:
-            names, number = entry.get("process_group") or [""], entry.get("collective_seq_id")
-            if isinstance(number, int) and not isinstance(number, bool) and entry.get("state") != "scheduled":
-                name = str(names[-1] if isinstance(names, list) else names)
-                newest[name] = max(number, newest.get(name, number))
-        return newest
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
-        return {}
 
 
 def _list(ranks: Sequence[int]) -> str:
