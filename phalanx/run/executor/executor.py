@@ -232,9 +232,10 @@ class Executor:
         if store is None or store.attempt != order.attempt:
             self._close_store()
             try:
-                listener = open_store_socket()
-            except OSError as error:
-                self.line.send(messages.StoreOpened(order.attempt, 0, str(error)))
+                listener = open_store_socket(self.here.store_address)
+            except (OSError, ValueError) as error:
+                problem = f"the store cannot listen at {self.here.store_address}: {error}"
+                self.line.send(messages.StoreOpened(order.attempt, 0, problem))
                 return
             store = self._store = _Store(order.attempt, listener.getsockname()[1], listener)
         self.line.send(messages.StoreOpened(order.attempt, store.port))
