@@ -69,7 +69,7 @@ def listeners(processes: list[psutil.Process]) -> dict[str, list[str]]:
     for process in processes:
         own = Path(f"/proc/{process.pid}")
         with contextlib.suppress(OSError):
-            held = {os.path.realpath(own / "fd" / number).rpartition("/")[2] for number in os.listdir(own / "fd")}
+            held = {os.path.realpath(descriptor).rpartition("/")[2] for descriptor in (own / "fd").iterdir()}
             lines = [line.split() for kind in ("tcp", "tcp6") for line in (own / "net" / kind).open()]
             at = [address_of(line[1]) for line in lines if line[3] == LISTENS and f"socket:[{line[9]}]" in held]
             if at:
