@@ -2,8 +2,8 @@
 
 Nothing of an earlier run lives: `phalanx run` for the first time (its cache is empty), again (with what the first has
 left in its cache), and torchrun, in turn, of unmodified scripts with gloo ranks: DDP, and one that imports Hugging
-Face's Trainer too. `--no-bytecode` hides what Python has compiled, as where packages were installed without and cannot be
-written to. Files stay in the page cache. Example:
+Face's Trainer too. `--no-bytecode` hides what Python has compiled, as where packages were installed without and
+cannot be written to. Files stay in the page cache. Example:
 
     python benchmarks/run_cold_start.py --rounds 3 --ranks 2 4
 """

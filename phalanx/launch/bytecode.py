@@ -14,14 +14,22 @@ import marshal
 import os
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from phalanx.launch.warm_cache import make_private, prune, read_private, write_private
+from phalanx.core.private_files import (
+    digest,
+    make_private,
+    private_folder,
+    prune,
+    read_private,
+    this_python,
+    write_private,
+)
 
 _MOST_BYTES = 64 << 20
 _MOST_FOLDERS = 4
@@ -34,18 +42,34 @@ _STAMP = struct.Struct("<4sqq")
 @contextmanager
 def kept_bytecode(folder: Path | None) -> Iterator[None]:
     """Within it, modules that Python would compile and not keep are compiled once and kept in `folder`; None: not."""
-    if folder is None or PathFinder not in sys.meta_path or not make_private(folder):
+    finder = None if folder is None else _begin(folder)
+    try:
         yield
-        return
+    finally:
+        if finder is not None:
+            sys.meta_path.remove(finder)
+
+
+def keep_bytecode(environ: Mapping[str, str]) -> None:
+    """The same from now on, for a process of our own; `environ` says where the cache is."""
+    if (folder := private_folder(environ)) is not None:
+        _begin(bytecode_in(folder))
+
+
+def bytecode_in(folder: Path) -> Path:
+    """Where in the cache bytecode of this Python is kept."""
+    return folder / f"bytecode-{digest(*this_python())[:16]}"
+
+
+def _begin(folder: Path) -> _Finder | None:
+    if PathFinder not in sys.meta_path or not make_private(folder):
+        return None
     with contextlib.suppress(OSError):
         os.utime(folder)
     prune(folder.parent, "bytecode-*", _MOST_FOLDERS)
     finder = _Finder(folder)
     sys.meta_path.insert(sys.meta_path.index(PathFinder), finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
+    return finder
 
 
 class _Finder:
@@ -86,7 +110,7 @@ class _Loader(SourceFileLoader):
         path = self.get_filename(fullname)
         found = os.stat(path)  # noqa: PTH116 - of each of some thousand modules
         stamp = _STAMP.pack(importlib.util.MAGIC_NUMBER, found.st_mtime_ns, found.st_size)
-        place = self._folder / hashlib.sha256(path.encode(errors="surrogateescape")).hexdigest()[:40]
+        place = self._folder / digest(path)
         code = _read(place, stamp)
         if code is None:
             code = self.source_to_code(self.get_data(path), path)

@@ -16,19 +16,16 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
-import stat
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.core.private_files import digest, private_folder, prune, read_private, this_python, write_private
+from phalanx.launch.bytecode import bytecode_in
 from phalanx.launch.learning import own_files
 from phalanx.launch.script import Script
-
-VARIABLE = "PHALANX_WARM_CACHE"
-"""Names the folder; set but empty: nothing is kept."""
 
 _FORMAT = 1
 _MOST_BYTES = 4 << 20
@@ -60,12 +57,11 @@ class WarmCache:
 
     def __init__(self, folder: Path, script: Script, environ: Mapping[str, str]) -> None:
         self._script = script
-        python = (os.path.realpath(sys.executable), sys.prefix, sys.version, str(sys.flags.optimize))
         place = _source(script) or Path(script.folder).resolve() / script.name
         self._file = (
-            folder / f"{_digest(*python, str(place), str(script.is_module), environ.get('PYTHONPATH', ''))}.json"
+            folder / f"{digest(*this_python(), str(place), str(script.is_module), environ.get('PYTHONPATH', ''))}.json"
         )
-        self.bytecode = folder / f"bytecode-{_digest(*python)[:16]}"
+        self.bytecode = bytecode_in(folder)
 
     def recall(self) -> Recalled:
         """What was kept, as far as it is still right; nothing else."""
@@ -106,78 +102,9 @@ class WarmCache:
 
 
 def open_cache(script: Script, environ: Mapping[str, str]) -> WarmCache | None:
-    """The cache of a script, in ``$XDG_CACHE_HOME/phalanx/warm`` or where PHALANX_WARM_CACHE says; None: there is none.
-
-    There is none where no folder can be made that only this user can write to.
-    """
-    home = environ.get("HOME", "")
-    base = environ.get("XDG_CACHE_HOME") or (f"{home}/.cache" if home else "")
-    named = environ.get(VARIABLE, f"{base}/phalanx/warm" if base else "")
-    folder = Path(named)
-    if not named or not folder.is_absolute() or not make_private(folder):
-        return None
-    return WarmCache(folder, script, environ)
-
-
-def make_private(folder: Path) -> bool:
-    """Make a folder, if need be; whether it is a folder of this user that nobody else can write to."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return is_private(folder.lstat(), stat.S_ISDIR)
-    except OSError:
-        return False
-
-
-def is_private(found: os.stat_result, is_kind: Any) -> bool:
-    """Whether a file or folder is of this kind, this user's, and nobody else's to write to."""
-    return bool(is_kind(found.st_mode)) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
-
-
-def read_private(path: Path, most_bytes: int) -> bytes | None:
-    """The content of a regular file that only this user can write to; None where it is none."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return None
-    with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not is_private(found, stat.S_ISREG) or found.st_size > most_bytes:
-            return None
-        with contextlib.suppress(OSError):
-            return file.read(most_bytes)
-    return None
-
-
-def write_private(path: Path, data: bytes, *, is_durable: bool = False) -> None:
-    """Replace a file by one that is this user's alone whatever the umask, all at once.
-
-    Args:
-        is_durable: a power cut leaves the old or the new one; else maybe a part of it.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(data)
-            file.flush()
-            if is_durable:
-                os.fsync(file.fileno())
-        aside.replace(path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-
-
-def prune(folder: Path, pattern: str, most: int) -> None:
-    """Remove what was used longest ago, so that so many are left."""
-    with contextlib.suppress(OSError):
-        found = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime, reverse=True)
-        for path in found[most:]:
-            for inner in path.iterdir() if path.is_dir() else ():
-                inner.unlink(missing_ok=True)
-            path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+    """The cache of a script, in `private_folder`; None: there is none."""
+    folder = private_folder(environ)
+    return None if folder is None else WarmCache(folder, script, environ)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -202,22 +129,18 @@ def _is_module_name(name: str) -> bool:
     return all(part.isidentifier() for part in name.split("."))
 
 
-def _digest(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:40]
-
-
 def _packages() -> str:
     """Of what is installed: the names of the folders that say so have versions."""
     found: list[str] = []
     for entry in dict.fromkeys(sys.path):
         with contextlib.suppress(OSError):
             found += sorted(f"{entry}/{name}" for name in os.listdir(entry or ".") if name.endswith("-info"))  # noqa: PTH208 - a Path for each of some thousand names costs more
-    return _digest(*found)
+    return digest(*found)
 
 
 def _imports(files: Iterable[Path | None]) -> str:
     """Of the import statements in these files, wherever they stand; None: there is no such file."""
-    return _digest(*(f"{path}\0{_statements(path)}" for path in files if path is not None))
+    return digest(*(f"{path}\0{_statements(path)}" for path in files if path is not None))
 
 
 def _statements(path: Path) -> str:

@@ -37,7 +37,7 @@ def executor_command(config: RunConfig, host: str) -> list[str]:
         **_tls(config),
     )
     text = msgspec.json.encode(settings).decode()
-    return [sys.executable, "-m", "phalanx.run.executor.main", text]
+    return [sys.executable, "-m", "phalanx.run.executor", text]
 
 
 def _tls(config: RunConfig) -> dict[str, Any]:
