@@ -11,6 +11,7 @@ cannot be written to. Files stay in the page cache. Example:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
 from support.leaving import nothing_left
 
 CASES = ("torchrun", "first start", "cold restart")
@@ -45,6 +47,7 @@ dist.destroy_process_group()
 """
 SCRIPTS = {"ddp.py": DDP, "hugging_face.py": "from transformers import LlamaForCausalLM, Trainer\n" + DDP}
 
+_MARK = "COLD_START"
 _LIMIT_S = 600.0
 
 
@@ -54,12 +57,14 @@ class Start:
 
     Attributes:
         step_s: from the command until the last rank had done its first step.
+        cpu_s: that all processes had taken by then: what remains of it on a machine that is busy with other work.
     """
 
     script: str
     ranks: int
     case: str
     step_s: float
+    cpu_s: float
 
 
 @dataclass
@@ -86,7 +91,8 @@ class Bench:
             command = [sys.executable, "-m", *self.words(ranks, case), script]
             process = subprocess.Popen(command, cwd=self.folder, env=self.environ, stdout=said, stderr=said)
             try:
-                return Start(script, ranks, case, self._stepped_at_s(process, ranks) - begin_s)
+                stepped_at_s = self._stepped_at_s(process, ranks)
+                return Start(script, ranks, case, stepped_at_s - begin_s, self._cpu_s())
             finally:
                 if case == "first start" and script != "ddp.py":  # which has nothing to learn
                     self._wait(process, lambda: bool(list(self.cache.rglob("*.json"))))
@@ -108,6 +114,15 @@ class Bench:
         self._wait(process, lambda: all(file.exists() and file.stat().st_size for file in files))
         return max(float(file.read_text()) for file in files)
 
+    def _cpu_s(self) -> float:
+        """Of all processes that inherit this benchmark's mark."""
+        found = 0.0
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(_MARK) == str(self.folder):
+                    found += sum(process.cpu_times()[:2])
+        return found
+
     def _wait(self, process: subprocess.Popen[bytes], is_there: object) -> None:
         assert callable(is_there)
         until_s = time.monotonic() + _LIMIT_S
@@ -119,21 +134,24 @@ class Bench:
 
 def report(starts: list[Start]) -> str:
     """A table in Markdown."""
-    lines = ["| script | ranks | | s to the first step, median (range) | against torchrun |", "|---|--:|---|---|--:|"]
+    lines = [
+        "| script | ranks | | s to the first step, median (range) | against torchrun | CPU s | against torchrun |",
+        "|---|--:|---|---|--:|--:|--:|",
+    ]
     for script, ranks in dict.fromkeys((start.script, start.ranks) for start in starts):
-        of = {
-            case: [s.step_s for s in starts if (s.script, s.ranks, s.case) == (script, ranks, case)] for case in CASES
-        }
-        peer = statistics.median(of["torchrun"])
-        for case, seconds in of.items():
-            middle = statistics.median(seconds)
-            each = f"{middle:.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
-            lines.append(f"| {script} | {ranks} | {case} | {each} | {peer / middle:.2f} x |")
+        of = {case: [s for s in starts if (s.script, s.ranks, s.case) == (script, ranks, case)] for case in CASES}
+        step_s = {case: statistics.median(one.step_s for one in of[case]) for case in CASES}
+        cpu_s = {case: statistics.median(one.cpu_s for one in of[case]) for case in CASES}
+        for case in CASES:
+            seconds = [one.step_s for one in of[case]]
+            each = f"{step_s[case]:.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
+            wall, cpu = (times["torchrun"] / times[case] for times in (step_s, cpu_s))
+            lines.append(f"| {script} | {ranks} | {case} | {each} | {wall:.2f} x | {cpu_s[case]:.1f} | {cpu:.2f} x |")
     return "\n".join(lines)
 
 
 def environment(folder: Path, *, bytecode: bool) -> dict[str, str]:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PHALANX_WARM_CACHE": str(folder / "warm")}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PHALANX_WARM_CACHE": str(folder / "warm"), _MARK: str(folder)}
     if not bytecode:
         environ |= {"PYTHONPYCACHEPREFIX": str(folder / "nothing"), "PYTHONDONTWRITEBYTECODE": "1"}
     else:  # as where it is installed: what is here may not have been compiled yet
