@@ -266,3 +266,17 @@ def test_what_python_keeps_is_left_to_it(tmp_path: Path) -> None:
     write_modules(tmp_path, "VALUE = 1\n")
     assert compiled(tmp_path, PYTHONDONTWRITEBYTECODE="").startswith("[]")
     assert list(tmp_path.rglob("*.pyc")) and not list((tmp_path / "kept").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("phalanx.run.executor", "no settings"), ("phalanx.cli.main", "run", "absent.py")])
+def test_command_and_executor_keep_bytecode_too(tmp_path: Path, words: tuple[str, ...]) -> None:
+    hidden = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": str(tmp_path / "nothing")}
+    environ = {**os.environ, **hidden, "PHALANX_WARM_CACHE": str(tmp_path / "warm")}
+    kept: list[dict[str, int]] = []
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-m", *words], cwd=tmp_path, env=environ, capture_output=True, text=True)
+        assert done.returncode and ("absent.py" in done.stderr or "malformed" in done.stderr)
+        (folder,) = (tmp_path / "warm").glob("bytecode-*")
+        kept.append({path.name: path.stat().st_mtime_ns for path in folder.iterdir()})
+    assert len(kept[0]) > 100 and kept[0] == kept[1]  # nothing was compiled again
