@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import Counter
 
@@ -19,6 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Whoever runs the tests in the background of a script, or under nohup, has SIGINT, SIGQUIT or SIGHUP ignored: then
     no test of a Ctrl-C or of a terminal that is closed could pass.
     """
+    os.environ.setdefault("PHALANX_WARM_CACHE", "")  # what one test has learnt is not for the next
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from phalanx.cli.lazy import LazyGroup
+from phalanx.launch.bytecode import keep_bytecode
 
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "status": ("phalanx.cli.run_status:status", "How a job is: hosts, attempt, steps, incidents."),
@@ -70,6 +73,7 @@ class _Run(LazyGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """One of those that are listed, or of those that are not."""
         if cmd_name in _HIDDEN:
+            keep_bytecode(os.environ)  # a cold start waits for what these import
             return _imported(*_HIDDEN[cmd_name][0].split(":"))
         return super().get_command(ctx, cmd_name)
 

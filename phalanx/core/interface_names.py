@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 
 def names_interface(pattern: str, name: str, *, exact: bool = False) -> bool:
     """Whether a pattern such as that of ``NCCL_SOCKET_IFNAME`` means this interface.
@@ -18,3 +20,18 @@ def names_interface(pattern: str, name: str, *, exact: bool = False) -> bool:
     parts = [part.strip() for part in pattern.split(",") if part.strip()]
     found = name in parts if exact else any(name.startswith(part) for part in parts)
     return bool(parts) and found is not excluding
+
+
+def loopback_interface() -> str | None:
+    """The name of this machine's loopback interface; None: it has none that we know."""
+    names = {name for _, name in socket.if_nameindex()}
+    return next((name for name in ("lo", "lo0") if name in names), None)
+
+
+def stay_here() -> dict[str, str]:
+    """Variables by which libraries that open sockets of their own between ranks keep to loopback.
+
+    Gloo would listen at the address that the name of the machine stands for, which others may reach.
+    """
+    name = loopback_interface()
+    return {} if name is None else {"GLOO_SOCKET_IFNAME": name}

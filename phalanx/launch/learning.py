@@ -46,6 +46,9 @@ _RANK_VARIABLES = frozenset(
 # A message that is no longer than this is written to a pipe whole or not at all.
 _PIECE_BYTES = 3000
 
+# Folders of packages, also where another one of these than this Python's has been added to its path.
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+
 # They have generators of random numbers.
 _SEEDED = ("numpy", "torch")
 
@@ -167,10 +170,19 @@ def _who_reads(key: str | None) -> list[str]:
 
 def _own(names: Iterable[str]) -> list[str]:
     """Those of `names` that are neither Python's nor installed, but the script's own."""
+    files = {name: _file_of(sys.modules.get(name)) for name in names}
+    own = own_files(file for file in files.values() if file)
+    return [name for name, file in files.items() if file in own]
+
+
+def own_files(files: Iterable[str]) -> set[str]:
+    """Those of `files` that are neither Python's nor installed."""
     paths = sysconfig.get_paths()
     homes = tuple(os.path.realpath(paths[key]) + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib"))
-    files = {name: _file_of(sys.modules.get(name)) for name in names}
-    return [name for name, file in files.items() if file and not os.path.realpath(file).startswith(homes)]
+    real = {file: os.path.realpath(file) for file in files}
+    return {
+        file for file, place in real.items() if not place.startswith(homes) and _INSTALLED.isdisjoint(Path(place).parts)
+    }
 
 
 def _forget(names: Iterable[str]) -> None:

@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, TextIO
 
+from phalanx.core.interface_names import stay_here
 from phalanx.core.layout import Layout
 from phalanx.core.signals import STOP_SIGNALS
 from phalanx.launch.cores import Share, local_shares
@@ -132,7 +133,8 @@ class _Job:
     def __post_init__(self) -> None:
         self.started_s = time.monotonic()
         self.shares = self._shares()
-        self.environ = without_worker(os.environ) | {"OMP_NUM_THREADS": str(self.shares[0].threads)}
+        threads = {"OMP_NUM_THREADS": str(self.shares[0].threads)}
+        self.environ = stay_here() | without_worker(os.environ) | threads
         self.output_fds = dict(self.output.descriptors)
         self.store_fd, self.store_port = self.store.fileno(), self.store.getsockname()[1]
         self.connection, self.template = _start_template(self.environ, [self.store_fd, *self.output_fds.values()])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from phalanx.launch.cores import Share
@@ -109,12 +110,14 @@ class Prepare:
         modules: that must be there.
         learnt: that may be there, if that does no harm; see `phalanx.launch.learning`.
         path_entry, argv: as the script will have them.
+        bytecode: folder for bytecode that Python would not keep; None: there is none.
     """
 
     modules: Sequence[str]
     learnt: Sequence[str]
     path_entry: str
     argv: Sequence[str]
+    bytecode: Path | None = None
 
 
 @dataclass(frozen=True)

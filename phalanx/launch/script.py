@@ -17,7 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from phalanx.core.addresses import is_loopback
 from phalanx.core.errors import UserError
+from phalanx.core.interface_names import stay_here
 from phalanx.core.progress import PROGRESS_VARIABLE, ProgressWriter
 from phalanx.core.stack_dump import dump_beside, register
 from phalanx.launch.cores import Share
@@ -141,7 +143,8 @@ def rank_specs(script: Script, group: Group, places: Places, environ: Mapping[st
         group: who they are.
         places: where they run and write.
         environ: their environment but for torchrun's variables; TORCH_NCCL_ASYNC_ERROR_HANDLING and OMP_NUM_THREADS,
-            which torchrun sets where they are absent, are as there, the latter to the threads of the share.
+            which torchrun sets where they are absent, are as there, the latter to the threads of the share. Where the
+            store is at loopback, gloo is kept there too, unless GLOO_SOCKET_IFNAME says otherwise.
     """
     return [_rank_spec(script, group, places, environ, local_rank) for local_rank in range(len(group.ranks))]
 
@@ -149,6 +152,8 @@ def rank_specs(script: Script, group: Group, places: Places, environ: Mapping[st
 def _rank_spec(script: Script, group: Group, places: Places, environ: Mapping[str, str], local_rank: int) -> RankSpec:
     share = places.shares[local_rank]
     usual = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "OMP_NUM_THREADS": str(share.threads)}
+    if is_loopback(group.host):  # all ranks are on this machine, then
+        usual |= stay_here()
     ours = {ATTEMPT_VARIABLE: str(group.attempt)}
     if page := _at(places.pages, local_rank):
         ours[PROGRESS_VARIABLE] = page

@@ -19,6 +19,7 @@ from typing import Any
 
 from phalanx.core.process_table import is_dying
 from phalanx.core.processes import die_with_parent, name_process, why_not_fork
+from phalanx.launch.bytecode import kept_bytecode
 from phalanx.launch.children import Child, descriptors_of, execute_child, fork_child, held_for
 from phalanx.launch.failures import failure_of_exception
 from phalanx.launch.learning import import_learnt, stamps
@@ -52,10 +53,11 @@ def _prepare(prepare: Prepare) -> Prepared:
     """Import everything as the script would."""
     sys.path.insert(0, prepare.path_entry)
     sys.argv[:] = prepare.argv
-    import_all((*_OF_RANKS, *prepare.modules))
-    fork_refused = why_not_fork(sys.modules)
-    with without_collections():
-        refused = import_learnt(prepare.learnt) if fork_refused is None else []
+    with kept_bytecode(prepare.bytecode):
+        import_all((*_OF_RANKS, *prepare.modules))
+        fork_refused = why_not_fork(sys.modules)
+        with without_collections():
+            refused = import_learnt(prepare.learnt) if fork_refused is None else []
     if fork_refused is None and not refused and why_not_fork(sys.modules) is not None:
         refused = list(prepare.learnt)  # what did it could not be told
     import_all(())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import ipaddress
 import os
 import signal
 import socket
@@ -33,23 +34,31 @@ STORE_MODULE = "phalanx.parallel.store"
 _BACKLOG = 4096
 
 
-def open_store_socket(address: str = "") -> socket.socket:
-    """A socket that listens on a free port of `address`, or of all addresses of this host.
+def open_store_socket(address: str) -> socket.socket:
+    """A socket that listens on a free port of one address of this host, IPv4 or IPv6.
 
-    Over IPv4: see `phalanx.parallel.store`.
+    Whoever reaches the store can read and change all that ranks tell each other there, so it is never opened at all
+    addresses.
+
+    Raises:
+        OSError: this host has no such address.
+        ValueError: it stands for all of them.
     """
-    return socket.create_server((address, 0), backlog=_BACKLOG)
+    if not address or ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
+        raise ValueError(f"a store listens at one address, not at {address!r}")
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
 
 
 def store_spec(listener: socket.socket, world_size: int, environ: Mapping[str, str]) -> RankSpec:
     """The process that serves the store on `listener`, which is the caller's to close once that has been started."""
-    port = listener.getsockname()[1]
+    host, port = listener.getsockname()[:2]
     worker = Worker(
         rank=STORE_RANK,
         local_rank=STORE_RANK,
         world_size=world_size,
         local_world_size=0,
-        host="127.0.0.1",
+        host=host,
         port=port,
         launcher="torchrun",
         hosts_store=True,

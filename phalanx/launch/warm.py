@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from phalanx.core.errors import UserError
 from phalanx.launch.failures import Failure
 from phalanx.launch.learning import changed
-from phalanx.launch.messages import Exited, Learnt, Of, Over, Prepare, RankSpec, Returned
+from phalanx.launch.messages import Exited, Learnt, Of, Over, Prepare, Prepared, RankSpec, Returned
 from phalanx.launch.script import Script
 from phalanx.launch.store import STORE_MODULE
-from phalanx.launch.template_process import TemplateProcess
+from phalanx.launch.template_process import TemplateGoneError, TemplateProcess
+from phalanx.launch.warm_cache import WarmCache
 
 PRELOAD = ("torch", "torch.distributed", STORE_MODULE)
 """What nearly every script imports, and what the process of the store needs."""
@@ -60,6 +61,7 @@ class WarmTemplate:
         learns: whether what scripts import is imported beforehand from the second attempt on.
         forks: False has each rank be a new Python.
         has_learnt: called with `learnt` when that has grown.
+        cache: what earlier runs have learnt, and where this one's is kept; None: nothing.
         started: called with the process id of each template process, before it has started anything itself.
     """
 
@@ -71,6 +73,7 @@ class WarmTemplate:
     learns: bool = True
     forks: bool = True
     has_learnt: Callable[[Sequence[str]], None] = lambda learnt: None
+    cache: WarmCache | None = None
     started: Callable[[int], None] = lambda pid: None
     _current: TemplateProcess | None = None
     _building: asyncio.Task[TemplateProcess] | None = None
@@ -79,9 +82,15 @@ class WarmTemplate:
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
     _said: dict[int, list[str]] = field(default_factory=dict)
     _refused: set[str] = field(default_factory=set)
+    _recalled: frozenset[str] = frozenset()
 
     def start(self) -> None:
         """Begin to import; called once, from the loop."""
+        if self.cache is not None and self.learns and self.forks:
+            found = self.cache.recall()
+            self._recalled = frozenset(found.learnt) - {*self.learnt}
+            self._refused |= found.refused
+            self.learnt = list(dict.fromkeys((*self.learnt, *found.learnt)))
         self._build()
 
     async def ready(self) -> str | None:
@@ -204,19 +213,46 @@ class WarmTemplate:
             learnt = [name for name in self.learnt if name not in self._refused]
             process = self._start(learnt)
             try:
-                refused = (await process.ready).refused
+                prepared = await process.ready
+            except (UserError, TemplateGoneError):
+                process.retire()
+                if not self._doubt():
+                    raise
+                continue
             except BaseException:
                 process.retire()
                 raise
-            if not refused:
+            if not prepared.refused:
+                await self._keep(learnt, prepared)
                 return process
-            self._refused.update(refused)
+            self._refused.update(prepared.refused)
+            self._doubt()
             process.retire()
         raise AssertionError("a template that imports nothing that was learnt refuses some of it")
 
+    def _doubt(self) -> bool:
+        """Put aside what was only recalled, which the script may make us learn again; whether there was anything.
+
+        An attempt waits for the first template: it does without, rather than wait for several.
+        """
+        recalled, self._recalled = self._recalled, frozenset()
+        if not recalled or self.cache is None:
+            return False
+        self.cache.forget()
+        self.learnt = [name for name in self.learnt if name not in recalled]
+        return True
+
+    async def _keep(self, learnt: Sequence[str], prepared: Prepared) -> None:
+        """For the next time that everything starts cold."""
+        if self.cache is None or prepared.fork_refused is not None or self._recalled.issuperset({*learnt} - {*LEARNT}):
+            return
+        files = [path for path in prepared.stamps if path.endswith(".py")]
+        await asyncio.to_thread(self.cache.keep, learnt, sorted(self._refused), files)
+
     def _start(self, learnt: Sequence[str]) -> TemplateProcess:
         argv = [self.script.name, *self.script.arguments]
-        prepare = Prepare(self.preload, learnt, self.script.path_entry, argv)
+        bytecode = None if self.cache is None else self.cache.bytecode
+        prepare = Prepare(self.preload, learnt, self.script.path_entry, argv, bytecode)
         process = TemplateProcess(prepare, self.environ, self.script.folder, self._take, self._lose)
         self.started(process.pid)
         self._processes = [other for other in self._processes if other.is_running()]

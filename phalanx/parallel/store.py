@@ -14,12 +14,16 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import ipaddress
+import logging
 import socket
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from phalanx.core.errors import UserError
+
+_log = logging.getLogger(__name__)
 
 _BACKLOG = 4096
 
@@ -88,17 +92,24 @@ def look_names_up_in_files_only() -> bool:
 
 
 def _listen(host: str, port: int) -> socket.socket | None:
-    """Listen on the address of `host`, or on all where that is no address of this machine; None without IPv4."""
+    """Listen on the address of `host`, or on all where that is no address of this machine; None: nobody knows it."""
     try:
-        address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror:
         return None
-    try:
-        return socket.create_server((str(address), port), backlog=_BACKLOG)
-    except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
-    return socket.create_server(("", port), backlog=_BACKLOG)
+    family, _, _, _, place = min(found, key=lambda one: one[0] != socket.AF_INET)
+    address = str(place[0])
+    if address != host and host != "localhost" and ipaddress.ip_address(address).is_loopback:
+        why = f"{host} is {address} on this machine, and another address for others"  # as Debian has it in /etc/hosts
+    else:
+        try:
+            return socket.create_server((address, port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+        why = f"{host} is no address of this machine"
+    _log.warning("%s: the store listens at all addresses that it has", why)
+    return socket.create_server(("", port), family=family, backlog=_BACKLOG)
 
 
 def _unreachable(host: str, port: int, rank: int, world_size: int, is_host: bool, error: Exception) -> UserError:

@@ -49,7 +49,7 @@ def shown(folder: Path) -> list[dict[str, Any]]:
 
 # What torchrun sets for itself, and what only we set.
 OF_TORCHRUN = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
-OURS = {"PHALANX_RUN_ATTEMPT", "PHALANX_PROGRESS"}
+OURS = {"PHALANX_RUN_ATTEMPT", "PHALANX_PROGRESS", "GLOO_SOCKET_IFNAME"}
 
 
 @pytest.mark.slow

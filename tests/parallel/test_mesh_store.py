@@ -12,6 +12,7 @@ from datetime import timedelta
 import pytest
 
 from phalanx.core.errors import UserError
+from phalanx.parallel import store as store_module
 from phalanx.parallel.store import open_store, port_of
 
 
@@ -42,6 +43,26 @@ def test_a_local_store_is_reached_from_this_machine_alone() -> None:
     host = open_store("127.0.0.1", 0, 0, 1, is_host=True, timeout_s=5)
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.2", port_of(host)), timeout=2)
+
+
+def test_a_name_that_is_loopback_here_alone_is_reached_by_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian has a machine's own name at 127.0.1.1 in /etc/hosts, where no other host would find the store."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    listener = store_module._listen("node7", 0)
+    assert listener is not None and listener.getsockname()[0] == "0.0.0.0"
+    listener.close()
+    listener = store_module._listen("localhost", 0)
+    assert listener is not None and listener.getsockname()[0] == "127.0.1.1"
+    listener.close()
+
+
+def test_a_store_at_an_address_of_ipv6_listens_there_alone() -> None:
+    host = open_store("::1", 0, 0, 2, is_host=True, timeout_s=5)
+    open_store("::1", port_of(host), 1, 2, is_host=False, timeout_s=5).set("key", "value")
+    assert host.get("key") == b"value"
+    with pytest.raises(OSError):  # one at all addresses of IPv6 takes clients of IPv4 too
+        socket.create_connection(("127.0.0.1", port_of(host)), timeout=2)
 
 
 def test_a_port_that_is_taken_is_told() -> None:
@@ -75,6 +96,7 @@ def test_a_key_that_nobody_sets_is_waited_for_no_longer_than_said() -> None:
 SERVE = """
 import sys
 from torch._C._distributed_c10d import TCPStore
+from phalanx.parallel import store as store_module
 from phalanx.parallel.store import look_names_up_in_files_only
 assert look_names_up_in_files_only() or sys.platform != "linux"
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on IPv6, as torch does

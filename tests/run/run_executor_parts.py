@@ -88,13 +88,19 @@ SENSES = Senses(
 
 
 def make_executor(
-    folder: Path, script: str, senses: Senses = SENSES, clock: Callable[[], float] = time.monotonic
+    folder: Path,
+    script: str,
+    senses: Senses = SENSES,
+    clock: Callable[[], float] = time.monotonic,
+    address: str = "127.0.0.1",
+    hosts: int = 1,
 ) -> tuple[Executor, Driver]:
     (folder / "script.py").write_text(script)
     (folder / "own_part.py").write_text("")
     (folder / "pages").mkdir()
     driver = Driver()
-    here = Here("h", "127.0.0.1", "left", dict(os.environ), folder / "pages", folder / "logs", driver_lost_s=10.0)
+    pages, logs = folder / "pages", folder / "logs"
+    here = Here("h", address, "left", dict(os.environ), pages, logs, driver_lost_s=10.0, hosts=hosts)
     return Executor(here, driver, Holder(), senses, clock=clock), driver
 
 

@@ -49,11 +49,13 @@ class Job:
         folder: where it runs; the run folder is ``run`` in there.
         words: options of the command and the script with its arguments.
         environ: added to this process's environment.
+        within: a command that is given the one to run, such as ``unshare``.
     """
 
     folder: Path
     words: Sequence[str]
     environ: dict[str, str] = field(default_factory=dict)
+    within: Sequence[str] = ()
     _mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     commands: list[subprocess.Popen] = field(default_factory=list)
 
@@ -79,7 +81,7 @@ class Job:
         """Start a program of Python's, and keep what it says."""
         with (self.folder / f"said-{len(self.commands)}").open("wb") as said:
             command = subprocess.Popen(
-                [sys.executable, "-m", module, *words],
+                [*self.within, sys.executable, "-m", module, *words],
                 cwd=self.folder,
                 env=self.environment(),
                 stdin=subprocess.DEVNULL,

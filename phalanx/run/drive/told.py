@@ -31,12 +31,13 @@ def executor_command(config: RunConfig, host: str) -> list[str]:
         skip=config.checks.skip,
         checkpoints=config.checkpoint_place,
         address="127.0.0.1" if config.backend == "local" else "auto",
-        is_only_host=config.backend == "local",
+        hosts=config.hosts,
+        is_only_host=config.backend == "local" or config.hosts == 1,
         driver_lost_s=config.driver_lost_s,
         **_tls(config),
     )
     text = msgspec.json.encode(settings).decode()
-    return [sys.executable, "-m", "phalanx.run.executor.main", text]
+    return [sys.executable, "-m", "phalanx.run.executor", text]
 
 
 def _tls(config: RunConfig) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import msgspec
 from phalanx.launch.script import Script
 from phalanx.launch.store import open_store_socket
 from phalanx.launch.warm import LEARNT, WarmTemplate, Word
+from phalanx.launch.warm_cache import open_cache
 from phalanx.run import messages
 from phalanx.run.executor.alone import Alone
 from phalanx.run.executor.carried import Carried
@@ -201,13 +202,16 @@ class Executor:
 
     def _make_template(self, prepare: messages.Prepare) -> WarmTemplate:
         name, *arguments = prepare.script
+        script = Script(name, tuple(arguments), prepare.is_module, prepare.folder)
+        environ = {**self.here.environ, **prepare.environment, "PHALANX_HOST": self.here.host}
         return WarmTemplate(
-            Script(name, tuple(arguments), prepare.is_module, prepare.folder),
-            {**self.here.environ, **prepare.environment, "PHALANX_HOST": self.here.host},
+            script,
+            environ,
             self._hear_template,
             learnt=(*LEARNT, *(name for name in prepare.preload if name not in LEARNT)),
             has_learnt=lambda learnt: self._tell_learnt(messages.Prepared(0.0, "", list(learnt))),
             started=self.holder.contain,
+            cache=open_cache(script, environ),
         )
 
     async def _let_template_go(self) -> None:
@@ -238,9 +242,10 @@ class Executor:
         if store is None or store.attempt != order.attempt:
             self._close_store()
             try:
-                listener = open_store_socket()
-            except OSError as error:
-                self.line.send(messages.StoreOpened(order.attempt, 0, str(error)))
+                listener = open_store_socket(self.here.store_address)
+            except (OSError, ValueError) as error:
+                problem = f"the store cannot listen at {self.here.store_address}: {error}"
+                self.line.send(messages.StoreOpened(order.attempt, 0, problem))
                 return
             store = self._store = _Store(order.attempt, listener.getsockname()[1], listener)
         self.line.send(messages.StoreOpened(order.attempt, store.port))

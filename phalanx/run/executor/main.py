@@ -1,4 +1,4 @@
-"""The process of an executor: ``python -m phalanx.run.executor.main SETTINGS``, which are JSON. Torch-free."""
+"""The process of an executor: ``python -m phalanx.run.executor SETTINGS``, which are JSON. Torch-free."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rules: files with log rules.
         skip: names of checks that are left out.
         checkpoints: where checkpoints go, an absolute path or a URL; empty: not known.
-        is_only_host: the job has no other.
+        hosts: that take part; 0: not known. The ranks of a single one meet where no other host comes.
+        is_only_host: the job has no other machine.
         driver_lost_s: how long it waits for a driver when nothing runs here.
         uses_tls: to the driver.
         authority: file with certificates that the driver's has to be signed by; empty: those of the system.
@@ -72,6 +73,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rules: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     checkpoints: str = ""
+    hosts: int = 0
     is_only_host: bool = False
     driver_lost_s: float = 3600.0
     uses_tls: bool = False
@@ -115,6 +117,7 @@ async def _serve(settings: Settings, reaper: Reaper, pages: Path) -> int:
         segment_bytes=settings.segment_bytes,
         kept_bytes=settings.kept_bytes,
         driver_lost_s=settings.driver_lost_s,
+        hosts=settings.hosts,
     )
     accelerators = Accelerators()
     reaper.release = accelerators.released

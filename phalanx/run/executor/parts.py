@@ -61,6 +61,7 @@ class Here:
         logs: folder for logs of ranks.
         segment_bytes, kept_bytes: of the log files of a rank: of one, and of all.
         driver_lost_s: how long it stays when nothing of the job runs here and no driver comes.
+        hosts: that take part in the job; 0: not known.
     """
 
     host: str
@@ -72,6 +73,12 @@ class Here:
     segment_bytes: int = SEGMENT_BYTES
     kept_bytes: int = KEPT_BYTES
     driver_lost_s: float = 3600.0
+    hosts: int = 0
+
+    @property
+    def store_address(self) -> str:
+        """Where a rendezvous store listens: where no other host reaches it, unless ranks are on others."""
+        return "127.0.0.1" if self.hosts == 1 else self.address
 
     def open_log(self, rank: int, attempt: int) -> RankLog:
         """The log of a rank."""

@@ -241,13 +241,14 @@ class Workers:
 
     def _group(self) -> Group:
         start = self.start
+        host = start.store_host if self.store is None else self.store.getsockname()[0]
         return Group(
             attempt=start.attempt,
             ranks=start.ranks,
             world_size=start.world_size,
             group_rank=start.group_rank,
             hosts=start.hosts,
-            host=start.store_host,
+            host=host,
             port=start.store_port,
             restarts=start.restarts,
         )

@@ -1,0 +1,14 @@
+"""``python -m phalanx.run.executor SETTINGS``: keeps bytecode that nobody else does, then imports the rest."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from phalanx.launch.bytecode import keep_bytecode
+
+if __name__ == "__main__":
+    keep_bytecode(os.environ)
+    from phalanx.run.executor.main import main
+
+    sys.exit(main())
