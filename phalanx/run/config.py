@@ -70,11 +70,17 @@ class PolicyConfig(Config):
     quick_check_s: float = Field(30.0, ge=0.05, description="limit for the answer of a quick check, seconds")
     full_check_s: float = Field(600.0, ge=0.05, description="limit for the answer of a full check, seconds")
     max_restarts_without_step: int = Field(
-        5, ge=1, description="recoveries in a row without a new step before the job ends with status 4"
+        3, ge=1, description="restarts in a row without progress before the job ends with status 4"
+    )
+    healthy_s: float = Field(
+        1200.0,
+        ge=0.05,
+        description="an attempt that makes steps for so long is no crash loop, where the script does not number its "
+        "steps, seconds",
     )
     max_restarts: int = Field(0, ge=0, description="recoveries in all before it does; 0: no limit")
     backoff_s: float = Field(
-        2.0, ge=0, description="pause before the second restart without a new step, seconds; doubles with each"
+        2.0, ge=0, description="pause before the second restart without progress, seconds; doubles with each"
     )
     backoff_limit_s: float = Field(60.0, ge=0, description="to which that pause grows, seconds")
     fault_window_s: float = Field(

@@ -538,7 +538,7 @@ def test_a_job_that_never_makes_a_step_stops_with_status_4_after_pauses_that_dou
     assert gaps[0] < 1 and gaps[1] >= 2 and all(gap < 10 for gap in gaps)
 
 
-def test_scripts_that_count_steps_from_their_start_are_believed_to_progress_unless_they_end_at_the_same_count():
+def test_scripts_that_count_steps_from_their_start_progress_where_each_attempt_makes_more_than_all_before():
     world = four_hosts(WAITS, is_absolute=False, resumes_every=10)
     for attempt in range(2, 12):
         world.kill(attempt % 8)

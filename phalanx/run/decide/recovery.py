@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from phalanx.core.units import duration
 from phalanx.run.decide import advice, between, brakes, checks, endings, ladder, user_code
 from phalanx.run.decide.actions import Gather, Stop, Where
 from phalanx.run.decide.placement import can_spare, count_ready
@@ -168,8 +169,8 @@ def conclude(turn: Turn) -> None:
     if state.ending is None and state.recovery is not None:
         if state.recovery.cause != "planned":
             _judge(turn, state.recovery)
-        elif brakes.has_progressed(state.progress):
-            turn.set(brakes=replace(state.brakes, idle=0))
+        elif brakes.has_progressed(state.progress, state.policy):
+            turn.set(brakes=replace(state.brakes, idle=0, struck=()))
     if turn.state.ending is not None:
         endings.finish(turn, turn.state.ending)
         return
@@ -196,12 +197,11 @@ def _judge(turn: Turn, recovery: Recovery) -> None:
         turn.set(ending=ending)
         return
     turn.set(brakes=pressed)
-    plan = ladder.plan(state, recovery)
-    if plan.stop:
-        turn.decided(f"the job ends with status {endings.NO_PROGRESS}", plan.why)
-        turn.set(ending=Ending(endings.NO_PROGRESS, f"nothing is left to try: {plan.why}"))
-    else:
-        _climb(turn, plan)
+    if brakes.is_healthy(state.progress, state.policy) and not brakes.got_further(state.progress):
+        lived = duration(state.progress.lived_s)
+        why = f"attempt {state.attempt} made steps for {lived}; whether it got further than others nobody says"
+        turn.decided("this is no crash loop", why)
+    _climb(turn, ladder.plan(state, recovery))
 
 
 def _climb(turn: Turn, plan: ladder.Plan) -> None:

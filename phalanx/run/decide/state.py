@@ -186,31 +186,57 @@ class Progress(Value, frozen=True):
         best: highest absolute step of all attempts; -1: none is known.
         done: steps of the present attempt, as they are counted; -1: none.
         is_absolute: how `done` is counted.
-        last_done: `done` of the attempt before, at its end.
-        is_new: the present attempt has got further than those before.
+        most: steps that an attempt before this one has made, of its own; -1: none has, or they are absolute.
+        last_done: those of the attempt before, at its end.
+        is_new: the present attempt has made an absolute step that none has made before, or a newer checkpoint.
+        was_new: the attempt before had progressed.
+        base: highest absolute step that an attempt has gone on after; -1: none is known.
+        saved: step of the newest durable checkpoint that was seen; -1: none was.
+        since_s: when the present attempt has made its first step; None: it has not.
+        lived_s: seconds from then to the newest one that was heard of.
     """
 
     best: int = -1
     done: int = -1
     is_absolute: bool = False
+    most: int = -1
     last_done: int = -1
     is_new: bool = False
+    was_new: bool = False
+    base: int = -1
+    saved: int = -1
+    since_s: float | None = None
+    lived_s: float = 0.0
+
+    @property
+    def has_run(self) -> bool:
+        """Any attempt has ever made a step."""
+        return max(self.done, self.best, self.most) >= 0
+
+    @property
+    def step(self) -> int:
+        """Where the training is, for people: of the present attempt, or of those before where it has made none yet."""
+        if self.done >= 0:
+            return self.done
+        return self.best if self.best >= 0 else self.last_done
 
 
 class Brakes(Value, frozen=True):
     """Against restarting for ever.
 
     Attributes:
-        idle: recoveries in a row without a new step.
+        idle: recoveries in a row without progress, the one after the last progress counted.
         recoveries: in all.
         not_before_s: when the next attempt may begin.
         unfit: hosts that came one after another and did not pass their check.
+        struck: places that have lost a host since the last progress, and were not counted for it.
     """
 
     idle: int = 0
     recoveries: int = 0
     not_before_s: float = 0.0
     unfit: int = 0
+    struck: tuple[int, ...] = ()
 
 
 class State(Value, frozen=True):

@@ -74,7 +74,7 @@ def last_word(state: State) -> LastWord | None:
 
 def has_never_run(state: State) -> bool:
     """No attempt has ever made a step."""
-    return state.progress.done < 0 and state.progress.best < 0 and state.progress.last_done < 0
+    return not state.progress.has_run
 
 
 def _is_again(last: LastWord | None, failure: Failure) -> bool:
