@@ -12,6 +12,7 @@ from phalanx.run.decide.events import (
     Event,
     HostJoined,
     HostUnknown,
+    LeftEarly,
     LossBroken,
     Running,
     WorkerFailed,
@@ -213,6 +214,24 @@ class TestEnds:
         assert attempt.on_ended(ended(0, **good), at(1)) == []
         assert attempt.on_ended(ended(0, **good), at(1)) == []
         assert attempt.on_ended(ended(1, **good), at(2)) == [WorkersReturned(5002.0, 3)]
+
+    def test_who_left_with_status_0_is_told_when_another_fails_whichever_is_heard_first(self) -> None:
+        seen = watch(4)
+        assert seen.on_ended(ended(1, kind="returned", code=0, step=7), at(1)) == []
+        told = seen.on_ended(ended(0, kind="raised", code=1, follows=True), at(2))
+        assert [type(event).__name__ for event in told] == ["LeftEarly", "WorkerFailed"]
+        assert told[0] == LeftEarly(at(2).unix_s, 3, (1,), (7,))
+        assert seen.on_ended(ended(2, kind="returned", code=0, step=8), at(3)) == [
+            LeftEarly(at(3).unix_s, 3, (1, 2), (7, 8))
+        ]
+        # by then most have left: it is the last one that still waits for them
+        assert seen.on_ended(ended(3, kind="returned", code=0, step=8), at(4)) == []
+
+    def test_who_left_with_status_0_is_told_before_a_hang(self) -> None:
+        seen = watch(2)
+        seen.on_ended(ended(1, kind="returned", code=0, step=7), at(1))
+        assert seen.catch_up(at(60)) == [LeftEarly(at(60).unix_s, 3, (1,), (7,))]
+        assert seen.catch_up(at(61)) == []
 
     def test_steps_that_no_heartbeat_has_told_count_at_the_end(self) -> None:
         attempt = watch()

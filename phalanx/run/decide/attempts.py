@@ -69,7 +69,7 @@ def _open(turn: Turn, placement: tuple[str, ...]) -> None:
     attempt = max(state.attempt, state.highest_seen) + 1
     if state.placement and placement != state.placement:
         turn.decided(_moves(state.placement, placement), "these hosts are ready")
-    turn.set(attempt=attempt, placement=placement, store_port=0, lacking_since_s=None)
+    turn.set(attempt=attempt, placement=placement, store_port=0, left={}, lacking_since_s=None)
     turn.set(progress=brakes.begun(state.progress, state.policy), highest_seen=attempt)
     turn.enter("opening", state.policy.store_s)
     turn.decided(f"attempt {attempt} begins on {advice.names(placement)}", _ready(state, placement))

@@ -14,7 +14,7 @@ import msgspec
 Fault = Literal["user", "process", "host", "network", "storage"]
 """Class of a fault, as the rules for logs have it."""
 
-FailureKind = Literal["user", "raised", "interrupted", "signal", "status"]
+FailureKind = Literal["user", "syntax", "raised", "interrupted", "signal", "status"]
 """As `phalanx.launch.failures.Kind`."""
 
 
@@ -224,6 +224,18 @@ class WorkerFailed(EventBase, frozen=True, tag="worker-failed"):
     step: int = -1
 
 
+class LeftEarly(EventBase, frozen=True, tag="left-early"):
+    """These ranks, half of all at most, have ended with status 0, and others have failed since, or stand still.
+
+    Attributes:
+        steps: that each of them was at; -1: not known.
+    """
+
+    attempt: int
+    ranks: tuple[int, ...]
+    steps: tuple[int, ...] = ()
+
+
 class WorkersReturned(EventBase, frozen=True, tag="workers-returned"):
     """Every rank has ended with status 0."""
 
@@ -360,6 +372,7 @@ Event = (
     | Running
     | Advanced
     | WorkerFailed
+    | LeftEarly
     | WorkersReturned
     | NoProgress
     | TrafficSilent

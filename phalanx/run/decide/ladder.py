@@ -77,8 +77,8 @@ def culprits(state: State, recovery: Recovery) -> dict[str, int]:
 
 
 def _is_everybodys(failure: Failure) -> bool:
-    """A loss that is the same on all ranks tells of none of them."""
-    return failure.kind == "loss" and failure.fault == "process"
+    """A loss that is the same on all ranks tells of none of them, and a rank that ends well tells of no host."""
+    return failure.kind == "left" or (failure.kind == "loss" and failure.fault == "process")
 
 
 def most_to_blame(state: State) -> int:
@@ -106,11 +106,13 @@ def _nobody(state: State, recovery: Recovery, leave: dict[str, str]) -> Plan:
     if recovery.lost or leave:
         what = "the hosts that are lost are replaced, the others restart in place"
         return Plan(what, "nobody who is still there is to blame", {}, leave)
-    count = _count(state, "everyone")
     everyone = [host for host in state.placement if state.hosts[host].state in ("active", "draining", "suspect")]
+    checks: dict[str, CheckKind] = dict.fromkeys(everyone, "passive")
+    what = "all restart in place after passive checks"
+    if any(failure.kind == "left" for failures in recovery.failures.values() for failure in failures):
+        return Plan(what, "the script let it go, so no host is at fault", checks)
+    count = _count(state, "everyone")
     if count == 0:
-        checks: dict[str, CheckKind] = dict.fromkeys(everyone, "passive")
-        what = "all restart in place after passive checks"
         return Plan(what, "nobody stands out", checks, marks=("everyone",))
     if count == 1:
         active: dict[str, CheckKind] = dict.fromkeys(everyone, state.policy.active_check)

@@ -8,11 +8,12 @@ from phalanx.core.units import duration
 from phalanx.run.decide import advice, between, brakes, checks, endings, ladder, user_code
 from phalanx.run.decide.actions import Gather, Stop, Where
 from phalanx.run.decide.placement import can_spare, count_ready
-from phalanx.run.decide.state import Cause, Ending, Failure, Recovery, State
+from phalanx.run.decide.state import Cause, Failure, Recovery, State
 from phalanx.run.decide.turn import Turn
 
 _DECISIVE = ("signal", "interrupted", "start", "silent", "loss")
 _SUMMARY_CHARACTERS = 500
+_LEFT = "left with exit status 0 while others had not ended"
 _NOWHERE = Where()
 
 # Collect
@@ -168,7 +169,7 @@ def conclude(turn: Turn) -> None:
     state = turn.state
     if state.ending is None and state.recovery is not None:
         if state.recovery.cause != "planned":
-            _judge(turn, state.recovery)
+            _judge(turn)
         elif brakes.has_progressed(state.progress, state.policy):
             turn.set(brakes=replace(state.brakes, idle=0, struck=()))
     if turn.state.ending is not None:
@@ -185,8 +186,11 @@ def conclude(turn: Turn) -> None:
         wait(turn)
 
 
-def _judge(turn: Turn, recovery: Recovery) -> None:
+def _judge(turn: Turn) -> None:
+    _name_who_left(turn)
     state = turn.state
+    recovery = state.recovery
+    assert recovery is not None, "something is judged"
     if summary := advice.together(state):
         turn.note("driver", summary)
     pressed = brakes.pressed(state)
@@ -202,6 +206,23 @@ def _judge(turn: Turn, recovery: Recovery) -> None:
         why = f"attempt {state.attempt} made steps for {lived}; whether it got further than others nobody says"
         turn.decided("this is no crash loop", why)
     _climb(turn, ladder.plan(state, recovery))
+
+
+def _name_who_left(turn: Turn) -> None:
+    """Where no rank says what is wrong with it, those that have ended before the others are why these stand still."""
+    state, recovery = turn.state, turn.state.recovery
+    if not state.left or recovery is None or recovery.lost:
+        return
+    if any(not failure.follows for failure in user_code.failures_of(state)):
+        return
+    turn.learn(suspects={}, group="", group_hosts=())  # the others wait, and look guilty of that
+    for rank, step in state.left.items():
+        host = state.host_of(rank)
+        if host is not None:
+            failure = Failure(rank, "left", "process", f"rank {rank} {_LEFT}", step=step)
+            add_failure(turn, host, failure)
+            text = failure.summary + (f" (step {step})" if step >= 0 else "")
+            turn.note(f"executor of {host}", text, Where(host, rank, step))
 
 
 def _climb(turn: Turn, plan: ladder.Plan) -> None:

@@ -64,7 +64,7 @@ class Failure(Value, frozen=True):
 
     Attributes:
         kind: as in `WorkerFailed`; ``start``: it could not be started; ``silent``: it did not answer; ``loss``: its
-            loss is no number.
+            loss is no number; ``left``: it has ended well, before the others.
         rank: -1: the host as a whole.
     """
 
@@ -248,6 +248,7 @@ class State(Value, frozen=True):
         highest_seen: attempt number that some executor has seen; the next one is above it.
         placement: hosts of the present or last attempt in order of their ranks.
         store_port: of the present attempt.
+        left: ranks of the attempt that have ended with status 0 while others had not, with their steps.
         version: of the code; empty: the present one.
         phase_since_s: when the phase began.
         deadline_s: when the phase will be waited for no longer.
@@ -274,6 +275,7 @@ class State(Value, frozen=True):
     staying: dict[HostState, int] = {}
     placement: tuple[str, ...] = ()
     store_port: int = 0
+    left: dict[int, int] = {}
     version: str = ""
     phase_since_s: float = 0.0
     deadline_s: float | None = None

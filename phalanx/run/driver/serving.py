@@ -25,7 +25,6 @@ LEAVE_S = 5.0
 """For executors to end by themselves what they have, before the back end ends them."""
 
 
-
 class Arrived(NamedTuple):
     """The executor of this host has connected, and all that was ordered before was ordered without it."""
 
