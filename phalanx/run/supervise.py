@@ -103,15 +103,16 @@ class Supervisor:
     def _watch(self, pid: int, received: ReceivedSignals) -> tuple[int, bool]:
         """Until it has ended: its status, negative for a signal, and whether it had begun."""
         while True:
-            for number in received.take(timeout_s=None):
-                if number != signal.SIGCHLD:
-                    self._pass_on(pid, number)
+            numbers = [number for number in received.take(timeout_s=None) if number != signal.SIGCHLD]
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 has_begun = self.has_begun(pid)
                 if not has_begun:  # what it was told it has not heard
                     self._pending = self._sent
+                self._pending += [_PASSED_ON[number] for number in numbers]
                 return os.waitstatus_to_exitcode(status), has_begun
+            for number in numbers:
+                self._pass_on(pid, number)
 
     def _pass_on(self, pid: int, number: signal.Signals) -> None:
         if self._sent and not self._ever_begun and not self.has_begun(pid):
