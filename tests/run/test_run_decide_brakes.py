@@ -141,6 +141,23 @@ def test_an_hour_between_two_faults_is_no_crash_loop():
     assert "is no crash loop" in world.story()
 
 
+def test_a_hang_of_half_an_hour_is_no_life():
+    world = make()
+    world.run_until(running)
+    live_and_fail(world, 300, "signal", 0)
+    for _ in range(8):
+        world.run_for(60)
+        attempt, step = world.state.attempt, world._said_step()
+        world._freeze()
+        world.run_for(1800)  # before it is told, as where a rank has said that it evaluates
+        world.deliver(ev.Advanced(world.now_s, attempt, step + 5, age_s=1800.0))
+        world.hang(3)
+        world.run_until(lambda w, a=attempt: ended(w) or attempt_runs(a + 1)(w))
+        if ended(world):
+            break
+    assert ended(world) and attempts(world) == 4
+
+
 def test_attempts_that_end_after_exactly_as_many_steps_are_one_however_long_they_live():
     world = make()
     world.run_until(running)

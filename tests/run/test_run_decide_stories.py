@@ -78,6 +78,14 @@ def test_it_ends_when_every_rank_has_returned():
     assert finish(world).status == 0
 
 
+def test_the_steps_that_are_made_until_the_ranks_have_stopped_count():
+    world = four_hosts()
+    world.deliver(ev.StopAsked(world.now_s, "ada"))
+    world.deliver(ev.Advanced(world.now_s, 1, 5000, True))
+    world.run_until(ended)
+    assert world.state.progress.step == 5000
+
+
 # Clean deaths
 
 

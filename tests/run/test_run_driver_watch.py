@@ -96,7 +96,7 @@ class TestProgress:
             told += attempt.on_heartbeat(beat(3, worker(0, second, last_step_s=1.0)), at(second))
         assert told[0] == Running(5001.0, 3, 1)
         assert [event.step for event in told[1:] if isinstance(event, Advanced)] == [11, 21, 31]
-        assert attempt.on_heartbeat(beat(3, worker(0, 35)), at(36 + ADVANCED_S)) == [Advanced(5046.0, 3, 35)]
+        assert attempt.on_heartbeat(beat(3, worker(0, 35)), at(36 + ADVANCED_S)) == [Advanced(5046.0, 3, 35, age_s=11.0)]
         assert attempt.on_heartbeat(beat(3, worker(0, 35)), at(36 + 2 * ADVANCED_S)) == []  # no step since
 
     def test_steps_of_the_training_are_told_as_such_from_the_first_of_this_attempt(self) -> None:
@@ -240,6 +240,26 @@ class TestEnds:
         attempt.on_ended(ended(0, step=30, **good), at(2))
         told = attempt.on_ended(ended(1, step=29, **good), at(2))
         assert told == [Advanced(5002.0, 3, 30), WorkersReturned(5002.0, 3)]
+
+    def test_how_far_it_came_while_it_was_being_stopped_is_told(self) -> None:
+        attempt = watch()
+        attempt.on_heartbeat(beat(3, worker(0, 27), worker(1, 27)), at(1))
+        told = attempt.on_ended(ended(0, kind="returned", code=0, step=41, by_us=True), at(2))
+        assert told == [Advanced(at(2).unix_s, 3, 41)] and attempt.step == 41
+        assert attempt.on_ended(ended(1, by_us=True, step=40), at(2)) == []
+
+    def test_steps_that_are_told_only_when_it_has_stood_still_were_made_before_that(self) -> None:
+        attempt = watch()
+        attempt.on_heartbeat(beat(3, worker(0, 27), worker(1, 27)), at(1))
+        attempt.on_heartbeat(beat(3, worker(0, 28), worker(1, 28)), at(2))
+        assert attempt.catch_up(at(1802)) == [Advanced(at(1802).unix_s, 3, 28, age_s=1800.0)]
+
+    def test_one_that_is_over_before_any_heartbeat_has_made_its_steps_too(self) -> None:
+        attempt = watch()
+        good = {"kind": "returned", "code": 0, "summary": ""}
+        attempt.on_ended(ended(0, step=5, **good), at(2))
+        told = attempt.on_ended(ended(1, step=4, **good), at(2))
+        assert told == [Running(at(2).unix_s, 3, 5), WorkersReturned(at(2).unix_s, 3)]
 
     def test_another_exit_status_is_a_failure(self) -> None:
         [failed] = watch().on_ended(ended(0, kind="returned", code=7), at(1))

@@ -151,9 +151,9 @@ def on_running(turn: Turn, event: Running) -> None:
 def on_advanced(turn: Turn, event: Advanced) -> None:
     """Steps advance."""
     state = turn.state
-    if state.phase not in ("running", "diagnosing"):
+    if state.phase not in ("running", "diagnosing", "stopping"):
         return
-    progress = brakes.advanced(state.progress, event.step, event.is_absolute, turn.now_s)
+    progress = brakes.advanced(state.progress, event.step, event.is_absolute, turn.now_s - max(event.age_s, 0.0))
     is_new = progress.done > state.progress.done
     turn.set(progress=progress)
     found = state.recovery

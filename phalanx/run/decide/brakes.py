@@ -15,10 +15,10 @@ from phalanx.run.decide.state import Brakes, Ending, Progress, State
 
 
 def advanced(progress: Progress, step: int, is_absolute: bool, now_s: float) -> Progress:
-    """Progress after a step has been heard of."""
+    """Progress after a step that was made at this time."""
     done = max(step, progress.done)
     since_s = now_s if progress.since_s is None else progress.since_s
-    lived_s = now_s - since_s if done > progress.done else progress.lived_s
+    lived_s = max(now_s - since_s, 0.0) if done > progress.done else progress.lived_s
     now = replace(progress, done=done, is_absolute=is_absolute, since_s=since_s, lived_s=lived_s)
     if not is_absolute:
         return now

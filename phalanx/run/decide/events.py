@@ -198,11 +198,13 @@ class Advanced(EventBase, frozen=True, tag="advanced"):
         step: how many steps are done.
         is_absolute: counted from the beginning of the training, not of this process: with resuming scripts that
             report it, it tells whether an attempt got further than those before.
+        age_s: since the newest of them was made; 0: lately.
     """
 
     attempt: int
     step: int
     is_absolute: bool = False
+    age_s: float = 0.0
 
 
 class WorkerFailed(EventBase, frozen=True, tag="worker-failed"):

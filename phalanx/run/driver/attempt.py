@@ -151,13 +151,15 @@ class AttemptWatch:
         if ended.attempt != self.attempt or ended.rank in self._ended or not 0 <= ended.rank < self.world_size:
             return []
         self._ended.add(ended.rank)
-        if ended.by_us:
-            return []
+        if ended.by_us:  # it may have made steps until then, and said so with nothing else
+            return self.catch_up(now, ended.step)
         if ended.kind == "returned" and ended.code == 0:
             self._returned[ended.rank] = ended.step
             self._step = max(self._step, ended.step)
             if len(self._returned) == self.world_size:
-                return [*self.catch_up(now), WorkersReturned(now.unix_s, self.attempt)]
+                has_run = not self._is_running and min(self._returned.values()) > 0
+                begun = self._begin_running(now) if has_run else []
+                return [*begun, *self.catch_up(now), WorkersReturned(now.unix_s, self.attempt)]
             return self._left_early(now) if self._has_failed else []
         self._has_failed = True
         kind = "status" if ended.kind == "returned" else ended.kind
@@ -180,11 +182,16 @@ class AttemptWatch:
 
     def catch_up(self, now: Now, step: int = -1) -> list[Event]:
         """The newest step, for whoever has to know what is lost; `step`: what a rank said at its end."""
-        newest, left = max(self.step, step), self._left_early(now)
+        left = self._left_early(now)
+        if self._is_running:
+            self._step = max(self._step, step)
+        newest = self._step
         if not self._is_running or newest <= self._told_step:
             return left
         self._told_s, self._told_step = now.monotonic_s, newest
-        return [Advanced(now.unix_s, self.attempt, newest, self.is_absolute), *left]
+        quiet_s = now.monotonic_s - self._past[-1][0] if self._past else 0.0
+        age_s = quiet_s if quiet_s > ADVANCED_S else 0.0
+        return [Advanced(now.unix_s, self.attempt, newest, self.is_absolute, age_s), *left]
 
     def _left_early(self, now: Now) -> list[Event]:
         """Who has ended with status 0, if more have since this was told last; of most ranks it is the usual end."""
