@@ -96,7 +96,9 @@ class TestProgress:
             told += attempt.on_heartbeat(beat(3, worker(0, second, last_step_s=1.0)), at(second))
         assert told[0] == Running(5001.0, 3, 1)
         assert [event.step for event in told[1:] if isinstance(event, Advanced)] == [11, 21, 31]
-        assert attempt.on_heartbeat(beat(3, worker(0, 35)), at(36 + ADVANCED_S)) == [Advanced(5046.0, 3, 35, age_s=11.0)]
+        assert attempt.on_heartbeat(beat(3, worker(0, 35)), at(36 + ADVANCED_S)) == [
+            Advanced(5046.0, 3, 35, age_s=11.0)
+        ]
         assert attempt.on_heartbeat(beat(3, worker(0, 35)), at(36 + 2 * ADVANCED_S)) == []  # no step since
 
     def test_steps_of_the_training_are_told_as_such_from_the_first_of_this_attempt(self) -> None:
