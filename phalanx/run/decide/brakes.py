@@ -34,7 +34,6 @@ def begun(progress: Progress, policy: Policy) -> Progress:
         last_done=done if done >= 0 else progress.last_done,
         base=progress.base,
         was_new=has_progressed(progress, policy),
-        saved=progress.saved,
     )
 
 
@@ -47,17 +46,6 @@ def went_on_from(state: State, step: int) -> State:
         progress=replace(progress, base=max(step, progress.base)),
         brakes=_released(state.brakes) if is_newer else state.brakes,
     )
-
-
-def saved(state: State, step: int) -> State:
-    """A checkpoint of this step is durable; one newer than all before is progress, whatever the steps are called."""
-    progress = state.progress
-    if step <= progress.saved:
-        return state
-    # The first that is seen may be older than the job.
-    is_newer = progress.saved >= 0
-    after = replace(progress, saved=step, is_new=progress.is_new or is_newer)
-    return replace(state, progress=after, brakes=_released(state.brakes) if is_newer else state.brakes)
 
 
 def _released(brakes: Brakes) -> Brakes:

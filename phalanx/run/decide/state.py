@@ -188,10 +188,9 @@ class Progress(Value, frozen=True):
         is_absolute: how `done` is counted.
         most: steps that an attempt before this one has made, of its own; -1: none has, or they are absolute.
         last_done: those of the attempt before, at its end.
-        is_new: the present attempt has made an absolute step that none has made before, or a newer checkpoint.
+        is_new: the present attempt has made an absolute step that none has made before.
         was_new: the attempt before had progressed.
         base: highest absolute step that an attempt has gone on after; -1: none is known.
-        saved: step of the newest durable checkpoint that was seen; -1: none was.
         since_s: when the present attempt has made its first step; None: it has not.
         lived_s: seconds from then to the newest one that was heard of.
     """
@@ -204,7 +203,6 @@ class Progress(Value, frozen=True):
     is_new: bool = False
     was_new: bool = False
     base: int = -1
-    saved: int = -1
     since_s: float | None = None
     lived_s: float = 0.0
 
