@@ -13,7 +13,7 @@ import click
 
 from phalanx.core.errors import UserError
 from phalanx.core.units import duration
-from phalanx.run.aside import living_executors, supervisor_lives
+from phalanx.run.aside import living_executors, supervisor_of
 from phalanx.run.card import Card, Life, life, read_card
 
 RUNS = Path("runs")
@@ -46,8 +46,8 @@ class Found:
         living = len(living_executors(self.folder))
         hosts = f"; {living} of its hosts live and go on" if living else "; none of its hosts lives on this machine"
         for_so_long = f" since {duration(since_s)} or less" if since_s is not None else ""
-        again = "start it again with the command that started it: it takes over"
-        if supervisor_lives(self.folder):
+        again = "start it again with the command that started it: it takes over; or `phalanx run stop` ends the job"
+        if supervisor_of(self.folder) is not None:
             again = "its supervisor is about to start it again"
         return f"the driver of the job {self.card.job!r} is dead{for_so_long}{hosts if self.is_local else ''}; {again}"
 

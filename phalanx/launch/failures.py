@@ -16,7 +16,7 @@ from typing import Literal
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
 
-Kind = Literal["user", "raised", "interrupted", "signal", "status"]
+Kind = Literal["user", "syntax", "raised", "interrupted", "signal", "status"]
 
 # What gloo, NCCL and TCPStore say when a peer is gone, as opposed to an error of this rank.
 _OF_A_PEER = re.compile(
@@ -45,7 +45,8 @@ class Failure:
     Attributes:
         rank: whose.
         time_ns: when, on the host's monotonic clock.
-        kind: a `UserError`, another exception, KeyboardInterrupt, killed by a signal, or left without a word.
+        kind: a `UserError`, source that cannot be compiled, another exception, KeyboardInterrupt, killed by a signal,
+            or left without a word.
         status: exit status that the job has because of it.
         summary: one line.
         text: the traceback, or the last lines that the rank wrote; may be empty.
@@ -69,7 +70,13 @@ def failure_of_exception(rank: int, time_ns: int, error: BaseException) -> Failu
         return Failure(rank, time_ns, "interrupted", 128 + signal.SIGINT, "interrupted")
     lines = traceback.format_exception(type(error), error, frames_of_user(error))
     summary = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}".removesuffix(": ")
-    return Failure(rank, time_ns, "raised", 1, summary, "".join(lines), follows=speaks_of_a_peer(error))
+    kind: Kind = "syntax" if _is_of_source(error) else "raised"
+    return Failure(rank, time_ns, kind, 1, summary, "".join(lines), follows=speaks_of_a_peer(error))
+
+
+def _is_of_source(error: BaseException) -> bool:
+    """Whether a file of source cannot be compiled; text that a program compiles by itself has no name of a file."""
+    return isinstance(error, SyntaxError) and bool(error.filename) and not str(error.filename).startswith("<")
 
 
 def frames_of_user(error: BaseException) -> TracebackType | None:

@@ -1,7 +1,7 @@
 """A run folder whose job is over, made ready for the next: what the last one left is kept in ``earlier/NNNN``.
 
-Running the same command again is what people do every day: each job gets a fresh journal, and nothing is lost.
-Torch-free.
+Running the same command again is what people do every day: each job gets a fresh journal, and nothing is lost. And what
+still lives of a job whose driver does not: who starts the driver again, and its executors. Torch-free.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import os
 import signal
 import time
 from pathlib import Path
+
+import psutil
 
 from phalanx.core.files import fsync_folder
 from phalanx.core.watched import Identity, identity_of
@@ -62,21 +64,52 @@ def living_executors(folder: Path) -> list[Identity]:
     return [known for known in found if known is not None and identity_of(known.pid) == known]
 
 
-def supervisor_lives(folder: Path) -> bool:
-    """Whether somebody on this machine starts a dead driver again."""
+def supervisor_of(folder: Path) -> Identity | None:
+    """Who on this machine starts a dead driver again; None: nobody."""
     known = _read(folder / SUPERVISOR)
-    return known is not None and identity_of(known.pid) == known
+    return known if known is not None and identity_of(known.pid) == known else None
 
 
-def end_executors(folder: Path) -> None:
-    """End those whose driver died after the job had ended; each ends its workers."""
-    for number, wait_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
+def ask_supervisor(folder: Path, number: signal.Signals) -> bool:
+    """Let the driver hear a signal, the next one if none lives; False: nobody starts one."""
+    known = supervisor_of(folder)
+    if known is None:
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(known.pid, number)
+    return True
+
+
+def end_supervisor(folder: Path) -> None:
+    """End whoever starts drivers, and a driver that does not come up."""
+    known = supervisor_of(folder)
+    if known is None:
+        return
+    with contextlib.suppress(psutil.Error):
+        supervisor = psutil.Process(known.pid)
+        supervisor.suspend()  # so that it starts none between these two
+        for process in [*supervisor.children(), supervisor]:
+            process.kill()
+        psutil.wait_procs([supervisor], _GRACE_S)
+
+
+def end_executors(folder: Path, grace_s: float = 0.0) -> int:
+    """End those of a job that nobody drives; each ends its workers. How many they were.
+
+    Args:
+        grace_s: what workers have between SIGTERM and SIGKILL.
+    """
+    count = len(living_executors(folder))
+    asked = [(signal.SIGINT, grace_s)] if grace_s > 0 else []
+    for number, wait_s in (*asked, (signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
         until_s = time.monotonic() + wait_s
         for living in living_executors(folder):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(living.pid, number)
+            for each in (number, signal.SIGCONT):  # a stopped process takes no other signal
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(living.pid, each)
         while living_executors(folder) and time.monotonic() < until_s:
             time.sleep(0.05)
+    return count
 
 
 def _read(path: Path) -> Identity | None:

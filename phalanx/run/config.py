@@ -18,6 +18,7 @@ from phalanx.run.judge.limits import LimitConfig
 from phalanx.run.judge.slow import SlowConfig
 from phalanx.run.judge.traffic import TrafficConfig
 from phalanx.run.secrets import OWN_VARIABLES, TlsFiles, host_of, require_tls_unless_loopback
+from phalanx.run.training import Training, training_of, with_folder
 
 Devices = Literal["auto", "gpu", "cpu"]
 
@@ -70,11 +71,17 @@ class PolicyConfig(Config):
     quick_check_s: float = Field(30.0, ge=0.05, description="limit for the answer of a quick check, seconds")
     full_check_s: float = Field(600.0, ge=0.05, description="limit for the answer of a full check, seconds")
     max_restarts_without_step: int = Field(
-        5, ge=1, description="recoveries in a row without a new step before the job ends with status 4"
+        3, ge=1, description="restarts in a row without progress before the job ends with status 4"
+    )
+    healthy_s: float = Field(
+        1200.0,
+        ge=0.05,
+        description="an attempt that makes steps for so long is no crash loop, where the script does not number its "
+        "steps, seconds",
     )
     max_restarts: int = Field(0, ge=0, description="recoveries in all before it does; 0: no limit")
     backoff_s: float = Field(
-        2.0, ge=0, description="pause before the second restart without a new step, seconds; doubles with each"
+        2.0, ge=0, description="pause before the second restart without progress, seconds; doubles with each"
     )
     backoff_limit_s: float = Field(60.0, ge=0, description="to which that pause grows, seconds")
     fault_window_s: float = Field(
@@ -167,7 +174,7 @@ class ChecksConfig(Config):
 class RunConfig(Config):
     """Everything `phalanx run` needs to know of a job; the same for every back end."""
 
-    name: str = Field("", description="name of the job; empty: from the script's")
+    name: str = Field("", description="name of the job; empty: from the script's, or a training's")
     script: str = Field("", description="the script, or with run.module the module, that every rank runs")
     module: bool = Field(False, description="run.script is the name of a module, as after python -m")
     arguments: tuple[str, ...] = Field((), description="what the script is given on its command line")
@@ -179,7 +186,9 @@ class RunConfig(Config):
     preload: tuple[str, ...] = Field(
         (), description="modules imported before the first attempt; those that the script imports are learnt anyway"
     )
-    folder: str = Field("", description="run folder: journal, logs, incidents; empty: runs/<name>")
+    folder: str = Field(
+        "", description="run folder: journal, logs, incidents; empty: that of a training, else runs/<name>"
+    )
 
     checkpoints: str = Field(
         "",
@@ -230,12 +239,29 @@ class RunConfig(Config):
     def job_name(self) -> str:
         """The name, resolved."""
         base = self.script.rpartition(".")[2] if self.module else Path(self.script).stem
+        base = self.training.name if self.training is not None else base
         return self.name or re.sub(r"[^A-Za-z0-9._-]+", "-", base).strip("-._")[:63] or "job"
 
     @property
     def run_folder(self) -> Path:
-        """The folder, resolved."""
+        """The folder, resolved; that of a training is the job's too."""
+        if not self.folder and not self.name and self.training is not None and self.training.folder:
+            return Path(self.working_folder) / self.training.folder
         return Path(self.folder or f"runs/{self.job_name}")
+
+    @property
+    def training(self) -> Training | None:
+        """What the job trains, where it is `phalanx train`."""
+        return training_of(self.script, self.module, self.arguments)
+
+    @property
+    def script_arguments(self) -> tuple[str, ...]:
+        """What the script is given; a training whose folder nobody names goes where its job does."""
+        training = self.training
+        is_own = not (self.folder or self.name or self.working_folder)  # the training's own default is the same
+        if training is None or is_own or training.names_folder(self.working_folder):
+            return self.arguments
+        return (*self.arguments, with_folder(self.run_folder.absolute()))
 
     @property
     def checkpoint_place(self) -> str:

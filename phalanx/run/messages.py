@@ -20,7 +20,7 @@ MAX_FRAME_BYTES = 1 << 20
 
 WorkerPhase = Literal["starting", "running", "stopping", "ended"]
 Severity = Literal["note", "alarm", "fatal"]
-EndKind = Literal["returned", "user", "raised", "interrupted", "signal", "status"]
+EndKind = Literal["returned", "user", "syntax", "raised", "interrupted", "signal", "status"]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

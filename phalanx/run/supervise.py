@@ -34,6 +34,9 @@ _MOST_FALSE_STARTS = 5
 _MOST_FALSE_STARTS_LATER = 20
 """Of a job that has begun: what keeps its next driver from beginning may pass, and its ranks run on meanwhile."""
 
+_UNHEARD_S = 2.0
+"""What a driver was told so shortly before it died, it has hardly heard; told again, a stop has only less grace."""
+
 
 @dataclass
 class Supervisor:
@@ -55,6 +58,7 @@ class Supervisor:
     settled_s: float = 60.0
     _pending: list[signal.Signals] = field(default_factory=list)
     _sent: list[signal.Signals] = field(default_factory=list)
+    _sent_s: float = 0.0
     _ever_begun: bool = False
     _gives_up: bool = False
 
@@ -103,15 +107,18 @@ class Supervisor:
     def _watch(self, pid: int, received: ReceivedSignals) -> tuple[int, bool]:
         """Until it has ended: its status, negative for a signal, and whether it had begun."""
         while True:
-            for number in received.take(timeout_s=None):
-                if number != signal.SIGCHLD:
-                    self._pass_on(pid, number)
+            numbers = [number for number in received.take(timeout_s=None) if number != signal.SIGCHLD]
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 has_begun = self.has_begun(pid)
                 if not has_begun:  # what it was told it has not heard
                     self._pending = self._sent
+                elif self._sent and time.monotonic() - self._sent_s < _UNHEARD_S:  # as it died
+                    self._pending = self._sent[-1:]
+                self._pending += [_PASSED_ON[number] for number in numbers]
                 return os.waitstatus_to_exitcode(status), has_begun
+            for number in numbers:
+                self._pass_on(pid, number)
 
     def _pass_on(self, pid: int, number: signal.Signals) -> None:
         if self._sent and not self._ever_begun and not self.has_begun(pid):
@@ -122,6 +129,7 @@ class Supervisor:
 
     def _send(self, pid: int, number: signal.Signals) -> None:
         self._sent.append(number)
+        self._sent_s = time.monotonic()
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 

@@ -225,6 +225,60 @@ def test_of_a_dead_driver_is_said_how_it_is_started_again_and_it_is(place: Place
     assert sum("hello" in line for line in place.lines()) == 1
 
 
+def kill_driver(place: Place, *, alone: bool = False) -> None:
+    """And who would start it again, unless it `alone` dies."""
+    names = [] if alone else ["supervisor.json"]
+    for pid in [*(json.loads((place.run / name).read_text())["pid"] for name in names), place.card()["pid"]]:
+        os.kill(pid, signal.SIGKILL)
+    driver = place.card()["pid"]
+    place.until(lambda: not psutil.pid_exists(driver) or psutil.Process(driver).status() == psutil.STATUS_ZOMBIE)
+
+
+@pytest.mark.slow
+def test_a_job_whose_driver_is_dead_can_be_stopped_and_has_ended_then(place: Place) -> None:
+    place.begin("--hosts", "2", "--detach").wait(GUARD_S)
+    place.until(lambda: sum("hello" in line for line in place.lines()) == 1 and len(place.processes()) >= 8)
+    place.until(lambda: len(list(place.run.glob("logs/rank-*"))) == 2)
+    time_s = time.monotonic()
+    place.until(lambda: sum("hello" in line for line in place.lines()) == 2 or time.monotonic() - time_s > 20)
+    kill_driver(place)
+    stopped = place.call("stop")
+    assert stopped.returncode == 0 and "2 hosts" in stopped.stdout, stopped
+    assert (place.path / "saved-0").exists() and (place.path / "saved-1").exists()  # they had time to save
+    assert psutil.wait_procs(place.processes(), GUARD_S)[1] == []
+    assert place.card()["status"] == 5 and "while its driver was dead" in place.card()["ended"]
+    after = place.call("status")
+    assert after.returncode == 0 and "ended with status 5" in after.stdout, after
+    again = place.call("stop")
+    assert again.returncode == 2 and "is over" in again.stderr
+    (place.path / "enough").touch()
+    assert place.begin().wait(GUARD_S) == 0  # the next one begins anew
+    assert "the job before ended with status 5" in place.said()
+
+
+@pytest.mark.slow
+def test_ranks_that_do_not_heed_a_stop_are_killed_after_the_grace_though_the_driver_is_dead(place: Place) -> None:
+    (place.path / "wait.py").write_text(SCRIPT.replace("SIGTERM, save", "SIGTERM, signal.SIG_IGN"))
+    place.begin("--detach").wait(GUARD_S)
+    place.until(lambda: any("hello" in line for line in place.lines()))
+    kill_driver(place)
+    began_s = time.monotonic()
+    assert place.call("stop", "--grace", "1").returncode == 0
+    assert 1 <= time.monotonic() - began_s < 30
+    assert psutil.wait_procs(place.processes(), GUARD_S)[1] == []
+
+
+@pytest.mark.slow
+def test_where_the_driver_is_about_to_be_started_again_the_next_one_stops_the_job(place: Place) -> None:
+    place.begin("--detach").wait(GUARD_S)
+    place.until(lambda: any("hello" in line for line in place.lines()))
+    kill_driver(place, alone=True)
+    stopped = place.call("stop", "--wait")
+    assert stopped.returncode == 0 and "ended with status 5" in stopped.stdout, stopped
+    assert (place.path / "saved-0").exists()
+    assert psutil.wait_procs(place.processes(), GUARD_S)[1] == []
+
+
 @pytest.mark.slow
 def test_the_token_is_in_no_environment_command_line_or_output(place: Place) -> None:
     command = place.begin("--hosts", "1")

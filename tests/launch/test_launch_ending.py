@@ -45,6 +45,22 @@ def test_errors_about_a_peer_follow_from_its_own(error: Exception) -> None:
     assert find_culprit([first, second]) is second
 
 
+def compiled(source: str, file: str) -> Exception:
+    try:
+        compile(source, file, "exec")
+    except SyntaxError as error:
+        return error
+    raise AssertionError("it can be compiled")
+
+
+def test_source_that_cannot_be_compiled_is_told_from_what_a_program_raises() -> None:
+    assert raised(0, 1.0, compiled("def f(:", "/job/train.py")).kind == "syntax"
+    assert raised(0, 1.0, compiled("if 1:\nx = 1", "/job/train.py")).kind == "syntax"  # an IndentationError
+    # what a program compiles by itself is its data
+    assert raised(0, 1.0, compiled("{1: ", "<unknown>")).kind == "raised"
+    assert raised(0, 1.0, SyntaxError("of its own")).kind == "raised"
+
+
 def test_an_error_raised_from_one_about_a_peer_follows_too() -> None:
     error = KeyError("state")
     error.__cause__ = RuntimeError(CLOSED)

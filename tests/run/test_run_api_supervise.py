@@ -202,6 +202,20 @@ def test_a_signal_that_comes_too_early_waits_for_the_driver(tmp_path: Path) -> N
     assert process.wait(GUARD_S) == 5
 
 
+def test_a_signal_that_comes_as_the_driver_dies_is_heard_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / "may-begin").touch()
+    process = supervised(tmp_path)
+    until(lambda: list(tmp_path.glob("begun-*")))
+    os.kill(process.pid, signal.SIGSTOP)  # so that it hears of both at once
+    (first,) = tmp_path.glob("begun-*")
+    os.kill(int(first.name.removeprefix("begun-")), signal.SIGKILL)
+    os.kill(process.pid, signal.SIGTERM)
+    os.kill(process.pid, signal.SIGCONT)
+    until(lambda: heard(tmp_path) == ["heard-15-1"])
+    (tmp_path / "enough").touch()
+    assert process.wait(GUARD_S) == 5
+
+
 def test_asked_twice_before_the_driver_has_begun_it_is_killed(tmp_path: Path) -> None:
     process = supervised(tmp_path)
     until((tmp_path / "is-there").exists)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -79,6 +80,50 @@ def test_what_is_not_given_is_resolved() -> None:
     module = load_job(None, ["run.script=package.train", "run.module=true", "run.folder=/there"]).value.run
     assert (module.job_name, module.run_folder) == ("train", Path("/there"))
     assert load_job(None, ["run.script=…"]).value.run.job_name == "job"
+
+
+def training(*words: str, **given: object) -> RunConfig:
+    changes = {"run.script": "phalanx", "run.module": True, "run.arguments": ["train", *words]}
+    return load_job(None, (), {**changes, **{f"run.{key}": value for key, value in given.items()}}).value.run
+
+
+def test_a_training_has_the_folder_and_name_of_its_run() -> None:
+    run = training("configs/shakespeare.toml", "optim.lr=1e-3")
+    assert (run.job_name, run.run_folder) == ("shakespeare", Path("runs/shakespeare"))
+    assert run.script_arguments == ("train", "configs/shakespeare.toml", "optim.lr=1e-3")  # its own default
+    own = training("--cluster", "h100", "configs/shakespeare.toml", "run.folder=runs/a", "run.folder=big/the run")
+    assert (own.job_name, own.run_folder) == ("the-run", Path("big/the run"))
+    assert own.script_arguments == own.arguments
+    quoted = training("x.toml", 'run.folder="runs/b"', working_folder="/work")
+    assert (quoted.job_name, quoted.run_folder) == ("b", Path("/work/runs/b"))
+    assert training().job_name == training("--help").job_name == "phalanx"
+
+
+def test_the_folder_that_is_given_for_the_job_is_the_trainings_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    passed_on = f"run.folder={json.dumps(str(tmp_path / 'there'))}"
+    assert training("x.toml", folder="there").script_arguments == ("train", "x.toml", passed_on)
+    assert training("x.toml", folder="there", working_folder="/work").script_arguments[-1] == passed_on
+    named = training("x.toml", name="second")
+    assert named.run_folder == Path("runs/second")
+    assert named.script_arguments[-1] == f"run.folder={json.dumps(str(tmp_path / 'runs' / 'second'))}"
+    # but not where the user has said where the training goes
+    assert training("x.toml", "run.folder=mine", folder="there").script_arguments == (
+        "train",
+        "x.toml",
+        "run.folder=mine",
+    )
+    (tmp_path / "x.toml").write_text('[run]\nfolder = "of the file"\n')
+    assert training("x.toml", folder="there").script_arguments == ("train", "x.toml")
+    (tmp_path / "x.toml").write_text("[run")  # which the training will say
+    assert training("x.toml", folder="there").script_arguments[-1] == passed_on
+
+
+def test_another_script_gets_what_it_is_given() -> None:
+    other = load_job(None, (), {"run.script": "train.py", "run.arguments": ["train", "x.toml"], "run.folder": "there"})
+    assert other.value.run.script_arguments == ("train", "x.toml")
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ _FIELDS = [
         ),
         offsets,
     ),
+    (ev.LeftEarly, _dict(ranks=st.tuples(ranks), steps=st.sampled_from([(), (3,), (3, 4)])), offsets),
     (ev.WorkersReturned, _dict(), st.sampled_from([1, 0, 3, 4, 5])),
     (ev.NoProgress, _dict(age_s=st.just(9.0), limit_s=st.just(5.0)), offsets),
     (

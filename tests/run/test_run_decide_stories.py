@@ -78,6 +78,14 @@ def test_it_ends_when_every_rank_has_returned():
     assert finish(world).status == 0
 
 
+def test_the_steps_that_are_made_until_the_ranks_have_stopped_count():
+    world = four_hosts()
+    world.deliver(ev.StopAsked(world.now_s, "ada"))
+    world.deliver(ev.Advanced(world.now_s, 1, 5000, True))
+    world.run_until(ended)
+    assert world.state.progress.step == 5000
+
+
 # Clean deaths
 
 
@@ -152,6 +160,82 @@ def test_an_exception_that_most_ranks_raise_stops_at_once_and_burns_no_host():
     assert finish(world).status == 1 and not finish(world).requeue
     assert "batch 8 does not divide" in finish(world).reason
     assert not world.taken("Evict", "Release")
+
+
+@pytest.mark.parametrize("fault", ["user", "host"])
+def test_source_that_cannot_be_compiled_is_the_users_code_at_the_word_of_the_first_rank(fault: ev.Fault):
+    world = World(Job("j", 4, 2))
+    world.run_until(lambda w: w.state.phase == "starting")
+    began_s, words = world.now_s, "SyntaxError: invalid syntax (train.py, line 2)"
+    world.deliver(ev.WorkerFailed(world.now_s, 1, 5, "syntax", fault, words))  # the others follow much later
+    world.run_until(ended)
+    assert world.now_s - began_s < 1.0
+    assert finish(world).status == 1 and not finish(world).requeue
+    assert finish(world).reason == f"the source is wrong, whichever host runs it: {words}"
+    assert not world.taken("Check", "Evict")[4:] and len(world.taken("Start")) == 1
+
+
+def test_source_that_one_host_alone_cannot_compile_is_not_blamed_on_a_code_that_has_run():
+    world = four_hosts()
+    world.kill(1)
+    world.run_until(lambda w: w.state.phase == "starting" and w.state.attempt == 2)
+    world.deliver(
+        ev.WorkerFailed(world.now_s, 2, 5, "syntax", "user", "SyntaxError: invalid syntax (train.py, line 2)")
+    )
+    world.run_until(attempt_runs(3))
+    assert running(world)
+
+
+def left_early(world: World, rank: int = 3) -> None:
+    """A rank leaves with status 0, and the others only see that it is gone."""
+    attempt, step = world.state.attempt, world.step
+    world._freeze()
+    for other in range(8):
+        event = ev.WorkerFailed(world.now_s, attempt, other, "raised", "network", "closed by peer", True, step)
+        if other != rank:
+            world.deliver(event)
+        if other == 5:  # its word comes late
+            world.deliver(ev.LeftEarly(world.now_s, attempt, (rank,), (step,)))
+
+
+def test_a_rank_that_leaves_with_status_0_before_the_others_is_named_and_no_host_is_blamed():
+    world = four_hosts()
+    since, step = len(world.log), world.step
+    left_early(world)
+    world.run_until(attempt_runs(2))
+    said = f"rank 3 left with exit status 0 while others had not ended (step {step})"
+    assert said in world.story() and "the script let it go" in world.story()
+    assert checks(world, since) == [(host, "passive") for host in "abcd"]
+    assert world.state.history == {}
+
+
+def test_a_rank_that_leaves_early_at_the_same_step_again_is_the_users_code():
+    world = four_hosts(is_absolute=False, resumes_every=0)
+    for _ in range(2):
+        world.run_until(running)
+        world.base_step, world.running_since_s = 100, world.now_s
+        left_early(world)
+        world.run_for(10)
+    assert ended(world) and finish(world).status == 1
+    assert "rank 3 left with exit status 0 while others had not ended" in finish(world).reason
+
+
+def test_a_hang_of_the_others_is_of_the_rank_that_left_and_of_nobody_whom_the_evidence_names():
+    world = four_hosts()
+    since = len(world.log)
+    world.deliver(ev.LeftEarly(world.now_s, 1, (3,), (world.step,)))
+    world.hang(6)
+    world.run_until(attempt_runs(2))
+    assert "rank 3 left with exit status 0" in world.story()
+    assert ("d", "quick") not in checks(world, since)
+
+
+def test_a_rank_that_fails_by_itself_counts_more_than_others_that_left():
+    world = four_hosts()
+    world.deliver(ev.LeftEarly(world.now_s, 1, (3,), (world.step,)))
+    world.kill(6)
+    world.run_until(attempt_runs(2))
+    assert "d: first fault" in world.story() and "rank 3 left" not in world.story()
 
 
 def test_an_exception_of_one_rank_restarts_once_and_stops_when_it_comes_back_at_the_same_step():
@@ -538,7 +622,7 @@ def test_a_job_that_never_makes_a_step_stops_with_status_4_after_pauses_that_dou
     assert gaps[0] < 1 and gaps[1] >= 2 and all(gap < 10 for gap in gaps)
 
 
-def test_scripts_that_count_steps_from_their_start_are_believed_to_progress_unless_they_end_at_the_same_count():
+def test_scripts_that_count_steps_from_their_start_progress_where_each_attempt_makes_more_than_all_before():
     world = four_hosts(WAITS, is_absolute=False, resumes_every=10)
     for attempt in range(2, 12):
         world.kill(attempt % 8)

@@ -79,6 +79,7 @@ def sample(kind: type, state: State) -> ev.Event:
         ev.Running: {"attempt": attempt, "step": 500, "is_absolute": True},
         ev.Advanced: {"attempt": attempt, "step": 600, "is_absolute": True},
         ev.WorkerFailed: {"attempt": attempt, "rank": 3, "kind": "signal", "summary": "killed by SIGKILL"},
+        ev.LeftEarly: {"attempt": attempt, "ranks": (3,), "steps": (500,)},
         ev.NoProgress: {"attempt": attempt, "age_s": 9.0, "limit_s": 5.0},
         ev.TrafficSilent: {"attempt": attempt, "hosts": (host,), "silent_s": 70.0},
         ev.LossBroken: {"attempt": attempt, "step": 500},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from phalanx.run.backends.base import Listener
 from phalanx.run.decide import actions
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.driver.book import Book
+from phalanx.run.driver.commits import Aside
 from phalanx.run.driver.driver import Driver, Settings
 from phalanx.run.driver.serving import BackendOrders, keep_going, let_leave
 from phalanx.run.journal import open_journal
@@ -67,6 +69,18 @@ class Silent:
     def heard(self, host: str, message: messages.Evidence | messages.WorkerEnded, at: Now) -> None: ...
 
     def wrote(self, lines: Sequence[messages.LogLine], at: Now) -> None: ...
+
+
+class NoLine:
+    """To executors that do not answer."""
+
+    def send(self, host: str, message: messages.FromDriver) -> bool:
+        return True
+
+    def mark(self, host: str) -> None:
+        return None
+
+    def acknowledge(self, host: str) -> None: ...
 
 
 class Executor:
@@ -145,6 +159,78 @@ def test_from_the_first_connection_to_the_end(tmp_path: Path, monkeypatch: pytes
                 assert executors[0].host.heard[-1] == messages.End("done")
                 for task in working:
                     task.cancel()
+
+    run(story)
+
+
+class Starter(Boxes):
+    """A back end that begins hosts as the one of this machine does: so many as are asked for and not on their way.
+
+    What asks for them may take a while, as an API does, and it sees who is on the way at the end of that.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.coming: set[str] = set()
+        self.begun: list[str] = []
+
+    async def ask(self, count: int) -> None:
+        await asyncio.sleep(self.seconds)
+        for _ in range(count - len(self.coming)):
+            name = f"host-{len(self.begun) + 1}"
+            self.begun.append(name)
+            self.coming.add(name)
+        await super().ask(count)
+
+    def arrived(self, host: str) -> None:
+        super().arrived(host)
+        self.coming.discard(host)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05])
+@pytest.mark.parametrize("apart", ["one commit", "two commits", "while it is asked"])
+def test_hosts_that_join_shortly_after_each_other_are_not_joined_by_one_more(
+    tmp_path: Path, apart: str, seconds: float
+) -> None:
+    async def story() -> None:
+        boxes = Starter(seconds)
+        orders = BackendOrders(boxes, lambda problem: None)
+        writing: list[tuple[Future[None], Callable[[], None]]] = []
+
+        def submit(work: Callable[[], None]) -> Future[None]:
+            writing.append((Future(), work))
+            return writing[-1][0]
+
+        async def write() -> None:
+            await until(lambda: bool(writing))
+            future, work = writing.pop(0)
+            work()
+            future.set_result(None)
+            await asyncio.sleep(0)
+
+        loop = asyncio.get_running_loop()
+        with open_journal(str(tmp_path / "journal.db")) as journal:
+            book = Book(journal, Job("j", hosts=2), Policy(), read_clocks().unix_s)
+            aside = Aside(loop.call_soon, loop.call_soon_threadsafe, submit)
+            driver = Driver(
+                book, NoLine(), orders, Silent(), lambda ended: "process", blame_the_silent, Settings(), aside=aside
+            )
+            driver.begin()
+            working = asyncio.create_task(orders.run())
+            await until(lambda: boxes.begun == ["host-1", "host-2"])
+            driver.on_hello("host-1", FakeHost("host-1").hello())
+            if apart != "one commit":
+                await until(lambda: bool(writing))
+            if apart == "while it is asked":
+                await write()
+            driver.on_hello("host-2", FakeHost("host-2").hello())
+            while len(boxes.here) < 2 or boxes.asked[-1] or writing:
+                if writing:
+                    await write()
+                await asyncio.sleep(0.001)
+            assert boxes.begun == ["host-1", "host-2"]
+            working.cancel()
 
     run(story)
 

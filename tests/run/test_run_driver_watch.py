@@ -12,6 +12,7 @@ from phalanx.run.decide.events import (
     Event,
     HostJoined,
     HostUnknown,
+    LeftEarly,
     LossBroken,
     Running,
     WorkerFailed,
@@ -95,7 +96,9 @@ class TestProgress:
             told += attempt.on_heartbeat(beat(3, worker(0, second, last_step_s=1.0)), at(second))
         assert told[0] == Running(5001.0, 3, 1)
         assert [event.step for event in told[1:] if isinstance(event, Advanced)] == [11, 21, 31]
-        assert attempt.on_heartbeat(beat(3, worker(0, 35)), at(36 + ADVANCED_S)) == [Advanced(5046.0, 3, 35)]
+        assert attempt.on_heartbeat(beat(3, worker(0, 35)), at(36 + ADVANCED_S)) == [
+            Advanced(5046.0, 3, 35, age_s=11.0)
+        ]
         assert attempt.on_heartbeat(beat(3, worker(0, 35)), at(36 + 2 * ADVANCED_S)) == []  # no step since
 
     def test_steps_of_the_training_are_told_as_such_from_the_first_of_this_attempt(self) -> None:
@@ -213,6 +216,24 @@ class TestEnds:
         assert attempt.on_ended(ended(0, **good), at(1)) == []
         assert attempt.on_ended(ended(1, **good), at(2)) == [WorkersReturned(5002.0, 3)]
 
+    def test_who_left_with_status_0_is_told_when_another_fails_whichever_is_heard_first(self) -> None:
+        seen = watch(4)
+        assert seen.on_ended(ended(1, kind="returned", code=0, step=7), at(1)) == []
+        told = seen.on_ended(ended(0, kind="raised", code=1, follows=True), at(2))
+        assert [type(event).__name__ for event in told] == ["LeftEarly", "WorkerFailed"]
+        assert told[0] == LeftEarly(at(2).unix_s, 3, (1,), (7,))
+        assert seen.on_ended(ended(2, kind="returned", code=0, step=8), at(3)) == [
+            LeftEarly(at(3).unix_s, 3, (1, 2), (7, 8))
+        ]
+        # by then most have left: it is the last one that still waits for them
+        assert seen.on_ended(ended(3, kind="returned", code=0, step=8), at(4)) == []
+
+    def test_who_left_with_status_0_is_told_before_a_hang(self) -> None:
+        seen = watch(2)
+        seen.on_ended(ended(1, kind="returned", code=0, step=7), at(1))
+        assert seen.catch_up(at(60)) == [LeftEarly(at(60).unix_s, 3, (1,), (7,))]
+        assert seen.catch_up(at(61)) == []
+
     def test_steps_that_no_heartbeat_has_told_count_at_the_end(self) -> None:
         attempt = watch()
         attempt.on_heartbeat(beat(3, worker(0, 27), worker(1, 27)), at(1))
@@ -220,6 +241,26 @@ class TestEnds:
         attempt.on_ended(ended(0, step=30, **good), at(2))
         told = attempt.on_ended(ended(1, step=29, **good), at(2))
         assert told == [Advanced(5002.0, 3, 30), WorkersReturned(5002.0, 3)]
+
+    def test_how_far_it_came_while_it_was_being_stopped_is_told(self) -> None:
+        attempt = watch()
+        attempt.on_heartbeat(beat(3, worker(0, 27), worker(1, 27)), at(1))
+        told = attempt.on_ended(ended(0, kind="returned", code=0, step=41, by_us=True), at(2))
+        assert told == [Advanced(at(2).unix_s, 3, 41)] and attempt.step == 41
+        assert attempt.on_ended(ended(1, by_us=True, step=40), at(2)) == []
+
+    def test_steps_that_are_told_only_when_it_has_stood_still_were_made_before_that(self) -> None:
+        attempt = watch()
+        attempt.on_heartbeat(beat(3, worker(0, 27), worker(1, 27)), at(1))
+        attempt.on_heartbeat(beat(3, worker(0, 28), worker(1, 28)), at(2))
+        assert attempt.catch_up(at(1802)) == [Advanced(at(1802).unix_s, 3, 28, age_s=1800.0)]
+
+    def test_one_that_is_over_before_any_heartbeat_has_made_its_steps_too(self) -> None:
+        attempt = watch()
+        good = {"kind": "returned", "code": 0, "summary": ""}
+        attempt.on_ended(ended(0, step=5, **good), at(2))
+        told = attempt.on_ended(ended(1, step=4, **good), at(2))
+        assert told == [Running(at(2).unix_s, 3, 5), WorkersReturned(at(2).unix_s, 3)]
 
     def test_another_exit_status_is_a_failure(self) -> None:
         [failed] = watch().on_ended(ended(0, kind="returned", code=7), at(1))

@@ -32,7 +32,7 @@ SETTINGS = tiny.SETTINGS | {
 class TrainJob(Job):
     @property
     def name(self) -> str:
-        return "phalanx"
+        return "out"  # that of the training
 
 
 def losses(folder: Path) -> dict[int, list[float]]:

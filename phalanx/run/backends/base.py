@@ -58,7 +58,10 @@ class Backend(Protocol):
         ...
 
     async def ask(self, count: int) -> None:
-        """So many hosts should still come, all together, those counted that were begun and have not `arrived`."""
+        """So many hosts should still come, all together, those counted that were begun and have not `arrived`.
+
+        Neither is called while the other goes on, and both in the order in which the driver has learnt of it.
+        """
         ...
 
     def arrived(self, host: str) -> None:

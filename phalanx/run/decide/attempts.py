@@ -69,8 +69,8 @@ def _open(turn: Turn, placement: tuple[str, ...]) -> None:
     attempt = max(state.attempt, state.highest_seen) + 1
     if state.placement and placement != state.placement:
         turn.decided(_moves(state.placement, placement), "these hosts are ready")
-    turn.set(attempt=attempt, placement=placement, store_port=0, lacking_since_s=None)
-    turn.set(progress=brakes.begun(state.progress), highest_seen=attempt)
+    turn.set(attempt=attempt, placement=placement, store_port=0, left={}, lacking_since_s=None)
+    turn.set(progress=brakes.begun(state.progress, state.policy), highest_seen=attempt)
     turn.enter("opening", state.policy.store_s)
     turn.decided(f"attempt {attempt} begins on {advice.names(placement)}", _ready(state, placement))
     turn.act(OpenStore(attempt, placement[0]))
@@ -139,7 +139,10 @@ def on_running(turn: Turn, event: Running) -> None:
     for name in state.placement:
         if not state.hosts[name].is_proven:
             turn.set_host(name, is_proven=True)
-    turn.set(progress=brakes.advanced(state.progress, max(event.step, 0), event.is_absolute))
+    step = max(event.step, 0)
+    turn.set(progress=brakes.advanced(state.progress, step, event.is_absolute, turn.now_s))
+    if event.is_absolute:
+        turn.state = brakes.went_on_from(turn.state, step - 1)
     first_step = event.step if event.is_absolute else -1
     turn.close_incident(f"attempt {state.attempt} makes steps", first_step)
     turn.enter("running")
@@ -148,9 +151,9 @@ def on_running(turn: Turn, event: Running) -> None:
 def on_advanced(turn: Turn, event: Advanced) -> None:
     """Steps advance."""
     state = turn.state
-    if state.phase not in ("running", "diagnosing"):
+    if state.phase not in ("running", "diagnosing", "stopping"):
         return
-    progress = brakes.advanced(state.progress, event.step, event.is_absolute)
+    progress = brakes.advanced(state.progress, event.step, event.is_absolute, turn.now_s - max(event.age_s, 0.0))
     is_new = progress.done > state.progress.done
     turn.set(progress=progress)
     found = state.recovery
@@ -202,7 +205,7 @@ def restart_if_wished(turn: Turn) -> bool:
         return recovery.see(
             turn, "planned", "driver", f"{spares[0]} can take the place of {host}: {state.hosts[host].leaves}"
         )
-    if not may_grow or not brakes.has_progressed(state.progress):
+    if not may_grow or not brakes.may_restart(state.progress):
         return False
     working = [host for host in state.placement if state.hosts[host].state == "active"]
     size = next((size for size in state.job.sizes() if size <= len(working) + len(spares)), 0)

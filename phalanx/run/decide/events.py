@@ -14,7 +14,7 @@ import msgspec
 Fault = Literal["user", "process", "host", "network", "storage"]
 """Class of a fault, as the rules for logs have it."""
 
-FailureKind = Literal["user", "raised", "interrupted", "signal", "status"]
+FailureKind = Literal["user", "syntax", "raised", "interrupted", "signal", "status"]
 """As `phalanx.launch.failures.Kind`."""
 
 
@@ -198,11 +198,13 @@ class Advanced(EventBase, frozen=True, tag="advanced"):
         step: how many steps are done.
         is_absolute: counted from the beginning of the training, not of this process: with resuming scripts that
             report it, it tells whether an attempt got further than those before.
+        age_s: since the newest of them was made; 0: lately.
     """
 
     attempt: int
     step: int
     is_absolute: bool = False
+    age_s: float = 0.0
 
 
 class WorkerFailed(EventBase, frozen=True, tag="worker-failed"):
@@ -222,6 +224,18 @@ class WorkerFailed(EventBase, frozen=True, tag="worker-failed"):
     summary: str = ""
     follows: bool = False
     step: int = -1
+
+
+class LeftEarly(EventBase, frozen=True, tag="left-early"):
+    """These ranks, half of all at most, have ended with status 0, and others have failed since, or stand still.
+
+    Attributes:
+        steps: that each of them was at; -1: not known.
+    """
+
+    attempt: int
+    ranks: tuple[int, ...]
+    steps: tuple[int, ...] = ()
 
 
 class WorkersReturned(EventBase, frozen=True, tag="workers-returned"):
@@ -372,6 +386,7 @@ Event = (
     | Running
     | Advanced
     | WorkerFailed
+    | LeftEarly
     | WorkersReturned
     | NoProgress
     | TrafficSilent

@@ -6,6 +6,7 @@ from phalanx.run.decide import advice, hangs, recovery
 from phalanx.run.decide.actions import Where
 from phalanx.run.decide.events import (
     Fault,
+    LeftEarly,
     LossBroken,
     StartFailed,
     StoreFailed,
@@ -36,6 +37,16 @@ def of_host(turn: Turn, host: str, failure: Failure, seen_by: str) -> None:
     where = Where(host, failure.rank, failure.step)
     if recovery.see(turn, "failure", seen_by, advice.of_failure(host, failure), where):
         recovery.add_failure(turn, host, failure)
+
+
+def on_left_early(turn: Turn, event: LeftEarly) -> None:
+    """Ranks have ended well while others have not; that counts where nobody says what else is wrong."""
+    state = turn.state
+    if state.phase not in ("starting", "running", "diagnosing", "stopping"):
+        return
+    steps = (*event.steps, *[-1] * (len(event.ranks) - len(event.steps)))
+    known = zip(event.ranks, steps, strict=False)
+    turn.set(left={rank: step for rank, step in known if state.host_of(rank) is not None})
 
 
 def on_store_failed(turn: Turn, event: StoreFailed) -> None:

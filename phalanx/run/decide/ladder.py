@@ -1,14 +1,14 @@
 """What to do about a fault, by how often it has come: the ladder. Pure; torch-free.
 
 Restart in place → active checks of the suspect → evict it → evict the group that shares the fault → the previous
-version of the code → stop.
+version of the code. When to stop is the brakes' to say (`phalanx.run.decide.brakes`).
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from phalanx.run.decide.brakes import has_progressed
+from phalanx.run.decide import brakes
 from phalanx.run.decide.placement import can_spare
 from phalanx.run.decide.policy import CheckKind
 from phalanx.run.decide.state import Failure, Recovery, State
@@ -25,7 +25,6 @@ class Plan(msgspec.Struct, frozen=True):
         checks: hosts to be checked, and how.
         evict: hosts to be evicted, and why.
         use_previous: go on with the previous version of the code.
-        stop: nothing is left to try.
         marks: keys of the history to which this fault is added.
         is_between: the hosts of `checks` are tested with each other, too.
     """
@@ -35,7 +34,6 @@ class Plan(msgspec.Struct, frozen=True):
     checks: dict[str, CheckKind] = {}
     evict: dict[str, str] = {}
     use_previous: bool = False
-    stop: bool = False
     marks: tuple[str, ...] = ()
     is_between: bool = False
 
@@ -43,6 +41,15 @@ class Plan(msgspec.Struct, frozen=True):
 def plan(state: State, recovery: Recovery) -> Plan:
     """Choose the rungs of this recovery."""
     leave = {**recovery.evict, **{host: f"{why}; the kernel does not let go" for host, why in recovery.stuck.items()}}
+    found = _by_history(state, recovery, leave)
+    if found.use_previous or not brakes.can_go_back(state) or not brakes.is_last(state.policy, brakes.pressed(state)):
+        return found
+    so_far = msgspec.structs.replace(found, why=f"{found.why}; and no restart has brought progress")
+    return _with_previous(state, so_far)
+
+
+def _by_history(state: State, recovery: Recovery, leave: dict[str, str]) -> Plan:
+    """The rungs, by how often who is blamed has been at fault."""
     blamed = culprits(state, recovery)
     if not blamed:
         return _nobody(state, recovery, leave)
@@ -76,8 +83,8 @@ def culprits(state: State, recovery: Recovery) -> dict[str, int]:
 
 
 def _is_everybodys(failure: Failure) -> bool:
-    """A loss that is the same on all ranks tells of none of them."""
-    return failure.kind == "loss" and failure.fault == "process"
+    """A loss that is the same on all ranks tells of none of them, and a rank that ends well tells of no host."""
+    return failure.kind == "left" or (failure.kind == "loss" and failure.fault == "process")
 
 
 def most_to_blame(state: State) -> int:
@@ -105,12 +112,14 @@ def _nobody(state: State, recovery: Recovery, leave: dict[str, str]) -> Plan:
     if recovery.lost or leave:
         what = "the hosts that are lost are replaced, the others restart in place"
         return Plan(what, "nobody who is still there is to blame", {}, leave)
+    everyone = [host for host in state.placement if state.hosts[host].state in ("active", "draining", "suspect")]
+    checks: dict[str, CheckKind] = dict.fromkeys(everyone, "passive")
+    what = "all restart in place after passive checks"
+    if any(failure.kind == "left" for failures in recovery.failures.values() for failure in failures):
+        return Plan(what, "the script let it go, so no host is at fault", checks)
     mark = "stillness" if is_stillness(recovery) else "everyone"
     count = _count(state, mark)
-    everyone = [host for host in state.placement if state.hosts[host].state in ("active", "draining", "suspect")]
     if count == 0:
-        checks: dict[str, CheckKind] = dict.fromkeys(everyone, "passive")
-        what = "all restart in place after passive checks"
         return Plan(what, "nobody stands out", checks, marks=(mark,))
     if count == 1:
         active: dict[str, CheckKind] = dict.fromkeys(everyone, state.policy.active_check)
@@ -166,15 +175,15 @@ def _shared(
 
 
 def _last_rungs(state: State, so_far: Plan) -> Plan:
-    """The previous version of the code, if one is given; else stop, unless steps are made in spite of it all."""
-    if state.job.previous_version and not state.version:
-        what = f"back to the previous version of the code ({state.job.previous_version})"
-        return msgspec.structs.replace(so_far, what=what, use_previous=True)
-    if has_progressed(state.progress):
-        why = f"{so_far.why}, but new steps are made"
-        return msgspec.structs.replace(so_far, what="restart in place", why=why)
-    why = f"{so_far.why}, and no new step is made"
-    return msgspec.structs.replace(so_far, what="the job ends", why=why, stop=True)
+    """The previous version of the code, if one is given; else restart in place, as long as the brakes let it."""
+    if brakes.can_go_back(state):
+        return _with_previous(state, so_far)
+    return msgspec.structs.replace(so_far, what="restart in place")
+
+
+def _with_previous(state: State, so_far: Plan) -> Plan:
+    what = f"back to the previous version of the code ({state.job.previous_version})"
+    return msgspec.structs.replace(so_far, what="; ".join(filter(None, (so_far.what, what))), use_previous=True)
 
 
 def _marks(state: State, recovery: Recovery, hosts: dict[str, int] | list[str]) -> tuple[str, ...]:

@@ -35,9 +35,11 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             is rather the driver's own network.
         grace_s: between SIGTERM and SIGKILL when a person stops the job, or its time is short.
         passive_check_s, quick_check_s, full_check_s: limits for the answer of a check.
-        max_restarts_without_step: recoveries in a row without a new step before the job ends with status 4.
+        max_restarts_without_step: restarts in a row without progress before the job ends with status 4.
+        healthy_s: an attempt that has made steps for so long is no crash loop, where neither its steps nor checkpoints
+            tell how far it got.
         max_restarts: recoveries in all before it does; 0: no limit.
-        backoff_s: pause before the second restart without a new step; doubles with each; the first has none.
+        backoff_s: pause before the second restart without progress; doubles with each; the first has none.
         backoff_limit_s: to which the pause grows.
         fault_window_s: how long a fault of a host, a place or a group counts against it.
     """
@@ -62,7 +64,8 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     passive_check_s: float = 5.0
     quick_check_s: float = 30.0
     full_check_s: float = 600.0
-    max_restarts_without_step: int = 5
+    max_restarts_without_step: int = 3
+    healthy_s: float = 1200.0
     max_restarts: int = 0
     backoff_s: float = 2.0
     backoff_limit_s: float = 60.0
@@ -83,7 +86,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _LIMITS = (
-    *("evidence_s", "store_s", "start_s", "stop_s", "unknown_stop_s", "cut_off_s", "fault_window_s"),
+    *("evidence_s", "store_s", "start_s", "stop_s", "unknown_stop_s", "cut_off_s", "fault_window_s", "healthy_s"),
     *("passive_check_s", "quick_check_s", "full_check_s"),
 )
 _FROM_ZERO = ("replace_wait_s", "give_up_s", "settle_s", "grace_s", "max_restarts", "backoff_s")

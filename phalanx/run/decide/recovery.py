@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from phalanx.core.units import duration
 from phalanx.run.decide import advice, between, brakes, checks, endings, ladder, user_code
 from phalanx.run.decide.actions import Gather, Stop, Where
 from phalanx.run.decide.placement import can_spare, count_ready
-from phalanx.run.decide.state import Cause, Ending, Failure, Recovery, State
+from phalanx.run.decide.state import Cause, Failure, Recovery, State
 from phalanx.run.decide.turn import Turn
 
 _DECISIVE = ("signal", "interrupted", "start", "silent", "loss")
 _SUMMARY_CHARACTERS = 500
+_LEFT = "left with exit status 0 while others had not ended"
 _NOWHERE = Where()
 
 # Collect
@@ -167,9 +169,9 @@ def conclude(turn: Turn) -> None:
     state = turn.state
     if state.ending is None and state.recovery is not None:
         if state.recovery.cause != "planned":
-            _judge(turn, state.recovery)
-        elif brakes.has_progressed(state.progress):
-            turn.set(brakes=replace(state.brakes, idle=0))
+            _judge(turn)
+        elif brakes.has_progressed(state.progress, state.policy):
+            turn.set(brakes=replace(state.brakes, idle=0, struck=()))
     if turn.state.ending is not None:
         endings.finish(turn, turn.state.ending)
         return
@@ -184,8 +186,11 @@ def conclude(turn: Turn) -> None:
         wait(turn)
 
 
-def _judge(turn: Turn, recovery: Recovery) -> None:
+def _judge(turn: Turn) -> None:
+    _name_who_left(turn)
     state = turn.state
+    recovery = state.recovery
+    assert recovery is not None, "something is judged"
     if summary := advice.together(state):
         turn.note("driver", summary)
     # A job that only stands still may just take long, so that its restarts are no reason to end it.
@@ -198,12 +203,28 @@ def _judge(turn: Turn, recovery: Recovery) -> None:
         turn.set(ending=ending)
         return
     turn.set(brakes=pressed)
-    plan = ladder.plan(state, recovery)
-    if plan.stop:
-        turn.decided(f"the job ends with status {endings.NO_PROGRESS}", plan.why)
-        turn.set(ending=Ending(endings.NO_PROGRESS, f"nothing is left to try: {plan.why}"))
-    else:
-        _climb(turn, plan)
+    if brakes.is_healthy(state.progress, state.policy) and not brakes.got_further(state.progress):
+        lived = duration(state.progress.lived_s)
+        why = f"attempt {state.attempt} made steps for {lived}; whether it got further than others nobody says"
+        turn.decided("this is no crash loop", why)
+    _climb(turn, ladder.plan(state, recovery))
+
+
+def _name_who_left(turn: Turn) -> None:
+    """Where no rank says what is wrong with it, those that have ended before the others are why these stand still."""
+    state, recovery = turn.state, turn.state.recovery
+    if not state.left or recovery is None or recovery.lost:
+        return
+    if any(not failure.follows for failure in user_code.failures_of(state)):
+        return
+    turn.learn(suspects={}, group="", group_hosts=())  # the others wait, and look guilty of that
+    for rank, step in state.left.items():
+        host = state.host_of(rank)
+        if host is not None:
+            failure = Failure(rank, "left", "process", f"rank {rank} {_LEFT}", step=step)
+            add_failure(turn, host, failure)
+            text = failure.summary + (f" (step {step})" if step >= 0 else "")
+            turn.note(f"executor of {host}", text, Where(host, rank, step))
 
 
 def _climb(turn: Turn, plan: ladder.Plan) -> None:

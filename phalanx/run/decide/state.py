@@ -64,7 +64,7 @@ class Failure(Value, frozen=True):
 
     Attributes:
         kind: as in `WorkerFailed`; ``start``: it could not be started; ``silent``: it did not answer; ``loss``: its
-            loss is no number.
+            loss is no number; ``left``: it has ended well, before the others.
         rank: -1: the host as a whole.
     """
 
@@ -186,31 +186,55 @@ class Progress(Value, frozen=True):
         best: highest absolute step of all attempts; -1: none is known.
         done: steps of the present attempt, as they are counted; -1: none.
         is_absolute: how `done` is counted.
-        last_done: `done` of the attempt before, at its end.
-        is_new: the present attempt has got further than those before.
+        most: steps that an attempt before this one has made, of its own; -1: none has, or they are absolute.
+        last_done: those of the attempt before, at its end.
+        is_new: the present attempt has made an absolute step that none has made before.
+        was_new: the attempt before had progressed.
+        base: highest absolute step that an attempt has gone on after; -1: none is known.
+        since_s: when the present attempt has made its first step; None: it has not.
+        lived_s: seconds from then to the newest one that was heard of.
     """
 
     best: int = -1
     done: int = -1
     is_absolute: bool = False
+    most: int = -1
     last_done: int = -1
     is_new: bool = False
+    was_new: bool = False
+    base: int = -1
+    since_s: float | None = None
+    lived_s: float = 0.0
+
+    @property
+    def has_run(self) -> bool:
+        """Any attempt has ever made a step."""
+        return max(self.done, self.best, self.most) >= 0
+
+    @property
+    def step(self) -> int:
+        """Where the training is, for people: of the present attempt, or of those before where it has made none yet."""
+        if self.done >= 0:
+            return self.done
+        return self.best if self.best >= 0 else self.last_done
 
 
 class Brakes(Value, frozen=True):
     """Against restarting for ever.
 
     Attributes:
-        idle: recoveries in a row without a new step.
+        idle: recoveries in a row without progress, the one after the last progress counted.
         recoveries: in all.
         not_before_s: when the next attempt may begin.
         unfit: hosts that came one after another and did not pass their check.
+        struck: places that have lost a host since the last progress, and were not counted for it.
     """
 
     idle: int = 0
     recoveries: int = 0
     not_before_s: float = 0.0
     unfit: int = 0
+    struck: tuple[int, ...] = ()
 
 
 class Hangs(Value, frozen=True):
@@ -242,6 +266,7 @@ class State(Value, frozen=True):
         highest_seen: attempt number that some executor has seen; the next one is above it.
         placement: hosts of the present or last attempt in order of their ranks.
         store_port: of the present attempt.
+        left: ranks of the attempt that have ended with status 0 while others had not, with their steps.
         version: of the code; empty: the present one.
         phase_since_s: when the phase began.
         deadline_s: when the phase will be waited for no longer.
@@ -268,6 +293,7 @@ class State(Value, frozen=True):
     staying: dict[HostState, int] = {}
     placement: tuple[str, ...] = ()
     store_port: int = 0
+    left: dict[int, int] = {}
     version: str = ""
     phase_since_s: float = 0.0
     deadline_s: float | None = None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from phalanx.run.decide.state import Ending, Failure, LastWord, State
 
-_OWN_WORD = ("user", "raised", "status", "start", "loss")
+_OWN_WORD = ("user", "syntax", "raised", "status", "start", "loss", "left")
 _NOT_BY_ITSELF = ("host", "network", "storage")
 _DIFFERENT_WORDS = 64
 _DIFFERS_BY_RANK = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
@@ -46,15 +46,19 @@ def most_say_the_same(state: State) -> Failure | None:
 def verdict(state: State) -> Ending | None:
     """How the job has to end because of its own code; None: it is not that, as far as can be seen."""
     common = most_say_the_same(state)
+    if common is not None and common.kind == "syntax":
+        return of_one(state, common) or Ending(1, f"the source is wrong on most ranks: {common.summary}")
     if common is not None and common.kind in ("user", "start"):
         return Ending(2, f"bad input: {common.summary}")
     if common is not None:
         return Ending(1, f"most ranks ended alike, which no other host would change: {common.summary}")
-    return next((ending for failure in _own(state) if (ending := of_one(state, failure)) is not None), None)
+    return next((ending for failure in failures_of(state) if (ending := of_one(state, failure)) is not None), None)
 
 
 def of_one(state: State, failure: Failure) -> Ending | None:
     """What follows from one failure, whatever the other ranks say."""
+    if failure.kind == "syntax" and has_never_run(state):
+        return Ending(1, f"the source is wrong, whichever host runs it: {failure.summary}")
     if not speaks_of_itself(failure):
         return None
     if failure.kind == "user" and has_never_run(state):
@@ -74,14 +78,19 @@ def last_word(state: State) -> LastWord | None:
 
 def has_never_run(state: State) -> bool:
     """No attempt has ever made a step."""
-    return state.progress.done < 0 and state.progress.best < 0 and state.progress.last_done < 0
+    return not state.progress.has_run
 
 
 def _is_again(last: LastWord | None, failure: Failure) -> bool:
     return last is not None and last.step == failure.step and last.words == words_of(failure)
 
 
-def _own(state: State) -> Iterator[Failure]:
+def failures_of(state: State) -> Iterator[Failure]:
+    """All that are known of the recovery."""
     recovery = state.recovery
     for failures in recovery.failures.values() if recovery is not None else ():
-        yield from filter(speaks_of_itself, failures)
+        yield from failures
+
+
+def _own(state: State) -> Iterator[Failure]:
+    return filter(speaks_of_itself, failures_of(state))

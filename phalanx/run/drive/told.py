@@ -54,7 +54,7 @@ def watching(config: RunConfig) -> Settings:
     """How the driver watches, and what it has executors prepare."""
     folder = str(Path(config.working_folder or ".").absolute())
     prepare = messages.Prepare(
-        [config.script, *config.arguments], config.module, folder, dict(config.environment), list(config.preload)
+        [config.script, *config.script_arguments], config.module, folder, dict(config.environment), list(config.preload)
     )
     peers = PeersConfig(config.slow, config.traffic, config.heartbeat_s)
     return Settings(config.heartbeat_s, config.limits, peers, _versions(config, prepare))
@@ -67,7 +67,7 @@ def _versions(config: RunConfig, present: messages.Prepare) -> dict[str, message
         return {"": present}
     script = [
         previous.script or config.script,
-        *(config.arguments if previous.arguments is None else previous.arguments),
+        *(config.script_arguments if previous.arguments is None else previous.arguments),
     ]
     folder = str(Path(previous.working_folder).absolute()) if previous.working_folder else present.folder
     return {"": present, name: msgspec.structs.replace(present, script=script, folder=folder)}

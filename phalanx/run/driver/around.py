@@ -48,7 +48,7 @@ class Orders(Protocol):
     """Where what the back end shall do is put, to be done in this order."""
 
     def arrived(self, host: str) -> None:
-        """An executor has connected."""
+        """An executor has connected; what is put later is decided with that in mind, what was put before is not."""
         ...
 
     def put(self, action: actions.AskForHosts | actions.Evict | actions.Release) -> None:

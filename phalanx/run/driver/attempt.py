@@ -15,6 +15,7 @@ from phalanx.run.decide.events import (
     Advanced,
     Event,
     Fault,
+    LeftEarly,
     LossBroken,
     NoProgress,
     Running,
@@ -82,7 +83,10 @@ class AttemptWatch:
         self._paced: dict[int, Heartbeat] = {}
         """By the first rank of hosts of which one rank spoke for all when last heard: newer than what is in `_seen`."""
         self._ended: set[int] = set()
-        self._returned: set[int] = set()
+        self._returned: dict[int, int] = {}
+        """Ranks that have ended with status 0, and their steps."""
+        self._told_left = 0
+        self._has_failed = False
         self._to_step = self._to_number = self.world_size
         self._broken: dict[int, int] = {}
         """Steps from which on the losses of ranks have been no numbers."""
@@ -148,13 +152,17 @@ class AttemptWatch:
         if ended.attempt != self.attempt or ended.rank in self._ended or not 0 <= ended.rank < self.world_size:
             return []
         self._ended.add(ended.rank)
-        if ended.by_us:
-            return []
+        if ended.by_us:  # it may have made steps until then, and said so with nothing else
+            return self.catch_up(now, ended.step)
         if ended.kind == "returned" and ended.code == 0:
-            self._returned.add(ended.rank)
+            self._returned[ended.rank] = ended.step
             self._step = max(self._step, ended.step)
-            is_over = len(self._returned) == self.world_size
-            return [*self.catch_up(now), WorkersReturned(now.unix_s, self.attempt)] if is_over else []
+            if len(self._returned) == self.world_size:
+                has_run = not self._is_running and min(self._returned.values()) > 0
+                begun = self._begin_running(now) if has_run else []
+                return [*begun, *self.catch_up(now), WorkersReturned(now.unix_s, self.attempt)]
+            return self._left_early(now) if self._has_failed else []
+        self._has_failed = True
         kind = "status" if ended.kind == "returned" else ended.kind
         has_stepped, seen = self._ranks[ended.rank].has_stepped, self.worker(ended.rank)
         step = max(ended.step, -1 if seen is None else seen.step)
@@ -175,11 +183,25 @@ class AttemptWatch:
 
     def catch_up(self, now: Now, step: int = -1) -> list[Event]:
         """The newest step, for whoever has to know what is lost; `step`: what a rank said at its end."""
-        newest = max(self.step, step)
+        left = self._left_early(now)
+        if self._is_running:
+            self._step = max(self._step, step)
+        newest = self._step
         if not self._is_running or newest <= self._told_step:
-            return []
+            return left
         self._told_s, self._told_step = now.monotonic_s, newest
-        return [Advanced(now.unix_s, self.attempt, newest, self.is_absolute)]
+        quiet_s = now.monotonic_s - self._past[-1][0] if self._past else 0.0
+        age_s = quiet_s if quiet_s > ADVANCED_S else 0.0
+        return [Advanced(now.unix_s, self.attempt, newest, self.is_absolute, age_s), *left]
+
+    def _left_early(self, now: Now) -> list[Event]:
+        """Who has ended with status 0, if more have since this was told last; of most ranks it is the usual end."""
+        count = len(self._returned)
+        if count == self._told_left or 2 * count > self.world_size:
+            return []
+        self._told_left = count
+        ranks = tuple(sorted(self._returned))
+        return [LeftEarly(now.unix_s, self.attempt, ranks, tuple(self._returned[rank] for rank in ranks))]
 
     def standing(self, now: Now) -> Standing:
         """Whether steps are made; see `phalanx.run.judge.limits.StepJudge`."""

@@ -26,7 +26,7 @@ def by_its_end(ended: WorkerEnded) -> Fault:
 
     A Python exception is taken for the program's; the decision needs more than that to blame it.
     """
-    return "user" if ended.kind in ("user", "raised") else "process"
+    return "user" if ended.kind in ("user", "syntax", "raised") else "process"
 
 
 def suspects_named(state: State, evidence: Sequence[RankEvidence], at_s: float) -> SuspectsNamed:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from phalanx.run.decide.actions import Action
@@ -39,7 +40,7 @@ class _Flight:
     """A commit on its way to the disk, and what is to be done when it has arrived."""
 
     batch: Batch
-    due: list[tuple[Action, float]]
+    due: list[Call]
     owed: dict[str, None]
     arrives: Future[None]
 
@@ -68,7 +69,7 @@ class GroupCommit:
     ) -> None:
         self._book, self._perform, self._acknowledge, self._changed = book, perform, acknowledge, changed
         self._aside = aside
-        self._due: list[tuple[Action, float]] = []
+        self._due: list[Call] = []
         self._owed: dict[str, None] = {}
         self._is_open = False
         self._flight: _Flight | None = None
@@ -77,8 +78,12 @@ class GroupCommit:
     def take(self, event: Event, received: Mapping[str, Mark] | None) -> list[Action]:
         """Take in what has happened; what will be done about it."""
         actions = self._book.take(event, received)
-        self._due += [(action, event.at_s) for action in actions]
+        self._due += [partial(self._perform, action, event.at_s) for action in actions]
         return actions
+
+    def then(self, call: Call) -> None:
+        """Do this, too, once what comes next is written down, before what follows from that."""
+        self._due.append(call)
 
     def put_off(self, host: str = "") -> None:
         """All of one message has been taken in: settle with whatever else has come, or now if nothing is put off.
@@ -148,7 +153,7 @@ class GroupCommit:
         self._book.done(flight.batch)
         self._do(flight.due, flight.owed)
 
-    def _take_out(self) -> tuple[list[tuple[Action, float]], dict[str, None]]:
+    def _take_out(self) -> tuple[list[Call], dict[str, None]]:
         taken = self._due, self._owed
         self._due, self._owed, self._is_open = [], {}, False
         return taken
@@ -157,17 +162,17 @@ class GroupCommit:
         self.problem = self.problem or error
         self._changed()
 
-    def _do(self, due: list[tuple[Action, float]], owed: dict[str, None]) -> None:
+    def _do(self, due: list[Call], owed: dict[str, None]) -> None:
         if self.problem is None:
-            for action, at_s in due:
-                self._try(action, at_s)
+            for call in due:
+                self._try(call)
             for host in owed:
                 if host not in self._owed:  # else it is told with what it has said since
                     self._acknowledge(host)
         self._changed()
 
-    def _try(self, action: Action, at_s: float) -> None:
+    def _try(self, call: Call) -> None:
         try:
-            self._perform(action, at_s)
+            call()
         except Exception:  # the others are no less due
-            _log.exception("it could not be done: %s", action)
+            _log.exception("it could not be done: %s", call)

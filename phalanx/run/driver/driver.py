@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from phalanx.run import messages
 from phalanx.run.backends.base import Listener
@@ -151,7 +152,8 @@ class Driver:
         if self.hosts.is_dismissed(hello):  # it has not heard it, or not yet ended
             self._line.send(host, messages.End("this host is no part of the job any more"))
             return
-        self._orders.arrived(host)
+        # In order with what is decided: who has asked for one host less must not take it for begun still.
+        self._commits.then(partial(self._orders.arrived, host))
         self._book.meet(host, hello.address, now.unix_s, serves_at(hello))
         welcome = messages.Welcome(
             messages.VERSION, self.state.job.name, self.state.attempt, self._settings.heartbeat_s

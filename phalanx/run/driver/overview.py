@@ -62,7 +62,7 @@ def overview(known: Known, now: Now, most: int | None = None) -> Overview:
         workers_per_host=state.job.workers_per_host,
         hosts=tuple(host_views(known, now, _chosen(state, most))),
         hosts_by_state=dict(Counter(host.state for host in state.hosts.values())),
-        step=attempt.step if attempt is not None else state.progress.done,
+        step=attempt.step if attempt is not None and attempt.step >= 0 else state.progress.step,
         steps_per_s=-1.0 if rate is None else rate,
         quiet_s=-1.0 if standing is None else standing.quiet_s,
         limit_s=-1.0 if standing is None or not isfinite(standing.limit_s) else standing.limit_s,

@@ -1,4 +1,4 @@
-"""A job out of its journal, for commands that look at it while no driver lives. Torch-free."""
+"""A job out of its journal, for commands that look at it, or end it, while no driver lives. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import msgspec
 
 from phalanx.core.errors import UserError
 from phalanx.run.card import Card
+from phalanx.run.decide.actions import Finish
 from phalanx.run.decide.decide import decide
+from phalanx.run.decide.events import HostGone, StopAsked
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.decide.replay import event_from_json
 from phalanx.run.decide.state import State, initial
-from phalanx.run.driver.book import Header, Met, Note
+from phalanx.run.driver.book import Book, Header, Met, Note
 from phalanx.run.driver.overview import Known
-from phalanx.run.journal import JournalError, read_journal
+from phalanx.run.journal import JournalError, open_journal, read_journal
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,25 @@ def remember(folder: Path, card: Card) -> Past | None:
         cure = "read it with the version of Phalanx that wrote it"
         raise UserError(f"was written by another version ({error})", cure=cure, value=url) from None
     return Past(state, addresses, last_unix_s) if last_unix_s else None
+
+
+def end_without_driver(folder: Path, card: Card, past: Past, who: str, unix_s: float) -> Finish | None:
+    """Write down that a person has ended the job, none of whose processes is left; None: it had ended before.
+
+    Whichever driver had the journal until now cannot write to it any more.
+
+    Raises:
+        JournalError: it cannot be written. UserError: another driver has it.
+    """
+    reason = f"{who}, while its driver was dead"
+    with open_journal(card.journal_url(folder), job=card.journal_job) as journal:
+        book = Book(journal, past.state.job, past.state.policy, unix_s)
+        done = list(book.first_actions)
+        if not any(isinstance(action, Finish) for action in done):
+            done += book.apply(StopAsked(unix_s, reason, 0.0))
+            for host in book.state.placement:
+                done += book.apply(HostGone(unix_s, host, "it was ended with the job"))
+    return next((action for action in done if isinstance(action, Finish)), None)
 
 
 def is_over(folder: Path, card: Card) -> bool:

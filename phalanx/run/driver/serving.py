@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from phalanx.run import messages
 from phalanx.run.backends.base import Backend
@@ -24,7 +24,14 @@ TICK_S = 0.1
 LEAVE_S = 5.0
 """For executors to end by themselves what they have, before the back end ends them."""
 
-BackendOrder = actions.AskForHosts | actions.Evict | actions.Release
+
+class Arrived(NamedTuple):
+    """The executor of this host has connected, and all that was ordered before was ordered without it."""
+
+    host: str
+
+
+BackendOrder = actions.AskForHosts | actions.Evict | actions.Release | Arrived
 
 
 class BackendOrders:
@@ -45,8 +52,8 @@ class BackendOrders:
         self._problems: dict[tuple[type, str], str] = {}
 
     def arrived(self, host: str) -> None:
-        """See `phalanx.run.backends.base.Backend`."""
-        self._backend.arrived(host)
+        """See `phalanx.run.backends.base.Backend`; told in order with what it is asked for."""
+        self.put(Arrived(host))
 
     def put(self, action: BackendOrder) -> None:
         """Order it; an order of the same kind about the same host that is still open is forgotten."""
@@ -83,6 +90,8 @@ class BackendOrders:
         match action:
             case actions.AskForHosts():
                 await self._backend.ask(action.count)
+            case Arrived():
+                self._backend.arrived(action.host)
             case actions.Evict():
                 await self._backend.evict(action.host, action.why)
             case actions.Release():

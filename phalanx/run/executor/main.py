@@ -36,6 +36,9 @@ _log = logging.getLogger(__name__)
 
 _DRAIN_S = 5.0
 
+_MOST_GRACE_S = 3600.0
+"""For ranks that are asked to end by somebody who does not come back to end them."""
+
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an executor is started with; nothing in it is secret.
@@ -149,8 +152,9 @@ async def _serve(settings: Settings, reaper: Reaper, pages: Path) -> int:
     )
     executor = Executor(here, link, reaper, senses, unix_s=unix_s)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, executor.hear, messages.End(signal.Signals(number).name, 128 + number))
+    # Whoever ends it without a driver first asks its ranks to end, with SIGINT, and sees to it that this has a limit.
+    for number, grace_s in ((signal.SIGTERM, 0.0), (signal.SIGINT, _MOST_GRACE_S)):
+        loop.add_signal_handler(number, _end, executor, number, grace_s)
     if kernel.fileno() >= 0:
         loop.add_reader(kernel.fileno(), _read_kernel, kernel, executor)
     linking = loop.create_task(_keep_linked(link, executor))
@@ -172,6 +176,11 @@ def open_to_peers(doors: ExitStack, address: str, key: bytes) -> int:
     except OSError as error:
         _log.warning("the network to this host cannot be measured by others: %s: %s", address, error)
         return 0
+
+
+def _end(executor: Executor, number: signal.Signals, grace_s: float) -> None:
+    executor.hear(messages.Stop(executor.attempt, grace_s))
+    executor.hear(messages.End(number.name, 128 + number))
 
 
 def _address(settings: Settings) -> str:
