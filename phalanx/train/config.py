@@ -60,7 +60,7 @@ class TrainConfig(Config):
     precision: Literal["auto", "bf16", "fp32"] = Field(
         "auto", description="type of the matrix products (master weights are fp32); auto: bf16 where it is fast"
     )
-    threads: int = Field(0, ge=0, description="CPU threads for arithmetic; 0: one per core this process may use")
+    threads: int = Field(0, ge=0, description="CPU threads for arithmetic; 0: OMP_NUM_THREADS, else one per core")
     compile: bool = Field(False, description="compile the model with torch.compile: slower to start, faster steps")
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="activations computed again in the backward pass: none, all but matrix products, or all"

@@ -23,7 +23,7 @@ from phalanx.model.shapes import flops_per_token, num_parameters
 from phalanx.telemetry.loggers import MetricsLogger, Silent, open_loggers
 from phalanx.train.assemble import assemble
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.figures import check_early, default_folder
+from phalanx.train.derived.figures import default_folder
 from phalanx.train.derived.layout import axes_text
 from phalanx.train.device import resident_bytes
 from phalanx.train.expected import Expected
@@ -85,7 +85,6 @@ def train_session(
     Raises:
         UserError: for everything a person can mend.
     """
-    check_early(config)
     base_bytes = resident_bytes()
     ranks = ranks or Ranks()
     path = default_folder(config, config_path)

@@ -98,6 +98,22 @@ CONFIGS = [
     Case("sequence", ("max_sequence = 8.*sequence_length = 16", "16 or more"), {"model.max_sequence": 8}),
     Case("vocabulary", ("model.vocab_size = 99.*257 ids", "257 or more"), {"model.vocab_size": 99}),
     Case(
+        "vocabulary of a trained tokenizer",
+        ("model.vocab_size = 10.*300 ids", "300 or more"),
+        {"model.vocab_size": 10, "data.tokenizer.kind": "bpe", "data.tokenizer.vocab_size": 300},
+    ),
+    Case("no tokenizer", ("gone.json", "give"), {"data.tokenizer.kind": "file", "data.tokenizer.path": "gone.json"}),
+    Case(
+        "no tokenizer.json",
+        ("tokenizer.json", ";"),
+        {"data.tokenizer.kind": "file", "data.tokenizer.path": "tiny.toml"},
+    ),
+    Case(
+        "pipeline of too few layers",
+        ("pipeline.*2 layers|layers.*pipeline", "."),
+        {"parallel.pipeline": 4, "parallel.devices": 4},
+    ),
+    Case(
         "nothing held out",
         ("evaluate.every_steps = 5.*no held-out text", "evaluate.every_steps=0"),
         {"evaluate.every_steps": 5, "data.validation_fraction": 0.0},
@@ -124,12 +140,6 @@ TEXTS = [
         "wrong dtype",
         ("vocab_size|token_dtype", ";"),
         **_tokens(np.arange(5000, dtype=np.uint32) * 70000 % 2**31, **{"data.sources.0.token_dtype": "uint32"}),
-    ),
-    Case("no tokenizer", ("gone.json", "check"), {"data.tokenizer.kind": "file", "data.tokenizer.path": "gone.json"}),
-    Case(
-        "no tokenizer.json",
-        ("tokenizer.json", ";"),
-        {"data.tokenizer.kind": "file", "data.tokenizer.path": "corpus.jsonl"},
     ),
     Case("all held out", ("tokens to train on", "hold less out"), {"data.validation_fraction": 0.999}),
     Case("data folder is a file", ("data.folder", "can write"), {"data.folder": "tiny.toml"}),
@@ -176,6 +186,18 @@ def test_a_mistake_is_one_line_with_its_cure(tmp_path: Path, commands: Commands,
     _one_line(result.status, result.err, case.says)
     assert "step 1/" not in result.out
     assert not list(copies(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("case", CONFIGS, ids=lambda case: case.name)
+def test_what_training_refuses_for_its_settings_explaining_refuses_alike(
+    tmp_path: Path, commands: Commands, case: Case
+) -> None:
+    (tmp_path / "tiny.toml").write_text("")
+    if case.setup is not None:
+        case.setup(tmp_path)
+    result = commands.run(tmp_path, "explain", case.config, *overrides(tmp_path, case.changes), *case.extra)
+    _one_line(result.status, result.err, case.says)
+    assert result.out == ""
 
 
 def _one_line(status: int, err: str, says: tuple[str, ...]) -> None:
