@@ -31,7 +31,9 @@ class EvaluateConfig(Config):
 
     every_steps: int = Field(0, ge=0, description="evaluate on held-out text every so many steps; 0: only at the end")
     tokens: int = Field(100_000, ge=0, description="tokens per evaluation while training; 0: all held-out text")
-    final_tokens: int = Field(0, ge=0, description="tokens of the evaluation at the end; 0: all held-out text")
+    final_tokens: int = Field(
+        500_000, ge=0, description="tokens of the evaluation after the last step; 0: all held-out text"
+    )
     sample_prompt: str = Field("", description="text that the model continues at the end, for a look; empty: none")
     sample_tokens: int = Field(150, ge=1, description="tokens of that continuation at most")
 

@@ -26,7 +26,7 @@ from phalanx.train.batches import Stream
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.figures import batch_sizes
 from phalanx.train.device import Device
-from phalanx.train.evaluate import Evaluation, evaluate
+from phalanx.train.evaluate import Evaluation, HeldOut, Watched, evaluate
 from phalanx.train.failures import out_of_memory, too_big
 from phalanx.train.progress import Progress
 from phalanx.train.ranks import Ranks
@@ -88,12 +88,28 @@ class Run:
         self.trainer.zero_grad()
         self.trainer.weights_changed()
 
-    def evaluate(self, tokens: int) -> Evaluation:
-        """Look at about `tokens` held-out tokens, spread over all of them, the same in every layout; 0: all."""
-        samples = max(tokens // self.config.data.sequence_length, 1) if tokens else None
+    @property
+    def evaluation_due(self) -> int | None:
+        """Tokens to look at after the present step, 0 for all; None: none now, or it is done."""
+        config, progress = self.config.evaluate, self.progress
+        if not self.has_validation:
+            return None
+        if progress.step >= self.total_steps:
+            done = progress.evaluated == progress.step and progress.evaluated_tokens == config.final_tokens
+            return None if done else config.final_tokens
+        return config.tokens if config.due(progress.step) and progress.evaluated < progress.step else None
+
+    def held_out(self, tokens: int) -> HeldOut:
+        """About `tokens` held-out tokens, spread over all of them, the same in every layout; 0: all."""
+        there = self.loader.validation_samples
+        samples = min(max(tokens // self.config.data.sequence_length, 1), there) if tokens else there
         rows = max(self.progress.micro_batch, 1) * self.trainer.data_ranks
         batches = self.loader.validation_batches(rows, samples)
-        return evaluate(self.trainer.held_out_loss, batches, self.prepared.tokenizer.token_bytes())
+        return HeldOut(batches, samples, there, self.prepared.num_tokens("validation"))
+
+    def evaluate(self, text: HeldOut, watched: Watched) -> Evaluation:
+        """What the model makes of `text`; all ranks together."""
+        return evaluate(self.trainer.held_out_loss, text, self.prepared.tokenizer, watched)
 
     def samples_of(self, batch: Batch) -> int:
         """Samples of the global batch of which `batch` is this rank's share."""
@@ -135,7 +151,7 @@ class Run:
             return self.state() | {_COSTS: self.saver.costs(), _ENDED: ending}
 
         self.saver.after_step(
-            self.progress.step, state, stepped=self._has_stepped, metrics=self.progress.metrics, ending=ending
+            self.progress.step, state, stepped=self._has_stepped, metrics=self.progress.metrics_here, ending=ending
         )
 
     def note_update(self, lr: float) -> None:

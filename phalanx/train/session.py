@@ -157,10 +157,9 @@ def closing(run: Run, outcome: Outcome) -> str:
     path = escape(str(run.folder.path))
     progress = run.progress
     if outcome.stopped_by:
-        return (
-            f"[yellow]stopped by {outcome.stopped_by}[/] after step {progress.step} of {run.total_steps}; "
-            "the same command goes on from there"
-        )
+        where = f"after step {progress.step} of {run.total_steps}"
+        where += ", in the evaluation at the end" if progress.step >= run.total_steps else ""
+        return f"[yellow]stopped by {outcome.stopped_by}[/] {where}; the same command goes on from there"
     lines = [
         f"[green]done[/]: {progress.step} steps, {units.count(progress.tokens)} tokens "
         f"in {units.duration(progress.train_s)} of training"
