@@ -41,6 +41,7 @@ from phalanx.train.run_folder import RunFolder, note_hardware
 from phalanx.train.saving import open_saver
 from phalanx.train.trainer import LocalTrainer, SpreadTrainer, Trainer
 from phalanx.train.weights.initial import load_initial_weights
+from phalanx.train.weights.sampling import prompt_ids
 
 Say = Callable[[str], None]
 
@@ -70,6 +71,7 @@ def assemble(
     prepared = _prepare_once(config, ranks, prepare_progress)
     spread = _with_layout(config, prepared, ranks, device, say)
     _require_a_batch(config, prepared)
+    _require_room_for_the_prompt(config, prepared)
     needed = standing_bytes(complete_model(config, prepared.vocab_size), config.optim)
     with explained(described(needed), smaller_model(needed)), ranks.phases.phase("model"):
         saver = open_saver(spread, folder.path, ranks, say, points)
@@ -136,6 +138,18 @@ def _require_a_batch(config: RunConfig, prepared: Prepared) -> None:
             cure=f"add text, or set train.global_batch to {samples} or less",
             field="train.global_batch",
             value=batch,
+        )
+
+
+def _require_room_for_the_prompt(config: RunConfig, prepared: Prepared) -> None:
+    """Refuse before the first step what could not be sampled after the last."""
+    prompt, longest = config.evaluate.sample_prompt, complete_model(config, prepared.vocab_size).max_sequence
+    taken = len(prompt_ids(prepared.tokenizer, prompt)) if prompt else 0
+    if taken >= longest:
+        raise UserError(
+            f"it takes {taken} tokens and the model's longest sequence is {longest}",
+            cure="shorten it, or set it to an empty text",
+            field="evaluate.sample_prompt",
         )
 
 

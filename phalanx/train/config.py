@@ -22,7 +22,8 @@ class FolderConfig(Config):
     resume: Literal["same", "changed", "never"] = Field(
         "same",
         description="what to do with a folder that holds a run: 'same' goes on with it if its config is the same, "
-        "'changed' goes on with the new config, 'never' refuses",
+        "'changed' also where it differs in what a run can change (never tokenizer, text, order of samples, shapes), "
+        "'never' refuses",
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from phalanx.checkpoint.restoring.restored import Restored
 from phalanx.checkpoint.session.choosing import Saver
+from phalanx.core import units
 from phalanx.core.errors import UserError
 from phalanx.core.hardware import Peak
 from phalanx.core.shard import Shard
@@ -35,6 +36,9 @@ from phalanx.train.saving import role_of
 from phalanx.train.trainer import Trainer
 
 _TEXT = "data_fingerprint"
+_TOKENIZER = "tokenizer"
+_TOKENS = "train_tokens"
+_TOLD = {_TEXT: "tokens", _TOKENIZER: "tokenizer"}
 _COSTS = "checkpoint_costs"
 _ENDED = "ended"  # well, or when asked to; otherwise the attempt failed after it
 
@@ -166,7 +170,12 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """What decides how training goes on besides `state_tensors`, as JSON values."""
-        return self.progress.to_json() | {_TEXT: self.prepared.fingerprint}
+        return self.progress.to_json() | self._text()
+
+    def _text(self) -> dict[str, Any]:
+        """What a state is bound to besides the settings: the tokenizer and every token of the text."""
+        prepared = self.prepared
+        return {_TOKENIZER: prepared.tokenizer_key, _TEXT: prepared.fingerprint, _TOKENS: prepared.num_tokens("train")}
 
     def restore(self) -> Restored | None:
         """Take up the newest good state there is, if there is one, and go on where it stands.
@@ -190,9 +199,19 @@ class Run:
         return restored
 
     def _accept(self, state: Any) -> None:
-        if self.config.run.resume == "same" and state.get(_TEXT) != self.prepared.fingerprint:
-            raise UserError(
-                f"the text, or the tokenizer made of it, is not what it was at step {state.get('step')}",
-                cure="put the former text back, set run.folder to a new name, or run.resume=changed to go on with it",
-                field="data.sources",
-            )
+        now = self._text()
+        changed = [name for name in (_TOKENIZER, _TEXT) if state.get(name, now[name]) != now[name]]
+        if not changed:
+            return
+        tokens = [units.count(text[_TOKENS]) if _TOKENS in text else "?" for text in (state, now)]
+        was = ", ".join(f"{_TOLD[name]} {state[name][:8]}… -> {now[name][:8]}…" for name in changed)
+        cure = f"put the former text back, or set run.folder to a new name, with train.init_from={self.folder.path} "
+        cure += "to begin with its weights"
+        if self.config.data.tokenizer.kind in ("bpe", "file"):
+            cure += f" and data.tokenizer={{kind='file',path='{self.folder.tokenizer}'}} to keep what its ids mean"
+        raise UserError(
+            f"the text, or the tokenizer made of it, is not what it was at step {state.get('step')} "
+            f"({was}; {tokens[0]} -> {tokens[1]} tokens to train on)",
+            cure=cure,
+            field="data.sources",
+        )

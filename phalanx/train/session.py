@@ -91,6 +91,8 @@ def train_session(
     folder = open_for_training(config, path) if ranks.is_first else RunFolder(path)
     ranks.peers.barrier()
     display = make_display(console)
+    if folder.changes:
+        display.note("\n  ".join(["going on with other settings than before:", *folder.changes]))
     try:
         with explained("the run", _LESS):
             with PrepareDisplay(console) as progress:
