@@ -12,6 +12,7 @@ from torch import Tensor
 
 from phalanx.core.errors import UserError
 from phalanx.data.batch import Batch
+from phalanx.data.loader import Loader
 from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.model.decoder import Decoder
 from phalanx.train.device import Device
@@ -75,6 +76,14 @@ class HeldOut:
     def __init__(self, batches: Iterable[Batch], samples: int, of_samples: int, of_tokens: int) -> None:
         self.batches, self.samples = batches, samples
         self.of_tokens = of_tokens if samples < of_samples else 0
+
+
+def held_out(loader: Loader, rows: int, tokens: int) -> HeldOut:
+    """About `tokens` held-out tokens in batches of `rows` samples, spread over all of them; 0: all."""
+    there = loader.validation_samples
+    samples = min(max(tokens // loader.config.sequence_length, 1), there) if tokens else there
+    of_tokens = loader.prepared.num_tokens("validation")
+    return HeldOut(loader.validation_batches(rows, samples), samples, there, of_tokens)
 
 
 Watched = Callable[[HeldOut], Iterable[Batch]]

@@ -27,7 +27,7 @@ from phalanx.train.batches import Stream
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.figures import batch_sizes
 from phalanx.train.device import Device
-from phalanx.train.evaluate import Evaluation, HeldOut, Watched, evaluate
+from phalanx.train.evaluate import Evaluation, HeldOut, Watched, evaluate, held_out
 from phalanx.train.failures import out_of_memory, too_big
 from phalanx.train.progress import Progress
 from phalanx.train.ranks import Ranks
@@ -105,11 +105,7 @@ class Run:
 
     def held_out(self, tokens: int) -> HeldOut:
         """About `tokens` held-out tokens, spread over all of them, the same in every layout; 0: all."""
-        there = self.loader.validation_samples
-        samples = min(max(tokens // self.config.data.sequence_length, 1), there) if tokens else there
-        rows = max(self.progress.micro_batch, 1) * self.trainer.data_ranks
-        batches = self.loader.validation_batches(rows, samples)
-        return HeldOut(batches, samples, there, self.prepared.num_tokens("validation"))
+        return held_out(self.loader, max(self.progress.micro_batch, 1) * self.trainer.data_ranks, tokens)
 
     def evaluate(self, text: HeldOut, watched: Watched) -> Evaluation:
         """What the model makes of `text`; all ranks together."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -35,7 +34,7 @@ from phalanx.train.reports.preparing import PrepareDisplay
 from phalanx.train.reports.reporting import Reporter, describe
 from phalanx.train.run import Run
 from phalanx.train.run_folder import RunFolder, open_for_training
-from phalanx.train.signals import END_OF_TIME
+from phalanx.train.signals import exit_status
 from phalanx.train.weights.sampling import continue_text
 from phalanx.train.weights.trained import open_trained
 
@@ -51,7 +50,6 @@ _PHASES = {
     "model": "model",
     "checkpoint": "checkpoint",
 }
-_EXIT_AT_END_OF_TIME = 143  # as after the SIGTERM that the scheduler would have sent
 
 
 def train_rank(worker: Worker, config: RunConfig, config_path: Path, expected: Expected | None = None) -> int:
@@ -107,13 +105,6 @@ def train_session(
     if config.evaluate.sample_prompt and not outcome.stopped_by and ranks.is_first:
         console.print(Panel(Text(sample(run)), title="a sample", title_align="left"))
     return exit_status(outcome.stopped_by)
-
-
-def exit_status(stopped_by: str) -> int:
-    """0; or, for a run that was stopped, 128 and the number of the signal."""
-    if not stopped_by:
-        return 0
-    return _EXIT_AT_END_OF_TIME if stopped_by == END_OF_TIME else 128 + signal.Signals[stopped_by]
 
 
 def headline(run: Run) -> str:

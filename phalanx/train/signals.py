@@ -21,6 +21,14 @@ TIME_IS_UP = 1 << 16
 
 
 END_OF_TIME = "the end of its time"
+_EXIT_AT_END_OF_TIME = 143  # as after the SIGTERM that the scheduler would have sent
+
+
+def exit_status(stopped_by: str) -> int:
+    """0; or, of what was stopped by a signal of this name, 128 and the signal's number."""
+    if not stopped_by:
+        return 0
+    return _EXIT_AT_END_OF_TIME if stopped_by == END_OF_TIME else 128 + signal.Signals[stopped_by]
 
 
 def no_deadline() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +13,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from phalanx.core import units
+from phalanx.data.batch import Batch
+from phalanx.train.evaluate import HeldOut
 from phalanx.train.reports.record import StepReport
 
 _GAP = 2
@@ -180,6 +182,34 @@ class LiveDisplay:
             self._live.start()
             self._started = True
         self._live.update(self._bar if self._figures is None else Group(self._bar, self._figures))
+
+
+def shown(
+    display: Display,
+    step: int,
+    length: int,
+    text: HeldOut,
+    batches: Iterable[Batch],
+    expected_s: float = 0.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Batch]:
+    """`batches` of `text`, shown as they are looked at.
+
+    Args:
+        step: whose model looks at them.
+        length: tokens of a sample.
+        expected_s: how long all may take; 0: that is not known.
+    """
+    began_s, done, total = clock(), 0, text.samples * length
+    display.evaluating(Looked(step, 0, total, expected_s))
+    try:
+        for batch in batches:
+            yield batch
+            done = min(done + len(batch), text.samples)
+            left_s = (clock() - began_s) / done * (text.samples - done)
+            display.evaluating(Looked(step, done * length, total, left_s))
+    finally:
+        display.evaluating(None)
 
 
 def evaluating_text(looked: Looked) -> str:

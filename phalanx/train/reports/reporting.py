@@ -13,7 +13,7 @@ from phalanx.telemetry.loggers import Kind, MetricsLogger
 from phalanx.train.evaluate import Evaluation, HeldOut
 from phalanx.train.expected import Expected
 from phalanx.train.reports.comparing import Watch
-from phalanx.train.reports.display import Display, Looked, Status
+from phalanx.train.reports.display import Display, Status, shown
 from phalanx.train.reports.record import StepReport
 from phalanx.train.run import Run
 
@@ -67,19 +67,12 @@ class Reporter:
 
     def watched(self, text: HeldOut, batches: Iterable[Batch]) -> Iterator[Batch]:
         """`batches` of `text`, shown as they are looked at; how long they take is noted for what is left."""
-        length, began_s, done = self._run.config.data.sequence_length, self._clock(), 0
-        expected_s = self._evaluation_s_per_token * text.samples * length
-        self._display.evaluating(Looked(self._run.progress.step, 0, text.samples * length, expected_s))
-        try:
-            for batch in batches:
-                yield batch
-                done = min(done + len(batch), text.samples)
-                took_s = self._clock() - began_s
-                self._evaluation_s_per_token = took_s / (done * length)
-                left_s = took_s / done * (text.samples - done)
-                self._display.evaluating(Looked(self._run.progress.step, done * length, text.samples * length, left_s))
-        finally:
-            self._display.evaluating(None)
+        step, length = self._run.progress.step, self._run.config.data.sequence_length
+        began_s, done = self._clock(), 0
+        for batch in shown(self._display, step, length, text, batches, self.evaluation_s(text), self._clock):
+            yield batch
+            done += len(batch)
+            self._evaluation_s_per_token = (self._clock() - began_s) / (done * length)
 
     def evaluation_s(self, text: HeldOut) -> float:
         """How long looking at `text` takes by what was seen so far; 0: nothing was."""
