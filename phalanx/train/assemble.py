@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -274,9 +275,17 @@ def _keeps_micro_batch(run: Run) -> bool:
 def _note_ignored_settings(run: Run, say: Say) -> None:
     for line in ignored_settings(run.config.parallel):
         say(line)
+    if not _finds_the_best(run.config, run.total_steps):
+        say("checkpoint.keep_best has no effect before the end: no checkpoint is due at a step that is evaluated")
     start, first, last = run.config.profile.start_step, run.progress.step + 1, run.total_steps
     if start and not first <= start <= last:
         say(f"profile.start_step = {start} is ignored: this run does steps {first} to {last}")
+
+
+def _finds_the_best(config: RunConfig, steps: int) -> bool:
+    """Whether some checkpoint before the last has figures to be chosen by, where the best are to be kept."""
+    every, evaluated = config.checkpoint.every_steps, config.evaluate.every_steps
+    return not config.checkpoint.keep_best or bool(every and evaluated and math.lcm(every, evaluated) < steps)
 
 
 def describe_hardware(run: Run) -> dict[str, object]:

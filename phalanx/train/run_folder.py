@@ -202,7 +202,7 @@ def environment() -> dict[str, Any]:
     """Versions, commit, host and hardware of this process, for the record."""
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": sys.argv,
+        "command": [os.fsencode(word).decode("utf-8", "replace") for word in sys.argv],
         "commit": _git_commit(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in _PACKAGES},
