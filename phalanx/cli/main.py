@@ -78,6 +78,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def _status_of(arguments: list[str] | None) -> int | str | None:
     """Run the command; its exit status, as `sys.exit` takes it."""
+    status: int | str | None
     try:
         try:
             told = group.main(args=arguments, prog_name="phalanx", standalone_mode=False)
@@ -106,8 +107,8 @@ def _status_of(arguments: list[str] | None) -> int | str | None:
 @contextmanager
 def _stdout() -> Iterator[None]:
     """Stdout says `OutputError`, where it is the process's own; what it never took is dropped at the end."""
-    usual = sys.stdout
-    if usual is None or usual is not sys.__stdout__:
+    usual = sys.__stdout__
+    if usual is None or usual is not sys.stdout:
         yield
         return
     usual.flush()
