@@ -7,17 +7,22 @@ need torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from phalanx.core.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from phalanx.checkpoint.config import CheckpointConfig
     from phalanx.checkpoint.foreign.api import Checkpointer, restore_checkpoint, save_checkpoint
+    from phalanx.checkpoint.foreign.huggingface import PhalanxCheckpointCallback
 
-__all__ = ["Checkpointer", "restore_checkpoint", "save_checkpoint"]
+__all__ = ["CheckpointConfig", "Checkpointer", "PhalanxCheckpointCallback", "restore_checkpoint", "save_checkpoint"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from phalanx.checkpoint.foreign import api
-
-    return getattr(api, name)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "phalanx.checkpoint.config": ["CheckpointConfig"],
+        "phalanx.checkpoint.foreign.api": ["Checkpointer", "restore_checkpoint", "save_checkpoint"],
+        "phalanx.checkpoint.foreign.huggingface": ["PhalanxCheckpointCallback"],
+    },
+)

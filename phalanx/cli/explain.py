@@ -14,13 +14,11 @@ from phalanx.cli.layout import spread_text
 from phalanx.cli.tables import make_console, make_table
 from phalanx.core import units
 from phalanx.core.config import Loaded, load, walk
-from phalanx.core.errors import UserError
-from phalanx.data.tokenizers.vocabulary import configured_vocab_size
 from phalanx.parallel.config import ParallelConfig
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.figures import Derived, derive
+from phalanx.train.derived.figures import Derived, check_early, derive, known_vocab_size
 from phalanx.train.derived.layout import ignored_settings, wanted_ranks
-from phalanx.train.derived.spread import explain_spread
+from phalanx.train.derived.spread import Spread, explain_spread
 
 
 @click.command()
@@ -36,26 +34,24 @@ from phalanx.train.derived.spread import explain_spread
 def command(config: Path, overrides: tuple[str, ...], given: bool, describe: bool, ranks_per_host: int | None) -> None:
     """Print every setting of CONFIG, where its value came from, and what follows from it."""
     loaded = load(RunConfig, config, overrides)
+    check_early(loaded.value)
+    vocab_size = loaded.value.model.vocab_size or known_vocab_size(loaded.value)
+    spread = explain_spread(loaded.value, vocab_size, ranks_per_host) if wanted_ranks(loaded.value) > 1 else None
     console = make_console()
     console.print(settings_table(loaded, given=given, describe=describe))
     console.print()
-    try:
-        console.print(derived_table(derive(loaded.value)))
-    except UserError as error:
-        console.print(f"Derived figures are not known yet: {error}", markup=False)
-    if wanted_ranks(loaded.value) > 1:
-        explain_layout(loaded.value, ranks_per_host, console)
+    if vocab_size is None:
+        console.print("What follows is not known before the text is read, of which the tokenizer is made.")
     else:
+        console.print(derived_table(derive(loaded.value)))
+    if spread is None:
         _print_ignored(loaded.value.parallel, console)
+    else:
+        explain_layout(loaded.value, spread, console)
 
 
-def explain_layout(config: RunConfig, ranks_per_host: int | None, console: Console) -> None:
-    """Print how `config` is spread.
-
-    Raises:
-        UserError: the layout is impossible.
-    """
-    spread = explain_spread(config, _known_vocab_size(config), ranks_per_host)
+def explain_layout(config: RunConfig, spread: Spread, console: Console) -> None:
+    """Print how `config` is spread."""
     console.print()
     console.print(spread_text(spread, config.data.sequence_length, console), highlight=False)
     _print_ignored(spread.config, console)
@@ -66,13 +62,6 @@ def explain_layout(config: RunConfig, ranks_per_host: int | None, console: Conso
 def _print_ignored(config: ParallelConfig, console: Console) -> None:
     for line in ignored_settings(config):
         console.print(f"\n{line}", style="yellow", markup=False, highlight=False)
-
-
-def _known_vocab_size(config: RunConfig) -> int | None:
-    try:
-        return config.model.vocab_size or configured_vocab_size(config.data.tokenizer)
-    except UserError:
-        return None
 
 
 def settings_table(loaded: Loaded[RunConfig], *, given: bool, describe: bool) -> Table:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
+import signal
 import sys
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import click
 
@@ -47,14 +51,84 @@ def yield_idle_cores() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-def main(arguments: list[str] | None = None) -> Any:
-    """Entry point: a `UserError` becomes one line on stderr and exit status 2."""
+class OutputError(Exception):
+    """Stdout does not take what is written to it. No OSError, lest it be told as one of a file that was read."""
+
+
+class _Output(io.FileIO):
+    """The process's stdout, whose errors are told apart from those of other files."""
+
+    def write(self, data: Any) -> int:
+        """See `io.RawIOBase.write`."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(f"the output cannot be written ({error.strerror})") from None
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Entry point: a `UserError` becomes one line on stderr and exit status 2, a Ctrl-C status 130."""
     yield_idle_cores()
+    with _stdout():
+        status = _status_of(arguments)
+    sys.exit(status)
+
+
+def _status_of(arguments: list[str] | None) -> int | str | None:
+    """Run the command; its exit status, as `sys.exit` takes it."""
+    status: int | str | None
     try:
-        return group(args=arguments, prog_name="phalanx")
+        try:
+            told = group.main(args=arguments, prog_name="phalanx", standalone_mode=False)
+            status = told if isinstance(told, int) else 0
+        except SystemExit as ended:
+            status = ended.code
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("stopped by SIGINT", err=True)
+        return 128 + signal.SIGINT
     except UserError as error:
-        click.echo(click.style("error: ", fg="red", bold=True) + str(error), err=True)
-        sys.exit(2)
+        _tell(str(error))
+        return 2
+    except OutputError as error:
+        _tell(f"{error}; free some space, or write it elsewhere")
+        return 1
+    except BrokenPipeError:  # who reads has had enough, as `head` has
+        return 1
+
+
+@contextmanager
+def _stdout() -> Iterator[None]:
+    """Stdout says `OutputError`, where it is the process's own; what it never took is dropped at the end."""
+    usual = sys.__stdout__
+    if usual is None or usual is not sys.stdout:
+        yield
+        return
+    usual.flush()
+    file = io.BufferedWriter(_Output(usual.fileno(), "w", closefd=False))
+    sys.stdout = io.TextIOWrapper(file, usual.encoding, usual.errors, line_buffering=usual.line_buffering)
+    try:
+        yield
+    finally:
+        try:
+            sys.stdout.flush()
+        except (OutputError, OSError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, usual.fileno())
+            os.close(null)
+        sys.stdout.detach()
+        sys.stdout = usual
+
+
+def _tell(problem: str) -> None:
+    click.echo(click.style("error: ", fg="red", bold=True) + problem, err=True)
 
 
 if __name__ == "__main__":

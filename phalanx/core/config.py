@@ -84,6 +84,8 @@ def parse_override(text: str) -> tuple[str, Any]:
     """Split ``a.b=value``; the value is read as TOML and, where it is none, taken as a plain string."""
     key, equals, raw = text.partition("=")
     key = key.strip()
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise UserError("is not UTF-8 text", cure="write it in UTF-8", value=text)
     if not equals or not key:
         raise UserError("is not of the form key=value", cure="write for example train.steps=100", value=text)
     try:

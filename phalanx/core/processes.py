@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -36,6 +37,23 @@ def die_with_parent(parent: int) -> None:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     if os.getppid() != parent:  # it went before the kernel was told
         os._exit(1)
+
+
+def start_helper(module: str) -> subprocess.Popen[str]:
+    """Start ``python -m MODULE PID``, which is spoken to in lines of text through its stdin and stdout.
+
+    It imports nothing of the caller, is to call `die_with_parent` with the process id that it is given, and stands
+    outside the terminal's foreground group: what a Ctrl-C means is for its parent alone to say.
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return subprocess.Popen(
+        [sys.executable, "-m", module, str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        process_group=0,
+    )
 
 
 def name_process(name: str) -> None:

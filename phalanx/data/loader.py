@@ -69,6 +69,11 @@ class Loader:
         """Samples after which every source has been read once, on average."""
         return self._packed.samples_per_epoch
 
+    @property
+    def validation_samples(self) -> int:
+        """Samples that hold all of the held-out text, each token once."""
+        return sum(reader.num_windows for reader in self._held_out)
+
     def batch(self, start: int, count: int) -> Batch:
         """Samples ``start..start+count`` of the global order; a pure function."""
         return _to_batch(self._packed.read(start, count), np.arange(start, start + count))
@@ -114,7 +119,7 @@ class Loader:
             cure = "set data.validation_fraction above 0 or give data.validation_sources"
             raise UserError("no text was held out", cure=cure, field="data.validation_fraction")
         borders = np.cumsum([0, *(reader.num_windows for reader in self._held_out)])
-        total = int(borders[-1])
+        total = self.validation_samples
         wanted = total if max_samples is None else min(total, max_samples)
         for first in range(0, wanted, batch_size):
             index_B = np.arange(first, min(first + batch_size, wanted)) * total // wanted

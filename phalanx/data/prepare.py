@@ -72,7 +72,7 @@ def prepare(config: DataConfig, *, workers: int | None = None, progress: Report 
         _prepare_source(config, source, source_name(source, i), spec, 1.0, workers, report)
         for i, source in enumerate(config.validation_sources)
     )
-    prepared = Prepared(open_tokenizer(spec), sources, held_out)
+    prepared = Prepared(open_tokenizer(spec), sources, held_out, spec.key)
     _check(config, prepared)
     return prepared
 
@@ -91,7 +91,7 @@ def open_prepared(config: DataConfig) -> Prepared:
 
     sources = tuple(find(source, i, config.held_out) for i, source in enumerate(config.sources))
     held_out = tuple(find(source, i, 1.0) for i, source in enumerate(config.validation_sources))
-    return Prepared(open_tokenizer(spec), sources, held_out)
+    return Prepared(open_tokenizer(spec), sources, held_out, spec.key)
 
 
 def _prepare_source(

@@ -8,7 +8,7 @@ arithmetic thread is started per core, because both threads of a core share its 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,12 @@ class Share:
 
     cpus: frozenset[int] | None
     threads: int
+
+
+def wanted_threads(environ: Mapping[str, str]) -> int:
+    """Arithmetic threads that ``OMP_NUM_THREADS`` asks for, the first number of a list; 0: it asks for none."""
+    first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isascii() and first.isdigit() else 0
 
 
 def read_cores(cpus: Iterable[int], system: Path = _SYSTEM) -> list[Core]:

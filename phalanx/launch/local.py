@@ -27,7 +27,7 @@ from typing import Any, TextIO
 from phalanx.core.interface_names import stay_here
 from phalanx.core.layout import Layout
 from phalanx.core.signals import STOP_SIGNALS
-from phalanx.launch.cores import Share, local_shares
+from phalanx.launch.cores import Share, local_shares, wanted_threads
 from phalanx.launch.ending import Ending
 from phalanx.launch.environment import Worker, without_worker
 from phalanx.launch.failures import Failure, describe, failure_of_exit, find_culprit, signal_name
@@ -279,7 +279,7 @@ class _Job:
     def _shares(self) -> list[Share]:
         """Cores and threads of every rank, as the options have it."""
         shares = local_shares(self.count)
-        wanted = self.options.threads or _positive(os.environ.get("OMP_NUM_THREADS", ""))
+        wanted = self.options.threads or wanted_threads(os.environ)
         return [Share(s.cpus if self.options.bind else None, wanted or s.threads) for s in shares]
 
     def _spec(self, rank: int, phases_s: Mapping[str, float]) -> RankSpec:
@@ -325,7 +325,3 @@ def _describe_broken(failure: Failure) -> str:
     if failure.kind == "user":
         return f"error: {failure.summary}\n"
     return f"{failure.text}the ranks were not started: {failure.summary}\n"
-
-
-def _positive(text: str) -> int:
-    return int(text) if text.isascii() and text.isdigit() else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ from phalanx.train.run_folder import RunFolder, note_hardware
 from phalanx.train.saving import open_saver
 from phalanx.train.trainer import LocalTrainer, SpreadTrainer, Trainer
 from phalanx.train.weights.initial import load_initial_weights
+from phalanx.train.weights.sampling import prompt_ids
 
 Say = Callable[[str], None]
 
@@ -70,6 +72,7 @@ def assemble(
     prepared = _prepare_once(config, ranks, prepare_progress)
     spread = _with_layout(config, prepared, ranks, device, say)
     _require_a_batch(config, prepared)
+    _require_room_for_the_prompt(config, prepared)
     needed = standing_bytes(complete_model(config, prepared.vocab_size), config.optim)
     with explained(described(needed), smaller_model(needed)), ranks.phases.phase("model"):
         saver = open_saver(spread, folder.path, ranks, say, points)
@@ -136,6 +139,18 @@ def _require_a_batch(config: RunConfig, prepared: Prepared) -> None:
             cure=f"add text, or set train.global_batch to {samples} or less",
             field="train.global_batch",
             value=batch,
+        )
+
+
+def _require_room_for_the_prompt(config: RunConfig, prepared: Prepared) -> None:
+    """Refuse before the first step what could not be sampled after the last."""
+    prompt, longest = config.evaluate.sample_prompt, complete_model(config, prepared.vocab_size).max_sequence
+    taken = len(prompt_ids(prepared.tokenizer, prompt)) if prompt else 0
+    if taken >= longest:
+        raise UserError(
+            f"it takes {taken} tokens and the model's longest sequence is {longest}",
+            cure="shorten it, or set it to an empty text",
+            field="evaluate.sample_prompt",
         )
 
 
@@ -260,9 +275,17 @@ def _keeps_micro_batch(run: Run) -> bool:
 def _note_ignored_settings(run: Run, say: Say) -> None:
     for line in ignored_settings(run.config.parallel):
         say(line)
+    if not _finds_the_best(run.config, run.total_steps):
+        say("checkpoint.keep_best has no effect before the end: no checkpoint is due at a step that is evaluated")
     start, first, last = run.config.profile.start_step, run.progress.step + 1, run.total_steps
     if start and not first <= start <= last:
         say(f"profile.start_step = {start} is ignored: this run does steps {first} to {last}")
+
+
+def _finds_the_best(config: RunConfig, steps: int) -> bool:
+    """Whether some checkpoint before the last has figures to be chosen by, where the best are to be kept."""
+    every, evaluated = config.checkpoint.every_steps, config.evaluate.every_steps
+    return not config.checkpoint.keep_best or bool(every and evaluated and math.lcm(every, evaluated) < steps)
 
 
 def describe_hardware(run: Run) -> dict[str, object]:

@@ -22,7 +22,8 @@ class FolderConfig(Config):
     resume: Literal["same", "changed", "never"] = Field(
         "same",
         description="what to do with a folder that holds a run: 'same' goes on with it if its config is the same, "
-        "'changed' goes on with the new config, 'never' refuses",
+        "'changed' also where it differs in what a run can change (never tokenizer, text, order of samples, shapes), "
+        "'never' refuses",
     )
 
 
@@ -31,7 +32,9 @@ class EvaluateConfig(Config):
 
     every_steps: int = Field(0, ge=0, description="evaluate on held-out text every so many steps; 0: only at the end")
     tokens: int = Field(100_000, ge=0, description="tokens per evaluation while training; 0: all held-out text")
-    final_tokens: int = Field(0, ge=0, description="tokens of the evaluation at the end; 0: all held-out text")
+    final_tokens: int = Field(
+        500_000, ge=0, description="tokens of the evaluation after the last step; 0: all held-out text"
+    )
     sample_prompt: str = Field("", description="text that the model continues at the end, for a look; empty: none")
     sample_tokens: int = Field(150, ge=1, description="tokens of that continuation at most")
 
@@ -60,7 +63,7 @@ class TrainConfig(Config):
     precision: Literal["auto", "bf16", "fp32"] = Field(
         "auto", description="type of the matrix products (master weights are fp32); auto: bf16 where it is fast"
     )
-    threads: int = Field(0, ge=0, description="CPU threads for arithmetic; 0: one per core this process may use")
+    threads: int = Field(0, ge=0, description="CPU threads for arithmetic; 0: OMP_NUM_THREADS, else one per core")
     compile: bool = Field(False, description="compile the model with torch.compile: slower to start, faster steps")
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="activations computed again in the backward pass: none, all but matrix products, or all"

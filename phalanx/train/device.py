@@ -17,6 +17,7 @@ from phalanx.core.errors import UserError
 from phalanx.core.hardware import Peak, table_peak
 from phalanx.kernels.host_memory import keep_freed_memory, use_huge_pages
 from phalanx.kernels.precision import cpu_has_fast_bf16
+from phalanx.launch.cores import wanted_threads
 from phalanx.launch.devices import device_index
 from phalanx.launch.environment import Worker
 from phalanx.train.config import TrainConfig
@@ -77,7 +78,8 @@ def choose_device(config: TrainConfig, worker: Worker | None = None) -> Device:
     if kind == "cuda" and not torch.cuda.is_available():
         raise UserError("no CUDA device is visible", cure="use cpu or auto", field="train.device", value="cuda")
     # Of several ranks on a host, each was given its number of threads when it was started.
-    threads = config.threads or (len(os.sched_getaffinity(0)) if worker is None else torch.get_num_threads())
+    here = wanted_threads(os.environ) or len(os.sched_getaffinity(0))
+    threads = config.threads or (here if worker is None else torch.get_num_threads())
     torch.set_num_threads(threads)
     set_determinism(config.deterministic)
     if kind == "cuda" and worker is not None:

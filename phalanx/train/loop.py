@@ -27,7 +27,7 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        stopped_by: name of the signal that ended it before its last step, or an empty string.
+        stopped_by: what ended it before all was done, such as the name of a signal, or an empty string.
         evaluation: of the held-out text at the end; None where the run was stopped or has none.
     """
 
@@ -36,26 +36,34 @@ class Outcome:
 
 
 def train(run: Run, reporter: Reporter) -> Outcome:
-    """Train from where `run` stands to its last step, or until a signal asks to stop.
-
-    One pass of the loop is one optimizer step: gradients of all micro-batches, the verdict of the bad-step policy,
-    the update, and, when due, figures, evaluation and a checkpoint. Nothing in a step waits for the device; figures
-    are read back when they are shown.
+    """Train from where `run` stands to its last step and look at held-out text, or until a signal asks to stop.
 
     Raises:
         UserError: too many bad steps in a row, no memory or disk left.
     """
-    config, progress, pulse, watch = run.config, run.progress, run.ranks.pulse, reporter.watch
-    pulse.resume(progress.step)
+    run.ranks.pulse.resume(run.progress.step)
     _keep_the_last_step(run, reporter)
-    _evaluate_if_due(run, reporter)  # a clean stop may have left it out
+    with StopRequest(run.ranks.peers, _Deadline(run).is_near) as stop:
+        _evaluate_if_due(run, reporter, stop)  # a clean stop may have left it out
+        if not stop.is_agreed:
+            _make_steps(run, reporter, stop)
+        elif run.only_in_memory:
+            run.keep(lambda: None, ending=True)
+    run.ranks.pulse.enter("end")
+    return _outcome(run, stop)
+
+
+def _make_steps(run: Run, reporter: Reporter, stop: StopRequest) -> None:
+    """All steps that are left, or until all agree to stop.
+
+    One pass of the loop is one optimizer step: gradients of all micro-batches, the verdict of the bad-step policy,
+    the update, and, when due, figures, evaluation and a checkpoint. Nothing in a step waits for the device; figures
+    are read back when they are shown.
+    """
+    config, progress, pulse, watch = run.config, run.progress, run.ranks.pulse, reporter.watch
     record = StepRecord()
     profiler = StepProfiler(config.profile, run.folder.path / "profile", run.ranks.rank)
-    with (
-        StopRequest(run.ranks.peers, _Deadline(run).is_near) as stop,
-        GarbageCollection(config.train.garbage_collect_steps) as garbage,
-        run.batches() as batches,
-    ):
+    with GarbageCollection(config.train.garbage_collect_steps) as garbage, run.batches() as batches:
         pulse.begin_steps()
         for batch in watch.over(batches):
             step = progress.step + 1
@@ -87,13 +95,13 @@ def train(run: Run, reporter: Reporter) -> Outcome:
                 run.judge.raise_if_hopeless()
             pulse.step(step, _loss_at_hand(run, loss))
             watch.end_step(ending=ending)
-            if not ending and _evaluate_if_due(run, reporter):
+            if _evaluate_if_due(run, reporter, stop):
                 record.resume_clock()
+            ending = ending or stop.is_agreed
             _keep(run, reporter, record, ending=ending)
             if ending:
                 break
     profiler.close()
-    return _at_end(run, reporter, stop.name)
 
 
 def _keep(run: Run, reporter: Reporter, record: StepRecord, *, ending: bool) -> None:
@@ -105,16 +113,14 @@ def _keep(run: Run, reporter: Reporter, record: StepRecord, *, ending: bool) -> 
         record.resume_clock()
 
 
-def _at_end(run: Run, reporter: Reporter, stopped_by: str) -> Outcome:
-    """After the last step; the whole held-out text is looked at where that was the last one of the run."""
-    run.ranks.pulse.enter("end")
-    if run.progress.step < run.total_steps:
-        return Outcome(stopped_by, None)
-    if not run.has_validation:
+def _outcome(run: Run, stop: StopRequest) -> Outcome:
+    progress = run.progress
+    if not run.has_validation and progress.step >= run.total_steps:
         return Outcome("", None)
-    final = run.evaluate(run.config.evaluate.final_tokens)
-    reporter.evaluated(run.progress.step, final)
-    return Outcome("", final)
+    if progress.step < run.total_steps or progress.evaluated < progress.step:
+        return Outcome(stop.name, None)
+    text = run.held_out(run.config.evaluate.final_tokens)
+    return Outcome("", Evaluation.from_figures(progress.metrics, text.of_tokens))
 
 
 def _loss_at_hand(run: Run, loss: Tensor) -> float | None:
@@ -157,12 +163,18 @@ def _write_down(reporter: Reporter, record: StepRecord) -> None:
     reporter.flush()
 
 
-def _evaluate_if_due(run: Run, reporter: Reporter) -> bool:
-    """Look at held-out text if that is due at this step and was not done; says whether it was done now."""
-    config, progress = run.config.evaluate, run.progress
-    if not config.due(progress.step) or progress.evaluated >= progress.step or progress.step >= run.total_steps:
+def _evaluate_if_due(run: Run, reporter: Reporter, stop: StopRequest) -> bool:
+    """Look at held-out text if that is due at this step and was not done; says whether it was looked at now.
+
+    It is before the checkpoint of the step, which carries its figures. What is ended early is shown and not kept.
+    """
+    progress, tokens = run.progress, run.evaluation_due
+    if tokens is None or stop.is_agreed:
         return False
-    with run.ranks.pulse.aside("evaluate"):
-        progress.metrics = reporter.evaluated(progress.step, run.evaluate(config.tokens))
-    progress.evaluated = progress.step
+    text = run.held_out(tokens)
+    with run.ranks.pulse.aside("evaluate", reporter.evaluation_s(text)):
+        found = run.evaluate(text, lambda text: reporter.watched(text, stop.until_asked(text.batches)))
+    reporter.evaluated(progress.step, found)
+    if found.is_whole:
+        progress.evaluated, progress.evaluated_tokens, progress.metrics = progress.step, tokens, found.figures()
     return True

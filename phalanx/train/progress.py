@@ -17,6 +17,7 @@ class Progress:
         train_s: wall time spent training, over all starts.
         micro_batch: sequences per forward and backward pass, kept so that a resumed run repeats the same arithmetic.
         evaluated: last step after which held-out text was looked at; a clean stop leaves that to the next start.
+        evaluated_tokens: how much of it was asked for then, as `evaluate.tokens` or `evaluate.final_tokens` says it.
         metrics: held-out figures of then, such as ``{"validation_loss": 3.1}``.
     """
 
@@ -26,6 +27,7 @@ class Progress:
     train_s: float = 0.0
     micro_batch: int = 0
     evaluated: int = 0
+    evaluated_tokens: int = -1
     metrics: dict[str, float] = field(default_factory=dict)
 
     def advance(self, samples: int, length: int) -> None:
@@ -33,6 +35,11 @@ class Progress:
         self.step += 1
         self.samples += samples
         self.tokens += samples * length
+
+    @property
+    def metrics_here(self) -> dict[str, float]:
+        """Held-out figures of this very step; none where it was not evaluated."""
+        return self.metrics if self.evaluated == self.step else {}
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""

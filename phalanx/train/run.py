@@ -13,6 +13,7 @@ from torch import Tensor
 
 from phalanx.checkpoint.restoring.restored import Restored
 from phalanx.checkpoint.session.choosing import Saver
+from phalanx.core import units
 from phalanx.core.errors import UserError
 from phalanx.core.hardware import Peak
 from phalanx.core.shard import Shard
@@ -26,7 +27,7 @@ from phalanx.train.batches import Stream
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.figures import batch_sizes
 from phalanx.train.device import Device
-from phalanx.train.evaluate import Evaluation, evaluate
+from phalanx.train.evaluate import Evaluation, HeldOut, Watched, evaluate, held_out
 from phalanx.train.failures import out_of_memory, too_big
 from phalanx.train.progress import Progress
 from phalanx.train.ranks import Ranks
@@ -35,6 +36,9 @@ from phalanx.train.saving import role_of
 from phalanx.train.trainer import Trainer
 
 _TEXT = "data_fingerprint"
+_TOKENIZER = "tokenizer"
+_TOKENS = "train_tokens"
+_TOLD = {_TEXT: "tokens", _TOKENIZER: "tokenizer"}
 _COSTS = "checkpoint_costs"
 _ENDED = "ended"  # well, or when asked to; otherwise the attempt failed after it
 
@@ -88,12 +92,24 @@ class Run:
         self.trainer.zero_grad()
         self.trainer.weights_changed()
 
-    def evaluate(self, tokens: int) -> Evaluation:
-        """Look at about `tokens` held-out tokens, spread over all of them, the same in every layout; 0: all."""
-        samples = max(tokens // self.config.data.sequence_length, 1) if tokens else None
-        rows = max(self.progress.micro_batch, 1) * self.trainer.data_ranks
-        batches = self.loader.validation_batches(rows, samples)
-        return evaluate(self.trainer.held_out_loss, batches, self.prepared.tokenizer.token_bytes())
+    @property
+    def evaluation_due(self) -> int | None:
+        """Tokens to look at after the present step, 0 for all; None: none now, or it is done."""
+        config, progress = self.config.evaluate, self.progress
+        if not self.has_validation:
+            return None
+        if progress.step >= self.total_steps:
+            done = progress.evaluated == progress.step and progress.evaluated_tokens == config.final_tokens
+            return None if done else config.final_tokens
+        return config.tokens if config.due(progress.step) and progress.evaluated < progress.step else None
+
+    def held_out(self, tokens: int) -> HeldOut:
+        """About `tokens` held-out tokens, spread over all of them, the same in every layout; 0: all."""
+        return held_out(self.loader, max(self.progress.micro_batch, 1) * self.trainer.data_ranks, tokens)
+
+    def evaluate(self, text: HeldOut, watched: Watched) -> Evaluation:
+        """What the model makes of `text`; all ranks together."""
+        return evaluate(self.trainer.held_out_loss, text, self.prepared.tokenizer, watched)
 
     def samples_of(self, batch: Batch) -> int:
         """Samples of the global batch of which `batch` is this rank's share."""
@@ -135,7 +151,7 @@ class Run:
             return self.state() | {_COSTS: self.saver.costs(), _ENDED: ending}
 
         self.saver.after_step(
-            self.progress.step, state, stepped=self._has_stepped, metrics=self.progress.metrics, ending=ending
+            self.progress.step, state, stepped=self._has_stepped, metrics=self.progress.metrics_here, ending=ending
         )
 
     def note_update(self, lr: float) -> None:
@@ -150,7 +166,12 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """What decides how training goes on besides `state_tensors`, as JSON values."""
-        return self.progress.to_json() | {_TEXT: self.prepared.fingerprint}
+        return self.progress.to_json() | self._text()
+
+    def _text(self) -> dict[str, Any]:
+        """What a state is bound to besides the settings: the tokenizer and every token of the text."""
+        prepared = self.prepared
+        return {_TOKENIZER: prepared.tokenizer_key, _TEXT: prepared.fingerprint, _TOKENS: prepared.num_tokens("train")}
 
     def restore(self) -> Restored | None:
         """Take up the newest good state there is, if there is one, and go on where it stands.
@@ -174,9 +195,19 @@ class Run:
         return restored
 
     def _accept(self, state: Any) -> None:
-        if self.config.run.resume == "same" and state.get(_TEXT) != self.prepared.fingerprint:
-            raise UserError(
-                f"the text, or the tokenizer made of it, is not what it was at step {state.get('step')}",
-                cure="put the former text back, set run.folder to a new name, or run.resume=changed to go on with it",
-                field="data.sources",
-            )
+        now = self._text()
+        changed = [name for name in (_TOKENIZER, _TEXT) if state.get(name, now[name]) != now[name]]
+        if not changed:
+            return
+        tokens = [units.count(text[_TOKENS]) if _TOKENS in text else "?" for text in (state, now)]
+        was = ", ".join(f"{_TOLD[name]} {state[name][:8]}… -> {now[name][:8]}…" for name in changed)
+        cure = f"put the former text back, or set run.folder to a new name, with train.init_from={self.folder.path} "
+        cure += "to begin with its weights"
+        if self.config.data.tokenizer.kind in ("bpe", "file"):
+            cure += f" and data.tokenizer={{kind='file',path='{self.folder.tokenizer}'}} to keep what its ids mean"
+        raise UserError(
+            f"the text, or the tokenizer made of it, is not what it was at step {state.get('step')} "
+            f"({was}; {tokens[0]} -> {tokens[1]} tokens to train on)",
+            cure=cure,
+            field="data.sources",
+        )

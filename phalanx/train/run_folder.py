@@ -18,8 +18,8 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -27,7 +27,10 @@ from typing import IO, Any
 from phalanx.core.config import validate, walk
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_json
+from phalanx.model.shapes import parameter_table
+from phalanx.optim.groups import assign
 from phalanx.train.config import RunConfig
+from phalanx.train.derived.figures import complete_model, known_vocab_size, total_steps
 
 # Settings that do not change what a step computes: a run may go on with other values of them.
 _FREE = (
@@ -40,15 +43,29 @@ _FREE = (
     "data.folder",
     "train.garbage_collect_steps",
 )
+# Settings that a run with steps behind it cannot change, and what they decide; where files lie may change, as the text
+# and the tokenizer in them are compared by themselves.
+_BOUND = {
+    "data.tokenizer.": "the tokenizer",
+    "data.sequence_length": "the order of the samples",
+    "data.seed": "the order of the samples",
+    "data.random_offset": "the order of the samples",
+}
+_LENGTH = ("train.steps", "train.tokens")
 _PACKAGES = ("phalanx-train", "torch", "numpy", "tokenizers", "pydantic")
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of a run. Holding an object made by `open_for_training` holds the run's lock."""
+    """Paths of a run. Holding an object made by `open_for_training` holds the run's lock.
+
+    Attributes:
+        changes: settings that a run goes on with and that were others before, as ``key: old -> new``.
+    """
 
     path: Path
     lock: IO[str] | None = None
+    changes: tuple[str, ...] = ()
 
     @property
     def checkpoints(self) -> Path:
@@ -113,7 +130,7 @@ def open_for_training(config: RunConfig, path: Path) -> RunFolder:
     try:
         _take(lock, path)
         if (path / "config.json").exists():
-            _check_same(config, folder)
+            folder = replace(folder, changes=_accepted_changes(config, folder))
         folder.checkpoints.mkdir(exist_ok=True)
         _append_environment(path / "environment.json")
     except OSError as error:
@@ -125,22 +142,67 @@ def open_for_training(config: RunConfig, path: Path) -> RunFolder:
     return folder
 
 
-def changed_settings(old: RunConfig, new: RunConfig) -> list[str]:
-    """Settings that differ and matter to the numbers, as ``key: old -> new``."""
+@dataclass(frozen=True)
+class Change:
+    """A setting that differs between two configs; one that only one of them has is None in the other.
+
+    Attributes:
+        is_free: the numbers of a run do not depend on it.
+        bound: what it decides that a run cannot change on its way; empty: it can.
+    """
+
+    key: str
+    old: Any
+    new: Any
+    is_free: bool = False
+    bound: str = ""
+
+    def __str__(self) -> str:
+        why = f" ({self.bound})" if self.bound else ""
+        return f"{self.key}: {self.old!r} -> {self.new!r}{why}"
+
+
+def changes_between(old: RunConfig, new: RunConfig) -> list[Change]:
+    """Every setting that differs, but for those of ``[run]``; a run may always be made longer."""
     before = {key: value for key, value, _ in walk(old)}
     after = {key: value for key, value, _ in walk(new)}
-    changed = []
-    for key in sorted(before.keys() | after.keys()):
-        if not key.startswith(_FREE) and before.get(key) != after.get(key):
-            changed.append(f"{key}: {before.get(key)!r} -> {after.get(key)!r}")
-    return changed
+    keys = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
+    longer = total_steps(new) >= total_steps(old)
+    vocab_size = known_vocab_size(new) or 1  # for both: tokenizers are compared by themselves
+    shapes = [_shapes(config, vocab_size) for config in (old, new)]
+    other_weights, other_state = shapes[0] != shapes[1], _kinds(old, shapes[0]) != _kinds(new, shapes[1])
+
+    def change(key: str) -> Change:
+        bound = next((what for name, what in _BOUND.items() if key.startswith(name)), "")
+        if key.startswith("data.sources.") and key.endswith(".weight"):
+            bound = "the order of the samples"
+        if key == "data.tokenizer.path":
+            bound = ""
+        if key.startswith("model.") and other_weights:
+            bound = "the shapes of its weights"
+        if key.startswith("optim.") and other_state and not other_weights:
+            bound = "the state of its optimizer"
+        is_free = key.startswith(_FREE) or (key in _LENGTH and longer)
+        return Change(key, before.get(key), after.get(key), is_free, bound)
+
+    return [change(key) for key in keys if not key.startswith("run.")]
+
+
+def _shapes(config: RunConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    model = complete_model(config, config.model.vocab_size or vocab_size)
+    return {name: parameter.shape for name, parameter in parameter_table(model).items()}
+
+
+def _kinds(config: RunConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """The optimizer of every weight."""
+    return {n: group.kind for n, group in assign(config.optim, {n: len(s) for n, s in shapes.items()}).items()}
 
 
 def environment() -> dict[str, Any]:
     """Versions, commit, host and hardware of this process, for the record."""
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": sys.argv,
+        "command": [os.fsencode(word).decode("utf-8", "replace") for word in sys.argv],
         "commit": _git_commit(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in _PACKAGES},
@@ -160,23 +222,37 @@ def note_hardware(folder: RunFolder, hardware: Mapping[str, Any]) -> None:
         write_json(path, starts)
 
 
-def _check_same(config: RunConfig, folder: RunFolder) -> None:
+def _accepted_changes(config: RunConfig, folder: RunFolder) -> tuple[str, ...]:
+    """What differs from the config of the run in `folder`, once it is known that the run may go on with it."""
+    where = {"field": "run.folder", "value": str(folder.path)}
     if config.run.resume == "never":
-        raise UserError(
-            "already holds a run",
-            cure="set run.folder to a new name, or run.resume=same to go on with it",
-            field="run.folder",
-            value=str(folder.path),
-        )
-    changed = changed_settings(folder.config(), config)
-    if changed and config.run.resume == "same":
-        shown = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
-        raise UserError(
-            f"holds a run of another config ({shown})",
-            cure="set run.folder to a new name, or run.resume=changed to go on with the new values",
-            field="run.folder",
-            value=str(folder.path),
-        )
+        cure = "set run.folder to a new name, or run.resume=same to go on with it"
+        raise UserError("already holds a run", cure=cure, **where)
+    changes = changes_between(folder.config(), config)
+    bound = [change for change in changes if change.bound]
+    if bound and _has_steps(folder):
+        cure = "put that back, or set run.folder to a new name, "
+        cure += f"with train.init_from={folder.path} to begin with its weights"
+        raise UserError(f"holds a run that cannot go on with {_listed(bound)}", cure=cure, **where)
+    binding = [change for change in changes if not change.is_free]
+    if binding and config.run.resume == "same":
+        cure = "set run.folder to a new name, or run.resume=changed to go on with the new values"
+        raise UserError(f"holds a run of another config ({_listed(binding)})", cure=cure, **where)
+    told = changes if config.run.resume == "changed" else [change for change in changes if change.key in _LENGTH]
+    return tuple(str(change) for change in told)
+
+
+def _listed(changes: Sequence[Change]) -> str:
+    return ", ".join(str(change) for change in changes)
+
+
+def _has_steps(folder: RunFolder) -> bool:
+    """Whether the run has ever made a step: they are written down before any state of them is kept."""
+    try:
+        with folder.metrics.open(encoding="utf-8", errors="replace") as lines:
+            return any('"kind": "step"' in line for line in lines)
+    except FileNotFoundError:
+        return False
 
 
 def _take(lock: IO[str], path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from phalanx.model.shapes import flops_per_token, num_parameters
 from phalanx.telemetry.loggers import MetricsLogger, Silent, open_loggers
 from phalanx.train.assemble import assemble
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.figures import check_early, default_folder
+from phalanx.train.derived.figures import default_folder
 from phalanx.train.derived.layout import axes_text
 from phalanx.train.device import resident_bytes
 from phalanx.train.expected import Expected
@@ -35,7 +34,7 @@ from phalanx.train.reports.preparing import PrepareDisplay
 from phalanx.train.reports.reporting import Reporter, describe
 from phalanx.train.run import Run
 from phalanx.train.run_folder import RunFolder, open_for_training
-from phalanx.train.signals import END_OF_TIME
+from phalanx.train.signals import exit_status
 from phalanx.train.weights.sampling import continue_text
 from phalanx.train.weights.trained import open_trained
 
@@ -51,7 +50,6 @@ _PHASES = {
     "model": "model",
     "checkpoint": "checkpoint",
 }
-_EXIT_AT_END_OF_TIME = 143  # as after the SIGTERM that the scheduler would have sent
 
 
 def train_rank(worker: Worker, config: RunConfig, config_path: Path, expected: Expected | None = None) -> int:
@@ -85,13 +83,14 @@ def train_session(
     Raises:
         UserError: for everything a person can mend.
     """
-    check_early(config)
     base_bytes = resident_bytes()
     ranks = ranks or Ranks()
     path = default_folder(config, config_path)
     folder = open_for_training(config, path) if ranks.is_first else RunFolder(path)
     ranks.peers.barrier()
     display = make_display(console)
+    if folder.changes:
+        display.note("\n  ".join(["going on with other settings than before:", *folder.changes]))
     try:
         with explained("the run", _LESS):
             with PrepareDisplay(console) as progress:
@@ -106,13 +105,6 @@ def train_session(
     if config.evaluate.sample_prompt and not outcome.stopped_by and ranks.is_first:
         console.print(Panel(Text(sample(run)), title="a sample", title_align="left"))
     return exit_status(outcome.stopped_by)
-
-
-def exit_status(stopped_by: str) -> int:
-    """0; or, for a run that was stopped, 128 and the number of the signal."""
-    if not stopped_by:
-        return 0
-    return _EXIT_AT_END_OF_TIME if stopped_by == END_OF_TIME else 128 + signal.Signals[stopped_by]
 
 
 def headline(run: Run) -> str:
@@ -158,10 +150,9 @@ def closing(run: Run, outcome: Outcome) -> str:
     path = escape(str(run.folder.path))
     progress = run.progress
     if outcome.stopped_by:
-        return (
-            f"[yellow]stopped by {outcome.stopped_by}[/] after step {progress.step} of {run.total_steps}; "
-            "the same command goes on from there"
-        )
+        where = f"after step {progress.step} of {run.total_steps}"
+        where += ", in the evaluation at the end" if progress.step >= run.total_steps else ""
+        return f"[yellow]stopped by {outcome.stopped_by}[/] {where}; the same command goes on from there"
     lines = [
         f"[green]done[/]: {progress.step} steps, {units.count(progress.tokens)} tokens "
         f"in {units.duration(progress.train_s)} of training"

@@ -7,18 +7,28 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from phalanx.core.peers import ALONE, Peers
 from phalanx.core.signals import STOP_SIGNALS
+
+T = TypeVar("T")
 
 TIME_IS_UP = 1 << 16
 """Beyond all signals: what ranks tell each other instead of a signal's number when the job's time ends."""
 
 
 END_OF_TIME = "the end of its time"
+_EXIT_AT_END_OF_TIME = 143  # as after the SIGTERM that the scheduler would have sent
+
+
+def exit_status(stopped_by: str) -> int:
+    """0; or, of what was stopped by a signal of this name, 128 and the signal's number."""
+    if not stopped_by:
+        return 0
+    return _EXIT_AT_END_OF_TIME if stopped_by == END_OF_TIME else 128 + signal.Signals[stopped_by]
 
 
 def no_deadline() -> bool:
@@ -31,6 +41,8 @@ class StopRequest:
 
     Of several ranks some may be told and some not, or in different steps; `ask` and `agreed` make them stop together.
 
+    `is_agreed` says, the same on all ranks, whether they have agreed to.
+
     A second SIGINT raises KeyboardInterrupt, for the person who will not wait. Outside the main thread, where Python
     delivers no signals, it does nothing.
 
@@ -41,6 +53,7 @@ class StopRequest:
 
     def __init__(self, peers: Peers = ALONE, time_is_up: Callable[[], bool] = no_deadline) -> None:
         self.signal_number: int | None = None
+        self.is_agreed = False
         self._peers, self._time_is_up = peers, time_is_up
         self._answer: Callable[[], int] = lambda: 0
         self._before: dict[int, Any] = {}
@@ -64,12 +77,21 @@ class StopRequest:
 
     def agreed(self) -> bool:
         """At the end of a step: whether to stop now. With several ranks, a signal during a step counts in the next."""
-        if self._peers.size == 1:
-            return bool(self)
-        number = self._answer()
-        if number:
-            self.signal_number = number
-        return bool(number)
+        if self._peers.size > 1:
+            number = self._answer()
+            self.signal_number = number or self.signal_number
+            self.is_agreed = bool(number)
+        else:
+            self.is_agreed = bool(self)
+        return self.is_agreed
+
+    def until_asked(self, items: Iterable[T]) -> Iterator[T]:
+        """`items` up to the one during which all agree to stop; every rank has as many, and gets as many."""
+        for item in items:
+            self.ask()
+            yield item
+            if self.agreed():
+                return
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():

@@ -39,6 +39,7 @@ def start(config: RunConfig, config_path: Path, console: Console, expected: Expe
     Raises:
         UserError: the settings are impossible.
     """
+    check_early(config)
     _prepare_keeper(config, config_path)
     worker = worker_environment()
     if worker is not None:
@@ -46,7 +47,6 @@ def start(config: RunConfig, config_path: Path, console: Console, expected: Expe
         return int(load_target(_RANK)(worker, config, config_path, expected))
     if wanted_ranks(config) == 1:
         return int(load_target(_SESSION)(config, config_path, console, None, expected))
-    check_early(config)
     return start_ranks(config, config_path, console, expected)
 
 

@@ -77,6 +77,7 @@ CONFIGS = [
         config="bad.toml",
         setup=_file("bad.toml", b"[model]\nlayer = 3"),
     ),
+    Case("no UTF-8", ("is not UTF-8 text", "UTF-8"), extra=("evaluate.sample_prompt=\udcff",)),
     Case("no pair", ("train.steps", "key=value"), extra=("train.steps",)),
     Case("not a number", ("train.steps = 'many'", "optimizer steps"), extra=("train.steps=many",)),
     Case("a table for a number", ("train.steps.x", "did you mean train.steps"), extra=("train.steps.x=3",)),
@@ -97,6 +98,22 @@ CONFIGS = [
     Case("pattern", ("fits no parameter", "names are such as"), extra=('optim.groups=[{pattern="x", lr=1.0}]',)),
     Case("sequence", ("max_sequence = 8.*sequence_length = 16", "16 or more"), {"model.max_sequence": 8}),
     Case("vocabulary", ("model.vocab_size = 99.*257 ids", "257 or more"), {"model.vocab_size": 99}),
+    Case(
+        "vocabulary of a trained tokenizer",
+        ("model.vocab_size = 10.*300 ids", "300 or more"),
+        {"model.vocab_size": 10, "data.tokenizer.kind": "bpe", "data.tokenizer.vocab_size": 300},
+    ),
+    Case("no tokenizer", ("gone.json", "give"), {"data.tokenizer.kind": "file", "data.tokenizer.path": "gone.json"}),
+    Case(
+        "no tokenizer.json",
+        ("tokenizer.json", ";"),
+        {"data.tokenizer.kind": "file", "data.tokenizer.path": "tiny.toml"},
+    ),
+    Case(
+        "pipeline of too few layers",
+        ("pipeline.*2 layers|layers.*pipeline", "."),
+        {"parallel.pipeline": 4, "parallel.devices": 4},
+    ),
     Case(
         "nothing held out",
         ("evaluate.every_steps = 5.*no held-out text", "evaluate.every_steps=0"),
@@ -124,12 +141,6 @@ TEXTS = [
         "wrong dtype",
         ("vocab_size|token_dtype", ";"),
         **_tokens(np.arange(5000, dtype=np.uint32) * 70000 % 2**31, **{"data.sources.0.token_dtype": "uint32"}),
-    ),
-    Case("no tokenizer", ("gone.json", "check"), {"data.tokenizer.kind": "file", "data.tokenizer.path": "gone.json"}),
-    Case(
-        "no tokenizer.json",
-        ("tokenizer.json", ";"),
-        {"data.tokenizer.kind": "file", "data.tokenizer.path": "corpus.jsonl"},
     ),
     Case("all held out", ("tokens to train on", "hold less out"), {"data.validation_fraction": 0.999}),
     Case("data folder is a file", ("data.folder", "can write"), {"data.folder": "tiny.toml"}),
@@ -176,6 +187,18 @@ def test_a_mistake_is_one_line_with_its_cure(tmp_path: Path, commands: Commands,
     _one_line(result.status, result.err, case.says)
     assert "step 1/" not in result.out
     assert not list(copies(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("case", CONFIGS, ids=lambda case: case.name)
+def test_what_training_refuses_for_its_settings_explaining_refuses_alike(
+    tmp_path: Path, commands: Commands, case: Case
+) -> None:
+    (tmp_path / "tiny.toml").write_text("")
+    if case.setup is not None:
+        case.setup(tmp_path)
+    result = commands.run(tmp_path, "explain", case.config, *overrides(tmp_path, case.changes), *case.extra)
+    _one_line(result.status, result.err, case.says)
+    assert result.out == ""
 
 
 def _one_line(status: int, err: str, says: tuple[str, ...]) -> None:
@@ -264,6 +287,7 @@ OTHER_COMMANDS = [
     (("generate", "nowhere", "x"), ("is no run folder", "phalanx train")),
     (("evaluate", "nowhere"), ("is no run folder", "phalanx train")),
     (("generate", "run", "word " * 9), ("prompt takes 46 tokens.*longest sequence is 16", "shorten")),
+    (("generate", "run", "x\udcff"), ("prompt is not UTF-8", "UTF-8")),
     (("generate", "run", "x", "--temperature", "-1"), ("temperature = -1", "0 .greedy. or more")),
     (("generate", "run", "x", "--top-p", "2"), ("top_p = 2", "at most 1")),
     (("generate", "run", "x", "--top-k", "-3"), ("top_k = -3", "0 .all. or more")),

@@ -248,3 +248,25 @@ def test_what_is_chosen_is_checked_as_if_it_was_given() -> None:
     assert "tensor = 2" in _explained(*settings).output
     refused = _explained(*settings, "train.compile=true").exception
     assert isinstance(refused, UserError) and "parallel.tensor = 2" in str(refused)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["explain", str(CONFIGS[0])], ["plan", "--help"]], ids=str)
+def test_output_that_cannot_be_written_is_one_line_and_no_success(arguments: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "phalanx", *arguments], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: the output cannot be written (No space left on device); free some space, or write it elsewhere\n"
+    )
+
+
+def test_a_reader_that_has_had_enough_is_no_error_to_tell() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx", "explain", str(CONFIGS[0])], stdout=writer, stderr=subprocess.PIPE
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")

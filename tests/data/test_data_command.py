@@ -1,5 +1,12 @@
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from click.testing import CliRunner
 from data_helpers import lines, write_jsonl
@@ -64,3 +71,37 @@ def test_inspect_beyond_the_end(config: Path) -> None:
     run("prepare", config, "--workers", 1)
     with pytest.raises(UserError, match="there is no token 1000000000 of source 0 in the validation split"):
         run("inspect", config, "--split", "validation", "--at", 10**9)
+
+
+def test_a_ctrl_c_while_a_tokenizer_is_made_is_quick_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+    """Training goes on in native code for many seconds; the terminal sends its signal to the whole group."""
+    chosen = random.Random(0)
+    words = ["".join(chosen.choices("abcdefghijklmnopqrstuvwxyz", k=7)) for _ in range(60_000)]
+    (tmp_path / "corpus.txt").write_text("\n".join(" ".join(chosen.choices(words, k=40)) for _ in range(30_000)))
+    (tmp_path / "big.toml").write_text(
+        '[data]\nsources = [{kind = "text", path = "corpus.txt", document_separator = "\\n"}]\n'
+        "tokenizer.vocab_size = 60000\n[train]\nsteps = 1\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "phalanx", "data", "prepare", "big.toml"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    trainers: list[psutil.Process] = []
+    while not trainers and process.poll() is None:
+        trainers = psutil.Process(process.pid).children()
+    (trainer,) = trainers
+    while trainer.is_running() and trainer.cpu_times().user < 1:  # it has imported all it needs
+        os.sched_yield()
+    began_s = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert time.monotonic() - began_s < 5  # 0.4 s on an idle machine
+    assert err.splitlines()[-1] == "stopped by SIGINT"
+    assert "Traceback" not in out + err
+    assert not trainer.is_running()
+    assert [path.name for path in (tmp_path / "prepared").rglob("*") if path.is_file()] == ["lock"]

@@ -9,7 +9,7 @@ import pytest
 from data_helpers import documents, lines, make_config, stored, write_jsonl, write_text
 
 from phalanx.core.errors import UserError
-from phalanx.data.config import SourceConfig
+from phalanx.data.config import SourceConfig, TokenizerConfig
 from phalanx.data.prepare import prepare
 from phalanx.data.sources import files, text
 from phalanx.data.sources.files import Unit, list_files, plan_units
@@ -181,6 +181,82 @@ class TestBadText:
             run(tmp_path, SourceConfig(kind="jsonl", path=str(path)))
         assert len(run(tmp_path, SourceConfig(kind="jsonl", path=str(path), bad_utf8="skip"))) == 1
 
+    def test_a_lone_surrogate_of_json_is_no_text(self, tmp_path: Path) -> None:
+        r"""JSON may escape half a character, such as \\ud83d, which no UTF-8 text can have; a whole pair is fine."""
+        path = tmp_path / "a.jsonl"
+        path.write_text(r"""{"text": "a pair \ud83d\ude00 and text for a sample"}
+{"text": "half of one: \ud83d, and more text after it"}
+{"other": "half \ud83d", "text": "long enough for one more sample"}
+""")
+        source = {"kind": "jsonl", "path": str(path)}
+        with pytest.raises(UserError, match=r"line 2: field 'text' has half a character \(\\ud83d\).*bad_utf8"):
+            run(tmp_path, SourceConfig(**source))
+        whole = ["a pair \U0001f600 and text for a sample", "long enough for one more sample"]
+        assert run(tmp_path, SourceConfig(**source, bad_utf8="skip")) == whole
+        replaced = run(tmp_path, SourceConfig(**source, bad_utf8="replace"))
+        assert replaced == [whole[0], "half of one: \ufffd, and more text after it", whole[1]]
+
+    def test_in_parquet(self, tmp_path: Path) -> None:
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        raw = pyarrow.array([b"good text", b"bad \xff"], pyarrow.binary()).buffers()
+        column = pyarrow.Array.from_buffers(pyarrow.string(), 2, raw)
+        parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+        with pytest.raises(UserError, match=r"a.parquet'.*from row 0 on cannot be read.*UTF-8|utf-8"):
+            run(tmp_path, SourceConfig(kind="parquet", path=str(tmp_path / "a.parquet")))
+
+
+class TestDamagedFiles:
+    """A packed file that was cut off, as a broken download is, or that has wrong bytes in it."""
+
+    @pytest.fixture(params=["gz", "zst"])
+    def packed(self, request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+        body = "".join(json.dumps({"text": line + " and more of it"}) + "\n" for line in lines(2000)).encode()
+        path = tmp_path / f"a.jsonl.{request.param}"
+        if request.param == "gz":
+            path.write_bytes(gzip.compress(body))
+        else:
+            path.write_bytes(pytest.importorskip("zstandard").ZstdCompressor().compress(body))
+        return path
+
+    def test_a_file_that_was_cut_off_is_named(self, tmp_path: Path, packed: Path) -> None:
+        packed.write_bytes(packed.read_bytes()[:-100])
+        with pytest.raises(UserError, match=rf"{packed.name}'.*is cut off after \d+ bytes of text.*again"):
+            run(tmp_path, SourceConfig(kind="jsonl", path=str(packed)))
+
+    def test_a_file_that_is_not_packed_at_all(self, tmp_path: Path, packed: Path) -> None:
+        packed.write_bytes(b"some plain text instead")
+        with pytest.raises(UserError, match=rf"{packed.name}'.*cannot be unpacked"):
+            run(tmp_path, SourceConfig(kind="jsonl", path=str(packed)))
+
+    def test_what_cannot_be_read_may_be_left_out(self, tmp_path: Path, packed: Path) -> None:
+        packed.write_bytes(packed.read_bytes()[:-100])
+        source = SourceConfig(kind="jsonl", path=str(packed), bad_utf8="skip")
+        prepared = prepare(make_config(tmp_path, source), workers=1)
+        found = documents(prepared)
+        assert 0 < len(found) < 2000
+        assert found == [line + " and more of it" for line in lines(2000)][: len(found)]
+        assert prepared.sources[0].num_skipped == 1
+
+    def test_a_tokenizer_cannot_be_made_of_it_either(self, tmp_path: Path, packed: Path) -> None:
+        packed.write_bytes(packed.read_bytes()[:-100])
+        config = make_config(
+            tmp_path,
+            SourceConfig(kind="jsonl", path=str(packed)),
+            tokenizer=TokenizerConfig(kind="bpe", vocab_size=300),
+        )
+        with pytest.raises(UserError, match="is cut off after"):
+            prepare(config, workers=1)
+
+    def test_a_damaged_parquet_file(self, tmp_path: Path) -> None:
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        path = tmp_path / "a.parquet"
+        parquet.write_table(pyarrow.table({"text": lines(5000)}), path, compression="zstd")
+        content = bytearray(path.read_bytes())
+        content[100:400] = bytes(300)
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"a.parquet'.*from row 0 on cannot be read"):
+            run(tmp_path, SourceConfig(kind="parquet", path=str(path)))
+
 
 class TestBadRecords:
     def refusal(self, folder: Path, line: str, **settings: object) -> str:
@@ -199,6 +275,7 @@ class TestBadRecords:
 
     def test_no_json(self, tmp_path: Path) -> None:
         assert "line 3: is no JSON" in self.refusal(tmp_path, '{"text": ')
+        assert "line 3: is no JSON" in self.refusal(tmp_path, '{"text": ' + "[" * 100_000)
 
     def test_no_object(self, tmp_path: Path) -> None:
         assert "line 3: is no JSON object" in self.refusal(tmp_path, '["text"]')

@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
+from phalanx.core.processes import start_helper
 from phalanx.data.config import DataConfig, SourceConfig, TokenizerConfig
 from phalanx.data.prepare import open_prepared, prepare
 from phalanx.data.sources import text
 from phalanx.data.sources.text import split_text
+from phalanx.data.tokenizers import making
 from phalanx.data.tokenizers.saved import open_saved_tokenizer, save_tokenizer
 from phalanx.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, IdTokenizer, LibraryTokenizer
 from phalanx.data.tokenizers.vocabulary import configured_vocab_size
@@ -90,6 +92,29 @@ class TestTrained:
             command = [sys.executable, "-c", code, argument]
             found.add(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
         assert len(found) == 1
+
+    def test_much_text_is_trained_on_in_a_process_of_its_own_with_the_same_result(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = bpe_config(tmp_path)
+        here = prepare(config, workers=1).fingerprint
+        monkeypatch.setattr(making, "LITTLE_BYTES", 0)
+        monkeypatch.setattr(making, "train_bpe", None)
+        there = config.model_copy(update={"folder": str(tmp_path / "there")})
+        assert prepare(there, workers=1).fingerprint == here
+
+    def test_its_errors_arrive_whole(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(making, "LITTLE_BYTES", 0)
+        config = bpe_config(tmp_path)
+        write_text(tmp_path / "corpus.txt", lines(300)).write_bytes(b"bad \xff text")
+        with pytest.raises(UserError, match=r"is not UTF-8 text at byte 4 \(0xff\); convert the file, or set bad_utf8"):
+            prepare(config, workers=1)
+
+    def test_an_end_without_an_answer_is_said(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(making, "LITTLE_BYTES", 0)
+        monkeypatch.setattr(making, "start_helper", lambda _name: start_helper("phalanx.no_such_module"))
+        with pytest.raises(UserError, match=r"ended with code \d+; look above"):
+            prepare(bpe_config(tmp_path), workers=1)
 
     def test_held_out_text_is_not_trained_on(self, tmp_path: Path) -> None:
         records = [{"text": "aa bb cc dd " * 20} for _ in range(60)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,8 +14,10 @@ import torch
 from train_helpers import begin, configured
 
 from phalanx.core.errors import UserError
+from phalanx.train.config import TrainConfig
 from phalanx.train.derived import memory
 from phalanx.train.derived.memory import host_available_bytes, require_memory, standing_bytes
+from phalanx.train.device import choose_device
 from phalanx.train.failures import explained, out_of_memory
 
 
@@ -94,3 +97,16 @@ def test_a_step_that_does_not_fit_says_what_to_set(tmp_path: Path, refusal: Call
     says = r"train.micro_batch = 2: 2 x 16 tokens at once do not fit.*set train.micro_batch=1 or train.recompute=full"
     with pytest.raises(UserError, match=says):
         run.accumulate_gradients(run.loader.batch(0, 4))
+
+
+@pytest.mark.parametrize(("said", "setting", "expected"), [("1", 0, 1), ("3,2", 0, 3), ("3", 2, 2), ("many", 0, None)])
+def test_a_single_process_computes_with_as_many_threads_as_it_is_told(
+    monkeypatch: pytest.MonkeyPatch, said: str, setting: int, expected: int | None
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", said)
+    before = torch.get_num_threads()
+    try:
+        device = choose_device(TrainConfig(steps=1, device="cpu", threads=setting))
+        assert device.threads == torch.get_num_threads() == (expected or len(os.sched_getaffinity(0)))
+    finally:
+        torch.set_num_threads(before)

@@ -113,13 +113,16 @@ def test_a_finished_run_does_nothing_twice(tmp_path: Path) -> None:
     assert figures(tmp_path / "run") == before
 
 
-def test_a_longer_run_goes_on_when_that_is_asked_for(tmp_path: Path) -> None:
-    run_all(tmp_path, {"optim.schedule.kind": "constant"})
-    with pytest.raises(UserError, match=r"train.steps: 20 -> 30.*run.resume=changed"):
-        run_all(tmp_path, {"optim.schedule.kind": "constant", "train.steps": 30})
-    longer = {"optim.schedule.kind": "constant", "train.steps": 30, "optim.schedule.warmup_steps": 0}
-    run_all(tmp_path, longer | {"run.resume": "changed"})
+def test_a_longer_run_goes_on_and_says_so(tmp_path: Path) -> None:
+    constant = {"optim.schedule.kind": "constant", "optim.schedule.warmup_steps": 0}
+    run_all(tmp_path, constant)
+    printed = run_all(tmp_path, constant | {"train.steps": 30})
+    assert "going on with other settings than before:\n  train.steps: 20 -> 30" in printed
     assert [entry["step"] for entry in entries(tmp_path / "run")] == list(range(1, 31))
+    run_all(tmp_path, constant | {"train.steps": 30}, "straight")
+    assert entries(tmp_path / "run")[-1]["loss"] == entries(tmp_path / "straight")[-1]["loss"]
+    with pytest.raises(UserError, match=r"train.steps: 30 -> 20.*run.resume=changed"):
+        run_all(tmp_path, constant)
 
 
 def test_a_changed_micro_batch_is_taken_up(tmp_path: Path) -> None:
@@ -132,17 +135,40 @@ def test_a_changed_micro_batch_is_taken_up(tmp_path: Path) -> None:
 
 def test_a_changed_model_cannot_be_resumed_and_nothing_is_spoilt(tmp_path: Path) -> None:
     run_all(tmp_path, {"train.steps": 5})
-    with pytest.raises(UserError, match="does not fit"):
+    with pytest.raises(UserError, match=r"model.layers: 2 -> 3 \(the shapes of its weights\)"):
         run_all(tmp_path, {"train.steps": 5, "model.layers": 3, "run.resume": "changed"})
     assert "step 5 of 5" in run_all(tmp_path, {"train.steps": 5})
 
 
-def test_other_text_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("resume", ["same", "changed"])
+def test_other_text_is_never_taken_for_the_same(tmp_path: Path, resume: str) -> None:
     run_all(tmp_path, {"train.steps": 5})
     write_corpus(tmp_path, seed=1)
-    with pytest.raises(UserError, match=r"data\.sources: the text.*step 5.*run.resume=changed"):
-        run_all(tmp_path, {"train.steps": 5})
-    assert "step 5 of 5" in run_all(tmp_path, {"train.steps": 5, "run.resume": "changed"})
+    told = (
+        r"data\.sources: the text.*step 5 \(tokens [0-9a-f]{8}… -> [0-9a-f]{8}…; .* -> .* tokens.*train.init_from=.*run"
+    )
+    with pytest.raises(UserError, match=told):
+        run_all(tmp_path, {"train.steps": 5, "run.resume": resume})
+    write_corpus(tmp_path)
+    assert "step 5 of 5" in run_all(tmp_path, {"train.steps": 5})
+
+
+def test_a_tokenizer_made_of_other_text_is_refused_and_the_cure_works(tmp_path: Path) -> None:
+    """Old weights and other ids would go on as if nothing had happened, from a loss of chance."""
+    bpe = {"train.steps": 5, "data.tokenizer.kind": "bpe", "data.tokenizer.vocab_size": 300}
+    run_all(tmp_path, bpe)
+    write_corpus(tmp_path, documents=200, seed=1)
+    with pytest.raises(
+        UserError, match=r"\(tokenizer .* -> .*, tokens .* -> .*; .* to keep what its ids mean"
+    ) as caught:
+        run_all(tmp_path, bpe | {"run.resume": "changed"})
+    changes = bpe | {"train.init_from": str(tmp_path / "run"), "data.tokenizer.kind": "file"}
+    changes["data.tokenizer.path"] = str(tmp_path / "run" / "tokenizer")
+    assert changes["train.init_from"] in str(caught.value)
+    assert changes["data.tokenizer.path"] in str(caught.value)
+    printed = run_all(tmp_path, changes | {"data.tokenizer.vocab_size": None}, "new")
+    assert "starting from the weights of" in printed
+    assert "warning" not in printed
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)])

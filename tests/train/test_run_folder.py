@@ -11,7 +11,7 @@ import pytest
 from phalanx.core.config import validate
 from phalanx.core.errors import UserError
 from phalanx.train.config import RunConfig
-from phalanx.train.run_folder import RunFolder, changed_settings, note_hardware, open_for_training
+from phalanx.train.run_folder import RunFolder, changes_between, note_hardware, open_for_training
 
 
 def _config(**sections: dict[str, object]) -> RunConfig:
@@ -49,13 +49,75 @@ def test_another_config_is_refused_with_both_ways_out(tmp_path: Path) -> None:
         open_for_training(other, tmp_path)
     assert RunFolder(tmp_path).config() == _config()
     allowed = _config(model={"layers": 3}, run={"resume": "changed"})
-    _open(allowed, tmp_path)
+    _open(allowed, tmp_path)  # no step was made yet
     assert RunFolder(tmp_path).config().model.layers == 3
 
 
 def test_settings_that_do_not_change_the_numbers_may_change(tmp_path: Path) -> None:
     other = _config(logging={"every_steps": 3}, checkpoint={"keep_last": 5}, evaluate={"every_steps": 7})
-    assert changed_settings(_config(), other) == []
+    assert all(change.is_free for change in changes_between(_config(), other))
+
+
+def _trained(path: Path) -> Path:
+    """A run that has made a step."""
+    _open(_config(), path)
+    (path / "metrics.jsonl").write_text('{"kind": "start", "step": 0}\n{"kind": "step", "step": 1, "loss": 1.0}\n')
+    return path
+
+
+def test_every_change_is_told_with_both_values(tmp_path: Path) -> None:
+    other = {
+        "model": {"dropout": 0.1},
+        "optim": {"lr": 0.5},
+        "logging": {"every_steps": 3},
+        "run": {"resume": "changed"},
+    }
+    folder = open_for_training(_config(train={"steps": 3, "global_batch": 8}, **other), _trained(tmp_path))
+    folder.release()
+    assert folder.changes == (
+        "logging.every_steps: 10 -> 3",
+        "model.dropout: 0.0 -> 0.1",
+        "optim.lr: None -> 0.5",
+        "train.global_batch: 32 -> 8",
+    )
+
+
+@pytest.mark.parametrize(("before", "after"), [({"steps": 3}, {"steps": 4}), ({"steps": 3}, {"tokens": 99_999})])
+def test_a_run_may_be_made_longer_as_it_is(tmp_path: Path, before: dict[str, int], after: dict[str, int]) -> None:
+    _open(_config(train=before), tmp_path)
+    folder = open_for_training(_config(train=after), tmp_path)
+    folder.release()
+    assert "train.steps: 3 -> " in "".join(folder.changes)
+
+
+def test_a_run_is_made_shorter_only_when_that_is_asked_for(tmp_path: Path) -> None:
+    _trained(tmp_path)
+    with pytest.raises(UserError, match=r"train.steps: 3 -> 2.*run.resume=changed"):
+        open_for_training(_config(train={"steps": 2}), tmp_path)
+    open_for_training(_config(train={"steps": 2}, run={"resume": "changed"}), tmp_path).release()
+
+
+@pytest.mark.parametrize("resume", ["same", "changed"])
+@pytest.mark.parametrize(
+    ("section", "values", "why"),
+    [
+        ("data", {"tokenizer": {"kind": "bytes"}}, r"data.tokenizer.kind: 'bpe' -> 'bytes' \(the tokenizer\)"),
+        ("data", {"tokenizer": {"vocab_size": 300}}, r"data.tokenizer.vocab_size: 4096 -> 300 \(the tokenizer\)"),
+        ("data", {"seed": 1}, r"data.seed: 0 -> 1 \(the order of the samples\)"),
+        ("data", {"sequence_length": 16}, r"data.sequence_length: 256 -> 16 \(the order of the samples\)"),
+        ("data", {"random_offset": False}, r"data.random_offset: True -> False \(the order of the samples\)"),
+        ("data", {"sources": [{"kind": "python-stdlib", "weight": 2.0}]}, r"weight: 0.0 -> 2.0 \(the order"),
+        ("model", {"layers": 3}, r"model.layers: 12 -> 3 \(the shapes of its weights\)"),
+        ("model", {"activation": "gelu"}, r"model.activation: .* -> 'gelu' \(the shapes of its weights\)"),
+        ("optim", {"name": "lamb"}, r"optim.name: 'adamw' -> 'lamb' \(the state of its optimizer\)"),
+    ],
+)
+def test_what_a_run_is_bound_to_is_never_changed(
+    tmp_path: Path, resume: str, section: str, values: dict[str, object], why: str
+) -> None:
+    other = _config(run={"resume": resume}, **{section: values})
+    with pytest.raises(UserError, match=rf"cannot go on with .*{why}.*put that back, or.*train.init_from={tmp_path}"):
+        open_for_training(other, _trained(tmp_path))
 
 
 def test_a_run_that_could_not_start_does_not_bind_the_folder(tmp_path: Path) -> None:

@@ -306,7 +306,7 @@ def test_held_out_loss_and_bits_per_byte_against_plain_torch(tmp_path: Path) -> 
                         loss -= float(chances[row, column, target])
                         tokens += 1
                         text += b"" if target == tokenizer.end_of_text else _bytes_of(tokenizer, target)
-    result = evaluate(run.trainer.held_out_loss, run.loader.validation_batches(4), tokenizer.token_bytes())
+    result = evaluate(run.trainer.held_out_loss, run.held_out(0), tokenizer)
     assert result.tokens == tokens
     assert result.text_bytes == len(text)
     assert result.loss == pytest.approx(loss / tokens, rel=1e-6)

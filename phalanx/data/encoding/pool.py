@@ -6,13 +6,13 @@ import json
 import os
 import queue
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from phalanx.core.errors import UserError
+from phalanx.core.processes import start_helper
 from phalanx.data.encoding.encode import UnitRecord
 from phalanx.data.encoding.worker import Encoder, Job
 from phalanx.data.sources.files import Unit
@@ -74,9 +74,7 @@ def _in_processes(units: Sequence[Unit], job: Job, workers: int, beat: Beat) -> 
 
 
 def _start(job: Job) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "phalanx.data.encoding.worker"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    process = start_helper("phalanx.data.encoding.worker")
     _send(process, job.to_json())
     return process
 

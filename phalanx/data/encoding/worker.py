@@ -1,7 +1,7 @@
 """A preparing process: units of work come in as JSON lines, progress and results go out the same way.
 
-Started by `phalanx.data.encoding.pool` as ``python -m phalanx.data.encoding.worker``, so that it imports neither the
-caller's main module nor torch. It ends when its input ends or its parent is gone.
+Started by `phalanx.data.encoding.pool` as ``python -m phalanx.data.encoding.worker PID``, so that it imports neither
+the caller's main module nor torch. It ends when its input ends or its parent is gone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import UserError
+from phalanx.core.processes import die_with_parent
 from phalanx.data.config import SourceConfig
 from phalanx.data.encoding.encode import UnitRecord, encode_unit
 from phalanx.data.lock import friendly_os_errors
@@ -67,16 +68,14 @@ class Encoder:
 
 def main() -> None:
     """Serve the parent: the job first, then units, until the input ends."""
+    die_with_parent(int(sys.argv[1]))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    parent = os.getppid()
 
     def say(**message: Any) -> None:
         sys.stdout.write(json.dumps(message) + "\n")
         sys.stdout.flush()
 
     def beat(num_bytes: int, num_tokens: int) -> None:
-        if os.getppid() != parent:
-            raise SystemExit("the process that started this one is gone")
         say(bytes=num_bytes, tokens=num_tokens)
 
     encoder: Encoder | None = None

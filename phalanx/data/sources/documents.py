@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from phalanx.data.config import SourceConfig
 from phalanx.data.sources.files import Part
 from phalanx.data.sources.parquet import parquet_rows
 from phalanx.data.sources.text import (
+    DamagedFileError,
     Piece,
     Utf8,
     bad_byte,
@@ -22,6 +24,9 @@ from phalanx.data.sources.text import (
 )
 
 Reader = Callable[[SourceConfig, Part], Iterator[Piece]]
+Refuse = Callable[[str, str], UserError]  # a problem and its cure
+_HALF = re.compile("[\ud800-\udfff]")
+_ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def read_pieces(source: SourceConfig, part: Part) -> Iterator[Piece]:
@@ -63,7 +68,13 @@ def _read_lines(source: SourceConfig, part: Part) -> Iterator[Piece]:
             file.seek(part.begin - 1)
             place = part.begin - 1 + len(file.readline())
         while end is None or place < end:
-            line = file.readline()
+            try:
+                line = file.readline()
+            except DamagedFileError:
+                if source.bad_utf8 != "skip":
+                    raise
+                yield skipped(f"{part.name}:{place}")  # and all that comes after it
+                return
             if not line:
                 return
             if line.strip():
@@ -80,18 +91,46 @@ def _line(source: SourceConfig, part: Part, place: int, line: bytes) -> Iterator
             yield skipped(name)
             return
         raise bad_byte(part.path, place + error.start, line[error.start]) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _bad_line(part.path, place, f"is no JSON ({error})", "correct the line") from None
     if not isinstance(record, dict):
         raise _bad_line(part.path, place, "is no JSON object", "write one object a line") from None
-    yield from _record(source, name, record, lambda problem, cure: _bad_line(part.path, place, problem, cure))
+
+    def refuse(problem: str, cure: str) -> UserError:
+        return _bad_line(part.path, place, problem, cure)
+
+    if _ESCAPED_HALF.search(line) and not _mend_halves(source, record, refuse):
+        yield skipped(name)
+        return
+    yield from _record(source, name, record, refuse)
 
 
-def _record(
-    source: SourceConfig, name: str, record: dict[str, Any], refuse: Callable[[str, str], UserError]
-) -> Iterator[Piece]:
+def _mend_halves(source: SourceConfig, record: dict[str, Any], refuse: Refuse) -> bool:
+    """Treat halves of characters in a record's text as bytes that are no UTF-8; False: leave the record out.
+
+    JSON may escape one half of a surrogate pair without the other, which no UTF-8 text can have.
+    """
+    for field in _fields(source):
+        text = record.get(field)
+        found = _HALF.search(text) if isinstance(text, str) else None
+        if found is None or not isinstance(text, str):
+            continue
+        if source.bad_utf8 == "skip":
+            return False
+        if source.bad_utf8 != "replace":
+            problem = f"field {field!r} has half a character (\\u{ord(found[0]):04x})"
+            raise refuse(problem, "correct the line, or set bad_utf8 = 'replace' or 'skip' on the source")
+        record[field] = _HALF.sub("\ufffd", text)
+    return True
+
+
+def _fields(source: SourceConfig) -> list[str]:
+    return [source.prompt_field, source.field] if source.prompt_field else [source.field]
+
+
+def _record(source: SourceConfig, name: str, record: dict[str, Any], refuse: Refuse) -> Iterator[Piece]:
     """The pieces of one record: the prompt, which is not trained on, and the text."""
-    fields = [source.prompt_field, source.field] if source.prompt_field else [source.field]
+    fields = _fields(source)
     wrong = [field for field in fields if not isinstance(record.get(field), str)]
     if wrong and source.missing_field == "skip":
         yield skipped(name)
@@ -120,8 +159,7 @@ def _bad_line(path: str, place: int, problem: str, cure: str) -> UserError:
 
 
 def _read_table(source: SourceConfig, part: Part) -> Iterator[Piece]:
-    columns = [source.prompt_field, source.field] if source.prompt_field else [source.field]
-    for row, record in parquet_rows(part.path, part.begin, part.end, columns):
+    for row, record in parquet_rows(part.path, part.begin, part.end, _fields(source)):
 
         def refuse(problem: str, cure: str, row: int = row) -> UserError:
             return UserError(f"row {row}: {problem}", cure=cure, value=part.path)

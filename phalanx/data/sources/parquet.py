@@ -45,12 +45,24 @@ def parquet_rows(
     """Yield ``(row number in the file, {column: value})`` of some row groups, a few rows in memory at a time.
 
     A column that is not in the file is left out of the rows.
+
+    Raises:
+        UserError: the file is damaged, or a text in it is not UTF-8.
     """
     file = open_parquet(path)
     row = sum(file.metadata.row_group(group).num_rows for group in range(begin_group))
     there = [column for column in columns if column in file.schema_arrow.names]
     groups = list(range(begin_group, end_group))
-    for batch in file.iter_batches(batch_size=ROWS, row_groups=groups, columns=there, use_threads=False):
-        for record in batch.to_pylist() if there else [{}] * batch.num_rows:
+    batches = file.iter_batches(batch_size=ROWS, row_groups=groups, columns=there, use_threads=False)
+    while True:
+        try:
+            batch = next(batches, None)
+            records = [] if batch is None else batch.to_pylist() if there else [{}] * batch.num_rows
+        except (OSError, ValueError) as error:  # damaged, or a text that is not UTF-8
+            cure = "write the file again, its text as UTF-8"
+            raise UserError(f"from row {row} on cannot be read ({error})", cure=cure, value=path) from None
+        if batch is None:
+            return
+        for record in records:
             yield row, record
             row += 1

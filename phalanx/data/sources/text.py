@@ -12,14 +12,16 @@ import gzip
 import importlib
 import io
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple, cast
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from phalanx.core.errors import UserError
 
 PIECE_BYTES = 1 << 17
 SEARCH_BYTES = 1 << 16
+_PACKED_BYTES = 1 << 13  # at a time: what they unpack to is in memory
 _CUT = re.compile(rb"[A-Za-z0-9](?=[ \t\r\n])")
 
 Policy = Literal["error", "replace", "skip"]
@@ -38,24 +40,96 @@ def is_packed(path: str) -> bool:
     return path.endswith((".gz", ".zst"))
 
 
+class DamagedFileError(UserError):
+    """A packed file that was cut off or holds wrong bytes: what comes after some place cannot be read."""
+
+
 def open_bytes(path: str) -> BinaryIO:
-    """Open a plain, gzip or Zstandard file for reading.
+    """Open a plain, gzip or Zstandard file for reading; a packed one from its start on only.
 
     Raises:
         UserError: it cannot be opened, or the package for Zstandard is not installed.
+        DamagedFileError: later, where a packed file cannot be unpacked any further.
     """
     file = open_raw(path)
-    if path.endswith(".gz"):
-        return cast(BinaryIO, gzip.GzipFile(fileobj=file))
-    if not path.endswith(".zst"):
+    if not is_packed(path):
         return file
+    blocks = _gzip_blocks(file) if path.endswith(".gz") else _zstandard_blocks(file, path)
+    return io.BufferedReader(_Unpacked(path, file, blocks), 1 << 20)
+
+
+class _Unpacked(io.RawIOBase):
+    """What a packed file holds, front to back; its damage is an error that names it."""
+
+    def __init__(self, path: str, file: BinaryIO, blocks: Iterator[bytes]) -> None:
+        self._path, self._file, self._blocks = path, file, blocks
+        self._rest = b""
+        self._place = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Stay where it is, which is all that the readers of packed files ask for."""
+        if offset != (0 if whence == io.SEEK_CUR else self._place):
+            raise io.UnsupportedOperation("a packed file is read from its start on")
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        if not self._rest:
+            self._rest = self._next()
+        part, self._rest = self._rest[: len(view)], self._rest[len(view) :]
+        view[: len(part)] = part
+        self._place += len(part)
+        return len(part)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def _next(self) -> bytes:
+        try:
+            return next((block for block in self._blocks if block), b"")
+        except EOFError:
+            problem = f"is cut off after {self._place} bytes of text"
+        except (OSError, zlib.error, _BadZstandardError) as error:
+            problem = f"cannot be unpacked after {self._place} bytes of text ({error})"
+        cure = "copy or download it again, or unpack what is good of it"
+        raise DamagedFileError(problem, cure=cure, value=self._path) from None
+
+
+def _gzip_blocks(file: BinaryIO) -> Iterator[bytes]:
+    with gzip.GzipFile(fileobj=file) as unpacked:
+        while block := unpacked.read1(PIECE_BYTES):
+            yield block
+
+
+class _BadZstandardError(Exception):
+    """What the optional package says, whose own error cannot be named without importing it."""
+
+
+def _zstandard_blocks(file: BinaryIO, path: str) -> Iterator[bytes]:
+    """Its stream reader takes a frame without an end for the end of the file, so frames are followed here."""
     try:
-        zstandard = importlib.import_module("zstandard")
+        zstandard: Any = importlib.import_module("zstandard")
     except ModuleNotFoundError:
         cure = "install it: pip install 'phalanx-train[zstd]'"
         raise UserError("reading .zst needs the package zstandard", cure=cure, value=path) from None
-    stream = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True, closefd=True)
-    return cast(BinaryIO, io.BufferedReader(stream, 1 << 20))
+    frame = None
+    while packed := file.read(_PACKED_BYTES):
+        while packed:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            try:
+                yield frame.decompress(packed)
+            except zstandard.ZstdError as error:
+                raise _BadZstandardError(error) from None
+            packed, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame is not None:
+        raise EOFError
 
 
 def open_raw(path: str) -> BinaryIO:

@@ -52,11 +52,13 @@ class Prepared:
         tokenizer: how the text became ids.
         sources: what is trained on, and what of it is held out.
         validation_sources: corpora that are only held out.
+        tokenizer_key: a hash of all that decides the tokenizer's ids.
     """
 
     tokenizer: Tokenizer
     sources: tuple[PreparedSource, ...]
     validation_sources: tuple[PreparedSource, ...] = ()
+    tokenizer_key: str = ""
 
     @property
     def vocab_size(self) -> int:

@@ -64,17 +64,16 @@ def derive(config: RunConfig) -> Derived:
 def check_early(config: RunConfig) -> None:
     """Refuse, before a byte of text is read, what the settings alone show to be impossible.
 
+    `phalanx train` asks it before anything else, and `phalanx explain` as well.
+
     Raises:
-        UserError: the schedule or the batch warm-up does not fit the run, sizes do not fit the tokenizer's, or a group
-            of the optimizer fits no parameter.
+        UserError: the schedule or the batch warm-up does not fit the run, sizes do not fit the tokenizer's, a group of
+            the optimizer fits no parameter, or the file of a tokenizer cannot be read.
     """
-    try:
-        vocab_size = configured_vocab_size(config.data.tokenizer)
-    except UserError:  # known when the text is read; no check here depends on its value
-        vocab_size = config.model.vocab_size or 1
-    model = complete_model(config, vocab_size)
+    model = complete_model(config, known_vocab_size(config) or config.model.vocab_size or 1)
     assign(config.optim, {name: len(parameter.shape) for name, parameter in parameter_table(model).items()})
     lr_factor(config.optim.schedule, 0, total_steps(config))
+    batch_size(config.optim.batch_warmup, 0, config.train.global_batch)
     if config.evaluate.every_steps and not config.data.held_out and not config.data.validation_sources:
         raise UserError(
             "there is no held-out text to look at (data.validation_fraction = 0)",
@@ -82,6 +81,16 @@ def check_early(config: RunConfig) -> None:
             field="evaluate.every_steps",
             value=config.evaluate.every_steps,
         )
+
+
+def known_vocab_size(config: RunConfig) -> int | None:
+    """Ids of the tokenizer as far as the settings tell; None where the text will decide (kind chars).
+
+    Raises:
+        UserError: the tokenizer's file cannot be read.
+    """
+    tokenizer = config.data.tokenizer
+    return None if tokenizer.kind == "chars" else configured_vocab_size(tokenizer)
 
 
 def complete_model(config: RunConfig, vocab_size: int) -> ModelConfig:

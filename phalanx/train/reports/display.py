@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from phalanx.core import units
+from phalanx.data.batch import Batch
+from phalanx.train.evaluate import HeldOut
 from phalanx.train.reports.record import StepReport
 
 _GAP = 2
 _ECHO = 2  # left free at the end of the last line, where a terminal shows ^C, lest it wrap and leave debris
+_SAID_EVERY_S = 30.0
 _LEAST_URGENT_FIRST = ("memory", "MFU", "lr", "grad norm", "tokens/s")
 
 
@@ -35,6 +40,23 @@ class Status:
     left_s: float
 
 
+@dataclass(frozen=True)
+class Looked:
+    """How far looking at held-out text is.
+
+    Attributes:
+        step: after which it is looked at.
+        tokens: that were looked at.
+        total: tokens to look at.
+        left_s: expected time until then; 0: not known.
+    """
+
+    step: int
+    tokens: int
+    total: int
+    left_s: float
+
+
 class Display(Protocol):
     """Shows a run to a person."""
 
@@ -43,6 +65,9 @@ class Display(Protocol):
 
     def show(self, status: Status) -> None:
         """Show how far training is."""
+
+    def evaluating(self, looked: Looked | None) -> None:
+        """Show how far looking at held-out text is; None: it has ended."""
 
     def close(self) -> None:
         """Leave the terminal as it was found."""
@@ -74,10 +99,11 @@ def fitting(figures: list[tuple[str, str]], width: int) -> list[tuple[str, str]]
 
 
 class PlainDisplay:
-    """One line per report, for log files and pipes."""
+    """One line per report, for log files and pipes, and one now and then while held-out text is looked at."""
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console, self._clock = console, clock
+        self._said_s: float | None = None
 
     def note(self, text: str) -> None:
         """Print a line."""
@@ -87,19 +113,33 @@ class PlainDisplay:
         """Print every figure on one line."""
         self.note("  ".join(f"{name} {text}" for name, text in format_status(status)))
 
+    def evaluating(self, looked: Looked | None) -> None:
+        """Print a line every half a minute."""
+        if looked is None or self._said_s is None:
+            self._said_s = None if looked is None else self._clock()
+        elif self._clock() - self._said_s >= _SAID_EVERY_S:
+            self._said_s = self._clock()
+            self.note(f"step {looked.step}: evaluating, {evaluating_text(looked)}")
+
     def close(self) -> None:
         """Nothing to undo."""
 
 
 class LiveDisplay:
-    """A progress bar and a row of figures that are redrawn in place; notes scroll by above them."""
+    """Progress bars and a row of figures that are redrawn in place; notes scroll by above them."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self._bar = Progress(
-            TextColumn("[bold]training"), BarColumn(bar_width=None), TextColumn("{task.percentage:>5.1f}%"), expand=True
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.percentage:>5.1f}%"),
+            TextColumn("{task.fields[note]}"),
+            expand=True,
         )
-        self._task = self._bar.add_task("training", total=1)
+        self._training: TaskID | None = None
+        self._evaluating: TaskID | None = None
+        self._figures: Table | None = None
         self._live = Live(console=console, refresh_per_second=4)
         self._started = False
 
@@ -109,21 +149,73 @@ class LiveDisplay:
 
     def show(self, status: Status) -> None:
         """Redraw the bar and the figures."""
-        if not self._started:
-            self._live.start()
-            self._started = True
-        self._bar.update(self._task, completed=status.report.step, total=status.total_steps)
+        if self._training is None:
+            self._training = self._bar.add_task("training", total=status.total_steps, note="")
+        self._bar.update(self._training, completed=status.report.step)
         figures = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim")
         row = fitting(format_status(status), self.console.width - _ECHO)
         for name, _ in row:
             figures.add_column(name, justify="right", no_wrap=True)
         figures.add_row(*(text for _, text in row))
-        self._live.update(Group(self._bar, figures))
+        self._figures = figures
+        self._redraw()
+
+    def evaluating(self, looked: Looked | None) -> None:
+        """Redraw the bar of the evaluation, which is there as long as it goes on."""
+        if looked is None:
+            if self._evaluating is not None:
+                self._bar.remove_task(self._evaluating)
+            self._evaluating = None
+            return
+        if self._evaluating is None:
+            self._evaluating = self._bar.add_task("evaluating", total=looked.total, note="")
+            self._redraw()
+        self._bar.update(self._evaluating, completed=looked.tokens, note=evaluating_text(looked))
 
     def close(self) -> None:
         """Stop redrawing; the last state stays on the screen."""
         if self._started:
             self._live.stop()
+
+    def _redraw(self) -> None:
+        if not self._started:
+            self._live.start()
+            self._started = True
+        self._live.update(self._bar if self._figures is None else Group(self._bar, self._figures))
+
+
+def shown(
+    display: Display,
+    step: int,
+    length: int,
+    text: HeldOut,
+    batches: Iterable[Batch],
+    expected_s: float = 0.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Batch]:
+    """`batches` of `text`, shown as they are looked at.
+
+    Args:
+        step: whose model looks at them.
+        length: tokens of a sample.
+        expected_s: how long all may take; 0: that is not known.
+    """
+    began_s, done, total = clock(), 0, text.samples * length
+    display.evaluating(Looked(step, 0, total, expected_s))
+    try:
+        for batch in batches:
+            yield batch
+            done = min(done + len(batch), text.samples)
+            left_s = (clock() - began_s) / done * (text.samples - done)
+            display.evaluating(Looked(step, done * length, total, left_s))
+    finally:
+        display.evaluating(None)
+
+
+def evaluating_text(looked: Looked) -> str:
+    """``120k of 500k tokens, left 12s``."""
+    left = f", left {units.duration(looked.left_s)}" if looked.left_s else ""
+    return f"{units.count(looked.tokens)} of {units.count(looked.total)} tokens{left}"
 
 
 def make_display(console: Console) -> Display:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from phalanx.checkpoint.session.ledger import Event
 from phalanx.core import units
+from phalanx.data.batch import Batch
 from phalanx.telemetry.loggers import Kind, MetricsLogger
-from phalanx.train.evaluate import Evaluation
+from phalanx.train.evaluate import Evaluation, HeldOut
 from phalanx.train.expected import Expected
 from phalanx.train.reports.comparing import Watch
-from phalanx.train.reports.display import Display, Status
+from phalanx.train.reports.display import Display, Status, shown
 from phalanx.train.reports.record import StepReport
 from phalanx.train.run import Run
+
+_FORWARD_SHARE = 3.0  # a forward pass costs a third of a forward and a backward pass
 
 
 class Reporter:
@@ -22,6 +27,7 @@ class Reporter:
         flops_per_token: of forward and backward, from the model's shapes.
         expected: what the run's first steps are held against; None: nothing.
         base_bytes: memory of the process before anything of the run was made.
+        clock: seconds.
 
     Attributes:
         watch: times the first steps.
@@ -35,13 +41,15 @@ class Reporter:
         flops_per_token: float,
         expected: Expected | None = None,
         base_bytes: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.watch = Watch(expected, run, display.note, base_bytes)
         self._run = run
         self._display = display
         self._logger = logger
         self._flops_per_token = flops_per_token
-        self._last_evaluation: Evaluation | None = None
+        self._clock = clock
+        self._evaluation_s_per_token = 0.0
 
     def report(self, reports: list[StepReport], *, shown: bool = True) -> None:
         """Log every step and show the newest, unless it is not `shown`."""
@@ -53,21 +61,40 @@ class Reporter:
             self._logger.log(report.step, self._values(report, mfu, memory_bytes))
         newest = reports[-1]
         self._run.progress.train_s += sum(report.step_s for report in reports)
-        left_s = (self._run.total_steps - newest.step) * newest.step_s
+        left_s = (self._run.total_steps - newest.step) * newest.step_s + self._evaluations_left_s(newest)
         if shown:
             self._display.show(Status(newest, self._run.total_steps, mfu, memory_bytes, left_s))
 
-    def evaluated(self, step: int, evaluation: Evaluation) -> dict[str, float]:
-        """Log and show held-out figures; they are returned by their names."""
-        values: dict[str, float] = {
-            "validation_loss": evaluation.loss,
-            "validation_perplexity": evaluation.perplexity,
-            "validation_bits_per_byte": evaluation.bits_per_byte,
-            "validation_tokens": evaluation.tokens,
-        }
-        self._logger.log_event("evaluation", step, values)
-        self._display.note(f"step {step}: held-out {describe(evaluation)}")
-        return values
+    def watched(self, text: HeldOut, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """`batches` of `text`, shown as they are looked at; how long they take is noted for what is left."""
+        step, length = self._run.progress.step, self._run.config.data.sequence_length
+        began_s, done = self._clock(), 0
+        for batch in shown(self._display, step, length, text, batches, self.evaluation_s(text), self._clock):
+            yield batch
+            done += len(batch)
+            self._evaluation_s_per_token = (self._clock() - began_s) / (done * length)
+
+    def evaluation_s(self, text: HeldOut) -> float:
+        """How long looking at `text` takes by what was seen so far; 0: nothing was."""
+        return self._evaluation_s_per_token * text.samples * self._run.config.data.sequence_length
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """Log and show held-out figures; those that were ended early are only shown."""
+        if evaluation.is_whole:
+            self._logger.log_event("evaluation", step, evaluation.figures())
+        if evaluation.tokens:
+            self._display.note(f"step {step}: held-out {describe(evaluation)}")
+
+    def _evaluations_left_s(self, newest: StepReport) -> float:
+        """Evaluations from this step on; before one was seen, a token is taken to cost a third of one trained on."""
+        if not self._run.has_validation:
+            return 0.0
+        config, run = self._run.config, self._run
+        every = config.evaluate.every_steps
+        between = (run.total_steps - 1) // every - max(newest.step - 1, run.progress.evaluated) // every if every else 0
+        length, final = config.data.sequence_length, run.held_out(config.evaluate.final_tokens).samples
+        tokens = length * (max(between, 0) * run.held_out(config.evaluate.tokens).samples + final)
+        return tokens * (self._evaluation_s_per_token or 1 / (_FORWARD_SHARE * newest.tokens_per_s))
 
     def flush(self) -> None:
         """Make durable what was logged, so that a checkpoint never knows of steps that the metrics lack."""
@@ -126,7 +153,8 @@ def _costs(event: Event) -> str:
 
 def describe(evaluation: Evaluation) -> str:
     """One line of held-out figures."""
-    return (
-        f"loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.2f}, "
-        f"{evaluation.bits_per_byte:.4f} bits per byte ({units.count(evaluation.tokens)} tokens)"
-    )
+    bits = f", {evaluation.bits_per_byte:.4f} bits per byte" if evaluation.text_bytes else ""
+    of = f" of {units.count(evaluation.held_out_tokens)}" if evaluation.held_out_tokens else ""
+    early = "" if evaluation.is_whole else ", ended early"
+    tokens = f"{units.count(evaluation.tokens)}{of} tokens{early}"
+    return f"loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.2f}{bits} ({tokens})"

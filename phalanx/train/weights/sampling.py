@@ -46,6 +46,8 @@ def continue_text(
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """Ids of the prompt, after the end-of-text token with which every training document begins."""
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # of arguments that are not UTF-8
+        raise UserError("the prompt is not UTF-8 text", cure="write it in UTF-8")
     end = tokenizer.end_of_text
     start = [] if end is None else [end]
     return start + tokenizer.encode(prompt)
