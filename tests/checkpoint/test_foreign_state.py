@@ -207,6 +207,25 @@ def test_a_resumed_loop_is_the_same_bit_for_bit(tmp_path: Path, optimizer: str, 
     assert second.checkpoints.restore() == 8
 
 
+@pytest.mark.parametrize("settings", [{"wait": True}, {"mode": "blocking"}], ids=["background", "blocking"])
+def test_an_end_leaves_a_last_step_that_is_durable_as_it_is(folder: Path, settings: dict[str, Any]) -> None:
+    """It waits for no word of the keeper that was heard before, and knows none of the figures of the step."""
+    for last in (2, 4):
+        net = nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW(net.parameters())
+        given = {"model": net, "optimizer": optimizer, "every_steps": 2, "final_timeout_s": 30.0, **settings}
+        with Checkpointer(folder, **given) as checkpoints:
+            for step in range(checkpoints.restore() + 1, last + 1):
+                net(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                checkpoints.step(step, metrics={"validation_loss": float(step)})
+            before = (folder / f"step-{last:08d}").stat().st_ino
+        checkpoint = newest(folder, pytest.fail)
+        assert checkpoint is not None and checkpoint.step == last
+        assert checkpoint.manifest.metrics == {"validation_loss": float(last)}
+        assert checkpoint.path.stat().st_ino == before
+
+
 def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
     net = Net(0)
     save_checkpoint(tmp_path, 3, model=net)

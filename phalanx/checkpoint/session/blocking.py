@@ -65,6 +65,7 @@ class BlockingSession:
         self._tensors: Tensors = {}
         self._shards: Mapping[str, Shard] = {}
         self._events: list[Event] = []
+        self._saved: int | None = None
 
     def has_states(self) -> bool:
         """Whether there is anything that `restore` would try, good or not; all ranks together, the same answer."""
@@ -119,9 +120,10 @@ class BlockingSession:
         """Write a checkpoint if one is due, or this is the last step of the process; see `Session.after_step`."""
         answer, self._answer = self._answer, None
         due = answer is not None and self._agenda.decide(step, answer()).persist
-        if due or ending:
+        if (due or ending) and self._saved != step:  # an end comes again after the last step, and knows no metrics
             self._agenda.took(step, persist=True)
             self._save(step, state, dict(metrics or {}))
+            self._saved = step
 
     def events(self) -> list[Event]:
         """Checkpoints written since the last call."""

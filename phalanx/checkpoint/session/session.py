@@ -71,6 +71,7 @@ class Session:
         self._answer: Callable[[], int] | None = None
         self._step: int | None = None
         self._taken: int | None = None
+        self._persisted: int | None = None
         self._from = SnapshotId(-1, 0, "")  # training goes on from nothing that is in memory
 
     @property
@@ -327,6 +328,7 @@ class Session:
         self._agenda.took(taken.step, persist=persist)
         text = self._text(state) if self.job.peers.rank == 0 else ""
         is_again, self._taken = self._taken == taken.step, taken.step
+        self._persisted = taken.step if persist else self._persisted
         if self._copier is None:
             return
         given = self._link.ask(lambda keeper: (keeper, keeper.slot()), None)
@@ -372,11 +374,16 @@ class Session:
         return stages
 
     def _end(self, taken: Taken, state: Callable[[], Any], stepped: Stepped) -> None:
-        """The checkpoint of the last step."""
-        self._last_checkpoint().make(taken.step, partial(self._take_now, taken, state, stepped), self._news.newest)
+        """The checkpoint of the last step, which may have been taken when the step was done."""
+        is_taken = self._persisted == taken.step
+        if is_taken:
+            self._end_copying()
+        take = partial(self._take_now, taken, state, stepped)
+        self._last_checkpoint().make(taken.step, take, lambda: self._news.newest, is_taken=is_taken)
 
     def _last_checkpoint(self) -> LastCheckpoint:
-        return LastCheckpoint(self.job, self._link, self._news.take_in, self._hopeless, self._giving_up)
+        about = (self._news.take_in, self._ledger.outcome, self._hopeless, self._giving_up)
+        return LastCheckpoint(self.job, self._link, *about)
 
     def _hopeless(self) -> str | None:
         """Why no checkpoint can become durable here; None: this rank has no part in any."""
@@ -384,13 +391,14 @@ class Session:
 
     def _take_now(self, taken: Taken, state: Callable[[], Any], stepped: Stepped) -> None:
         self._take(taken, state, stepped, persist=True, hurry=True)
-        if self._copying is not None:
-            self._copying.wait()
-            self._copying = None
+        self._end_copying()
 
     def _wait(self, step: int) -> None:
         """Until the checkpoint of `step` is durable, or will not be; problems are reported, training goes on."""
+        self._end_copying()
+        self._last_checkpoint().wait(step)
+
+    def _end_copying(self) -> None:
         if self._copying is not None:
             self._copying.wait()
             self._copying = None
-        self._last_checkpoint().wait(step)
