@@ -65,6 +65,7 @@ class BlockingSession:
         self._tensors: Tensors = {}
         self._shards: Mapping[str, Shard] = {}
         self._events: list[Event] = []
+        self._asked: int | None = None
         self._saved: int | None = None
 
     def has_states(self) -> bool:
@@ -101,6 +102,7 @@ class BlockingSession:
 
     def ask(self, step: int) -> None:
         """The step that will be number `step` begins."""
+        self._asked = step
         self._agenda.begin(step - 1)
         if self._agenda.asks(step):
             self._answer = self._peers.ask_highest(self._agenda.says(step, FREE))
@@ -118,6 +120,8 @@ class BlockingSession:
         ending: bool = False,
     ) -> None:
         """Write a checkpoint if one is due, or this is the last step of the process; see `Session.after_step`."""
+        if self._asked != step:
+            self.ask(step)  # a loop that does not call it
         answer, self._answer = self._answer, None
         due = answer is not None and self._agenda.decide(step, answer()).persist
         if (due or ending) and self._saved != step:  # an end comes again after the last step, and knows no metrics
