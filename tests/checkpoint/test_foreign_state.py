@@ -20,7 +20,7 @@ from phalanx.checkpoint.foreign import trees
 from phalanx.checkpoint.foreign.api import Checkpointer, restore_checkpoint, save_checkpoint
 from phalanx.checkpoint.foreign.generators import generator_tensors, set_generators
 from phalanx.checkpoint.foreign.state import TrainingState
-from phalanx.checkpoint.restore import newest
+from phalanx.checkpoint.restoring.checkpoint import newest
 from phalanx.core.errors import UserError
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)

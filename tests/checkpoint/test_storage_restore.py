@@ -25,7 +25,7 @@ from storage_helpers import (  # noqa: F401
 
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError
-from phalanx.checkpoint.restore import Checkpoint, newest, open_checkpoint
+from phalanx.checkpoint.restoring.checkpoint import Checkpoint, newest, open_checkpoint
 from phalanx.checkpoint.storage.base import Store, Stored
 from phalanx.checkpoint.storage.latest import advance, claim, read_latest
 from phalanx.checkpoint.storage.local import LocalStore
