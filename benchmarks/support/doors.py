@@ -1,4 +1,4 @@
-"""Every door through which a checkpoint comes back, in this process: what each makes, and whether what it gives is right.
+"""Every door through which a checkpoint comes back: what each makes, and whether what it gives is right.
 
 A door makes checkpoints of steps 4 and 8, in the background as runs do, so that every file is there that a checkpoint
 can have. `harm` spoils one; `Door.resume` then has to come back to step 8, or to 4 where that is damaged, bit for bit.
@@ -16,19 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support import tiny
 from torch import Tensor, nn
 
 from phalanx.checkpoint import Checkpointer, restore_checkpoint
 from phalanx.checkpoint.keeper.start import end_keeper
 from phalanx.checkpoint.restoring.checkpoint import open_checkpoint
 from phalanx.checkpoint.storage.location import open_store
+from phalanx.checkpoint.storage.names import step_of
 from phalanx.core.config import load
 from phalanx.train.assemble import assemble
 from phalanx.train.config import RunConfig
 from phalanx.train.loop import train
 from phalanx.train.run import Run
 from phalanx.train.run_folder import open_for_training
+from support import tiny
 
 STEPS = (4, 8)
 SPARED = (".metadata", "SHA256SUMS", "part-0.json")
@@ -127,6 +128,8 @@ class Loop:
 
     def require_step(self, step: int) -> int:
         """All is as it was at `step` of a loop that nobody disturbed."""
+        if not step:
+            return 0
         found, position = [tensor.detach().clone() for tensor in self.tensors()], self.extra["position"]
         other = Loop(0)
         for number in range(1, step + 1):
@@ -156,10 +159,10 @@ def _resume_loop(folder: Path, say: Say) -> int:
 
 def _resume_blank(folder: Path, say: Say) -> int:
     checkpoints = Checkpointer(folder / "c", mode="blocking", report=say)
-    with checkpoints.blank_weights() as is_blank:
-        assert is_blank
+    with checkpoints.blank_weights():
         loop = Loop(1)
     checkpoints.add(**loop.given)
+    loop.extra = checkpoints.extra
     try:
         return loop.require_step(checkpoints.restore())
     finally:
@@ -195,6 +198,8 @@ def _trained(folder: Path, say: Say, steps: int, **settings: Any) -> tuple[int, 
 
 
 class _Regression(nn.Module):
+    _keys_to_ignore_on_save = None  # the Trainer asks for it
+
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(9, 17), nn.Dropout(0.1), nn.Linear(17, 1))
@@ -221,11 +226,11 @@ def _resume_trainer(folder: Path, say: Say) -> int:
 # phalanx train
 
 
-def _configured(folder: Path) -> RunConfig:
+def _configured(folder: Path, data: Path) -> RunConfig:
     settings = tiny.SETTINGS | {
         "train.steps": STEPS[1], "checkpoint.every_steps": STEPS[0], "checkpoint.wait": True, "run.resume": "same",
     }  # fmt: skip
-    return load(RunConfig, None, tiny.overrides(folder, folder / "run", settings)).value
+    return load(RunConfig, None, tiny.overrides(data, folder / "run", settings)).value
 
 
 def _make_run(folder: Path) -> None:
@@ -236,6 +241,7 @@ def _make_run(folder: Path) -> None:
     from phalanx.train import session
     from phalanx.train.reports.reporting import Reporter
 
+    (folder / "home").write_text(str(folder))
     run = _assembled(folder, lambda _: None)
     logger = session.open_loggers(run.config.logging, run.folder.path, 0)
     try:
@@ -248,7 +254,7 @@ def _make_run(folder: Path) -> None:
 
 
 def _assembled(folder: Path, say: Say) -> Run:
-    config = _configured(folder)
+    config = _configured(folder, Path((folder / "home").read_text()))
     opened = open_for_training(config, folder / "run")
     try:
         return assemble(config, opened, say)
@@ -261,6 +267,8 @@ def _resume_run(folder: Path, say: Say) -> int:
     run = _assembled(folder, say)
     try:
         found, step = run.state_tensors(), run.progress.step
+        if not step:
+            return 0
         expected = torch.load(folder / f"{step}.pt", weights_only=True)
         assert found.keys() == expected.keys()
         wrong = [name for name, tensor in expected.items() if not torch.equal(found[name].cpu(), tensor)]
@@ -288,5 +296,5 @@ def made(door: Door, folder: Path, address: Path) -> Path:
     folder.mkdir(parents=True)
     door.make(folder)
     end_keeper(address)
-    assert [name[:13] for name in open_store(folder / door.checkpoints).names()] == [f"step-{n:08d}" for n in STEPS[::-1]]
+    assert [step_of(name) for name in open_store(folder / door.checkpoints).names()] == [*reversed(STEPS)]
     return folder

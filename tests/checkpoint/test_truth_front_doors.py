@@ -11,16 +11,20 @@ from pathlib import Path
 import pytest
 from support.doors import DOORS, STEPS, Door, a_keeper_at, expected_step, flip, made, newest_files
 
+from phalanx.core.errors import UserError
+
 HARMS: dict[str, Callable[[Path], None]] = {
     "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
     "empty": lambda path: os.truncate(path, 0),
     "deleted": Path.unlink,
-    "swapped": lambda path: path.write_bytes(
-        (path.parents[1] / f"step-{STEPS[0]:08d}" / path.name).read_bytes()
-        if path.parent.name.startswith("step")
-        else path.with_name("latest-00000002.json").read_bytes()
-    )
-    and None,
+    "swapped": lambda path: (
+        path.write_bytes(
+            (path.parents[1] / f"step-{STEPS[0]:08d}" / path.name).read_bytes()
+            if path.parent.name.startswith("step")
+            else path.with_name("latest-00000002.json").read_bytes()
+        )
+        and None
+    ),
 }
 
 
@@ -59,11 +63,13 @@ def test_any_file_of_the_newest_is_gone_cut_or_anothers(door: tuple[Door, Path],
             HARMS[how](file)
             return file.name
 
+        if how == "swapped" and newest_files(door[1] / door[0].checkpoints)[number].name == ".metadata":
+            continue  # the same in both
         require(door, tmp_path / "harmed", harm)
 
 
 def test_where_none_is_good_nothing_is_said_to_be(door: tuple[Door, Path], tmp_path: Path) -> None:
-    """Neither endless tries nor wrong bits: it begins anew, or ends with an error that names what is damaged."""
+    """Neither endless tries nor wrong bits: it begins anew, or ends with an error that says what is damaged."""
 
     def harm(path: Path) -> str:
         for step in STEPS:
@@ -74,9 +80,9 @@ def test_where_none_is_good_nothing_is_said_to_be(door: tuple[Door, Path], tmp_p
             file.write_bytes(content)
         return "__0_0.distcp"
 
-    try:
-        file, step, said = door[0].harmed(door[1], tmp_path / "harmed", harm)
-    except (Exception, AssertionError) as error:  # a loop of somebody else's has no weights of step 0 to compare with
-        assert "damaged" in str(error) or "step 0" in str(error) or "0.pt" in str(error), error
+    if door[0].name in ("Checkpointer.restore", "restore_checkpoint"):  # the model is somebody else's to make anew
+        with pytest.raises(UserError, match=r"no good state is left.*step-00000004 is damaged \(__0_0.distcp: bytes"):
+            door[0].harmed(door[1], tmp_path / "harmed", harm)
     else:
-        assert step == 0 and sum(file in line for line in said) >= 2, said
+        file, step, said = door[0].harmed(door[1], tmp_path / "harmed", harm)
+        assert step == 0 and sum(file in line for line in said) == 2, said

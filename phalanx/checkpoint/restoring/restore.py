@@ -203,10 +203,11 @@ def restore(
         ValueError: a shard has not the size of its tensor.
     """
     began_s = time.monotonic()
-    log = _Log(report, peers.rank)
+    refused = refused or Refused()
+    log = _Log(report, peers.rank, refused.told)
     # A tensor without elements has no bytes in a snapshot, so it is not missed.
     fit = partial(require_fit, strict=strict, cast=cast, select=select, misses_empty=False, words=SOURCE)
-    states = _States(keeper, remote, store, verify, peers, refused or Refused(), log)
+    states = _States(keeper, remote, store, verify, peers, refused, log)
     while (source := states.next()) is not None:
         opened, is_filling = Opened(source, peers, log.note), False
         try:
@@ -248,11 +249,17 @@ def _blocks(
 
 @dataclass
 class Refused:
-    """What was found to be damaged, so that it is not tried again: durable checkpoints, and copies of shards in memory
-    (snapshot, host, rank)."""
+    """What was found to be damaged, so that it is not tried again, and what was said of it, so that it is said once.
+
+    Attributes:
+        durable: checkpoints, as `phalanx.checkpoint.restoring.durable.Checkpoints` tells them from others; rank 0's.
+        copies: of shards in memory: snapshot, host, rank.
+        told: lines for people.
+    """
 
     durable: set[str] = field(default_factory=set)
     copies: set[tuple[SnapshotId, str, int]] = field(default_factory=set)
+    told: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -261,6 +268,7 @@ class _Log:
 
     report: Callable[[str], None]
     rank: int
+    told: set[str]
     refusals: list[str] = field(default_factory=list)
     rates: list[Rate] = field(default_factory=list)
     filled_in_vain: bool = False
@@ -270,8 +278,9 @@ class _Log:
         self.note(line)
 
     def note(self, line: str) -> None:
-        if self.rank == 0:
+        if self.rank == 0 and line not in self.told:
             self.report(line)
+        self.told.add(line)
 
 
 class _States:
