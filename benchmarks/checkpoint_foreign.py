@@ -74,6 +74,7 @@ def flips(folder: Path, doors: list[str], times: int, seed: int) -> int:
                 except Exception as error:
                     lost.append(f"{name}, flip {number}: {type(error).__name__}: {error}")
             seconds = (time.monotonic() - began_s) / times
+        print(f"{name}: {steps.total()} of {times} recovered, {steps[8]} from the same", file=sys.stderr, flush=True)
         row = (times, steps.total(), steps[4], steps[8], f"{seconds:.2f}")
         table.add_row(name, *map(str, row))
     console = Console()
@@ -100,6 +101,7 @@ def ends(folder: Path, times: int, ranks: int) -> int:
         place = folder / f"c{number}"
         _loops(place, 8, ranks)
         seconds.append(max(_loops(place, 10, ranks)))
+        print(f"{number + 1} of {times}: {seconds[-1]:.2f} s", file=sys.stderr, flush=True)
         end_keeper(folder / "k")
     in_time = sum(one < BAR_S for one in seconds)
     middle, longest = statistics.median(seconds), max(seconds)
