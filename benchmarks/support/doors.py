@@ -238,14 +238,15 @@ def _make_run(folder: Path) -> None:
 
     from rich.console import Console
 
-    from phalanx.train import session
+    from phalanx.telemetry.loggers import open_loggers
+    from phalanx.train.reports.display import make_display
     from phalanx.train.reports.reporting import Reporter
 
     (folder / "home").write_text(str(folder))
     run = _assembled(folder, lambda _: None)
-    logger = session.open_loggers(run.config.logging, run.folder.path, 0)
+    logger = open_loggers(run.config.logging, run.folder.path, 0)
     try:
-        train(run, Reporter(run, session.make_display(Console(file=io.StringIO(), width=200)), logger, 1.0))
+        train(run, Reporter(run, make_display(Console(file=io.StringIO(), width=200)), logger, 1.0))
     finally:
         logger.close()
         run.folder.release()
