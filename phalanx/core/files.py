@@ -20,6 +20,17 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def current_umask() -> int:
+    """The bits that are taken away from the modes of new files and folders; a property of the whole process."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return int(next(line.split()[1] for line in status.splitlines() if line.startswith("Umask:")), 8)
+    except (OSError, StopIteration):  # not Linux: it can only be read by changing it
+        umask = os.umask(0o077)
+        os.umask(umask)
+        return umask
+
+
 @contextmanager
 def atomic_writer(path: Path) -> Iterator[BinaryIO]:
     """Yield a binary file that takes the place of `path` only when the block ends without an error.

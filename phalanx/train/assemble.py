@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from phalanx.checkpoint.restoring.restore import SpoiltError
-from phalanx.checkpoint.restoring.restored import Restored
+from phalanx.checkpoint.restoring.source import Restored
 from phalanx.checkpoint.session.choosing import Saver
 from phalanx.checkpoint.storage.location import open_store
 from phalanx.core.errors import UserError

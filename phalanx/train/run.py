@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.restoring.restored import Restored
+from phalanx.checkpoint.restoring.source import Restored
 from phalanx.checkpoint.session.choosing import Saver
 from phalanx.core import units
 from phalanx.core.errors import UserError

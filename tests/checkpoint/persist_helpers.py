@@ -22,7 +22,7 @@ from phalanx.checkpoint.format.sums import chunk_sums, state_sum
 from phalanx.checkpoint.persist.contract import Destination, Outcome, Task
 from phalanx.checkpoint.persist.messages import in_memory
 from phalanx.checkpoint.persist.process import PersisterProcess
-from phalanx.checkpoint.restore import Checkpoint, newest
+from phalanx.checkpoint.restoring.checkpoint import Checkpoint, newest
 from phalanx.checkpoint.snapshot.plans import make_plans
 from phalanx.core.shard import Shard
 

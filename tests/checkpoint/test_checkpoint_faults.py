@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from phalanx.checkpoint import save as saving
 from phalanx.checkpoint.format import dcp
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError
-from phalanx.checkpoint.restore import Checkpoint, newest, open_checkpoint
+from phalanx.checkpoint.restoring.checkpoint import Checkpoint, newest, open_checkpoint
 from phalanx.checkpoint.save import STAGES, save
 from phalanx.checkpoint.storage import folder as folders
 from phalanx.checkpoint.storage.folder import candidates, clean, writing
@@ -205,8 +205,7 @@ DAMAGES = {
     "manifest truncated": (lambda path: os.truncate(path / "manifest.json", 50), "does not match its checksum"),
     "manifest empty": (lambda path: os.truncate(path / "manifest.json", 0), "does not match its checksum"),
     "sums missing": (lambda path: (path / "SHA256SUMS").unlink(), "SHA256SUMS is missing"),
-    "bit flipped": (lambda path: flip(path / "__0_0.distcp", 3000), "__0_0.distcp does not match its checksum"),
-    "metadata flipped": (lambda path: flip(path / ".metadata", 30), ".metadata does not match its checksum"),
+    "bit flipped": (lambda path: flip(path / "__0_0.distcp", 3000), "__0_0.distcp: bytes "),
     "empty folder": (lambda path: [file.unlink() for file in path.iterdir()], "manifest.json is missing"),
     "a fifo": (lambda path: fifo(path / "__0_0.distcp"), "__0_0.distcp is not a file"),
 }
@@ -236,6 +235,32 @@ def test_a_damaged_newest_one_is_passed_over_saying_so(tmp_path: Path, damage: s
     assert "step-00000002" in told[0]
     assert reason in told[0]
     assert "\n" not in told[0]
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda path: flip(path, 30), ".metadata: does not match its checksum"),
+        (lambda path: os.truncate(path, 10), ".metadata has 10 of its"),
+        (lambda path: path.unlink(), ".metadata is missing"),
+        (fifo, ".metadata is not a file"),
+    ],
+    ids=["flipped", "truncated", "missing", "a fifo"],
+)
+def test_damage_to_what_is_not_needed_is_said_and_discards_nothing(
+    tmp_path: Path, harm: Callable[[Path], object], words: str
+) -> None:
+    save(tmp_path, 1, make_tensors(1), {"version": 1})
+    path = save(tmp_path, 2, make_tensors(2), {"version": 2})
+    harm(path / ".metadata")
+    told: list[str] = []
+    checkpoint = found(tmp_path, told.append)
+    assert checkpoint.state == {"version": 2}
+    assert_equal(checkpoint.read(), make_tensors(2))
+    [line] = told
+    assert "step-00000002" in line and words in line and "used all the same" in line
+    with pytest.raises(DamagedCheckpointError):
+        open_checkpoint(path)  # whoever verifies one is told
 
 
 def test_none_is_whole(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.policy.retention import Stocked, unkept
-from phalanx.checkpoint.restore import newest
+from phalanx.checkpoint.restoring.checkpoint import newest
 from phalanx.checkpoint.save import save
 from phalanx.checkpoint.storage import prune as pruning
 from phalanx.checkpoint.storage.folder import candidates
@@ -86,10 +87,10 @@ def test_bytes_are_read_only_where_it_matters(tmp_path: Path, monkeypatch: pytes
     hashed: list[str] = []
     examine = pruning.examine
 
-    def counted(path: Path, *, checksums: bool) -> object:
+    def counted(path: Path, *, checksums: bool, **options: Any) -> object:
         if checksums:
             hashed.append(path.name)
-        return examine(path, checksums=checksums)
+        return examine(path, checksums=checksums, **options)
 
     monkeypatch.setattr(pruning, "examine", counted)
     fill(tmp_path, 1, 2, 3)

@@ -23,13 +23,15 @@ from thread_ranks import Died, ThreadPeers, run_ranks, succeed
 from torch import Tensor
 from torch.distributed import FileStore, ProcessGroupGloo
 
-from phalanx.checkpoint import restore
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.format import dcp
 from phalanx.checkpoint.format.boxes import clash, cover_fault, overlap
 from phalanx.checkpoint.format.manifest import Chunk, FileEntry
 from phalanx.checkpoint.format.tables import Written, from_text, names_on_no_rank, names_to_bits, share_out, to_text
-from phalanx.checkpoint.restore import newest, open_checkpoint
+from phalanx.checkpoint.restoring import durable
+from phalanx.checkpoint.restoring.checkpoint import newest, open_checkpoint
+from phalanx.checkpoint.restoring.durable import DurableSource
+from phalanx.checkpoint.restoring.source import Reading
 from phalanx.checkpoint.save import STAGES, save
 from phalanx.checkpoint.storage.folder import candidates
 from phalanx.checkpoint.storage.prune import prune
@@ -176,7 +178,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize(("harm", "reason"), [(flip, "does not match its checksum"), (Path.unlink, "is missing")])
+@pytest.mark.parametrize(("harm", "reason"), [(flip, ": bytes "), (Path.unlink, " is missing")])
 @pytest.mark.parametrize("rank", range(SIZE))
 @pytest.mark.parametrize("readers", [1, 2, 5])
 def test_a_harmed_file_of_any_rank_is_seen_by_all(
@@ -193,33 +195,33 @@ def test_a_harmed_file_of_any_rank_is_seen_by_all(
 
     assert succeed(readers, body) == [{"version": 1}] * readers
     assert [len(lines) for lines in told] == [1] + [0] * (readers - 1)
-    assert "step-00000002 is damaged" in told[0][0] and f"__{rank}_0.distcp {reason}" in told[0][0]
+    assert "step-00000002 is damaged" in told[0][0] and f"__{rank}_0.distcp{reason}" in told[0][0]
 
 
 def test_every_file_is_hashed_once_by_some_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = succeed(SIZE, lambda peers: save_version(tmp_path, 1, peers))[0]
     hashed: list[str] = []
-    check = restore.check_file
+    attempt = DurableSource._attempt
 
-    def noted(folder: Path, file: FileEntry) -> None:
-        hashed.append(file.name)
-        check(folder, file)
+    def noted(source: DurableSource, reading: Reading, file: str, work: Callable[[], None]) -> None:
+        hashed.append(file)
+        attempt(source, reading, file, work)
 
-    monkeypatch.setattr(restore, "check_file", noted)
-    require_version(tmp_path, 1)
+    monkeypatch.setattr(DurableSource, "_attempt", noted)
+    succeed(SIZE, lambda peers: newest(tmp_path, pytest.fail, peers=peers))
     assert sorted(hashed) == sorted(set(names(path)) - {"manifest.json", "SHA256SUMS"})
 
 
 def test_only_rank_0_reads_the_manifest_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     succeed(SIZE, lambda peers: save_version(tmp_path, 1, peers))
     readers: list[str] = []
-    examine = restore.examine
+    read_manifest = durable.read_manifest
 
-    def noted(place: object, **how: Any) -> Any:
+    def noted(files: object, **how: Any) -> Any:
         readers.append(threading.current_thread().name)
-        return examine(place, **how)
+        return read_manifest(files, **how)
 
-    monkeypatch.setattr(restore, "examine", noted)
+    monkeypatch.setattr(durable, "read_manifest", noted)
     require_version(tmp_path, 1)
     assert len(set(readers)) == 1
 

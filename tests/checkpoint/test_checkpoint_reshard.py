@@ -18,7 +18,7 @@ from torch import Tensor
 
 from phalanx.checkpoint.format import archive
 from phalanx.checkpoint.format.manifest import Meta
-from phalanx.checkpoint.restore import Checkpoint, newest, open_checkpoint
+from phalanx.checkpoint.restoring.checkpoint import Checkpoint, newest, open_checkpoint
 from phalanx.checkpoint.save import save
 from phalanx.core.errors import UserError
 from phalanx.core.shard import Shard

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from foreign_forks import Forks, a_keeper_of_its_own
 
-from phalanx.checkpoint.restore import candidates
+from phalanx.checkpoint.storage.folder import candidates
 
 BLOCKING = ["mode=blocking", "keep_last=9"]
 

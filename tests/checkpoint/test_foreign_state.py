@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -19,7 +20,7 @@ from phalanx.checkpoint.foreign import trees
 from phalanx.checkpoint.foreign.api import Checkpointer, restore_checkpoint, save_checkpoint
 from phalanx.checkpoint.foreign.generators import generator_tensors, set_generators
 from phalanx.checkpoint.foreign.state import TrainingState
-from phalanx.checkpoint.restore import newest
+from phalanx.checkpoint.restoring.checkpoint import newest
 from phalanx.core.errors import UserError
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
@@ -205,6 +206,56 @@ def test_a_resumed_loop_is_the_same_bit_for_bit(tmp_path: Path, optimizer: str, 
     assert second.run(5, 8) == expected[12:]
     second.checkpoints.close()
     assert second.checkpoints.restore() == 8
+
+
+@pytest.mark.parametrize("settings", [{"wait": True}, {"mode": "blocking"}], ids=["background", "blocking"])
+def test_an_end_leaves_a_last_step_that_is_durable_as_it_is(folder: Path, settings: dict[str, Any]) -> None:
+    """It waits for no word of the keeper that was heard before, and knows none of the figures of the step."""
+    for last in (2, 4):
+        net = nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW(net.parameters())
+        given = {"model": net, "optimizer": optimizer, "every_steps": 2, "final_timeout_s": 30.0, **settings}
+        with Checkpointer(folder, **given) as checkpoints:
+            for step in range(checkpoints.restore() + 1, last + 1):
+                net(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                checkpoints.step(step, metrics={"validation_loss": float(step)})
+            before = (folder / f"step-{last:08d}").stat().st_ino
+        checkpoint = newest(folder, pytest.fail)
+        assert checkpoint is not None and checkpoint.step == last
+        assert checkpoint.manifest.metrics == {"validation_loss": float(last)}
+        assert checkpoint.path.stat().st_ino == before
+
+
+def modes(folder: Path) -> dict[str, str]:
+    """Of the folder and all that lies in it."""
+    return {str(path.relative_to(folder.parent)): f"{path.stat().st_mode & 0o777:o}" for path in folder.rglob("*")} | {
+        folder.name: f"{folder.stat().st_mode & 0o777:o}"
+    }
+
+
+@pytest.mark.parametrize("settings", [{"wait": True}, {"mode": "blocking"}], ids=["background", "blocking"])
+def test_what_is_durable_follows_the_umask_and_the_keeper_is_private(folder: Path, settings: dict[str, Any]) -> None:
+    """The umask of the process that trains, though the keeper was started by one with another."""
+    before = os.umask(0o022)
+    try:
+        for step, umask in enumerate((0o022, 0o002, 0o077), 1):
+            os.umask(umask)
+            known = set(modes(folder)) if folder.exists() else set()
+            given = {"extra": {"position": step}, "every_steps": 1, "report": print, **settings}
+            checkpoints = Checkpointer(folder, **given)
+            checkpoints.step(step)
+            checkpoints.close(failed=True)  # so that the keeper stays
+            fresh = {path: mode for path, mode in modes(folder).items() if path not in known}
+            assert any(path.endswith("manifest.json") for path in fresh), fresh
+            for path, mode in fresh.items():
+                whole = 0o777 if (folder.parent / path).is_dir() else 0o666
+                assert mode == f"{whole & ~umask:o}", (path, mode)
+    finally:
+        os.umask(before)
+    private = [path for path in folder.parent.iterdir() if path.name.startswith("keeper")]
+    assert bool(private) == ("mode" not in settings)
+    assert {f"{path.stat().st_mode & 0o777:o}" for path in private} <= {"600"}
 
 
 def test_tied_weights_are_saved_once(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from planned_files import slot as slot_bytes
 from phalanx.checkpoint.keeper.client import KeeperClient
 from phalanx.checkpoint.keeper.contract import Progress, Taken
 from phalanx.checkpoint.keeper.start import ensure_keeper
-from phalanx.checkpoint.restore import newest
+from phalanx.checkpoint.restoring.checkpoint import newest
 
 
 @contextmanager

@@ -227,6 +227,27 @@ def test_the_task_of_a_dead_rank_comes_to_its_end_before_the_next() -> None:
         rank.close()
 
 
+def test_a_step_that_is_taken_again_is_told_of_again() -> None:
+    """A checkpoint of the same step may be durable already; whoever waits for the second one must hear of it."""
+    with a_loop() as (address, _, persister, __):
+        ranks = [a_rank(address, plan, destination=NOWHERE) for plan in PLANS]
+        for name in ("first", "second"):
+            for rank, plan in zip(ranks, PLANS, strict=True):
+                write(rank, plan, 1, persist=True)
+            tasks = [persister.tasks.get(timeout=GUARD_S) for _ in PLANS]
+            for task in tasks:
+                persister.tell(Outcome(task.plan.rank, 1, published=False))
+            persister.tell(Outcome(0, 1, published=True, name=name))
+            for rank in ranks:
+                durable = [told for told in rank.wait(1, "durable", GUARD_S) if told.stage == "durable"]
+                assert [told.name for told in durable] == [name]
+            persister.tell(Outcome(1, 1, published=True, name=name))
+        for rank in ranks:
+            rank.held()
+            assert rank.poll() == []
+            rank.close()
+
+
 def test_it_does_not_end_while_something_is_on_its_way() -> None:
     with a_loop() as (address, _, persister, __):
         rank = a_rank(address, PLANS[0], destination=NOWHERE)

@@ -84,6 +84,78 @@ def test_it_is_taken_again_where_the_keeper_is_lost_meanwhile(monkeypatch: pytes
     assert [len(keeper.took) for keeper in loop.keepers] == [1, 1]
 
 
+def told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A keeper whose word has been heard does not say it again: who waits for it then waits for ever."""
+    real = FakeKeeper.wait
+
+    def wait(keeper: FakeKeeper, step: int, stage: Stage, timeout_s: float) -> list[Progress]:
+        told = real(keeper, step, stage, timeout_s)
+        if not any((one.step, one.stage) == (step, stage) for one in told):
+            raise TimeoutError
+        return told
+
+    monkeypatch.setattr(FakeKeeper, "wait", wait)
+
+
+def test_a_last_step_that_is_durable_already_is_neither_taken_nor_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a foreign loop is closed some time after its last step."""
+    told_once(monkeypatch)
+    loop = Loop(every_steps=2)
+    loop.watch()
+    loop.step(1)
+    loop.step(2, metrics={"validation_loss": 2.0})
+    assert [event.name for event in loop.session.events()] == ["step-00000002"]
+    loop.session.after_step(2, lambda: None, ending=True)
+    [(taken, _)] = loop.keeper.took
+    assert taken.metrics == {"validation_loss": 2.0}  # an end knows none
+
+
+def test_a_last_step_that_is_on_its_way_is_waited_for() -> None:
+    loop = Loop(every_steps=2)
+    loop.watch()
+    loop.keeper.holds = {"durable"}
+    loop.step(1)
+    loop.step(2)
+    assert loop.session.events() == []
+    loop.keeper.holds = set()
+    loop.session.after_step(2, lambda: None, ending=True)
+    assert [event.name for event in loop.session.events()] == ["step-00000002"] and loop.steps == [2]
+
+
+def test_a_last_step_that_did_not_become_durable_is_taken_again() -> None:
+    loop = Loop(every_steps=2)
+    loop.watch()
+    loop.keeper.problems = {"durable": "the disk was full"}
+    loop.step(1)
+    loop.step(2)
+    assert [event.problem for event in loop.session.events()] == ["the disk was full"]
+    loop.keeper.problems = {}
+    loop.session.after_step(2, lambda: None, ending=True)
+    assert [event.name for event in loop.session.events()] == ["step-00000002"] and loop.steps == [2, 2]
+
+
+def test_a_last_step_whose_keeper_was_replaced_is_not_asked_of_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one rank of two: the other, for which all went well, takes it again too."""
+    told_once(monkeypatch)
+
+    def body(peers: AskingPeers) -> Loop:
+        loop = Loop(peers, every_steps=2)
+        loop.tensors[f"model.of_rank_{peers.rank}"] = torch.ones(2)
+        loop.watch()
+        loop.keeper.holds = {"durable"} if peers.rank == 1 else set()
+        loop.step(1)
+        loop.step(2)
+        if peers.rank == 1:
+            loop.keeper.is_lost = True
+            loop.session.events()
+            assert loop.again.wait(60)
+        loop.session.after_step(2, lambda: None, ending=True)
+        return loop
+
+    one, other = asking_ranks(2, body)
+    assert one.persisted == [2, 2] and [len(keeper.took) for keeper in other.keepers] == [1, 1]
+
+
 def test_each_can_be_waited_for() -> None:
     loop = Loop(every_steps=2, wait=True)
     loop.watch()

@@ -23,7 +23,7 @@ from thread_ranks import ThreadPeers, succeed
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.keeper.client import KeeperClient, connect
 from phalanx.checkpoint.keeper.start import ensure_keeper
-from phalanx.checkpoint.restore import open_checkpoint
+from phalanx.checkpoint.restoring.checkpoint import open_checkpoint
 from phalanx.checkpoint.session.ledger import Event
 from phalanx.checkpoint.session.opening import open_session
 from phalanx.checkpoint.session.session import Session

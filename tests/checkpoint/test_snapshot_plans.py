@@ -15,7 +15,7 @@ from thread_ranks import ThreadPeers, run_ranks, succeed
 from torch import Tensor
 
 from phalanx.checkpoint.format.plan import JobPlan, ShardPlan, set_id
-from phalanx.checkpoint.restore import newest, open_checkpoint
+from phalanx.checkpoint.restoring.checkpoint import newest, open_checkpoint
 from phalanx.checkpoint.save import save
 from phalanx.checkpoint.snapshot.plans import make_plans
 from phalanx.core.errors import UserError

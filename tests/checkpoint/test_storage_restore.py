@@ -25,7 +25,7 @@ from storage_helpers import (  # noqa: F401
 
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError
-from phalanx.checkpoint.restore import Checkpoint, newest, open_checkpoint
+from phalanx.checkpoint.restoring.checkpoint import Checkpoint, newest, open_checkpoint
 from phalanx.checkpoint.storage.base import Store, Stored
 from phalanx.checkpoint.storage.latest import advance, claim, read_latest
 from phalanx.checkpoint.storage.local import LocalStore
@@ -100,16 +100,23 @@ def test_a_damaged_pointer_means_the_entry_before(place: Place, files: dict[int,
 
 
 HARMS: dict[str, tuple[str, Any, str]] = {
-    "bit of the tensors": ("__0_0.distcp", flipped, "__0_0.distcp does not match its checksum"),
-    "bit of the index": (".metadata", flipped, ".metadata does not match its checksum"),
+    "bit of the tensors": ("__0_0.distcp", flipped, "__0_0.distcp: bytes "),
     "bit of the manifest": ("manifest.json", flipped, "manifest.json does not match its checksum"),
-    "bit of the sums": ("SHA256SUMS", lambda c: flipped(c, 3), "SHA256SUMS does not match manifest.json"),
     "tensors truncated": ("__0_0.distcp", lambda c: c[:100], "__0_0.distcp has 100 of its"),
     "manifest truncated": ("manifest.json", lambda c: c[:100], "manifest.json does not match its checksum"),
     "tensors gone": ("__0_0.distcp", None, "__0_0.distcp is missing"),
     "manifest gone": ("manifest.json", None, "manifest.json is missing"),
 }
 
+
+SPARED: dict[str, tuple[str, Any, str]] = {
+    "bit of the index": (".metadata", flipped, ".metadata: does not match its checksum"),
+    "index truncated": (".metadata", lambda c: c[:10], ".metadata has 10 of its"),
+    "index gone": (".metadata", None, ".metadata is missing"),
+    "bit of the sums": ("SHA256SUMS", lambda c: flipped(c, 3), "SHA256SUMS does not match manifest.json"),
+    "sums truncated": ("SHA256SUMS", lambda c: c[:10], "manifest.json does not match its checksum in SHA256SUMS"),
+}
+"""Of the checkpoint that the pointer names with the checksum of its manifest, which makes up for ``SHA256SUMS``."""
 
 FEW = ("bit of the tensors", "manifest truncated", "tensors gone")
 """For the server, whose requests take time."""
@@ -132,13 +139,32 @@ def test_harm_to_the_latest_is_seen_and_the_one_before_taken(
         open_checkpoint(Stored(store, names[1]))
 
 
+@pytest.mark.parametrize("place", ["folder", "memory"], indirect=True)
+@pytest.mark.parametrize("harm", SPARED)
+def test_harm_to_what_the_latest_does_without_is_said_and_it_is_used(
+    place: Place, files: dict[int, dict[str, bytes]], harm: str
+) -> None:
+    store = place.open()
+    names = [put(store, step, 1, files[step]) for step in (1, 2)]
+    file, change, reason = SPARED[harm]
+    place.change(names[1], file, change)
+    assert step_of(restored(store, (names[1], reason, "used all the same"))) == 2
+    with pytest.raises(DamagedCheckpointError, match=names[1]):
+        open_checkpoint(Stored(store, names[1]))
+    place.change(names[0], "SHA256SUMS", lambda content: flipped(content, 3))
+    place.change(names[1], "__0_0.distcp", flipped)  # the one before, of whose manifest nobody knows the checksum
+    refused = (names[1], "is damaged"), (names[0], "SHA256SUMS does not match")
+    assert restored(store, (names[1], reason), *refused) is None
+
+
 def test_sums_gone(place: Place, files: dict[int, dict[str, bytes]]) -> None:
-    """In an object store, this is how a checkpoint that is not there yet looks."""
+    """In an object store, a checkpoint that is not there yet looks so; in a folder the pointer vouches for it."""
     store = place.open()
     names = [put(store, step, 1, files[step]) for step in (1, 2)]
     place.change(names[1], "SHA256SUMS", None)
-    words = "SHA256SUMS is missing" if place.kind == "folder" else "the latest, is gone"
-    assert step_of(restored(store, (names[1], words))) == 1
+    in_folder = place.kind == "folder"
+    words = "SHA256SUMS is missing" if in_folder else "the latest, is gone"
+    assert step_of(restored(store, (names[1], words))) == (2 if in_folder else 1)
 
 
 def test_files_of_two_steps_that_were_swapped(place: Place, files: dict[int, dict[str, bytes]]) -> None:
@@ -146,7 +172,7 @@ def test_files_of_two_steps_that_were_swapped(place: Place, files: dict[int, dic
     names = [put(store, step, 1, files[step]) for step in (1, 2, 3)]
     for name, other in ((names[2], 2), (names[1], 3)):
         place.change(name, "__0_0.distcp", lambda _, other=other: files[other]["__0_0.distcp"])
-    lines = [(name, "__0_0.distcp does not match its checksum") for name in (names[2], names[1])]
+    lines = [(name, "__0_0.distcp: bytes 0 and following") for name in (names[2], names[1])]
     assert step_of(restored(store, *lines)) == 1
 
 

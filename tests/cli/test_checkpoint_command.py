@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from phalanx.checkpoint.format.manifest import Meta
-from phalanx.checkpoint.restore import open_checkpoint
+from phalanx.checkpoint.restoring.checkpoint import open_checkpoint
 from phalanx.checkpoint.save import save
 from phalanx.core.errors import UserError
 

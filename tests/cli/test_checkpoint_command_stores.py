@@ -15,7 +15,7 @@ from checkpoint_runs import call, call_json, checkpoint, damage, make_tensors, r
 from checkpoint_helpers import rewrite
 from plain_writers import save_alone
 
-from phalanx.checkpoint.restore import open_checkpoint
+from phalanx.checkpoint.restoring.checkpoint import open_checkpoint
 from phalanx.checkpoint.save import save
 from phalanx.checkpoint.storage.latest import advance, claim
 from phalanx.checkpoint.storage.local import LocalStore

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import psutil
@@ -353,7 +354,8 @@ def test_a_grace_is_a_number_of_seconds_and_no_contradiction(tmp_path: Path, mon
         asked.append(grace_s)
         return "stopping"
 
-    monkeypatch.setattr("phalanx.cli.run_orders._living", lambda folder: None)
+    living = SimpleNamespace(life="running")
+    monkeypatch.setattr("phalanx.cli.run_orders._unfinished", lambda folder: living)
     monkeypatch.setattr("phalanx.cli.run_orders._stop", stop)
     for words in ([], ["--now"], ["--grace", "90"], ["--now", "--grace", "0"]):
         assert CliRunner().invoke(group, ["run", "stop", *words]).exit_code == 0

@@ -29,7 +29,7 @@ from train_helpers import (
     wait_for_step,
 )
 
-from phalanx.checkpoint.restore import open_checkpoint
+from phalanx.checkpoint.restoring.checkpoint import open_checkpoint
 from phalanx.launch.local import launch_local
 
 pytestmark = [

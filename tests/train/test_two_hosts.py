@@ -16,7 +16,8 @@ from support.hosts import Cluster, a_cluster, share_text
 from support.kills.run import TinyRun
 
 from phalanx.checkpoint.format.sums import chunk_sums
-from phalanx.checkpoint.restore import candidates, open_checkpoint
+from phalanx.checkpoint.restoring.checkpoint import open_checkpoint
+from phalanx.checkpoint.storage.folder import candidates
 
 STEPS = 40
 REPLICATE = {"parallel.replicate": 2}

@@ -14,7 +14,8 @@ import psutil
 import torch
 
 from phalanx.checkpoint.format.verify import examine
-from phalanx.checkpoint.restore import candidates, open_checkpoint
+from phalanx.checkpoint.restoring.checkpoint import open_checkpoint
+from phalanx.checkpoint.storage.folder import candidates
 from phalanx.checkpoint.storage.latest import read_latest
 from phalanx.checkpoint.storage.location import open_store
 from support.kills.run import TinyRun, kill, wait

@@ -12,23 +12,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch import Tensor
-
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.foreign.blank import UndrawnParameters
 from phalanx.checkpoint.foreign.peers import find_peers, leave
-from phalanx.checkpoint.foreign.resuming import put_back
+from phalanx.checkpoint.foreign.putting import look, put_back
 from phalanx.checkpoint.foreign.saving import Saving
 from phalanx.checkpoint.foreign.state import TrainingState
 from phalanx.checkpoint.foreign.stopping import Stopping
 from phalanx.checkpoint.foreign.updates import Updates
-from phalanx.checkpoint.restoring.restore import restore as read_newest
-from phalanx.checkpoint.restoring.restored import Restored
+from phalanx.checkpoint.restoring.restore import Wanted, restore
+from phalanx.checkpoint.restoring.source import Restored
 from phalanx.checkpoint.storage.location import open_store
 from phalanx.checkpoint.together import everywhere
 from phalanx.core.config import validate
 from phalanx.core.errors import UserError
-from phalanx.core.shard import Shard
 
 
 class Checkpointer:
@@ -103,9 +100,11 @@ class Checkpointer:
         self._updates.watch(self._training.optimizers.values())
 
     def look(self) -> dict[str, Any]:
-        """The JSON of the state that `restore` would put back now; empty where there is none."""
-        seen = self._saving.restore({}, {})
-        return {} if seen is None else dict(seen.state)
+        """The JSON of the state that `restore` would put back now; empty where there is none.
+
+        All of the state is read and checked for this, so that `restore` does not find it damaged afterwards.
+        """
+        return dict(look(self._saving.restore) or {})
 
     @contextmanager
     def blank_weights(self) -> Iterator[bool]:
@@ -143,7 +142,8 @@ class Checkpointer:
         """
         self._training.require_any()
         strict = strict or self._is_blank
-        self._step = put_back(self._saving.restore, self._training, self.peers, self._say, strict=strict)
+        restored = put_back(self._saving.restore, self._training, self.peers, self._say, strict=strict)
+        self._step = 0 if restored is None else restored.step
         if self._is_blank and not self._step:
             problem = "the state that was there when the model was made is gone or damaged, and its weights are blank"
             raise UserError(problem, cure="start again: without a state the model is made as ever")
@@ -265,22 +265,14 @@ def restore_checkpoint(
         if peers.rank == 0:
             print(line, file=sys.stderr)
 
-    def read(tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> Restored | None:
+    def take(wanted: Wanted) -> Restored | None:
         store = open_store(str(folder), config.storage_options)
-        return read_newest(
-            tensors,
-            keeper=None,
-            store=store,
-            report=report or say,
-            shards=shards,
-            peers=peers,
-            strict=False,
-            verify=config.verify,
-        )
+        told, verify = report or say, config.verify
+        return restore(wanted, keeper=None, store=store, report=told, peers=peers, strict=False, verify=verify)
 
-    step = put_back(read, training, peers, report or say, strict=strict)
+    restored = put_back(take, training, peers, report or say, strict=strict)
     leave(peers)
-    return step
+    return 0 if restored is None else restored.step
 
 
 def _settings(config: CheckpointConfig | None, settings: Mapping[str, Any], folder: str | Path) -> CheckpointConfig:

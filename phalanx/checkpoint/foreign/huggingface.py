@@ -85,6 +85,7 @@ class PhalanxCheckpointCallback(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **about: Any) -> None:
         """The batches of an epoch that is resumed in its middle have been skipped."""
+        self._take_awaited(state, control)
         self._set_generators()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **about: Any) -> None:
@@ -107,6 +108,7 @@ class PhalanxCheckpointCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **about: Any) -> None:
         """The last checkpoint; not of the best model, which may have taken the place of the last one."""
+        self._take_awaited(state, control)
         is_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
         self._checkpoints.close(last=not is_best)
         self._made = None
@@ -117,6 +119,11 @@ class PhalanxCheckpointCallback(TrainerCallback):
         ending = state.global_step >= state.max_steps
         if self._checkpoints.step(state.global_step, self._metrics, ending=ending):
             control.should_training_stop = True
+
+    def _take_awaited(self, state: Any, control: Any) -> None:
+        """What was to follow the last step (a Trainer may override `log` and `evaluate`) has not come."""
+        if self._awaits:
+            self._take(state, control)
 
     @property
     def _checkpoints(self) -> Checkpointer:

@@ -1,22 +1,116 @@
-"""Putting a saved state back into the objects of somebody else's training loop."""
+"""Putting the newest good state back into the objects of somebody else's training loop, by all ranks together."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from phalanx.checkpoint.fit import Differences
 from phalanx.checkpoint.foreign import optimizers, trees
 from phalanx.checkpoint.foreign.generators import set_generators
-from phalanx.checkpoint.foreign.state import Collected, Stateful, TrainingState, load_rest, model_tensors
+from phalanx.checkpoint.foreign.state import (
+    FORMAT,
+    Collected,
+    Stateful,
+    TrainingState,
+    load_rest,
+    model_tensors,
+)
+from phalanx.checkpoint.restoring.restore import Opened, Targets, Wanted
+from phalanx.checkpoint.restoring.source import Restored
+from phalanx.checkpoint.together import everywhere
 from phalanx.core.errors import UserError
+from phalanx.core.peers import Peers
 from phalanx.core.shard import Shard
 
 T = TypeVar("T")
+_SHOWN = 8
+
+
+class Restore(Protocol):
+    """What takes back the newest good state: a session, or storage alone."""
+
+    def __call__(self, wanted: Wanted) -> Restored | None:
+        """All ranks together; names on one side only are told, not refused. None: there is nothing good."""
+        ...
+
+
+def look(restore: Restore) -> Any:
+    """The JSON of the newest good state, all of which was read and checked; None where there is none."""
+
+    def nothing(opened: Opened) -> Targets:
+        opened.verify()
+        return Targets({})
+
+    seen = restore(nothing)
+    return None if seen is None else seen.state
+
+
+def put_back(
+    restore: Restore, training: TrainingState, peers: Peers, report: Callable[[str], None], *, strict: bool
+) -> Restored | None:
+    """Put back the newest good state; None where there is none.
+
+    What to read depends on what was saved: of each state that is tried, first the JSON of this rank is read, where it
+    has its own, then all the rest.
+
+    Args:
+        restore: takes it.
+        training: the objects.
+        peers: the ranks.
+        report: is given lines for people.
+        strict: see `phalanx.checkpoint.foreign.api.Checkpointer.restore`.
+
+    Raises:
+        UserError: it does not fit, or was written by something else; nothing is changed then.
+    """
+    made: list[Putting] = []
+
+    def wanted(opened: Opened) -> Targets:
+        made.clear()
+        everywhere(peers, partial(_require_ours, opened))
+        blob = training.blob_target(opened.state)
+        if training.has_blobs(opened.state):
+            opened.read(blob)
+        own = b"".join(tensor.numpy().tobytes() for tensor in blob.values())
+        everywhere(peers, lambda: made.append(Putting(training, opened.state, own, strict=strict)))
+        return Targets(*made[0].targets(), partial(_require_fit, opened.step, training, strict))
+
+    restored = restore(wanted)
+    if restored is None:
+        return None
+    everywhere(peers, made[0].finish)
+    for what, names in (("objects", made[0].left), ("tensors", restored.differences.missing)):
+        if names:
+            report(f"{len(names)} {what} not in the checkpoint, left as they were: {', '.join(names[:_SHOWN])}")
+    return restored
+
+
+def _require_ours(opened: Opened) -> None:
+    if not isinstance(opened.state, dict) or opened.state.get("format") != FORMAT:
+        problem = f"the checkpoint of step {opened.step} was not written by this interface"
+        raise UserError(problem, cure="resume it with what wrote it, or give another folder")
+
+
+def _require_fit(step: int, training: TrainingState, strict: bool, differences: Differences) -> None:
+    """Refuse names on one side only, of the objects that are given."""
+    prefixes = tuple(f"{key}." for key in training.models)
+    unexpected = [name for name in differences.unexpected if prefixes and name.startswith(prefixes)]
+    both = (("missing in the checkpoint", differences.missing), ("only in the checkpoint", unexpected))
+    problems = [
+        f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{' …' if len(names) > _SHOWN else ''}"
+        for what, names in both
+        if names
+    ]
+    if strict and problems:
+        cure = "build the model as it was, or restore with strict=False"
+        raise UserError(f"the checkpoint of step {step} does not fit: {'; '.join(problems)}", cure=cure)
 
 
 class Putting:

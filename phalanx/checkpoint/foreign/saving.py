@@ -9,12 +9,12 @@ from torch import Tensor
 
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.foreign.state import Table, TrainingState
-from phalanx.checkpoint.restoring.restored import Restored
+from phalanx.checkpoint.restoring.restore import Wanted
+from phalanx.checkpoint.restoring.source import Restored
 from phalanx.checkpoint.session.choosing import open_saver
 from phalanx.checkpoint.session.ledger import Event
 from phalanx.core.errors import UserError
 from phalanx.core.peers import Peers
-from phalanx.core.shard import Shard
 
 
 class Saving:
@@ -51,9 +51,9 @@ class Saving:
         self.only_in_memory = False
         """What was restored lies in the memory of hosts, and perhaps nowhere else."""
 
-    def restore(self, tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> Restored | None:
-        """See `phalanx.checkpoint.foreign.resuming.Source`."""
-        restored = self._session.restore(tensors, shards, strict=False)
+    def restore(self, wanted: Wanted) -> Restored | None:
+        """See `phalanx.checkpoint.foreign.putting.Restore`."""
+        restored = self._session.restore(wanted, strict=False)
         self.only_in_memory = restored is not None and restored.only_in_memory
         return restored
 

@@ -158,9 +158,13 @@ class TrainingState:
         needed = 2 * len(self._json(self.collect())) + _BLOB_STEP if self._world_size > 1 else 0
         self._blob_bytes = max(agree(-(-needed // _BLOB_STEP) * _BLOB_STEP))
 
+    def has_blobs(self, state: Mapping[str, Any]) -> bool:
+        """Whether ranks have JSON of their own in the checkpoint, which they take back; the same on all."""
+        return self._world_size > 1 and state["world_size"] == self._world_size
+
     def blob_target(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
         """What to read first on this rank, where it has JSON of its own in the checkpoint."""
-        if self.rank == 0 or state["world_size"] != self._world_size:
+        if self.rank == 0 or not self.has_blobs(state):
             return {}
         return {f"rank.{self.rank}.json": torch.empty(int(state["blob_bytes"]), dtype=torch.uint8)}
 

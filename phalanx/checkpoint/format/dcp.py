@@ -2,8 +2,8 @@
 
 A ``.distcp`` file is a run of ``torch.save`` archives, one per chunk; ``.metadata`` is a pickled index of all files.
 The archives are written here, one file per rank, with the checksum taken on the way; the index is written by DCP's own
-writer, from the tables of all ranks, so that other tools read the folder. `phalanx.checkpoint.format.fill` reads the
-same files by our JSON manifest and never opens the pickle.
+writer, from the tables of all ranks, so that other tools read the folder. `phalanx.checkpoint.restoring.durable` reads
+the same files by our JSON manifest and never opens the pickle.
 """
 
 from __future__ import annotations

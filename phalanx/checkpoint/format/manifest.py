@@ -20,6 +20,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -149,6 +150,11 @@ class Manifest(_Part):
             if any(c.offset + c.length > size_bytes.get(c.file, -1) for c in tensor.chunks):
                 raise ValueError(f"tensor {name!r} lies outside the files")
         return self
+
+    @cached_property
+    def needed(self) -> frozenset[str]:
+        """Names of the files that tensors are read from; others (``.metadata``, ``part-0.json``) are not needed."""
+        return frozenset(chunk.file for tensor in self.tensors.values() for chunk in tensor.chunks)
 
     @property
     def size_bytes(self) -> int:

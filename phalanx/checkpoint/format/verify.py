@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -14,35 +16,79 @@ from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, DamagedCheckpoint
 _BLOCK_BYTES = 4 << 20  # of an object store, each is a request
 
 
-def examine(place: Path | Files, *, checksums: bool = True, manifest_sha256: str = "") -> Manifest:
+Spare = Callable[[str, DamagedCheckpointError], None]
+"""Is given the name of a file that the tensors do without, and what is wrong with it."""
+
+
+def examine(
+    place: Path | Files, *, checksums: bool = True, manifest_sha256: str = "", spare: Spare | None = None
+) -> Manifest:
     """Read the manifest of the checkpoint at `place` and hold its files against it.
 
     Args:
         place: the folder of one checkpoint, or its files.
         checksums: read and hash every byte; otherwise only names, sizes and the manifest itself are checked.
         manifest_sha256: what the manifest's checksum has to be, where that is known.
+        spare: told of damage to files that nothing is restored from; None: they count like all others.
 
     Raises:
         DamagedCheckpointError: with the first thing found wrong.
         UserError: the format is newer than this program.
     """
     files = files_of(place)
-    content = _read(files, MANIFEST)
-    sums = _read(files, SUMS)
-    digest = hashlib.sha256(content).hexdigest()
-    if not sums.endswith(f"{digest}  {MANIFEST}\n".encode()):
-        raise DamagedCheckpointError(files.url, f"{MANIFEST} does not match its checksum in {SUMS}")
-    if manifest_sha256 not in ("", digest):
-        raise DamagedCheckpointError(files.url, f"{MANIFEST} is another than the one that was published last")
-    manifest = manifests.decode(content, files.url)
-    if sums != manifests.sums_text(manifest.files, digest):
-        raise DamagedCheckpointError(files.url, f"{SUMS} does not match {MANIFEST}")
-    for file in manifest.files:
-        _check_size(files, file)
+    _, manifest = read_manifest(files, manifest_sha256=manifest_sha256, spare=spare)
     if checksums:
         for file in manifest.files:
-            check_file(files, file)
+            with _sparing(manifest, file.name, spare):
+                check_file(files, file)
     return manifest
+
+
+def read_manifest(files: Files, *, manifest_sha256: str = "", spare: Spare | None = None) -> tuple[bytes, Manifest]:
+    """The manifest of a checkpoint, as it was written and decoded, held against names and sizes of the files.
+
+    ``SHA256SUMS`` is needed only where the checksum of the manifest is not known from elsewhere.
+
+    Args:
+        files: of the checkpoint.
+        manifest_sha256: what the manifest's checksum has to be, where that is known.
+        spare: see `examine`.
+
+    Raises:
+        DamagedCheckpointError, UserError: as `examine`.
+    """
+    content = _read(files, MANIFEST)
+    digest = hashlib.sha256(content).hexdigest()
+    is_known = spare is not None and digest == manifest_sha256
+    try:
+        sums = _read(files, SUMS)
+        if not sums.endswith(f"{digest}  {MANIFEST}\n".encode()):
+            raise DamagedCheckpointError(files.url, f"{MANIFEST} does not match its checksum in {SUMS}")
+        if manifest_sha256 not in ("", digest):
+            raise DamagedCheckpointError(files.url, f"{MANIFEST} is another than the one that was published last")
+        manifest = manifests.decode(content, files.url)
+        if sums != manifests.sums_text(manifest.files, digest):
+            raise DamagedCheckpointError(files.url, f"{SUMS} does not match {MANIFEST}")
+    except DamagedCheckpointError as damage:
+        if spare is None or not is_known:
+            raise
+        manifest = manifests.decode(content, files.url)
+        spare(SUMS, damage)
+    for file in manifest.files:
+        with _sparing(manifest, file.name, spare):
+            _check_size(files, file)
+    return content, manifest
+
+
+@contextmanager
+def _sparing(manifest: Manifest, file: str, spare: Spare | None) -> Iterator[None]:
+    """Damage to a file without tensors is told, if there is somebody to tell it to."""
+    try:
+        yield
+    except DamagedCheckpointError as damage:
+        if spare is None or file in manifest.needed:
+            raise
+        spare(file, damage)
 
 
 def check_file(place: Path | Files, file: FileEntry) -> None:

@@ -18,8 +18,6 @@ from phalanx.checkpoint.keeper.vault import Cell, MemoryVault, Pin
 from phalanx.checkpoint.persist.contract import Destination, Outcome, Persister, Task
 from phalanx.checkpoint.replicas.contract import Endpoint, Replicated
 
-_REMEMBERED = 100  # published checkpoints
-
 
 class Ranks(Protocol):
     """The ranks of this host that are connected now."""
@@ -55,9 +53,12 @@ class Snapshot:
 
 @dataclass
 class _Persisting:
+    """A shard on its way to durable storage; `is_told`: its rank has heard that the whole checkpoint is there."""
+
     task: Task
     pin: Pin | None
     written: Outcome | None = None
+    is_told: bool = False
 
 
 @dataclass
@@ -90,7 +91,6 @@ class Stages:
     _persisting: defaultdict[int, deque[_Persisting]] = field(default_factory=lambda: defaultdict(deque))
     _rhythms: defaultdict[int, _Rhythm] = field(default_factory=lambda: defaultdict(_Rhythm))
     _waiting: list[tuple[set[Key], Callable[[], None]]] = field(default_factory=list)
-    _published: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
     @property
     def is_idle(self) -> bool:
@@ -193,19 +193,23 @@ class Stages:
         self._ended(first, outcome)
 
     def _ended(self, ended: _Persisting, outcome: Outcome) -> None:
+        if ended.is_told:
+            return  # by the first rank of this host that knew
         attempt = ended.task.record.attempt
-        if (attempt, outcome.step) in self._published:
-            return
         self.ranks.tell(outcome.rank, attempt, _durable(outcome, ended.written))
         if not outcome.problem:
-            self._published.append((attempt, outcome.step))
             self._tell_others(outcome, attempt)
 
     def _tell_others(self, outcome: Outcome, attempt: int) -> None:
         for rank in self.ranks.of(attempt):
-            own = [item.written for item in self._persisting.get(rank, ()) if item.task.record.step == outcome.step]
-            if rank != outcome.rank:
-                self.ranks.tell(rank, attempt, _durable(outcome, own[-1] if own else None))
+            if rank == outcome.rank:
+                continue
+            queue = self._persisting.get(rank)
+            # Never one that waits: a snapshot of the same step may have been taken again, and is to be told of itself.
+            own = queue[0] if queue and queue[0].task.record.snapshot[:2] == (outcome.step, attempt) else None
+            if own is not None:
+                own.is_told = True
+            self.ranks.tell(rank, attempt, _durable(outcome, own.written if own is not None else None))
 
 
 def _durable(outcome: Outcome, written: Outcome | None) -> Progress:

@@ -19,6 +19,8 @@ class Destination:
         nonce: of this job, in names of what is being written; the same on all ranks.
         keep_last, keep_every, keep_best, best_metric, budget_bytes: see `CheckpointConfig`; for the publisher.
         timeout_s: how long the publisher waits for the shards of other hosts.
+        umask: of the process that trains: who else may read and write what is durable. Keeper and persister keep all
+            else to themselves, and may have been started by a process with another one.
     """
 
     url: str
@@ -30,6 +32,7 @@ class Destination:
     best_metric: str = "validation_loss"
     budget_bytes: int = 0
     timeout_s: float = 1800.0
+    umask: int = 0o077
 
 
 @dataclass(frozen=True)

@@ -64,9 +64,11 @@ class Server:
                 return
             if isinstance(message, Submit):
                 task = self._task(message, descriptors)
+                os.umask(task.destination.umask)  # of the latest attempt; threads have none of their own
                 threading.Thread(target=self._work, args=(task,), name=f"rank {task.plan.rank}", daemon=True).start()
             else:
                 errand = Errand.from_bytes(_read(descriptors[0]))
+                os.umask(errand.destination.umask)
                 threading.Thread(target=_abandon, args=(errand,), name="abandon", daemon=True).start()
 
     def _task(self, message: Submit, descriptors: list[int]) -> Task:

@@ -8,26 +8,27 @@ import pickle
 import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
 from typing_extensions import Buffer
 
 from phalanx.checkpoint.format import manifest as manifests
-from phalanx.checkpoint.format import tables
 from phalanx.checkpoint.format.archive import read_box
-from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, DamagedCheckpointError, FileEntry, Manifest, TensorEntry
-from phalanx.checkpoint.format.runs import BadSumError, CheckedFile, run_starts
+from phalanx.checkpoint.format.files import Files
+from phalanx.checkpoint.format.manifest import DamagedCheckpointError, FileEntry, Manifest, TensorEntry
+from phalanx.checkpoint.format.runs import RUN_BYTES, BadSumError, CheckedFile, run_starts
+from phalanx.checkpoint.format.tables import pack, share_out, unpack
+from phalanx.checkpoint.format.verify import read_manifest
 from phalanx.checkpoint.restoring.parts import Part, SavedBlock, SavedTensor
-from phalanx.checkpoint.restoring.restored import Rate
-from phalanx.checkpoint.restoring.source import Fault, Reading
-from phalanx.checkpoint.storage.base import Store
+from phalanx.checkpoint.restoring.source import Fault, Rate, Reading
+from phalanx.checkpoint.storage.base import Store, Stored
 from phalanx.checkpoint.storage.order import Order
 from phalanx.checkpoint.together import at_first
 from phalanx.core.errors import UserError
-from phalanx.core.peers import Peers
+from phalanx.core.peers import ALONE, Peers
 
 _HASH_BYTES = 1 << 20
 _DAMAGES = (OSError, ValueError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, EOFError)
@@ -37,15 +38,23 @@ class DurableSource:
     """One checkpoint.
 
     Args:
+        files: of it.
+        manifest: of it, which has been held against names and sizes of the files.
         verify: check what is read: while it is read, by the sums of runs; files that have none are hashed before, each
             by one of the ranks.
+        peers: the ranks that read.
+        spared: files that are not needed, and known to be damaged.
+
+    Attributes:
+        files, manifest: as given.
     """
 
-    kind = "durable"
-
-    def __init__(self, store: Store, name: str, manifest: Manifest, verify: bool, peers: Peers) -> None:
-        self._store, self._manifest, self._verify, self._peers = store, manifest, verify, peers
-        self.name, self.step, self.attempt = name, manifest.step, manifest.attempt
+    def __init__(
+        self, files: Files, manifest: Manifest, *, verify: bool = True, peers: Peers = ALONE, spared: Sequence[str] = ()
+    ) -> None:
+        self.files, self.manifest, self._verify, self._peers = files, manifest, verify, peers
+        self._spared = frozenset(spared)
+        self.name, self.step, self.attempt = files.name, manifest.step, manifest.attempt
         self.state = manifest.state
         self._files = {file.name: file for file in manifest.files}
         self._numbers = {name: number for number, name in enumerate(self._files)}
@@ -57,17 +66,13 @@ class DurableSource:
         return 1
 
     def check(self) -> Reading:
-        """Hash this rank's share of the files that have no sums."""
-        sizes = {name: self._files[name].size_bytes for name in self._archives if not self._files[name].sums}
-        share = tables.share_out(sizes, self._peers.size)[self._peers.rank] if self._verify and sizes else []
-        reading = Reading()
-        began_s = time.monotonic()
-        for name in share:
-            self._attempt(reading, name, lambda name=name: self._hash(name))  # type: ignore[misc]
-        size_bytes = sum(sizes[name] for name in share)
-        if share:
-            reading.add(Rate("durable", "durable", size_bytes, time.monotonic() - began_s))
-        return reading
+        """Hash this rank's share of the files that have no sums; of those that are not needed, damage is only told."""
+        unsummed = [name for name, file in self._files.items() if name not in self._spared and not file.sums]
+        return self._through(unsummed, self._hash)
+
+    def verify(self) -> Reading:
+        """Read this rank's share of the files that have sums, and check them."""
+        return self._through([name for name in self._archives if self._files[name].sums], self._read_all)
 
     def read(self, wanted: Sequence[Part]) -> Reading:
         """Fill the targets of `wanted`, which are in the order of their files."""
@@ -76,19 +81,45 @@ class DurableSource:
             self._attempt(reading, names[number], lambda: self._read(names[number], list(group), reading))  # noqa: B023
         return reading
 
+    def _through(self, names: Sequence[str], work: Callable[[str], None]) -> Reading:
+        """Do `work` on this rank's share of some files."""
+        sizes = {name: self._files[name].size_bytes for name in names} if self._verify else {}
+        share = share_out(sizes, self._peers.size)[self._peers.rank] if sizes else []
+        reading = Reading()
+        began_s = time.monotonic()
+        for name in share:
+            self._attempt(reading, name, partial(work, name))
+        if share:
+            seconds = time.monotonic() - began_s
+            reading.add(Rate("durable", "durable", sum(sizes[name] for name in share), seconds))
+        return reading
+
     def _attempt(self, reading: Reading, file: str, work: Callable[[], None]) -> None:
         try:
             work()
         except (MemoryError, torch.OutOfMemoryError, UserError):
             raise
         except BadSumError as error:
-            reading.faults.append(Fault("", -1, f"{file}: {error}"))
+            self._note(reading, file, f"{file}: {error}")
         except _DAMAGES as error:
-            reading.faults.append(Fault("", -1, f"{file} cannot be read ({_first_line(error)})"))
+            self._note(reading, file, f"{file} cannot be read ({_first_line(error)})")
+
+    def _note(self, reading: Reading, file: str, cause: str) -> None:
+        if file in self._archives:
+            reading.faults.append(Fault("", -1, cause))
+        else:
+            reading.notes.append(remark(self.name, cause))
+
+    def _read_all(self, name: str) -> None:
+        buffer = memoryview(bytearray(RUN_BYTES))
+        with self.files.open(name) as raw:
+            file = self._checked(raw, self._files[name])
+            while file.readinto(buffer):
+                pass
 
     def _read(self, name: str, wanted: list[Part], reading: Reading) -> None:
         began_s = time.monotonic()
-        with self._store.open(self.name, name) as raw:
+        with self.files.open(name) as raw:
             counted = _Counted(raw)
             file = cast(BinaryIO, self._checked(cast(BinaryIO, counted), self._files[name]))
             try:
@@ -110,7 +141,7 @@ class DurableSource:
         return CheckedFile(raw, starts, entry.size_bytes, [int(text, 16) for text in entry.sums], describe)
 
     def _names_at(self, file: str, start: int) -> str:
-        for name, entry in self._manifest.tensors.items():
+        for name, entry in self.manifest.tensors.items():
             for chunk in entry.chunks:
                 if chunk.file == file and chunk.offset <= start < chunk.offset + chunk.length:
                     return f", of {name},"
@@ -118,7 +149,7 @@ class DurableSource:
 
     def _hash(self, name: str) -> None:
         digest, buffer = hashlib.sha256(), bytearray(_HASH_BYTES)
-        with self._store.open(self.name, name) as raw:
+        with self.files.open(name) as raw:
             while count := cast(io.BufferedReader, raw).readinto(buffer):
                 digest.update(memoryview(buffer)[:count])
         if digest.hexdigest() != self._files[name].sha256:
@@ -126,30 +157,50 @@ class DurableSource:
 
 
 class Found(NamedTuple):
-    """A durable checkpoint in which nothing is wrong at first sight."""
+    """A durable checkpoint in which nothing is wrong at first sight.
+
+    Attributes:
+        attempt, step, name: of it.
+        spared: files that are not needed, and damaged: their names, and what is wrong.
+    """
 
     attempt: int
     step: int
     name: str
+    spared: dict[str, str]
 
 
 class Checkpoints:
     """The durable checkpoints of a store, newest first; rank 0 looks at the storage, and tells the others.
 
     Args:
+        store: where they are.
+        verify: see `DurableSource`.
+        peers: the ranks; every method is called by all together.
+        refused: what was refused before is not tried again; grows. Rank 0's counts.
         tell: called on every rank with a line for each one that is passed over.
+        note: called on every rank with a line for each damaged file of one that is used all the same.
     """
 
-    def __init__(self, store: Store, verify: bool, peers: Peers, tell: Callable[[str], None]) -> None:
-        self._store, self._verify, self._peers, self._tell = store, verify, peers, tell
+    def __init__(
+        self,
+        store: Store,
+        verify: bool,
+        peers: Peers,
+        refused: set[str],
+        tell: Callable[[str], None],
+        note: Callable[[str], None],
+    ) -> None:
+        self._store, self._verify, self._peers, self._tell, self._note = store, verify, peers, tell, note
         self._lines: list[str] = []
         self._order = Order(store, self._lines.append)
-        self._tried: set[str] = set()
+        self._refused = refused
+        self._identity = ""
         self._content = b""
         self._found: Found | None = None
 
     def peek(self) -> Found | None:
-        """Called by all ranks together: the next one, if there is any.
+        """The next one, if there is any.
 
         Raises:
             UserError: the storage cannot be read.
@@ -162,31 +213,57 @@ class Checkpoints:
         return self._found
 
     def take(self) -> DurableSource:
-        """Called by all ranks together, after `peek` has found one: that one, which is not found again."""
+        """After `peek` has found one: that one, which is found again until it is refused."""
         assert self._found is not None
-        name, self._found = self._found.name, None
-        text = at_first(self._peers, lambda: tables.pack(self._content.decode()))
-        manifest = manifests.decode(tables.unpack(text).encode(), Path(self._store.url) / name)
-        return DurableSource(self._store, name, manifest, self._verify, self._peers)
+        found, self._found = self._found, None
+        text = at_first(self._peers, lambda: pack(self._content.decode()))
+        files = Stored(self._store, found.name)
+        for cause in found.spared.values():
+            self._note(remark(found.name, cause))
+        manifest = manifests.decode(unpack(text).encode(), files.url)
+        return DurableSource(files, manifest, verify=self._verify, peers=self._peers, spared=tuple(found.spared))
+
+    def refuse(self, cause: str) -> None:
+        """The one that was taken last is damaged."""
+
+        def refused() -> list[str]:
+            self._refuse(self._identity, cause)
+            return self._told()
+
+        for line in at_first(self._peers, refused):
+            self._tell(line)
 
     def _look(self) -> dict[str, Any]:
-        found = self._first_untried()
-        lines, self._lines[:] = list(self._lines), []
-        return {"found": found, "lines": lines}
+        found = self._first()
+        return {"found": found, "lines": self._told()}
 
-    def _first_untried(self) -> Found | None:
-        for name, sha256 in self._listed():
-            if self._identity(name) in self._tried:
-                continue
-            self._tried.add(self._identity(name))
+    def _told(self) -> list[str]:
+        lines, self._lines[:] = list(self._lines), []
+        return lines
+
+    def _first(self) -> Found | None:
+        while fresh := [row for row in self._listed() if self._identify(row[0]) not in self._refused]:
+            name, sha256 = fresh[0]
+            self._identity = self._identify(name)
+            spared: dict[str, str] = {}
             try:
-                self._content = read_manifest(self._store, name, sha256)
-                manifest = manifests.decode(self._content, Path(self._store.url) / name)
+                self._content, manifest = read_manifest(
+                    Stored(self._store, name),
+                    manifest_sha256=sha256,
+                    spare=lambda file, damage: spared.update({file: damage.reason}),  # noqa: B023
+                )
             except DamagedCheckpointError as damage:
-                self._lines.append(refusal(name, damage.reason))
+                self._refuse(self._identity, damage.reason)
             else:
-                return Found(manifest.attempt, manifest.step, name)
+                return Found(manifest.attempt, manifest.step, name, spared)
         return None
+
+    def _refuse(self, identity: str, cause: str) -> None:
+        """Tell of it, unless another has meanwhile taken its place, which is tried next, or it was deleted."""
+        self._refused.add(identity)
+        name, _, rest = identity.partition(" ")
+        if rest and self._identify(name) == identity:
+            self._lines.append(refusal(name, cause))
 
     def _listed(self) -> list[tuple[str, str]]:
         try:
@@ -196,7 +273,7 @@ class Checkpoints:
             cure = "make the storage readable, or give another"
             raise UserError(problem, cure=cure, field=self._store.url) from error
 
-    def _identity(self, name: str) -> str:
+    def _identify(self, name: str) -> str:
         """Another may be published under the name of one that is being read."""
         return f"{name} {self._store.identity(name)}"
 
@@ -206,34 +283,9 @@ def refusal(name: str, cause: str) -> str:
     return f"checkpoint {name} is damaged ({cause}); trying the one before it"
 
 
-def read_manifest(store: Store, name: str, sha256: str = "") -> bytes:
-    """The manifest of a checkpoint, held against its checksum and against names and sizes of the files.
-
-    Args:
-        sha256: what the pointer says that of the manifest is; empty where it says nothing.
-
-    Raises:
-        DamagedCheckpointError: with the first thing found wrong.
-        UserError: the format is newer than this program.
-    """
-    path = Path(store.url) / name
-    content, sums = (_small(store, name, file, path) for file in (MANIFEST, SUMS))
-    digest = hashlib.sha256(content).hexdigest()
-    if not sums.endswith(f"{digest}  {MANIFEST}\n".encode()):
-        raise DamagedCheckpointError(path, f"{MANIFEST} does not match its checksum in {SUMS}")
-    if sha256 and digest != sha256:
-        raise DamagedCheckpointError(path, f"{MANIFEST} is not the one that the pointer to the latest names")
-    manifest = manifests.decode(content, path)
-    if sums != manifests.sums_text(manifest.files, digest):
-        raise DamagedCheckpointError(path, f"{SUMS} does not match {MANIFEST}")
-    for file in manifest.files:
-        try:
-            size_bytes = store.size_bytes(name, file.name)
-        except OSError as error:
-            raise DamagedCheckpointError(path, f"{file.name} is missing ({error.strerror})") from None
-        if size_bytes != file.size_bytes:
-            raise DamagedCheckpointError(path, f"{file.name} has {size_bytes} of its {file.size_bytes} bytes")
-    return content
+def remark(name: str, cause: str) -> str:
+    """What to tell of damage for which nothing is refused."""
+    return f"checkpoint {name}: {cause}; nothing is restored from that file, so the checkpoint is used all the same"
 
 
 class _Counted(io.RawIOBase):
@@ -273,13 +325,6 @@ def _archives(tensors: Mapping[str, TensorEntry]) -> dict[str, list[int]]:
         for chunk in entry.chunks:
             found.setdefault(chunk.file, []).append(chunk.offset)
     return found
-
-
-def _small(store: Store, name: str, file: str, path: Path) -> bytes:
-    try:
-        return store.read(name, file)
-    except OSError as error:
-        raise DamagedCheckpointError(path, f"{file} is missing ({error.strerror})") from None
 
 
 def _first_line(error: BaseException) -> str:

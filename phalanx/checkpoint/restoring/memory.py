@@ -15,16 +15,15 @@ from phalanx.checkpoint.format.boxes import cover_fault
 from phalanx.checkpoint.format.plan import ShardPlan
 from phalanx.checkpoint.format.record import CHUNK_BYTES, Record
 from phalanx.checkpoint.format.runs import BadSumError
+from phalanx.checkpoint.format.sums import first_fault
 from phalanx.checkpoint.format.tables import pack, unpack
 from phalanx.checkpoint.keeper.contract import Keeper, KeeperLostError
 from phalanx.checkpoint.keeper.main import host_name
 from phalanx.checkpoint.replicas.contract import Endpoint
 from phalanx.checkpoint.restoring import copying
 from phalanx.checkpoint.restoring.choices import Choice, summary
-from phalanx.checkpoint.restoring.contract import RemoteCopies
 from phalanx.checkpoint.restoring.parts import Part, SavedBlock, SavedTensor
-from phalanx.checkpoint.restoring.restored import Rate
-from phalanx.checkpoint.restoring.source import Fault, Reading
+from phalanx.checkpoint.restoring.source import Fault, Rate, Reading, RemoteCopies
 from phalanx.checkpoint.together import everywhere
 from phalanx.core.peers import Peers
 
@@ -109,6 +108,24 @@ class MemorySource:
     def check(self) -> Reading:
         """Nothing: everything is checked while it is read."""
         return Reading()
+
+    def verify(self) -> Reading:
+        """Take the sums of the copies on this rank's host; each shard is one rank's to check."""
+        reading = Reading()
+        own = self._hosts.of_rank[self._peers.rank]
+        for rank, hosts in self.choice.hosts.items():
+            near = [peer for peer, host in enumerate(self._hosts.of_rank) if host in hosts]
+            if self._keeper is None or near[rank % len(near)] != self._peers.rank:
+                continue
+            with (
+                _faults(reading, self.choice, own, rank),
+                self._keeper.read(self.choice.snapshot, rank) as (record, plan, memory),
+            ):
+                _require_same(self.choice, rank, record)
+                fault = first_fault(memory, record, plan)
+                if fault is not None:
+                    raise BadSumError(fault)
+        return reading
 
     def read(self, wanted: Sequence[Part]) -> Reading:
         """Fill the targets of `wanted`, which are in the order of their shards."""

@@ -12,21 +12,29 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from phalanx.checkpoint.fit import SOURCE, Differences, require_fit
 from phalanx.checkpoint.format.blocks import Block, held
+from phalanx.checkpoint.format.record import SnapshotId
 from phalanx.checkpoint.keeper.contract import Keeper
 from phalanx.checkpoint.restoring.choices import Choice, newest_first, restorable
-from phalanx.checkpoint.restoring.contract import RemoteCopies
-from phalanx.checkpoint.restoring.durable import Checkpoints, refusal
+from phalanx.checkpoint.restoring.durable import Checkpoints
 from phalanx.checkpoint.restoring.memory import Hosts, MemorySource, describe, hole, look
-from phalanx.checkpoint.restoring.parts import Part, parts
-from phalanx.checkpoint.restoring.restored import Kind, Rate, Restored, together
+from phalanx.checkpoint.restoring.parts import Part, SavedTensor, parts
 from phalanx.checkpoint.restoring.sharing import Sharing, agree, give, readers
-from phalanx.checkpoint.restoring.source import Fault, Reading, Source
+from phalanx.checkpoint.restoring.source import (
+    Fault,
+    Kind,
+    Rate,
+    Reading,
+    RemoteCopies,
+    Restored,
+    Source,
+    together,
+)
 from phalanx.checkpoint.storage.base import Store
 from phalanx.checkpoint.together import everywhere
 from phalanx.core.errors import UserError
@@ -45,8 +53,107 @@ class SpoiltError(UserError):
         )
 
 
+class Targets(NamedTuple):
+    """What of a state is to be filled, in place, on any device.
+
+    Attributes:
+        tensors: by the names under which they were saved.
+        shards: which block of its logical tensor each of `tensors` is; those not named here are whole.
+        check: is given the names on one side only, on every rank, before anything is changed; what it raises ends the
+            restore.
+    """
+
+    tensors: Mapping[str, Tensor]
+    shards: Mapping[str, Shard] | None = None
+    check: Callable[[Differences], None] | None = None
+
+
+class Opened:
+    """A state that was found and is not taken yet; made by `restore`. Its methods are called by all ranks together.
+
+    If it turns out to be damaged, they end the call of `wanted`, which is called again with the next one.
+    """
+
+    def __init__(self, source: Source, peers: Peers, report: Callable[[str], None]) -> None:
+        self.source, self._peers, self._report = source, peers, report
+        self._checked: Reading | None = None
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.source.step
+
+    @property
+    def state(self) -> Any:
+        """What training had given besides tensors."""
+        return self.source.state
+
+    @property
+    def tensors(self) -> Mapping[str, SavedTensor]:
+        """What it holds."""
+        return self.source.tensors
+
+    def read(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill whole tensors that are nobody's yet, to know from them what else to fill.
+
+        Raises:
+            UserError: one is not there, or has another shape or dtype.
+        """
+        blocks: dict[str, Block] = {}
+        everywhere(self._peers, lambda: blocks.update(held(tensors, {})))
+        fit = partial(require_fit, strict=False, cast=False, misses_empty=True, words=SOURCE)
+        absent = fit(_title(self.source), self.source.tensors, blocks, self._peers).missing
+
+        def require_all() -> None:
+            if absent:
+                cure = "restore with what wrote it"
+                raise UserError(f"lacks {', '.join(absent)}", cure=cure, field=_title(self.source))
+
+        everywhere(self._peers, require_all)
+        self.fill(blocks, None)
+
+    def verify(self) -> None:
+        """Read and check all of it, so that what follows from its step or state is not taken back later."""
+        self.check()
+        _require(_everyone(self._peers, self.source.verify))
+
+    def check(self) -> None:
+        """Check what cannot be checked while it is read; done before anything is, once."""
+        if self._checked is None:
+            self._checked = _everyone(self._peers, self.source.check)
+            for note in self._checked.notes:
+                self._report(note)
+        _require(self._checked)
+
+    def fill(self, blocks: Mapping[str, Block], sharing: Sharing | None) -> Reading:
+        """Fill the blocks of all ranks."""
+        self.check()
+        source, peers = self.source, self._peers
+        wanted = parts(source.tensors, blocks)
+        given = [] if sharing is None else _divide(source, wanted, sharing)
+        elsewhere = {id(part) for reader, part in given if sharing is not None and reader != sharing.copies.index}
+        reading = _everyone(peers, lambda: source.read([part for part in wanted if id(part) not in elsewhere]))
+        _require(reading)
+        if sharing is not None:
+            give(sharing, [(reader, part.out) for reader, part in given])
+        assert self._checked is not None
+        return Reading(rates=self._checked.rates + reading.rates)
+
+
+Wanted = Mapping[str, Tensor] | Callable[[Opened], Targets]
+"""What is to be filled, or a function that says so when it sees what there is; called on all ranks alike."""
+
+
+class _DamagedError(Exception):
+    """The same on all ranks."""
+
+    def __init__(self, reading: Reading) -> None:
+        super().__init__(reading.faults[0].cause)
+        self.reading = reading
+
+
 def restore(
-    tensors: Mapping[str, Tensor],
+    wanted: Wanted,
     *,
     keeper: Keeper | None,
     store: Store | None,
@@ -60,17 +167,20 @@ def restore(
     cast: bool = False,
     select: Callable[[str], bool] | None = None,
     verify: bool = True,
+    refused: Refused | None = None,
 ) -> Restored | None:
-    """Fill `tensors` in place with the newest state that is whole and good, in whatever layout it was saved.
+    """Fill tensors in place with the newest state that is whole and good, in whatever layout it was saved.
 
-    Called by all ranks together. Nothing is changed on any rank if what is found does not fit on one of them.
+    Called by all ranks together. Nothing is changed on any rank if what is found does not fit on one of them. This is
+    the one way back into a state: whoever restores anything calls it.
 
     Args:
-        tensors: by the names under which they were saved; on any device.
+        wanted: tensors by the names under which they were saved, on any device; or a function that is called with each
+            state that is tried.
         keeper: of this rank's host; None where there is none.
         store: durable storage; the same on all ranks; None where nothing is durable.
-        report: given one line for each refusal, on rank 0.
-        shards: which block of its logical tensor each of `tensors` is; those not named here are whole.
+        report: given one line for each refusal, and for damage that nothing is refused for, on rank 0.
+        shards: of `wanted`, where that is not a function; see `Targets`.
         peers: the ranks.
         copies: the data-parallel group of this rank: what all its members need is read by one of them; None on all
             ranks: each reads for itself.
@@ -81,6 +191,7 @@ def restore(
         cast: convert where dtypes differ instead of refusing.
         select: restore only the tensors whose names it accepts (weights only …); others are neither changed nor missed.
         verify: check durable checkpoints; what lies in memory always is.
+        refused: what calls before this one have refused, which is not tried again; grows.
 
     Returns:
         What was restored, or None where there is nothing, or nothing good.
@@ -92,29 +203,63 @@ def restore(
         ValueError: a shard has not the size of its tensor.
     """
     began_s = time.monotonic()
-    chosen = {name: tensor for name, tensor in tensors.items() if select is None or select(name)}
-    blocks: dict[str, Block] = {}
-    everywhere(peers, lambda: blocks.update(held(chosen, shards or {})))
-    sharing = (
-        agree(copies, peers.rank, chosen, blocks, shards or {}) if copies is not None and copies.size > 1 else None
-    )
-    log = _Log(report, peers.rank)
+    refused = refused or Refused()
+    log = _Log(report, peers.rank, refused.told)
     # A tensor without elements has no bytes in a snapshot, so it is not missed.
     fit = partial(require_fit, strict=strict, cast=cast, select=select, misses_empty=False, words=SOURCE)
-    states = _States(keeper, remote, store, verify, peers, log)
+    states = _States(keeper, remote, store, verify, peers, refused, log)
     while (source := states.next()) is not None:
-        differences = fit(_title(source), source.tensors, blocks, peers)
-        if accept is not None:
-            everywhere(peers, partial(accept, source.state))
-        filled = _fill(source, blocks, sharing, peers)
-        log.rates += filled.rates
-        if not filled.faults:
+        opened, is_filling = Opened(source, peers, log.note), False
+        try:
+            targets = wanted(opened) if callable(wanted) else Targets(wanted, shards)
+            blocks, sharing, is_any = _blocks(targets, select, peers, copies)
+            differences = fit(_title(source), source.tensors, blocks, peers)
+            if targets.check is not None:
+                everywhere(peers, partial(targets.check, differences))
+            if accept is not None:
+                everywhere(peers, partial(accept, source.state))
+            opened.check()
+            is_filling = is_any
+            filled = opened.fill(blocks, sharing)
+        except _DamagedError as damage:
+            log.rates += damage.reading.rates
+            log.filled_in_vain |= is_filling
+            states.refuse(source, damage.reading.faults)
+        else:
+            log.rates += filled.rates
             return _restored(source, differences, log, filled, time.monotonic() - began_s)
-        states.refuse(source, filled.faults)
-        log.filled_in_vain = True
     if log.filled_in_vain:
         raise SpoiltError(log.refusals)
     return None
+
+
+def _blocks(
+    targets: Targets, select: Callable[[str], bool] | None, peers: Peers, copies: Copies | None
+) -> tuple[dict[str, Block], Sharing | None, bool]:
+    """The memory to be filled on this rank, what of it all members of its group want alike, and whether there is any
+    on any rank."""
+    chosen = {name: tensor for name, tensor in targets.tensors.items() if select is None or select(name)}
+    shards = targets.shards or {}
+    blocks: dict[str, Block] = {}
+    is_any = any(everywhere(peers, lambda: blocks.update(held(chosen, shards)) or bool(blocks)))
+    if copies is None or copies.size == 1:
+        return blocks, None, is_any
+    return blocks, agree(copies, peers.rank, chosen, blocks, shards), is_any
+
+
+@dataclass
+class Refused:
+    """What was found to be damaged, so that it is not tried again, and what was said of it, so that it is said once.
+
+    Attributes:
+        durable: checkpoints, as `phalanx.checkpoint.restoring.durable.Checkpoints` tells them from others; rank 0's.
+        copies: of shards in memory: snapshot, host, rank.
+        told: lines for people.
+    """
+
+    durable: set[str] = field(default_factory=set)
+    copies: set[tuple[SnapshotId, str, int]] = field(default_factory=set)
+    told: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -123,14 +268,19 @@ class _Log:
 
     report: Callable[[str], None]
     rank: int
+    told: set[str]
     refusals: list[str] = field(default_factory=list)
     rates: list[Rate] = field(default_factory=list)
     filled_in_vain: bool = False
 
     def refuse(self, line: str) -> None:
         self.refusals.append(line)
-        if self.rank == 0:
+        self.note(line)
+
+    def note(self, line: str) -> None:
+        if self.rank == 0 and line not in self.told:
             self.report(line)
+        self.told.add(line)
 
 
 class _States:
@@ -143,14 +293,17 @@ class _States:
         store: Store | None,
         verify: bool,
         peers: Peers,
+        refused: Refused,
         log: _Log,
     ) -> None:
         self._keeper, self._remote, self._peers, self._log = keeper, remote, peers, log
+        self._refused = refused
         self._hosts: Hosts = look(keeper, remote is not None, peers)
         for name, cause in self._hosts.lost.items():
             log.refuse(f"the keeper of host {name} does not answer ({cause}); what it holds is not used")
-        self._choices = restorable(self._hosts.held)
-        self._durable = None if store is None else Checkpoints(store, verify, peers, log.refuse)
+        self._choices = [choice.without(self._bad(choice)) for choice in restorable(self._hosts.held)]
+        tell = (log.refuse, log.note)
+        self._durable = None if store is None else Checkpoints(store, verify, peers, refused.durable, *tell)
 
     def next(self) -> Source | None:
         """The newest that has not been refused.
@@ -173,7 +326,12 @@ class _States:
         if isinstance(source, MemorySource):
             self._refuse_copies(source.choice, faults)
         else:
-            self._log.refuse(refusal(source.name, faults[0].cause))
+            assert self._durable is not None
+            self._durable.refuse(faults[0].cause)
+
+    def _bad(self, choice: Choice) -> set[tuple[str, int]]:
+        """The copies of it that have been refused before."""
+        return {(host, rank) for snapshot, host, rank in self._refused.copies if snapshot == choice.snapshot}
 
     def _newest_choice(self) -> Choice | None:
         self._choices = [choice for choice in self._choices if choice.is_whole]
@@ -209,6 +367,7 @@ class _States:
 
     def _refuse_copies(self, choice: Choice, faults: list[Fault]) -> None:
         bad = {(fault.host, fault.holder) for fault in faults if fault.holder >= 0}
+        self._refused.copies |= {(choice.snapshot, *copy) for copy in bad}
         lost = {fault.host for fault in faults if fault.holder < 0}
         gone = {(host, rank) for host in lost for each in self._choices for rank in each.hosts}
         self._choices = [  # a copy of another step may be good where this one is not
@@ -229,20 +388,6 @@ def _title(source: Source) -> str:
     return source.name or f"the snapshot of step {source.step} in memory"
 
 
-def _fill(source: Source, blocks: Mapping[str, Block], sharing: Sharing | None, peers: Peers) -> Reading:
-    """Read all that is wanted on all ranks; faults and rates of all of them, or all tensors filled."""
-    checked = _everyone(peers, source.check)
-    if checked.faults:
-        return checked
-    wanted = parts(source.tensors, blocks)
-    given = [] if sharing is None else _divide(source, wanted, sharing)
-    elsewhere = {id(part) for reader, part in given if sharing is not None and reader != sharing.copies.index}
-    reading = _everyone(peers, lambda: source.read([part for part in wanted if id(part) not in elsewhere]))
-    if sharing is not None and not reading.faults:
-        give(sharing, [(reader, part.out) for reader, part in given])
-    return Reading(reading.faults, checked.rates + reading.rates)
-
-
 def _divide(source: Source, wanted: list[Part], sharing: Sharing) -> list[tuple[int, Part]]:
     """The parts that one member reads for all of its group, with its number."""
     shared = [part for part in wanted if part.name in sharing.names]
@@ -250,14 +395,20 @@ def _divide(source: Source, wanted: list[Part], sharing: Sharing) -> list[tuple[
     return [(reader, part) for reader, part in zip(by, shared, strict=True) if reader is not None]
 
 
+def _require(reading: Reading) -> None:
+    if reading.faults:
+        raise _DamagedError(reading)
+
+
 def _everyone(peers: Peers, work: Callable[[], Reading]) -> Reading:
     def told() -> list[Any]:
         reading = work()
-        return [[list(fault) for fault in reading.faults], [list(rate) for rate in reading.rates]]
+        return [[list(fault) for fault in reading.faults], [list(rate) for rate in reading.rates], reading.notes]
 
     answers = everywhere(peers, told)
-    faults = [Fault(*fault) for theirs, _ in answers for fault in theirs]
-    return Reading(faults, [Rate(*rate) for _, rates in answers for rate in rates])
+    faults = [Fault(*fault) for theirs, _, _ in answers for fault in theirs]
+    rates = [Rate(*rate) for _, theirs, _ in answers for rate in theirs]
+    return Reading(faults, rates, [note for *_, notes in answers for note in notes])
 
 
 def _restored(source: Source, differences: Differences, log: _Log, filled: Reading, seconds: float) -> Restored:
@@ -278,6 +429,3 @@ def _restored(source: Source, differences: Differences, log: _Log, filled: Readi
         refusals=tuple(log.refusals),
         differences=differences,
     )
-
-
-__all__ = ["Restored", "restore"]

@@ -5,23 +5,22 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.format.manifest import MANIFEST, Meta
 from phalanx.checkpoint.policy.adapting import AutoInterval
-from phalanx.checkpoint.restoring.restore import restore
-from phalanx.checkpoint.restoring.restored import Restored
+from phalanx.checkpoint.restoring.restore import Refused, Wanted, restore
+from phalanx.checkpoint.restoring.source import Restored
 from phalanx.checkpoint.save import save
 from phalanx.checkpoint.session.agenda import FREE, Agenda
 from phalanx.checkpoint.session.ledger import Event
 from phalanx.checkpoint.session.session import Tensors
 from phalanx.checkpoint.snapshot.plans import Roles
 from phalanx.checkpoint.storage.latest import advance, claim
-from phalanx.checkpoint.storage.location import has_names, open_store
+from phalanx.checkpoint.storage.location import clean, has_names, open_store
 from phalanx.checkpoint.storage.prune import prune
 from phalanx.checkpoint.together import at_first
 from phalanx.core.layout import Layout
@@ -65,31 +64,28 @@ class BlockingSession:
         self._tensors: Tensors = {}
         self._shards: Mapping[str, Shard] = {}
         self._events: list[Event] = []
+        self._asked: int | None = None
+        self._saved: int | None = None
+        self._refused = Refused()
 
     def has_states(self) -> bool:
         """Whether there is anything that `restore` would try, good or not; all ranks together, the same answer."""
         return at_first(self._peers, lambda: has_names(self._folder))
 
-    def restore(
-        self,
-        tensors: Mapping[str, Tensor],
-        shards: Mapping[str, Shard] | None = None,
-        *,
-        accept: Callable[[Any], None] | None = None,
-        strict: bool = True,
-    ) -> Restored | None:
-        """Fill `tensors` from the newest whole checkpoint; see `phalanx.checkpoint.restoring.restore.restore`."""
+    def restore(self, wanted: Wanted, shards: Mapping[str, Shard] | None = None, **options: Any) -> Restored | None:
+        """Fill tensors from the newest good checkpoint; see `phalanx.checkpoint.session.session.Session.restore`."""
+        at_first(self._peers, partial(clean, self._store, self.attempt))
         return restore(
-            tensors,
+            wanted,
             keeper=None,
             store=self._store,
             report=self._report,
             shards=shards,
             peers=self._peers,
             copies=self._copies,
-            strict=strict,
-            accept=accept,
             verify=self._config.verify,
+            refused=self._refused,
+            **options,
         )
 
     def watch(
@@ -100,6 +96,7 @@ class BlockingSession:
 
     def ask(self, step: int) -> None:
         """The step that will be number `step` begins."""
+        self._asked = step
         self._agenda.begin(step - 1)
         if self._agenda.asks(step):
             self._answer = self._peers.ask_highest(self._agenda.says(step, FREE))
@@ -117,11 +114,14 @@ class BlockingSession:
         ending: bool = False,
     ) -> None:
         """Write a checkpoint if one is due, or this is the last step of the process; see `Session.after_step`."""
+        if self._asked != step:
+            self.ask(step)  # a loop that does not call it
         answer, self._answer = self._answer, None
         due = answer is not None and self._agenda.decide(step, answer()).persist
-        if due or ending:
+        if (due or ending) and self._saved != step:  # an end comes again after the last step, and knows no metrics
             self._agenda.took(step, persist=True)
             self._save(step, state, dict(metrics or {}))
+            self._saved = step
 
     def events(self) -> list[Event]:
         """Checkpoints written since the last call."""

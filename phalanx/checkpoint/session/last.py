@@ -1,4 +1,7 @@
-"""Waiting until a checkpoint is durable: at the end of training, and where every one is to be waited for."""
+"""Waiting until a checkpoint is durable: at the end of training, and where every one is to be waited for.
+
+What is waited for is a state, which the ledger has, and never a message: that may have been heard long before.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from phalanx.checkpoint.persist.ending import forget_failure
 from phalanx.checkpoint.persist.parts import Writing
 from phalanx.checkpoint.session.giving_up import GivingUp
 from phalanx.checkpoint.session.job import Job
+from phalanx.checkpoint.session.ledger import LOST
 from phalanx.checkpoint.session.link import Link
 from phalanx.checkpoint.storage.location import open_store
 from phalanx.checkpoint.together import at_first
 from phalanx.core.errors import UserError
 
 _LOOK_S = 0.01  # between two looks at a keeper that is busy
-_LOST = "the keeper of a host was lost meanwhile"
 _TRIES = 2
 
 
@@ -30,7 +33,8 @@ class LastCheckpoint:
     Args:
         job: its `final_timeout_s` bounds all waiting.
         link: to the keeper.
-        collect: is given whatever the keeper tells meanwhile.
+        collect: is given whatever the keeper tells meanwhile, and takes note of a keeper that was lost.
+        outcome: see `phalanx.checkpoint.session.ledger.Ledger.outcome`.
         hopeless: says why waiting is in vain, such as no memory; empty: it is not; None: this rank has no part of the
             checkpoint, and waits for the others only.
         giving_up: tells other hosts when the keeper of this one is lost.
@@ -39,6 +43,7 @@ class LastCheckpoint:
     job: Job
     link: Link
     collect: Callable[[list[Progress]], None]
+    outcome: Callable[[int], str | None]
     hopeless: Callable[[], str | None]
     giving_up: GivingUp
     _deadline_s: float = field(init=False)
@@ -46,16 +51,19 @@ class LastCheckpoint:
     def __post_init__(self) -> None:
         self._deadline_s = time.monotonic() + self.job.config.final_timeout_s
 
-    def make(self, step: int, take: Callable[[], None], newest: str) -> None:
+    def make(self, step: int, take: Callable[[], None], newest: Callable[[], str], *, is_taken: bool) -> None:
         """Take the checkpoint of `step` as soon as all ranks can, and wait until it is durable.
 
         Args:
             take: copies the snapshot and tells the keeper.
             newest: name of the newest durable checkpoint so far; for people.
+            is_taken: it was taken when the step was done, and is taken again only if nothing comes of that.
 
         Raises:
             UserError: it is not durable: why; on all ranks.
         """
+        if is_taken and not self._agreed(self._until_durable(step)):
+            return
         problem = ""
         for _ in range(_TRIES):
             problem = self._agreed(self.until_free(even_lost=True))
@@ -63,10 +71,10 @@ class LastCheckpoint:
                 at_first(self.job.peers, partial(self._forget, step))
                 take()
                 problem = self._agreed(self._until_durable(step))
-            if not problem.endswith(_LOST):
+            if not problem.endswith(LOST):
                 break
         if problem:
-            known = f"the newest that is durable is {newest}" if newest else "none became durable before it"
+            known = f"the newest that is durable is {newest()}" if newest() else "none became durable before it"
             cure = "put that right and start the run again: it goes on from the newest good copy of its state"
             problem = f"the last checkpoint (step {step}) is not durable, {known}: {problem}"
             raise UserError(problem, cure=cure, field=self.job.destination.url)
@@ -100,7 +108,7 @@ class LastCheckpoint:
             return mine
         told = self.job.peers.gather(mine)
         problems = [f"rank {rank}: {problem}" for rank, problem in enumerate(told) if problem]
-        return min(problems, key=lambda problem: not problem.endswith(_LOST), default="")
+        return min(problems, key=lambda problem: not problem.endswith(LOST), default="")
 
     def _forget(self, step: int) -> None:
         """What was told of an earlier try at the checkpoint of `step` does not count for the next one."""
@@ -115,19 +123,17 @@ class LastCheckpoint:
         if self.hopeless() is None:
             return ""
         keeper = self.link.keeper
-        if keeper is None:
-            self.collect([])
-            return _LOST
-        try:
-            heard = keeper.wait(step, "durable", self._left_s)
-        except TimeoutError:
-            return self._too_late("it is still being written")
-        except KeeperLostError:
-            self.link.ask(_is_alive, False)  # so that it is looked for
-            self.collect([])
-            return _LOST
-        self.collect(heard)
-        return next((one.problem for one in heard if (one.step, one.stage) == (step, "durable") and one.problem), "")
+        self.collect([])  # if it is another one than was given the snapshot, the ledger knows that now
+        if keeper is not None and self.outcome(step) is None:
+            try:
+                self.collect(keeper.wait(step, "durable", self._left_s))
+            except TimeoutError:
+                return self._too_late("it is still being written")
+            except KeeperLostError:
+                self.link.ask(_is_alive, False)  # so that it is looked for
+                self.collect([])
+        outcome = self.outcome(step)
+        return LOST if outcome is None else outcome
 
     @property
     def _left_s(self) -> float:

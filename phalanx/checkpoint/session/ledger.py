@@ -6,6 +6,9 @@ from dataclasses import asdict, dataclass, field
 
 from phalanx.checkpoint.keeper.contract import Progress, Stage
 
+LOST = "the keeper of a host was lost meanwhile"
+"""What becomes of a snapshot that only a keeper had which is gone."""
+
 _FIGURES = {"committed": "examine", "replicated": "replicate", "durable": "persist"}
 
 
@@ -59,11 +62,13 @@ class _Open:
 
 @dataclass
 class Ledger:
-    """The snapshots under way, and those that have ended since they were last asked for."""
+    """The snapshots under way, those that have ended since they were last asked for, and what became of the newest one
+    that was to become durable: a state, which can be asked for whenever and by whomever the news was heard."""
 
     put_off: int = 0
     _under_way: dict[int, _Open] = field(default_factory=dict)
     _ended: list[Event] = field(default_factory=list)
+    _newest: tuple[int, str | None] = (-1, None)
 
     @property
     def is_under_way(self) -> bool:
@@ -74,6 +79,8 @@ class Ledger:
         """A snapshot is taken; it is over when it has come to all stages of `awaits`."""
         event.put_off, self.put_off = self.put_off, 0
         self._under_way[event.step] = _Open(event, awaits, now_s)
+        if "durable" in awaits:
+            self._newest = (event.step, None)
 
     def note(self, progress: Progress, now_s: float) -> Event | None:
         """Take in what the keeper tells; the event that became durable by it, if any."""
@@ -89,7 +96,10 @@ class Ledger:
         event.name = progress.name or event.name
         found.awaits.discard(progress.stage)
         if progress.stage == "committed" and progress.problem:
+            self._settle(progress.step, progress.problem)
             found.awaits.clear()  # what is not committed goes nowhere
+        elif progress.stage == "durable":
+            self._settle(progress.step, progress.problem)
         if not found.awaits:
             self._end(progress.step)
         if progress.stage != "durable" or progress.problem:
@@ -102,12 +112,20 @@ class Ledger:
         found = self._under_way.get(step)
         return found is not None and "durable" in found.awaits
 
-    def lose(self, problem: str) -> list[int]:
-        """Nothing more will be heard of what is under way; the steps that were to become durable."""
+    def outcome(self, step: int) -> str | None:
+        """What became of the snapshot of `step`, which was to become durable: empty: it is; else why it is not. None:
+        it is on its way."""
+        newest, problem = self._newest
+        return problem if newest == step else LOST  # no keeper was ever given it
+
+    def lose(self) -> list[int]:
+        """The keeper is gone, so nothing more will be heard of what is under way; the steps that were to become
+        durable."""
         lost = [step for step in self._under_way if self.awaits_durable(step)]
         for step in list(self._under_way):
             event = self._under_way[step].event
-            event.problem = event.problem or problem
+            event.problem = event.problem or "the keeper of this host was lost"
+            self._settle(step, LOST)
             self._end(step)
         return lost
 
@@ -115,6 +133,10 @@ class Ledger:
         """Those that have ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
+
+    def _settle(self, step: int, problem: str) -> None:
+        if self._newest == (step, None):
+            self._newest = (step, problem)
 
     def _end(self, step: int) -> None:
         self._ended.append(self._under_way.pop(step).event)

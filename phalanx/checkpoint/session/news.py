@@ -49,7 +49,7 @@ class News:
             self._note(one)
         if self._link.losses > self._losses:
             self._losses = self._link.losses
-            for step in self._ledger.lose("the keeper of this host was lost"):
+            for step in self._ledger.lose():
                 self.lost(step)
 
     def lost(self, step: int) -> None:

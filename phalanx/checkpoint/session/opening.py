@@ -24,6 +24,7 @@ from phalanx.checkpoint.storage.latest import claim
 from phalanx.checkpoint.storage.location import open_store
 from phalanx.checkpoint.together import at_first, everywhere
 from phalanx.core.errors import UserError
+from phalanx.core.files import current_umask
 from phalanx.core.layout import Layout
 from phalanx.core.peers import ALONE, Copies, Peers
 from phalanx.core.points import NO_POINTS, Points
@@ -135,4 +136,5 @@ def _destination(url: str, options: dict[str, Any], nonce: str, config: Checkpoi
         keep_best=config.keep_best,
         best_metric=config.best_metric,
         budget_bytes=config.budget_bytes,
+        umask=current_umask(),
     )

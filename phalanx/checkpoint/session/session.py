@@ -15,7 +15,8 @@ from phalanx.checkpoint.format.plan import JobPlan, ShardPlan
 from phalanx.checkpoint.format.record import SnapshotId
 from phalanx.checkpoint.keeper.contract import Keeper, Stage, Taken
 from phalanx.checkpoint.replicas.contract import Slot
-from phalanx.checkpoint.restoring.restore import Restored, restore
+from phalanx.checkpoint.restoring.restore import Refused, Wanted, restore
+from phalanx.checkpoint.restoring.source import Restored
 from phalanx.checkpoint.session import agenda as agendas
 from phalanx.checkpoint.session.agenda import Agenda, Decision
 from phalanx.checkpoint.session.giving_up import GivingUp
@@ -29,8 +30,8 @@ from phalanx.checkpoint.session.pace import StepPace
 from phalanx.checkpoint.session.stall import Stall
 from phalanx.checkpoint.snapshot.copying import Copier, Copying
 from phalanx.checkpoint.snapshot.plans import Roles, make_plans
-from phalanx.checkpoint.storage.location import has_names, open_store
-from phalanx.checkpoint.together import everywhere
+from phalanx.checkpoint.storage.location import clean, has_names, open_store
+from phalanx.checkpoint.together import at_first, everywhere
 from phalanx.core.errors import UserError
 from phalanx.core.shard import Shard
 
@@ -71,6 +72,8 @@ class Session:
         self._answer: Callable[[], int] | None = None
         self._step: int | None = None
         self._taken: int | None = None
+        self._persisted: int | None = None
+        self._refused = Refused()
         self._from = SnapshotId(-1, 0, "")  # training goes on from nothing that is in memory
 
     @property
@@ -100,35 +103,28 @@ class Session:
 
         return any(everywhere(peers, seen))
 
-    def restore(
-        self,
-        tensors: Mapping[str, Tensor],
-        shards: Mapping[str, Shard] | None = None,
-        *,
-        accept: Callable[[Any], None] | None = None,
-        strict: bool = True,
-        cast: bool = False,
-        select: Callable[[str], bool] | None = None,
-    ) -> Restored | None:
-        """Fill `tensors` with the newest good state, from memory, another host or storage; all ranks together.
+    def restore(self, wanted: Wanted, shards: Mapping[str, Shard] | None = None, **options: Any) -> Restored | None:
+        """Fill tensors with the newest good state, from memory, another host or storage; all ranks together.
 
-        Args, returns and raises: as `phalanx.checkpoint.restoring.restore.restore`.
+        What was refused once is not tried again.
+
+        Args, returns and raises: as `phalanx.checkpoint.restoring.restore.restore`, which is given `options` too.
         """
         job = self.job
+        store = open_store(job.destination.url, job.destination.options)
+        at_first(job.peers, partial(clean, store, job.attempt))
         restored = restore(
-            tensors,
+            wanted,
             keeper=self._link.keeper,
-            store=open_store(job.destination.url, job.destination.options),
+            store=store,
             report=job.report,
             shards=shards,
             peers=job.peers,
             copies=job.copies,
             remote=self._neighbours.copies(),
-            accept=accept,
-            strict=strict,
-            cast=cast,
-            select=select,
             verify=job.config.verify,
+            refused=self._refused,
+            **options,
         )
         if restored is not None:
             self._agenda.begin(restored.step)
@@ -327,6 +323,7 @@ class Session:
         self._agenda.took(taken.step, persist=persist)
         text = self._text(state) if self.job.peers.rank == 0 else ""
         is_again, self._taken = self._taken == taken.step, taken.step
+        self._persisted = taken.step if persist else self._persisted
         if self._copier is None:
             return
         given = self._link.ask(lambda keeper: (keeper, keeper.slot()), None)
@@ -372,11 +369,16 @@ class Session:
         return stages
 
     def _end(self, taken: Taken, state: Callable[[], Any], stepped: Stepped) -> None:
-        """The checkpoint of the last step."""
-        self._last_checkpoint().make(taken.step, partial(self._take_now, taken, state, stepped), self._news.newest)
+        """The checkpoint of the last step, which may have been taken when the step was done."""
+        is_taken = self._persisted == taken.step
+        if is_taken:
+            self._end_copying()
+        take = partial(self._take_now, taken, state, stepped)
+        self._last_checkpoint().make(taken.step, take, lambda: self._news.newest, is_taken=is_taken)
 
     def _last_checkpoint(self) -> LastCheckpoint:
-        return LastCheckpoint(self.job, self._link, self._news.take_in, self._hopeless, self._giving_up)
+        about = (self._news.take_in, self._ledger.outcome, self._hopeless, self._giving_up)
+        return LastCheckpoint(self.job, self._link, *about)
 
     def _hopeless(self) -> str | None:
         """Why no checkpoint can become durable here; None: this rank has no part in any."""
@@ -384,13 +386,14 @@ class Session:
 
     def _take_now(self, taken: Taken, state: Callable[[], Any], stepped: Stepped) -> None:
         self._take(taken, state, stepped, persist=True, hurry=True)
-        if self._copying is not None:
-            self._copying.wait()
-            self._copying = None
+        self._end_copying()
 
     def _wait(self, step: int) -> None:
         """Until the checkpoint of `step` is durable, or will not be; problems are reported, training goes on."""
+        self._end_copying()
+        self._last_checkpoint().wait(step)
+
+    def _end_copying(self) -> None:
         if self._copying is not None:
             self._copying.wait()
             self._copying = None
-        self._last_checkpoint().wait(step)

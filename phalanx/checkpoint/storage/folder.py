@@ -112,7 +112,7 @@ def hold(aside: Path) -> int:
     lock = Path(f"{aside}{_LOCK}")
     while True:
         _clean_writing(aside)
-        descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
         if try_lock(descriptor) is not False and lock.exists():
             return descriptor
         os.close(descriptor)
@@ -196,7 +196,7 @@ def _claim(folder: Path, step: int) -> tuple[Path, int]:
     while True:
         aside = folder / f"{_WRITING}{checkpoint_name(step)}-{uuid.uuid4().hex[:12]}"
         lock = Path(f"{aside}{_LOCK}")
-        descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
         if try_lock(descriptor) is not False and lock.exists():
             return aside, descriptor
         os.close(descriptor)

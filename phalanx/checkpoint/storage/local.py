@@ -205,7 +205,7 @@ class LocalStore:
     def _create(self, path: Path, content: bytes) -> bool | None:
         """None: a cleaner in another process took the half made file for a leftover before it was locked."""
         half_made = path.with_name(f"{folders.CREATING}{path.name}-{uuid.uuid4().hex[:12]}")
-        descriptor = os.open(half_made, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(half_made, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         try:
             folders.try_lock(descriptor)
             with os.fdopen(os.dup(descriptor), "wb") as stream:
@@ -268,7 +268,7 @@ def _write(file: str, folder: int, content: Iterable[Buffer]) -> FileEntry:
             size_bytes += memoryview(piece).nbytes
             yield piece
 
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=folder)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder)
     try:
         write_whole(descriptor, summed())
     finally:

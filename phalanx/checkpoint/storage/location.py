@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -42,6 +43,12 @@ def open_store(url: str | Path, options: Mapping[str, Any] | None = None, points
         return LocalStore(Path(unquote(urlsplit(url).path)), points)
     _require(protocol, url)
     return ObjectStore(url, options, points)
+
+
+def clean(store: Store, attempt: int) -> None:
+    """Remove what dead writers have left, and put back what they took away; whoever may only read leaves it."""
+    with suppress(OSError):
+        store.clean(attempt)
 
 
 def has_names(url: str | Path, options: Mapping[str, Any] | None = None) -> bool:

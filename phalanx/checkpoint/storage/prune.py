@@ -80,8 +80,8 @@ def _stocked(stored: Stored, rules: Rules) -> Stocked:
 
 
 def _manifest(stored: Stored, *, checksums: bool) -> Manifest | None:
-    """None: it is damaged, or of a later version."""
+    """None: it cannot be restored, because it is damaged or of a later version."""
     try:
-        return examine(stored, checksums=checksums)
+        return examine(stored, checksums=checksums, spare=lambda *_: None)
     except UserError:
         return None

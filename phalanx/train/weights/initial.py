@@ -6,9 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from phalanx.checkpoint.format.dcp import torch_dtype
 from phalanx.checkpoint.format.plain import is_plain
+from phalanx.checkpoint.restoring.restore import Opened, Targets
 from phalanx.core.errors import UserError
 from phalanx.data.tokenizers.saved import open_saved_tokenizer
 from phalanx.data.tokenizers.tokenizer import LibraryTokenizer, Tokenizer
@@ -20,7 +23,7 @@ from phalanx.train.derived.figures import complete_model
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.trainer import Trainer
 from phalanx.train.weights.torchtitan import UNTOLD, read_llama
-from phalanx.train.weights.trained import require_checkpoint, same_ids
+from phalanx.train.weights.trained import same_ids, take_newest
 
 # What may differ between a model and the weights it starts from; sizes are compared as they are resolved.
 _FREE = frozenset(
@@ -130,13 +133,21 @@ def weights_of_run(source: Path, say: Callable[[str], None]) -> Weights:
         UserError: no run, no checkpoint or no tokenizer is there.
     """
     folder = RunFolder(source)
-    checkpoint = require_checkpoint(folder, say)
-    tokenizer = open_saved_tokenizer(folder.tokenizer)
     prefix = "model."
-    tensors = checkpoint.read(name for name in checkpoint.manifest.tensors if name.startswith(prefix))
+    tensors: dict[str, Tensor] = {}
+
+    def weights(opened: Opened) -> Targets:
+        tensors.clear()
+        for name, saved in opened.tensors.items():
+            if name.startswith(prefix):
+                tensors[name] = torch.empty(saved.shape, dtype=torch_dtype(saved.dtype))
+        return Targets(tensors)
+
+    taken = take_newest(folder, weights, say)
+    tokenizer = open_saved_tokenizer(folder.tokenizer)
     model = complete_model(folder.config(), tokenizer.vocab_size)
     named = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    return Weights(checkpoint.path, model, named, tokenizer)
+    return Weights(folder.checkpoints / taken.name, model, named, tokenizer)
 
 
 def weights_of_folder(source: Path) -> Weights:

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import torch
 
-from phalanx.checkpoint.restore import Checkpoint, newest
+from phalanx.checkpoint.fit import Differences
+from phalanx.checkpoint.restoring.restore import SpoiltError, Targets, Wanted, restore
+from phalanx.checkpoint.restoring.source import Restored
+from phalanx.checkpoint.storage.location import open_store
 from phalanx.core.errors import UserError
 from phalanx.data.config import DataConfig
 from phalanx.data.loader import Loader
@@ -42,15 +45,14 @@ def open_trained(path: Path, say: Callable[[str], None], *, device: str = "auto"
     """
     folder = RunFolder(path)
     config = folder.config()
-    checkpoint = require_checkpoint(folder, say)
     tokenizer = open_saved_tokenizer(folder.tokenizer)
     chosen = choose_device(config.train.model_copy(update={"device": device, "deterministic": False}))
     model = Decoder(
         complete_model(config, tokenizer.vocab_size), device=chosen.torch_device, compute_dtype=chosen.compute_dtype
     )
-    load_weights(checkpoint, LogicalParameters(model))
+    step = _load_weights(folder, LogicalParameters(model), say)
     model.eval()
-    return Trained(config, model, tokenizer, chosen, checkpoint.step)
+    return Trained(config, model, tokenizer, chosen, step)
 
 
 def same_ids(left: Tokenizer, right: Tokenizer) -> bool:
@@ -80,32 +82,36 @@ def held_out_text(trained: Trained, run: Path, other: DataConfig | None) -> Load
     return Loader(prepared, config)
 
 
-def require_checkpoint(folder: RunFolder, say: Callable[[str], None]) -> Checkpoint:
-    """The newest good checkpoint of a run.
+def take_newest(folder: RunFolder, wanted: Wanted, say: Callable[[str], None]) -> Restored:
+    """Fill what is `wanted` from the newest checkpoint of a run from which it can be read.
 
     Raises:
         UserError: there is none.
     """
-    checkpoint = newest(folder.checkpoints, say)
-    if checkpoint is None:
+    store = open_store(folder.checkpoints)
+    try:
+        with torch.no_grad():
+            restored = restore(wanted, keeper=None, store=store, report=say, strict=False)
+    except SpoiltError:
+        restored = None
+    if restored is None:
         raise UserError(
             "has no good checkpoint yet", cure="train until the first one is written", value=str(folder.path)
         )
-    return checkpoint
+    return restored
 
 
-def load_weights(checkpoint: Checkpoint, parameters: LogicalParameters) -> None:
-    """Fill `parameters` from the weights of `checkpoint`, whatever else it holds.
+def _load_weights(folder: RunFolder, parameters: LogicalParameters, say: Callable[[str], None]) -> int:
+    """Fill `parameters` from the newest good checkpoint, whatever else it holds; its step.
 
     Raises:
-        UserError: a weight is missing or has another shape.
+        UserError: there is none, or a weight is missing or has another shape.
     """
     wanted = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
-    with torch.no_grad():
-        differences = checkpoint.load_into(wanted, strict=False)
-    if differences.missing:
-        raise UserError(
-            f"lacks {', '.join(differences.missing[:4])}",
-            cure="use the config it was trained with",
-            value=str(checkpoint.path),
-        )
+
+    def require_all(differences: Differences) -> None:
+        if differences.missing:
+            problem = f"the newest checkpoint lacks {', '.join(differences.missing[:4])}"
+            raise UserError(problem, cure="use the config it was trained with", value=str(folder.path))
+
+    return take_newest(folder, lambda _: Targets(wanted, check=require_all), say).step
