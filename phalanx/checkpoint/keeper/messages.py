@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-VERSION = 1
+VERSION = 2
 
 _READ_BYTES = 1 << 20
 
@@ -57,7 +57,8 @@ class Replicate:
     """See `Keeper.replicate_to`; `peer`: the fields of an `Endpoint`."""
 
     peer: list[Any] | None
-    token: str
+    attempt: int
+    secret: str
 
 
 @dataclass(frozen=True)
