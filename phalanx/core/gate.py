@@ -26,7 +26,7 @@ PROOF_S = 3.0
 
 MOST_UNPROVEN = 1024
 BACKLOG = 4096
-_AT_A_TIME = 128  # connections that are taken before those that wait are heard again
+_TURNS = 8  # in which all places can be taken: between them, those who wait are heard
 _REST_S = 0.05  # without a descriptor for the next connection
 
 
@@ -101,12 +101,13 @@ class Gate:
 
     def _run(self) -> None:
         while not self._closing:
-            for key, _ in self._selector.select(self._patience_s()):
-                if key.fileobj is self._server:
-                    self._accept()
-                elif isinstance(key.data, _Caller) and key.data in self._callers:
+            found = [key for key, _ in self._selector.select(self._patience_s())]
+            for key in found:  # first those who are here: some have their proof, others are gone and make room
+                if isinstance(key.data, _Caller) and key.data in self._callers:
                     self._hear(key.data)
             self._drop_late()
+            if any(key.fileobj is self._server for key in found):
+                self._accept()
 
     def _patience_s(self) -> float | None:
         oldest = next(iter(self._callers), None)
@@ -118,7 +119,7 @@ class Gate:
             self._refuse(oldest, "time", f"{oldest.address} did not prove within {self._proof_s:g} s that it may call")
 
     def _accept(self) -> None:
-        for _ in range(_AT_A_TIME):
+        for _ in range(max(1, self._most // _TURNS)):
             try:
                 connection, address = self._server.accept()
             except BlockingIOError:
@@ -140,6 +141,8 @@ class Gate:
             return
         self._callers[caller] = None
         self._selector.register(connection, selectors.EVENT_READ, caller)
+        if len(self._callers) > self._most:
+            self._hear(next(iter(self._callers)))  # its proof may have come just now
         if len(self._callers) > self._most:
             oldest = next(iter(self._callers))
             self._refuse(oldest, "many", f"{oldest.address} was dropped: more than {self._most} call without proof")
