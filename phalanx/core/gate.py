@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from phalanx.core.noise import MESSAGE_BYTES, Handshake, NotAuthenticError
 from phalanx.core.throttle import LogThrottle, and_others
@@ -27,10 +27,11 @@ PROOF_S = 3.0
 MOST_UNPROVEN = 1024
 BACKLOG = 4096
 _TURNS = 8  # in which all places can be taken: between them, those who wait are heard
+_RANDOM_BYTES = 4096
 _REST_S = 0.05  # without a descriptor for the next connection
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Caller:
     """Somebody who has not proved anything yet."""
 
@@ -38,7 +39,7 @@ class _Caller:
     address: str
     until_s: float
     hello: bytes
-    said: bytearray = field(default_factory=bytearray)
+    said: bytes = b""
 
 
 Admit = Callable[[socket.socket, str, Handshake], None]
@@ -75,13 +76,14 @@ class Gate:
         self._admit, self._report = admit, report
         self._most, self._proof_s = most, proof_s
         self._throttle = LogThrottle()
-        self._callers: dict[_Caller, None] = {}  # those who came first are first
-        self._selector = selectors.DefaultSelector()
+        self._callers: dict[int, _Caller] = {}  # by descriptor; those who came first are first
+        self._random = b""
+        self._poll = select.epoll()
         self._woken, self._wake = os.pipe()
         self._closing = False
         server.setblocking(False)
-        self._selector.register(server, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._poll.register(server, select.EPOLLIN)
+        self._poll.register(self._woken, select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -92,30 +94,32 @@ class Gate:
         self._closing = True
         os.write(self._wake, b"x")
         self._thread.join()
-        for caller in list(self._callers):
+        for caller in list(self._callers.values()):
             self._drop(caller)
-        self._selector.close()
+        self._poll.close()
         self._server.close()
         os.close(self._woken)
         os.close(self._wake)
 
     def _run(self) -> None:
+        listening = self._server.fileno()
         while not self._closing:
-            found = [key for key, _ in self._selector.select(self._patience_s())]
-            for key in found:  # first those who are here: some have their proof, others are gone and make room
-                if isinstance(key.data, _Caller) and key.data in self._callers:
-                    self._hear(key.data)
+            found = [descriptor for descriptor, _ in self._poll.poll(self._patience_s())]
+            for descriptor in found:  # first those who are here: some have their proof, others are gone and make room
+                caller = self._callers.get(descriptor)
+                if caller is not None:
+                    self._hear(caller)
             self._drop_late()
-            if any(key.fileobj is self._server for key in found):
+            if listening in found:
                 self._accept()
 
     def _patience_s(self) -> float | None:
-        oldest = next(iter(self._callers), None)
+        oldest = self._oldest()
         return None if oldest is None else max(0.0, oldest.until_s - time.monotonic())
 
     def _drop_late(self) -> None:
         now_s = time.monotonic()
-        while self._callers and (oldest := next(iter(self._callers))).until_s <= now_s:
+        while (oldest := self._oldest()) is not None and oldest.until_s <= now_s:
             self._refuse(oldest, "time", f"{oldest.address} did not prove within {self._proof_s:g} s that it may call")
 
     def _accept(self) -> None:
@@ -127,29 +131,34 @@ class Gate:
             except OSError as error:  # it is gone again, or there is no descriptor left
                 self._make_room(error)
                 return
-            self._begin(connection, address[0])
+            if _is_gone(connection):
+                connection.close()
+                self._say("gone", f"{address[0]} hung up before it had proved anything")
+            else:
+                self._begin(connection, address[0])
 
     def _begin(self, connection: socket.socket, address: str) -> None:
-        hello = self._label.ljust(HELLO_BYTES - 16, b"\0") + os.urandom(16)
+        self._random = self._random or os.urandom(_RANDOM_BYTES)
+        hello, self._random = self._label.ljust(HELLO_BYTES - 16, b"\0") + self._random[:16], self._random[16:]
         caller = _Caller(connection, address, time.monotonic() + self._proof_s, hello)
         try:
-            connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.send(hello)
+            connection.send(hello, socket.MSG_DONTWAIT)
         except OSError:
             connection.close()
             return
-        self._callers[caller] = None
-        self._selector.register(connection, selectors.EVENT_READ, caller)
-        if len(self._callers) > self._most:
-            self._hear(next(iter(self._callers)))  # its proof may have come just now
-        if len(self._callers) > self._most:
-            oldest = next(iter(self._callers))
+        self._callers[connection.fileno()] = caller
+        self._poll.register(connection, select.EPOLLIN)
+        if len(self._callers) > self._most and (oldest := self._oldest()) is not None:
+            self._hear(oldest)  # its proof may have come just now
+        if len(self._callers) > self._most and (oldest := self._oldest()) is not None:
             self._refuse(oldest, "many", f"{oldest.address} was dropped: more than {self._most} call without proof")
+
+    def _oldest(self) -> _Caller | None:
+        return next(iter(self._callers.values()), None)
 
     def _hear(self, caller: _Caller) -> None:
         try:
-            piece = caller.connection.recv(MESSAGE_BYTES - len(caller.said))
+            piece = caller.connection.recv(MESSAGE_BYTES - len(caller.said), socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError:
@@ -167,18 +176,17 @@ class Gate:
             return
         handshake = Handshake(secret, caller.hello, calls=False)
         try:
-            handshake.read(bytes(caller.said))
+            handshake.read(caller.said)
         except NotAuthenticError:
             self._refuse(caller, "proof", f"{caller.address} does not have the secret of this job")
             return
-        del self._callers[caller]
-        self._selector.unregister(caller.connection)
-        caller.connection.setblocking(True)
+        del self._callers[caller.connection.fileno()]
+        self._poll.unregister(caller.connection)
         self._admit(caller.connection, caller.address, handshake)
 
     def _make_room(self, error: OSError) -> None:
-        if self._callers:
-            oldest = next(iter(self._callers))
+        oldest = self._oldest()
+        if oldest is not None:
             self._refuse(oldest, "descriptors", f"{oldest.address} was dropped: {error.strerror}")
         else:
             time.sleep(_REST_S)
@@ -188,8 +196,7 @@ class Gate:
         self._say(kind, line)
 
     def _drop(self, caller: _Caller) -> None:
-        del self._callers[caller]
-        self._selector.unregister(caller.connection)
+        del self._callers[caller.connection.fileno()]
         with contextlib.suppress(OSError):
             caller.connection.close()
 
@@ -197,6 +204,16 @@ class Gate:
         others = self._throttle.due(kind)
         if others is not None:
             self._report(line + and_others(others))
+
+
+def _is_gone(connection: socket.socket) -> bool:
+    """Whether it was hung up on already, as those do who come again and again: these cost nothing more."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def knock(hello: bytes, label: bytes, secret: bytes) -> tuple[Handshake, bytes]:
