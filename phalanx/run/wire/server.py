@@ -309,6 +309,7 @@ class ExecutorServer:
         """Whether somebody may try although too many from there have failed."""
         if proof.is_pass(self.token, request, self._unix_s()):
             return True
+        self._unproven.pop(peer, None)  # it is no failure more: that would keep the door shut for ever
         self._report(peer, proof.Refusal("failures", "too many connections from there have failed"))
         return False
 
