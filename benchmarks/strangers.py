@@ -260,9 +260,9 @@ def _ask_keeper(port: int) -> None:
 
 
 def _ask_peer(port: int) -> None:
-    from phalanx.checks.peer import measure_clock
+    from phalanx.checks.peer import measure_peer
 
-    assert abs(measure_clock(f"127.0.0.1:{port}", key=SECRET)[0]) < _CALL_S
+    measure_peer(f"127.0.0.1:{port}", transfer_bytes=0, limit_s=_CALL_S, key=SECRET)
 
 
 async def _ask_driver(port: int, tls: ssl.SSLContext | None) -> None:

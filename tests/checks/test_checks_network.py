@@ -48,8 +48,8 @@ def test_who_serves_and_who_asks_prove_that_they_know_the_key() -> None:
                 measure_peer(address, transfer_bytes=0, limit_s=5.0, key=key)
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.settimeout(30)
-            nonce = stranger.recv(32, socket.MSG_WAITALL)
-            stranger.sendall(nonce + bytes(32))  # what is sent back proves nothing
+            hello = stranger.recv(32, socket.MSG_WAITALL)
+            stranger.sendall(hello + bytes(16))  # what is sent back proves nothing
             assert stranger.recv(1) == b""
 
 
@@ -57,9 +57,9 @@ def test_a_peer_that_only_pretends_to_know_the_key_is_noticed() -> None:
     def pretend(server: socket.socket) -> None:
         connection, _ = server.accept()
         with connection:
-            connection.sendall(bytes(32))
-            connection.recv(64, socket.MSG_WAITALL)
-            connection.sendall(bytes(32))
+            connection.sendall(b"phalanx peer 2".ljust(16, b"\0") + bytes(16))
+            connection.recv(48, socket.MSG_WAITALL)
+            connection.sendall(bytes(48))
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=pretend, args=(server,))

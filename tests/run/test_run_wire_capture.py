@@ -31,7 +31,7 @@ from phalanx.checkpoint.replicas.fetch import list_held
 from phalanx.checkpoint.replicas.link import LABEL, LinkError, call
 from phalanx.checkpoint.replicas.messages import Offer, Plan, PlanNeeded, Refused
 from phalanx.checkpoint.restore import candidates, open_checkpoint
-from phalanx.checkpoint.session.secret import given_secret
+from phalanx.checkpoint.session.secret import given_secret, mark_of
 from phalanx.core.gate import HELLO_BYTES
 from phalanx.core.job_secret import derive, hand_out
 from phalanx.run.certificates import make_certificate
@@ -205,6 +205,8 @@ def test_a_listener_learns_nothing_of_use_and_no_forgery_is_taken(tmp_path: Path
         for address in ("host-1", "host-2"):
             end_keeper(keepers / address)
     assert sum(map(len, replicas.values())) > 500_000
+    spoken = mark_of(secrets.of_the_keepers).encode()  # by rank to rank, in clear
+    assert any(spoken in said for said in flows.values()), "what ranks say was not heard: this proves nothing"
     for flow, said in flows.items():
         for secret in secrets.all():
             assert secret not in said, flow
