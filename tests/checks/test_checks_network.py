@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from phalanx.checks import clock, loopback, peers
 from phalanx.checks.host import host_from_settings
 from phalanx.checks.neighbours import Pair, Rates, bad_pairs, name_bad_hosts, plan_neighbours, plan_suspects
-from phalanx.checks.peer import PeerError, PeerMeasure, measure_peer, serve_peer
+from phalanx.checks.peer import PeerError, PeerMeasure, _introduce, measure_peer, serve_peer
 from phalanx.checks.thresholds import Threshold, slow_hosts
 from phalanx.core.errors import UserError
 
@@ -182,6 +182,7 @@ def test_a_peer_that_hangs_up_is_told_of() -> None:
 def test_the_server_closes_on_nonsense_and_serves_on(request_bytes: bytes) -> None:
     with serve_peer() as port:
         with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            _introduce(connection, None)
             connection.sendall(request_bytes)
             assert connection.recv(1) == b""
         assert measure_peer(f"127.0.0.1:{port}", transfer_bytes=_SMALL).latency_s > 0

@@ -176,6 +176,8 @@ def test_those_who_say_nothing_are_few_and_keep_nobody_out(house: House, monkeyp
     try:
         closed = 0
         for line in lines:
+            line.sendall(b"GET /")
+        for line in lines:
             line.settimeout(0.2)
             try:
                 closed += not line.recv(1)

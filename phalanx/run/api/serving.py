@@ -7,7 +7,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -16,12 +16,13 @@ from phalanx.core.errors import UserError
 from phalanx.core.tasks import told
 from phalanx.run.api.guard import App
 from phalanx.run.wire.addresses import Address
+from phalanx.run.wire.arrivals import Arrivals
 
 MOST_CONNECTIONS = 1024
 """That are open at one time: where there are more, uvicorn answers 503."""
 
 MOST_WAITING = 256
-"""Connections on which no whole request has come yet: the one that has waited longest goes when there is another."""
+"""Connections on which part of a request has come: the one that has waited longest goes when there is another."""
 
 HEADERS_S = 5.0
 WRITE_S = 30.0
@@ -114,9 +115,15 @@ class HttpServer:
     def __init__(self, app: App, wanted: Address, before: Address | None, tls: ssl.SSLContext | None) -> None:
         self._socket = _listen(wanted, before)
         self.address = Address(wanted.host, self._socket.getsockname()[1])
+        self._arrivals = arrivals = Arrivals(within_s=HEADERS_S)
+        serves = type("Protocol", (BoundedProtocol,), {"waiting": {}})
+
+        def expect(**told: Any) -> asyncio.Protocol:
+            return arrivals.expect(lambda: serves(**told))
+
         config = uvicorn.Config(
             app,
-            http=type("Protocol", (BoundedProtocol,), {"waiting": {}}),
+            http=cast(type[asyncio.Protocol], expect),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -148,6 +155,7 @@ class HttpServer:
     async def __aexit__(self, *raised: object) -> None:
         """Stop listening; those that are being answered have some seconds."""
         self._server.should_exit = True
+        self._arrivals.close()
         if self._task is not None:
             with contextlib.suppress(Exception):
                 await self._task

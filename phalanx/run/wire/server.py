@@ -14,7 +14,8 @@ from phalanx.run import messages
 from phalanx.run.secrets import require_tls_unless_loopback
 from phalanx.run.wire import codec, frames, proof
 from phalanx.run.wire.addresses import Address
-from phalanx.run.wire.channel import Channel, Ending, quiet_logger
+from phalanx.run.wire.arrivals import Arrivals
+from phalanx.run.wire.channel import Ending, quiet_logger
 from phalanx.run.wire.codec import Answer, KeptMessage
 from phalanx.run.wire.door import Clock, Door
 from phalanx.run.wire.peer import Mark, Peer
@@ -93,6 +94,7 @@ class ExecutorServer:
         self._open: set[Peer] = set()
         self._unproven: dict[Peer, None] = {}  # the oldest first
         self._beats: list[tuple[Peer, messages.Heartbeat]] = []  # of this round of the loop
+        self._arrivals = Arrivals()
         self._door, self._throttle = Door(clock), LogThrottle(clock)
         self._loop: asyncio.AbstractEventLoop
         self._server: asyncio.Server | None = None
@@ -119,6 +121,7 @@ class ExecutorServer:
             self._sweeper.cancel()
         if self._server is not None:
             self._server.close()
+        self._arrivals.close()
         self._peers.clear()
         for peer in list(self._open):
             peer.channel.end(_GOING_AWAY, "the driver stops")
@@ -313,8 +316,8 @@ class ExecutorServer:
         self._report(peer, proof.Refusal("failures", "too many connections from there have failed"))
         return False
 
-    def _connection(self) -> Channel:
-        return Peer(self).channel
+    def _connection(self) -> asyncio.Protocol:
+        return self._arrivals.expect(lambda: Peer(self).channel)
 
     def _write(self, peer: Peer | None, frame: bytes) -> bool:
         if peer is None or not peer.channel.is_open:
