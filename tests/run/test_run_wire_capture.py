@@ -78,6 +78,7 @@ class Wire:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 20)
         self._socket.settimeout(0.1)
         self._pieces: dict[Flow, dict[int, bytes]] = defaultdict(dict)
+        self._heard: set[Flow] = set()  # towards keepers
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._listen, daemon=True)
@@ -95,9 +96,8 @@ class Wire:
 
     def keepers(self) -> dict[Flow, bytes]:
         """Of these, what was said to keepers by others."""
-        flows = self.flows()
-        heard = [flow for flow, said in flows.items() if said.startswith(LABEL)]
-        return {flow.back: flows[flow.back] for flow in heard if flow.back in flows}
+        with self._lock:
+            return {flow: _joined(self._pieces[flow]) for flow in self._heard if flow in self._pieces}
 
     def _listen(self) -> None:
         while not self._closing.is_set():
@@ -112,8 +112,11 @@ class Wire:
         content = packet[head + (packet[head + 12] >> 4) * 4 : 14 + struct.unpack_from("!H", packet, 16)[0]]
         source, target = (socket.inet_ntoa(packet[place : place + 4]) for place in (26, 30))
         if content and source.startswith(SUBNET):
+            flow = Flow(source, source_port, target, target_port)
             with self._lock:
-                pieces = self._pieces[Flow(source, source_port, target, target_port)]
+                if content.startswith(LABEL):  # which a keeper says first of all
+                    self._heard.add(flow.back)
+                pieces = self._pieces[flow]
                 if len(content) > len(pieces.get(number, b"")):
                     pieces[number] = content
 
