@@ -5,8 +5,9 @@
     python benchmarks/checkpoint_transfer.py --quick            # 32 MB, 3 repeats
 
 Every way of moving the bytes takes its turn in each repeat, into the same destination, whose pages have been touched,
-so that all see the same machine. The figures are medians over the repeats: GB/s, and the ratio to the plain way within
-a repeat (a copy between two pieces of memory; sendall and recv_into over loopback, by two threads).
+so that all see the same machine. The figures are medians over the repeats: GB/s, the ratio to the plain way within a
+repeat (a copy between two pieces of memory; sendall and recv_into over loopback, by two threads), and the CPU time of
+this process: of both ends of a plain transfer, of our end of the others.
 
 The bars: reading what this host's keeper holds, sums checked, at 0.8 of a plain copy; fetching what a peer's holds at
 0.8 of a plain transfer. The peer's keeper is a process of its own; in "sent" its replica is committed and acknowledged.
@@ -21,6 +22,7 @@ import json
 import mmap
 import multiprocessing
 import os
+import secrets
 import socket
 import statistics
 import tempfile
@@ -44,7 +46,6 @@ from phalanx.checkpoint.format.sums import chunk_sums
 from phalanx.checkpoint.keeper.vault import MemoryVault
 from phalanx.checkpoint.replicas.contract import Endpoint, Replicated
 from phalanx.checkpoint.replicas.fetch import PeerCopies, fetch
-from phalanx.checkpoint.replicas.link import new_token
 from phalanx.checkpoint.replicas.service import ReplicaService
 from phalanx.checkpoint.restoring.copying import fill_from_memory
 from phalanx.checkpoint.restoring.parts import Part, SavedBlock
@@ -122,13 +123,13 @@ def check_sums(source: memoryview, record: Record) -> None:
 
 
 def from_peer(size: int, repeats: int) -> list[dict[str, Any]]:
-    vault, token, told = MemoryVault(), new_token(), SimpleQueue[Replicated]()
+    vault, secret, told = MemoryVault(), secrets.token_bytes(32), SimpleQueue[Replicated]()
     plan = make_plan(size)
     commit(vault, plan)
     destination = touched(size)
     service = ReplicaService(vault, told.put)
-    service.use_token(token)
-    with vault.pin(SNAPSHOT, 0) as (record, _, descriptor), peer(token) as endpoint:
+    service.use_secret(secret)
+    with vault.pin(SNAPSHOT, 0) as (record, _, descriptor), peer(secret) as endpoint:
         source = memoryview(mmap.mmap(descriptor, size, prot=mmap.PROT_READ))
 
         def send() -> None:
@@ -140,8 +141,8 @@ def from_peer(size: int, repeats: int) -> list[dict[str, Any]]:
         send()  # both slots there are allocated now
         ways: Ways = {"plain transfer": lambda: transfer(source, destination), "sent, and committed there": send}
         for streams in (1, 2, 4):
-            ways[f"fetched, {streams} stream(s)"] = partial(fetched, endpoint, token, destination, streams)
-        ways["chunks, summed and copied here"] = lambda: by_chunks(endpoint, token, destination, record)
+            ways[f"fetched, {streams} stream(s)"] = partial(fetched, endpoint, secret, destination, streams)
+        ways["chunks, summed and copied here"] = lambda: by_chunks(endpoint, secret, destination, record)
         rows = measure("memory of another host, over loopback", ways, size, repeats)
         assert destination == source
     service.close()
@@ -183,13 +184,13 @@ def forget_pages(folder: Path) -> None:
         os.close(descriptor)
 
 
-def fetched(endpoint: Endpoint, token: str, destination: memoryview, streams: int) -> None:
-    fetch(endpoint, token, SNAPSHOT, 0, destination, streams=streams)
+def fetched(endpoint: Endpoint, secret: bytes, destination: memoryview, streams: int) -> None:
+    fetch(endpoint, secret, SNAPSHOT, 0, destination, streams=streams)
 
 
-def by_chunks(endpoint: Endpoint, token: str, destination: memoryview, record: Record) -> None:
+def by_chunks(endpoint: Endpoint, secret: bytes, destination: memoryview, record: Record) -> None:
     """As restoring does it where what is wanted is not a run of bytes."""
-    with PeerCopies(token).open(endpoint, SNAPSHOT, 0) as copy:
+    with PeerCopies(secret).open(endpoint, SNAPSHOT, 0) as copy:
         for number, chunk in enumerate(copy.chunks(range(len(record.sums)))):
             assert xxh3_64_intdigest(chunk) == record.sums[number]
             destination[number * CHUNK_BYTES : number * CHUNK_BYTES + len(chunk)] = chunk
@@ -210,10 +211,10 @@ def transfer(source: memoryview, destination: memoryview) -> None:
 
 
 @contextmanager
-def peer(token: str) -> Iterator[Endpoint]:
+def peer(secret: bytes) -> Iterator[Endpoint]:
     """A host in a process of its own."""
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=keep, args=(there, token))
+    process = multiprocessing.get_context("spawn").Process(target=keep, args=(there, secret))
     process.start()
     try:
         yield Endpoint(**here.recv())
@@ -222,9 +223,11 @@ def peer(token: str) -> Iterator[Endpoint]:
         process.join()
 
 
-def keep(pipe: Any, token: str) -> None:
-    service = ReplicaService(MemoryVault(), lambda replicated: None, host="peer")
-    service.use_token(token)
+def keep(pipe: Any, secret: bytes) -> None:
+    vault = MemoryVault()
+    vault.begin(1)
+    service = ReplicaService(vault, lambda replicated: None, host="peer")
+    service.use_secret(secret)
     pipe.send(asdict(service.start_listening()))
     pipe.recv()
     service.close()
@@ -265,19 +268,23 @@ def touched(size: int) -> memoryview:
 def measure(title: str, ways: Ways, size: int, repeats: int) -> list[dict[str, Any]]:
     """Each way once in every repeat; the first of them is what the others are compared with."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    busy: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats):
         for name, way in ways.items():
-            began = time.perf_counter()
+            began, busy_before = time.perf_counter(), time.process_time()
             way()
             seconds[name].append(time.perf_counter() - began)
+            busy[name].append(time.process_time() - busy_before)
     plain = next(iter(seconds.values()))
-    print(f"{title}, {size / 1e6:g} MB, medians of {repeats}\n  {'':32} {'GB/s':>6} {'of plain':>9}")
+    print(f"{title}, {size / 1e6:g} MB, medians of {repeats}\n  {'':32} {'GB/s':>6} {'of plain':>9} {'CPU s/GB':>9}")
     rows = []
     for name, own in seconds.items():
         rate = size / statistics.median(own) / 1e9
         ratio = statistics.median(p / o for p, o in zip(plain, own, strict=True))
-        print(f"  {name:32} {rate:6.2f} {ratio:9.2f}")
-        rows.append({"from": title, "way": name, "gb_per_s": rate, "of_plain": ratio, "seconds": own})
+        cpu = statistics.median(busy[name]) / size * 1e9
+        print(f"  {name:32} {rate:6.2f} {ratio:9.2f} {cpu:9.2f}")
+        row = {"from": title, "way": name, "gb_per_s": rate, "of_plain": ratio, "seconds": own}
+        rows.append(row | {"cpu_s_per_gb": cpu})
     return rows
 
 

@@ -24,6 +24,7 @@ import psutil
 from phalanx.checkpoint.format.record import Record, SnapshotId
 from phalanx.checkpoint.keeper.client import connect
 from phalanx.checkpoint.keeper.contract import KeeperLostError
+from phalanx.core.job_secret import hand_out
 from phalanx.telemetry.loggers import read_json_lines
 from support.kills.run import TinyRun
 
@@ -127,7 +128,7 @@ class Cluster:
         run = TinyRun(self.run.folder, self.run.name, SETTINGS | dict(self.run.changes) | dict(changes or {}))
         arguments, size, port = run.arguments(), sum(host.ranks for host in self.hosts), _free_port()
         (run.folder / "none.toml").touch()
-        first = 0
+        first, secret = 0, hand_out(run.folder, run.folder.name.encode().rjust(32))
         for number, host in enumerate(self.hosts):
             host.processes = []
             for local in range(host.ranks):
@@ -141,6 +142,7 @@ class Cluster:
                     "PHALANX_KEEPER": str(self.keeper(number)),
                     "PHALANX_INTERFACE": "lo",
                     "PHALANX_RACK": host.rack,
+                    **secret,
                 }
                 target = (str(run.folder), str(self._log(first + local)), arguments, environ)
                 process = self._context.Process(target=_become, args=target)

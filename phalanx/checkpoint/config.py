@@ -73,6 +73,12 @@ class CheckpointConfig(Config):
         "auto",
         description="copy each snapshot to the memory of another host too; auto: where there is more than one host",
     )
+    insecure_replicas: bool = Field(
+        False,
+        description="copy snapshots to other hosts also where no secret of the job is handed out (phalanx run does; "
+        "else PHALANX_JOB_SECRET_FILE): the ranks agree on one, which who only listens does not learn; who can speak "
+        "as a rank can read and forge snapshots",
+    )
     rack: str = Field(
         "",
         description="what this host fails together with, such as its rack; replicas go elsewhere; "
@@ -128,7 +134,7 @@ class CheckpointConfig(Config):
         return self.every_steps > 0 and step > 0 and step % self.every_steps == 0
 
     def replicated(self, hosts: int) -> bool:
-        """Whether snapshots are copied to other hosts, of `hosts` in all."""
+        """Whether snapshots are to be copied to other hosts, of `hosts` in all."""
         return hosts > 1 and self.replicas is not False
 
     def rack_of(self, environment: Mapping[str, str]) -> str:

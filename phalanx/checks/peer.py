@@ -4,15 +4,14 @@ A message is one letter and a number of eight bytes. ``P``: answer the same (lat
 time in ns. ``S`` n: n bytes follow; answer when all are there. ``R`` n: send n bytes. Nothing is stored or run, and
 a connection that asks for more than a limit, or says nothing for long, is closed.
 
-With a key, both sides first prove that they know it, and it does not travel: see `_admit`. Without one, only this host
-is served.
+Both sides first prove that they know the same key, which does not travel (`phalanx.core.gate`). Without one, only this
+host is served.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
-import secrets
+import logging
 import socket
 import statistics
 import struct
@@ -25,15 +24,18 @@ from pathlib import Path
 
 from phalanx.core.addresses import is_loopback
 from phalanx.core.errors import UserError
+from phalanx.core.gate import BACKLOG, HELLO_BYTES, Gate, knock
+from phalanx.core.job_secret import derive
+from phalanx.core.noise import MESSAGE_BYTES, Handshake, NotAuthenticError
 
+_log = logging.getLogger(__name__)
+
+_LABEL = b"phalanx peer 2"
 _HEADER = struct.Struct("!cQ")
 _BLOCK = bytes(1 << 18)
 _MAX_BYTES = 1 << 34
 _IDLE_S = 30.0
-_PROOF_S = 10.0
-_LOOK_S = 0.5
 _AT_ONCE = 64  # connections; of a host, few ask at one time
-_NONCE_BYTES, _PROOF_BYTES = 32, 32
 _PINGS = 64
 _WARM_BYTES = 4 << 20
 
@@ -80,45 +82,33 @@ def serve_peer(
         cure = "give a key that both sides know (--token-file), or serve on 127.0.0.1"
         raise UserError("other hosts can reach this address", cure=cure, field="peer", value=host)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family) as server:
-        server.settimeout(_LOOK_S)
-        ended = threading.Event()
-        work = (server, ended, clock_ns, key)
-        thread = threading.Thread(target=_accept, args=work, name="peer server", daemon=True)
-        thread.start()
-        try:
-            yield server.getsockname()[1]
-        finally:
-            ended.set()
-            with contextlib.suppress(OSError):  # wakes the thread at once, on Linux
-                server.shutdown(socket.SHUT_RDWR)
-            thread.join()
-
-
-def _accept(server: socket.socket, ended: threading.Event, clock_ns: Clock, key: bytes | None) -> None:
+    server = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    port = server.getsockname()[1]
+    secret = _secret(key)
     places = threading.BoundedSemaphore(_AT_ONCE)
-    while not ended.is_set():
-        try:
-            connection, _ = server.accept()
-        except TimeoutError:
-            continue
-        except OSError:
-            return
-        if not places.acquire(blocking=False):
+
+    def admit(connection: socket.socket, address: str, handshake: Handshake) -> None:
+        if places.acquire(blocking=False):
+            work = (connection, clock_ns, handshake, places)
+            threading.Thread(target=_serve, args=work, name="peer", daemon=True).start()
+        else:
             connection.close()
-            continue
-        work = (connection, clock_ns, key, places)
-        threading.Thread(target=_serve, args=work, name="peer", daemon=True).start()
+
+    gate = Gate(server, lambda: secret, _LABEL, admit, _log.info, name="peer server")
+    try:
+        yield port
+    finally:
+        gate.close()
 
 
-def _serve(connection: socket.socket, clock_ns: Clock, key: bytes | None, places: threading.BoundedSemaphore) -> None:
+def _serve(
+    connection: socket.socket, clock_ns: Clock, handshake: Handshake, places: threading.BoundedSemaphore
+) -> None:
     with connection, contextlib.suppress(OSError, PeerError):
-        connection.settimeout(_PROOF_S)
+        connection.settimeout(_IDLE_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            if key is not None:
-                _admit(connection, key)
-            connection.settimeout(_IDLE_S)
+            connection.sendall(handshake.write())
             _answer_all(connection, clock_ns)
         finally:
             places.release()
@@ -130,35 +120,24 @@ def _answer_all(connection: socket.socket, clock_ns: Clock) -> None:
         _answer(connection, kind, number, clock_ns)
 
 
-def _admit(connection: socket.socket, key: bytes) -> None:
-    """A nonce to the one who asks; from there a nonce and an HMAC of both under the key; back an HMAC of our own.
+def _introduce(connection: socket.socket, key: bytes | None) -> None:
+    """Prove to a peer that we know the key, and see that it does.
 
-    What was recorded does not fit the next nonce, and what is sent back does not fit the role in it. Who can change
-    packets on the way can spoil a measurement: it is no more than that.
+    What is measured then goes in clear: who can change packets on the way can spoil a measurement, and no more.
     """
-    ours = secrets.token_bytes(_NONCE_BYTES)
-    connection.sendall(ours)
-    theirs, proof = _nonce_and_proof(connection)
-    if not hmac.compare_digest(proof, _proof(key, b"asks", ours, theirs)):
-        raise PeerError("who asks does not know the key")
-    connection.sendall(_proof(key, b"serves", ours, theirs))
+    try:
+        handshake, proof = knock(_receive(connection, HELLO_BYTES), _LABEL, _secret(key))
+        connection.sendall(proof)
+        handshake.read(_receive(connection, MESSAGE_BYTES))
+    except NotAuthenticError:
+        raise PeerError("the peer does not know the key") from None
+    except ValueError as error:
+        raise PeerError(str(error)) from None
 
 
-def _introduce(connection: socket.socket, key: bytes) -> None:
-    """The other side of `_admit`."""
-    theirs, ours = _receive(connection, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
-    connection.sendall(ours + _proof(key, b"asks", theirs, ours))
-    if not hmac.compare_digest(_receive(connection, _PROOF_BYTES), _proof(key, b"serves", theirs, ours)):
-        raise PeerError("the peer does not know the key")
-
-
-def _nonce_and_proof(connection: socket.socket) -> tuple[bytes, bytes]:
-    got = _receive(connection, _NONCE_BYTES + _PROOF_BYTES)
-    return got[:_NONCE_BYTES], got[_NONCE_BYTES:]
-
-
-def _proof(key: bytes, role: bytes, served: bytes, asked: bytes) -> bytes:
-    return hmac.digest(key, b"phalanx check: peer " + role + b" " + served + asked, "sha256")
+def _secret(key: bytes | None) -> bytes:
+    """What both sides prove to have; without a key it is no secret."""
+    return derive(key or b"", "measuring the network")
 
 
 def read_key(path: Path) -> bytes:
@@ -210,8 +189,7 @@ def measure_peer(
         key: that both sides know; None: the peer asks for none.
     """
     with _connected(address, limit_s, within_s) as connection:
-        if key is not None:
-            _introduce(connection, key)
+        _introduce(connection, key)
         ways = sorted(_ask_clock(connection, clock_ns) for _ in range(_PINGS))
         _time_send(connection, _WARM_BYTES)
         sending_s = _time_send(connection, transfer_bytes)

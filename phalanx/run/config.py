@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from phalanx.core import job_secret
 from phalanx.core.config import Config, Loaded, load
 from phalanx.core.errors import UserError
 from phalanx.core.units import parse_size
@@ -313,7 +314,7 @@ class RunConfig(Config):
         if self.name and not _NAME.fullmatch(self.name):
             raise ValueError(f"name = {self.name!r} is no name: use up to 63 letters, digits, '.', '_' and '-'")
         for variable in self.environment:
-            if _OURS.fullmatch(variable) or variable in OWN_VARIABLES:
+            if _OURS.fullmatch(variable) or variable in (*OWN_VARIABLES, job_secret.VARIABLE):
                 raise ValueError(f"environment.{variable} is set for each rank by phalanx run: remove it")
         return self
 

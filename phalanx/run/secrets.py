@@ -22,6 +22,7 @@ from phalanx.core.addresses import host_of as host_of
 from phalanx.core.addresses import is_loopback as is_loopback
 from phalanx.core.errors import UserError
 from phalanx.core.files import fsync_folder
+from phalanx.core.job_secret import openness
 
 TOKEN_BYTES = 32
 
@@ -99,7 +100,11 @@ def read_token(path: Path) -> Token:
     except OSError as error:
         raise _bad(path, f"the token cannot be read ({error.strerror})", "give the path of a plain file") from None
     try:
-        _private(path, os.fstat(descriptor))
+        problem = openness(descriptor)
+        if problem:
+            raise _bad(
+                path, problem, "give a token file of yours; if others may have read it, remove it: a new one is made"
+            )
         text = os.read(descriptor, 4 * TOKEN_BYTES).decode(errors="replace").strip()
     finally:
         os.close(descriptor)
@@ -138,17 +143,6 @@ def _own_folder(folder: Path) -> None:
     if stat.S_IMODE(found.st_mode) & 0o077:
         mode = stat.S_IMODE(found.st_mode)
         raise _bad(folder, f"the token's folder has the mode {mode:o}, others can enter it", f"chmod 700 {folder}")
-
-
-def _private(path: Path, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise _bad(path, "is no plain file", "give the path of a token file")
-    if found.st_uid != os.geteuid():
-        raise _bad(path, "belongs to somebody else", "give the path of a token file of yours")
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        mode = stat.S_IMODE(found.st_mode)
-        cure = "others may have read it: remove it, and a new one is made"
-        raise _bad(path, f"has the mode {mode:o}, others can read or write it", cure)
 
 
 def _bad(path: Path, problem: str, cure: str) -> UserError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import struct
 import threading
@@ -15,14 +16,13 @@ from phalanx.checkpoint.format.record import CHUNK_BYTES, Record, SnapshotId
 from phalanx.checkpoint.format.sums import chunk_sums, state_sum
 from phalanx.checkpoint.keeper.vault import MemoryVault
 from phalanx.checkpoint.replicas.contract import Endpoint, Replicated
-from phalanx.checkpoint.replicas.link import new_token
 from phalanx.checkpoint.replicas.service import ReplicaService
 from phalanx.core.points import NO_POINTS, Points
 
 GUARD_S = 60.0
 SIZE_BYTES = 2 * CHUNK_BYTES + 12345
 SET_ID = "set"
-TOKEN = new_token()
+SECRET = secrets.token_bytes(32)
 
 
 def make_plan(rank: int = 0, size_bytes: int = SIZE_BYTES) -> ShardPlan:
@@ -73,12 +73,13 @@ class Host:
     def __init__(
         self,
         name: str,
-        token: str | None = TOKEN,
+        secret: bytes | None = SECRET,
         points: Points = NO_POINTS,
         idle_s: float = 20.0,
         persist_s: float = 0.0,
     ) -> None:
         self.vault = MemoryVault()
+        self.vault.begin(1)
         self.told: SimpleQueue[Replicated] = SimpleQueue()
         self.reports: SimpleQueue[str] = SimpleQueue()
         self.service = ReplicaService(
@@ -90,8 +91,8 @@ class Host:
             idle_s=idle_s,
             persist_s=persist_s,
         )
-        if token is not None:
-            self.service.use_token(token)
+        if secret is not None:
+            self.service.use_secret(secret)
 
     def send(self, plan: ShardPlan, peer: Endpoint, step: int = 1, attempt: int = 1) -> Replicated:
         self.service.send(plan, SnapshotId(step, attempt, SET_ID), peer)

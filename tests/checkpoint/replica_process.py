@@ -21,8 +21,8 @@ from phalanx.core.points import Points
 
 def main() -> None:
     role, point, nth, *rest = sys.argv[1:]
-    token = sys.stdin.readline().strip()
-    host = Host("child", token, Points({point: killer(int(nth))}))
+    secret = bytes.fromhex(sys.stdin.readline())
+    host = Host("child", secret, Points({point: killer(int(nth))}))
     if role == "keep":
         say(asdict(host.service.start_listening()))
         sys.stdin.read()

@@ -103,7 +103,7 @@ class FakeKeeper(Keeper):
         self._alive()
         self.said.append(("resume_from", snapshot[:2]))
 
-    def replicate_to(self, peer: Endpoint | None, token: str) -> None:
+    def replicate_to(self, peer: Endpoint | None, attempt: int, secret: bytes) -> None:
         self.said.append(("replicate_to", peer and peer.host))
         self._peer = peer
 
@@ -196,8 +196,9 @@ class Loop:
         self.again = threading.Event()
         self.clock_s = 0.0
         self.tensors = {"model.w": torch.zeros(5), "rng": torch.zeros(3, dtype=torch.uint8)}
+        secret = b"secret" if len(set(self.hosts)) > 1 else None
         job = Job(
-            self.config, NOWHERE, 4, "secret", self.hosts, ("",) * peers.size, peers, None, "1", {},
+            self.config, NOWHERE, 4, secret, self.hosts, ("",) * peers.size, peers, None, "1", {},
             self.lines.append, NO_POINTS,
         )  # fmt: skip
         auto = AutoInterval(self.config)

@@ -40,11 +40,11 @@ class FakeReplicas:
 
     def __init__(self) -> None:
         self.sent: queue.Queue[tuple[ShardPlan, SnapshotId, Endpoint]] = queue.Queue()
-        self.token = ""
+        self.secret = b""
         self.notify: Callable[[Replicated], None] = lambda told: None
 
-    def use_token(self, token: str) -> None:
-        self.token = token
+    def use_secret(self, secret: bytes) -> None:
+        self.secret = secret
 
     def start_listening(self) -> Endpoint:
         raise OSError(98, "the address is in use")
@@ -52,7 +52,7 @@ class FakeReplicas:
     def send(self, plan: ShardPlan, snapshot: SnapshotId, peer: Endpoint) -> None:
         self.sent.put((plan, snapshot, peer))
 
-    def turn(self, rank: int, peer: Endpoint | None) -> None:
+    def turn(self, rank: int, peer: Endpoint | None, attempt: int) -> None:
         pass
 
     def close(self) -> None:
@@ -136,10 +136,10 @@ def test_another_user_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_next_snapshot_waits_until_this_one_is_replicated() -> None:
     with a_loop() as (address, replicas, _, __):
         rank = a_rank(address, PLANS[0])
-        rank.replicate_to(PEER, "secret")
+        rank.replicate_to(PEER, 1, b"secret")
         write(rank, PLANS[0], 1)
         plan, snapshot, peer = replicas.sent.get(timeout=GUARD_S)
-        assert (plan, snapshot, peer, replicas.token) == (PLANS[0], a_snapshot(1), PEER, "secret")
+        assert (plan, snapshot, peer, replicas.secret) == (PLANS[0], a_snapshot(1), PEER, b"secret")
         assert [told.stage for told in rank.wait(1, "committed", GUARD_S)] == ["committed"]
         assert rank.busy
         replicas.notify(Replicated(0, 1, "other", seconds=2.0, bytes=7))
@@ -303,7 +303,7 @@ def test_a_replica_outlives_the_keeper_it_came_from() -> None:
         plan = a_plan((("w", "trained", 3_000_000),))
         rank, other = a_rank(here, plan), a_rank(there, a_plan(rank=1, world_size=2))
         for keeper, peer in ((rank, other), (other, rank)):
-            keeper.replicate_to(peer.endpoint, "secret")
+            keeper.replicate_to(peer.endpoint, 1, bytes(32))
         for step in (1, 2, 3):
             write(rank, plan, step)
             told = rank.wait(step, "replicated", GUARD_S)[-1]

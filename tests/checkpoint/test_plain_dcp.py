@@ -3,13 +3,22 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from plain_writers import Attack, save_alone, save_sharded
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError
 from phalanx.checkpoint.format.plain import PlainCheckpoint, is_plain, open_plain
@@ -141,15 +150,6 @@ def test_names_that_are_near(attack: bytes, named: str) -> None:
     assert named in str(caught.value)
 
 
-def test_attributes_set_on_the_stand_ins_do_not_outlive_the_file(tmp_path: Path) -> None:
-    # GLOBAL Size; BUILD with (None, {"__new__": "gone"}): sets an attribute of the class
-    hostile = b"\x80\x02ctorch\nSize\nN}X\x07\x00\x00\x00__new__X\x04\x00\x00\x00gones\x86b."
-    with pytest.raises(UserError):
-        decode_index(hostile, Path("x"))
-    save_alone(tmp_path / "a", {"weight": torch.ones(3)})
-    assert torch.equal(open_plain(tmp_path / "a").read()["weight"], torch.ones(3))
-
-
 @pytest.mark.parametrize("content", [b"", b"junk", b"\x80\x02N.", b"\x80\x02]q\x00.", b"(" * 10000, b"\x80\x04P1\n."])
 def test_no_index(content: bytes) -> None:
     with pytest.raises(DamagedCheckpointError, match=r"\.metadata cannot be read"):
@@ -197,3 +197,84 @@ def test_the_index_needs_no_torch() -> None:
     code = "import sys, phalanx.checkpoint.format.plain_index; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+def _nested(times: int) -> bytes:
+    """A tuple that holds the one before twice, and so on."""
+    return b"\x80\x04)" + b"q\xffh\xff\x86" * times
+
+
+HOSTILE = {
+    "a place of the memo far away": b"\x80\x02Nr\xff\xff\xff\x7f.",
+    "2 GB of bytes": b"\x80\x04\x8e\x00\x00\x00\x80\x00\x00\x00\x00.",
+    "2 GB of an array": b"\x80\x05\x96\x00\x00\x00\x80\x00\x00\x00\x00.",
+    "2 GB of text": b"\x80\x04\x8d\x00\x00\x00\x80\x00\x00\x00\x00.",
+    "4 GB of text": b"\x80\x02X\xff\xff\xff\xff.",
+    "a frame of 2 GB": b"\x80\x04\x95\x00\x00\x00\x80\x00\x00\x00\x00N.",
+    "a number of 2 GB": b"\x80\x02\x8b\xff\xff\xff\x7f.",
+    "a long number": b"\x80\x02\x8a\xff" + b"\x01" * 255 + b".",
+    "a number as text": b"\x80\x02L" + b"9" * 4000 + b"L\n.",
+    "buffers from outside": b"\x80\x05\x97.",
+    "a persistent name": b"\x80\x02X\x01\x00\x00\x00aQ.",
+    "a key that holds itself 2^60 times": b"\x80\x04}" + _nested(60)[2:] + b"Ns.",
+    "a key that is nested too deep": b"\x80\x04})" + b"\x85" * 200_000 + b"Ns.",
+    "2^60 empty tuples": _nested(60) + b".",
+    "the top of the stack twice": b"\x80\x04N2.",
+    "nothing but nesting": b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".",
+    "marks without an end": b"\x80\x04" + b"(" * 100_000 + b".",
+    "values without an end": b"\x80\x04" + b"N" * 100_000 + b".",
+    "its own class set": b"\x80\x02ctorch\nSize\nN}X\x07\x00\x00\x00__new__X\x04\x00\x00\x00gones\x86b.",
+    "a dtype called": b"\x80\x02ctorch\nfloat32\n)R.",
+    "text called": b"\x80\x04\x8c\x04Size)R.",
+    "a name of 100 kB": b"\x80\x02c" + b"a" * 100_000 + b"\nb\n.",
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_few_bytes_take_no_memory_and_no_time(what: str) -> None:
+    content = HOSTILE[what]
+    tracemalloc.start()
+    began_s = time.process_time()
+    try:
+        with pytest.raises(UserError):
+            decode_index(content, Path("x"))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 200 * len(content) + 100_000
+    assert time.process_time() - began_s < 5
+
+
+def test_names_that_hold_themselves_are_not_written_out() -> None:
+    """In an error's text, a table that is short in the file may be endless."""
+    index = Metadata({}, storage_data={MetadataIndex("w", (0,)): _StorageInfo("FILE", 0, 1)})
+    content = pickle.dumps(index, protocol=2).replace(b"X\x04\x00\x00\x00FILE", _nested(60)[2:])
+    with pytest.raises(DamagedCheckpointError, match="names 'tuple', which is no file"):
+        decode_index(content, Path("x"))
+
+
+@pytest.mark.parametrize("size", [100, 1 << 20])
+def test_what_is_packed_is_not_unpacked(tmp_path: Path, size: int) -> None:
+    """torch never packs; 260 kB of a packed archive would become 256 MB."""
+    save_alone(tmp_path / "a", {"weight": torch.ones(size), "count": 3})
+    checkpoint = open_plain(tmp_path / "a")
+    for chunk in (checkpoint.tensors["weight"].chunks[0], checkpoint.index.others["count"]):
+        path = tmp_path / "a" / chunk.file
+        content = bytearray(path.read_bytes())
+        archive = bytes(content[chunk.offset : chunk.offset + chunk.length])
+        place = archive.index(b"PK\x01\x02")
+        content[chunk.offset + place + 10] = 8  # the first entry of the directory is said to be deflated
+        path.write_bytes(content)
+    with pytest.raises((ValueError, DamagedCheckpointError), match="is packed"):
+        checkpoint.read()
+    assert "is packed" in checkpoint.unreadable["count"]
+
+
+def test_more_elements_than_bytes_are_refused_before_memory_is_taken() -> None:
+    size = torch.Size([1 << 40])
+    described = TensorStorageMetadata(
+        TensorProperties(dtype=torch.float32), size, [ChunkStorageMetadata(torch.Size([0]), size)]
+    )
+    places = {MetadataIndex("w", (0,)): _StorageInfo("__0_0.distcp", 0, 1000)}
+    with pytest.raises(DamagedCheckpointError, match="a chunk has fewer bytes than elements"):
+        decode_index(pickle.dumps(Metadata({"w": described}, storage_data=places)), Path("x"))

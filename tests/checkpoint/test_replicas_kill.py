@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from replica_helpers import GUARD_S, TOKEN, Host, hosts, make_plan, put, read, steps
+from replica_helpers import GUARD_S, SECRET, Host, hosts, make_plan, put, read, steps
 
 from phalanx.checkpoint.format.sums import first_fault
 from phalanx.checkpoint.replicas.contract import Endpoint
@@ -25,7 +25,7 @@ def child(*arguments: object) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     try:
-        process.stdin.write(f"{TOKEN}\n")
+        process.stdin.write(f"{SECRET.hex()}\n")
         process.stdin.flush()
         yield process
     finally:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import json
+import queue
 import socket
 import struct
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import psutil
 import pytest
-from replica_helpers import GUARD_S, TOKEN, Host, hosts, make_plan, make_record, proxy, put
+from replica_helpers import GUARD_S, SECRET, SET_ID, Host, flip_bit_at, hosts, make_plan, make_record, proxy, put, read
 
 from phalanx.checkpoint.format.plan import ShardPlan
+from phalanx.checkpoint.format.record import SnapshotId
 from phalanx.checkpoint.replicas.contract import Endpoint
+from phalanx.checkpoint.replicas.fetch import fetch
 from phalanx.checkpoint.replicas.link import Link, LinkError, call
-from phalanx.checkpoint.replicas.messages import Go, Hello, List, Offer, Plan, PlanNeeded, Refused, Want
+from phalanx.checkpoint.replicas.messages import Go, List, Offer, Plan, PlanNeeded, Refused, Want
+from phalanx.core.gate import HELLO_BYTES
 
 
 @pytest.fixture
@@ -31,7 +36,7 @@ def peer(host: Host) -> Endpoint:
 
 @pytest.fixture
 def link(peer: Endpoint) -> Iterator[Link]:
-    link = call(peer, TOKEN, GUARD_S)
+    link = call(peer, SECRET, GUARD_S)
     yield link
     link.close()
 
@@ -96,67 +101,131 @@ def test_a_request_outside_of_the_shard_is_refused(link: Link, host: Host) -> No
         assert "makes no sense" in link.receive(Refused).why, runs
 
 
-def test_a_huge_announced_message_takes_no_memory(peer: Endpoint, host: Host) -> None:
-    with socket.create_connection((peer.addresses[0], peer.port)) as raw:
-        raw.sendall(struct.pack("!I", 0xFFFFFFFF))
-        assert "4294967295 bytes; the limit is" in host.reports.get(timeout=GUARD_S)
-        assert raw.recv(1) == b""
+def test_a_huge_announced_message_takes_no_memory(link: Link, host: Host) -> None:
+    link._socket.sendall(struct.pack("!I", 0xFFFFFFFF))
+    assert "4294967295 bytes; the limit is" in host.reports.get(timeout=GUARD_S)
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"nonsense", b"{}", b"[]", b'["Offer", "{}"]', b'["Hello"]', b'["Hello", [], 1]']
-)
-def test_strangers_are_sent_away(peer: Endpoint, host: Host, body: bytes) -> None:
-    with socket.create_connection((peer.addresses[0], peer.port)) as raw:
-        raw.sendall(struct.pack("!I", len(body)) + body)
-        assert host.reports.get(timeout=GUARD_S)
-        raw.settimeout(GUARD_S)
-        while raw.recv(1000):
-            pass
-
-
-def test_another_version_is_told_so(peer: Endpoint, host: Host) -> None:
-    raw = Link(socket.create_connection((peer.addresses[0], peer.port)), "b", GUARD_S)
-    raw.send(Hello(99, "0" * 64))
-    assert "speaks version 1, not 99" in raw.receive(Refused).why
-    assert "speaks version 99" in host.reports.get(timeout=GUARD_S)
-    raw.close()
-
-
-def test_a_proof_cannot_be_said_back(peer: Endpoint, host: Host) -> None:
-    """Neither the listener's own proof nor one of an earlier conversation opens it."""
+@pytest.mark.parametrize("said", [b"", b"nonsense", b'["Offer", "{}"]', bytes(48), b"x" * 10_000])
+def test_strangers_are_sent_away_without_a_word(peer: Endpoint, host: Host, said: bytes) -> None:
     with socket.create_connection((peer.addresses[0], peer.port)) as raw:
         raw.settimeout(GUARD_S)
-
-        def say(*message: object) -> list[object]:
-            body = json.dumps(message).encode()
-            raw.sendall(struct.pack("!I", len(body)) + body)
-            (length,) = struct.unpack("!I", raw.recv(4, socket.MSG_WAITALL))
-            return list(json.loads(raw.recv(length, socket.MSG_WAITALL)))
-
-        _, _, _, proof = say("Hello", 1, "0" * 64)
-        assert say("Proof", proof)[0] == "Refused"
-    assert "does not have the token" in host.reports.get(timeout=GUARD_S)
+        raw.sendall(said)
+        raw.shutdown(socket.SHUT_WR)
+        heard = bytearray()
+        with suppress(ConnectionResetError):
+            while piece := raw.recv(1000):
+                heard += piece
+        assert len(heard) <= HELLO_BYTES
+    assert host.reports.get(timeout=GUARD_S).startswith("127.0.0.1")
 
 
-def test_the_token_is_never_sent(host: Host, peer: Endpoint) -> None:
+def test_what_is_no_keeper_of_this_version_is_told_from_one() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        thread = threading.Thread(target=lambda: other.accept()[0].sendall(b"phalanx keeper 9" + bytes(16)))
+        thread.start()
+        endpoint = Endpoint("b", ("127.0.0.1",), other.getsockname()[1])
+        with pytest.raises(LinkError, match="what answers for b is no keeper of this version"):
+            call(endpoint, SECRET, GUARD_S)
+        thread.join()
 
-    passed = bytearray()
 
-    def keep(content: bytes, offset: int) -> bytes:
-        passed.extend(content)
+class Listening:
+    """Keeps what passes between a caller and a keeper, either way."""
+
+    def __init__(self) -> None:
+        self.forward, self.backward = bytearray(), bytearray()
+
+    def hear(self, content: bytes, offset: int) -> bytes:
+        self.forward += content
         return content
 
-    with proxy(peer, keep, keep) as between:
-        call(between, TOKEN, GUARD_S).close()
-    assert len(passed) > 200
-    assert TOKEN.encode() not in passed
-    assert bytes.fromhex(TOKEN) not in passed
+    def hear_back(self, content: bytes, offset: int) -> bytes:
+        self.backward += content
+        return content
 
 
-def test_a_listener_without_the_token_cannot_pretend(peer: Endpoint) -> None:
-    with pytest.raises(LinkError, match="b does not have the token"):
-        call(peer, "0" * 64, GUARD_S)
+def sent_and_heard(host: Host, peer: Endpoint) -> tuple[Listening, bytes]:
+    """A replica sent to `host` and fetched again, and what somebody on the wire has of it."""
+    listening, plan = Listening(), make_plan()
+    with hosts(Host("a")) as (a,), proxy(peer, listening.hear, listening.hear_back) as between:
+        content = put(a.vault, plan)
+        assert not a.send(plan, between).problem
+        memory = bytearray(plan.data_bytes)
+        fetch(between, SECRET, SnapshotId(1, 1, SET_ID), 0, memory)
+        assert memory == content
+    return listening, content
+
+
+def test_who_listens_learns_nothing(host: Host, peer: Endpoint) -> None:
+    listening, content = sent_and_heard(host, peer)
+    for heard in (listening.forward, listening.backward):
+        assert len(heard) > len(content)
+        assert not any(content[start : start + 16] in heard for start in range(0, len(content) - 16, 4099))
+        for word in (SECRET, SECRET.hex().encode(), b"Offer", b"sums", b"seed", SET_ID.encode() * 2):
+            assert word not in heard
+
+
+def test_what_was_heard_cannot_be_said_again(host: Host, peer: Endpoint) -> None:
+    """Neither the whole of a conversation, nor its parts in another order, opens anything or puts anything anywhere."""
+    listening, _ = sent_and_heard(host, peer)
+    before = [held.record for held in host.vault.held()]
+    for said in (listening.forward, listening.forward[:48], listening.backward):
+        with socket.create_connection((peer.addresses[0], peer.port)) as raw, suppress(OSError):
+            raw.settimeout(GUARD_S)
+            raw.sendall(said)
+            raw.shutdown(socket.SHUT_WR)
+            assert len(raw.recv(1000, socket.MSG_WAITALL)) <= HELLO_BYTES
+    assert [held.record for held in host.vault.held()] == before
+
+
+@pytest.mark.parametrize("place", [0, 20, 31, 40, 79, 81, 90, 130, 200, 399, 9000])
+def test_any_changed_byte_ends_the_conversation(host: Host, peer: Endpoint, place: int) -> None:
+    """Greeting, messages and bytes, either way: nothing is believed that was changed."""
+    with hosts(Host("a")) as (a,):
+        content = put(a.vault, make_plan())
+        for changes in ((flip_bit_at(place, 99), None), (None, flip_bit_at(place % 150, 99))):
+            with proxy(peer, *changes) as between:
+                assert a.send(make_plan(), between).problem
+        held = [record.step for record, is_replica in host.vault.held() if is_replica]
+        assert not held or read(host.vault, 0, 1) == content
+
+
+def test_a_keeper_of_another_host_does_not_pass_for_the_one_that_was_called(peer: Endpoint) -> None:
+    """Who can lead packets elsewhere cannot have a snapshot kept where it would be lost with its host."""
+    with pytest.raises(LinkError, match="at the address of c there is b"):
+        call(replace(peer, host="c"), SECRET, GUARD_S)
+
+
+def test_no_message_begins_an_attempt(link: Link, host: Host) -> None:
+    """Not even of who has the secret: the running attempt goes on, nothing of one that nobody claimed is kept."""
+    host.vault.begin(3)
+    plan = make_plan(0, 100)
+    link.send(Offer(make_record(plan, bytes(100), 9, 4).to_text()))
+    link.receive(PlanNeeded)
+    link.send(Plan(plan.to_bytes().decode()))
+    assert "attempt 4 has not begun" in link.receive(Refused).why
+    for attempt, why in ((1003, "attempt 1003 has not begun on this host"), (2, "attempt 2 is over")):
+        link.send(Offer(make_record(plan, bytes(100), 9, attempt).to_text()))
+        refused = link.receive(Refused)
+        assert why in refused.why
+        assert refused.later_attempt == (attempt < 3)
+    assert host.vault.attempt == 3
+    assert host.vault.held() == []
+    put(host.vault, plan, step=10, attempt=3)
+
+
+def test_an_attempt_that_begins_a_moment_later_gets_its_replicas() -> None:
+    """A host may be the first whose ranks know of it."""
+    with hosts(Host("a", persist_s=GUARD_S), Host("b")) as (a, b):
+        plan, peer = make_plan(), b.service.start_listening()
+        content = put(a.vault, plan, attempt=2)
+        a.service.send(plan, SnapshotId(1, 2, SET_ID), peer)
+        with pytest.raises(queue.Empty):
+            a.told.get(timeout=0.3)
+        b.vault.begin(2)
+        assert not a.told.get(timeout=GUARD_S).problem
+        assert read(b.vault, 0, 1, 2) == content
 
 
 def test_a_message_in_the_wrong_place_ends_the_conversation(link: Link, host: Host) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import threading
 
-from replica_helpers import GUARD_S, SET_ID, TOKEN, Host, hosts, make_plan, put, read, steps
+from replica_helpers import GUARD_S, SECRET, SET_ID, Host, hosts, make_plan, put, read, steps
 
 from phalanx.checkpoint.format.record import SnapshotId
 from phalanx.checkpoint.replicas.contract import Endpoint
-from phalanx.checkpoint.replicas.link import new_token
 from phalanx.core.points import Points
 
 PLAN = make_plan()
@@ -26,10 +26,10 @@ def test_what_is_tried_again_goes_to_the_new_keeper_of_the_peer() -> None:
     with hosts(Host("a", persist_s=GUARD_S, points=points), Host("b")) as (a, b):
         content = put(a.vault, PLAN)
         gone = nobody()
-        a.service.turn(0, gone)
+        a.service.turn(0, gone, 1)
         a.service.send(PLAN, SnapshotId(1, 1, SET_ID), gone)
         assert tried.wait(GUARD_S)
-        a.service.turn(0, b.service.start_listening())
+        a.service.turn(0, b.service.start_listening(), 1)
         assert not a.told.get(timeout=GUARD_S).problem
         assert read(b.vault, 0, 1) == content
 
@@ -40,28 +40,29 @@ def test_a_transfer_that_hangs_is_broken_off() -> None:
         hangs = Endpoint("b", ("127.0.0.1",), silent.getsockname()[1])
         a.service.send(PLAN, SnapshotId(1, 1, SET_ID), hangs)
         connection, _ = silent.accept()
-        a.service.turn(0, b.service.start_listening())
+        a.service.turn(0, b.service.start_listening(), 1)
         connection.close()
         assert not a.told.get(timeout=GUARD_S).problem
         assert read(b.vault, 0, 1) == content
 
 
 def test_what_an_earlier_attempt_wanted_to_send_does_not_hold_up_the_next() -> None:
-    """The host that died is not there any more; its successor has another token and another address."""
+    """The host that died is not there any more; its successor has another secret and another address."""
     tried = threading.Event()
     points = Points({"replica.begin": lambda **_: tried.set()})
-    again = new_token()
-    with hosts(Host("a", persist_s=GUARD_S, points=points), Host("b", token=again)) as (a, b):
+    again = secrets.token_bytes(32)
+    with hosts(Host("a", persist_s=GUARD_S, points=points), Host("b", secret=again)) as (a, b):
         put(a.vault, PLAN)
         gone = nobody()
-        a.service.turn(0, gone)
+        a.service.turn(0, gone, 1)
         a.service.send(PLAN, SnapshotId(1, 1, SET_ID), gone)
         assert tried.wait(GUARD_S)
-        a.service.use_token(again)
-        a.service.turn(0, None)
+        a.service.use_secret(again)
+        a.service.turn(0, None, 2)
         assert "another attempt has begun" in a.told.get(timeout=GUARD_S).problem
         peer = b.service.start_listening()
-        a.service.turn(0, peer)
+        a.service.turn(0, peer, 2)
+        b.vault.begin(2)
         put(a.vault, PLAN, step=2, attempt=2)
         assert not a.send(PLAN, peer, 2, 2).problem
         assert steps(b.vault) == [2]
@@ -79,11 +80,11 @@ def test_a_transfer_to_the_same_place_goes_on() -> None:
     with hosts(Host("a", persist_s=GUARD_S, points=points), Host("b")) as (a, b):
         peer = b.service.start_listening()
         put(a.vault, PLAN)
-        a.service.turn(0, peer)
+        a.service.turn(0, peer, 1)
         a.service.send(PLAN, SnapshotId(1, 1, SET_ID), peer)
         assert half.wait(GUARD_S)
-        a.service.use_token(TOKEN)
-        a.service.turn(0, Endpoint(*vars(peer).values()))
+        a.service.use_secret(SECRET)
+        a.service.turn(0, Endpoint(*vars(peer).values()), 1)
         go_on.set()
         assert not a.told.get(timeout=GUARD_S).problem
         assert len(tries) == 1

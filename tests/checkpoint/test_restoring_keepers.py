@@ -26,7 +26,7 @@ from phalanx.checkpoint.storage.local import LocalStore
 from phalanx.core.layout import Layout
 
 LAYOUT = Layout(replicate=2)
-TOKEN = "secret"
+SECRET = bytes(32)
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def two_ranks(tensors: dict[str, Tensor], replicated: bool) -> Iterator[tuple[li
             keeper.begin(1, set_id, 2)
             keeper.lease(each, None, 2, None)
         for keeper, peer in zip(keepers, reversed(keepers), strict=True):
-            keeper.replicate_to(peer.endpoint if replicated else None, TOKEN)
+            keeper.replicate_to(peer.endpoint if replicated else None, 1, SECRET)
         for rank, (keeper, (each, _)) in enumerate(zip(keepers, plans, strict=True)):
             until(lambda keeper=keeper: keeper.ready and not keeper.busy)  # type: ignore[misc]
             slots.append(keeper.slot().memory)
@@ -84,7 +84,7 @@ def take_back(
             report=lines.append,
             shards=shards,
             peers=peers,  # type: ignore[arg-type]
-            remote=PeerCopies(TOKEN),
+            remote=PeerCopies(SECRET),
         )
         assert all(torch.equal(targets[name], tensor) for name, tensor in expected.items())
         return restored

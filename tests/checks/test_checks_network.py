@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from phalanx.checks import clock, loopback, peers
 from phalanx.checks.host import host_from_settings
 from phalanx.checks.neighbours import Pair, Rates, bad_pairs, name_bad_hosts, plan_neighbours, plan_suspects
-from phalanx.checks.peer import PeerError, PeerMeasure, measure_peer, serve_peer
+from phalanx.checks.peer import PeerError, PeerMeasure, _introduce, measure_peer, serve_peer
 from phalanx.checks.thresholds import Threshold, slow_hosts
 from phalanx.core.errors import UserError
 
@@ -48,8 +48,8 @@ def test_who_serves_and_who_asks_prove_that_they_know_the_key() -> None:
                 measure_peer(address, transfer_bytes=0, limit_s=5.0, key=key)
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.settimeout(30)
-            nonce = stranger.recv(32, socket.MSG_WAITALL)
-            stranger.sendall(nonce + bytes(32))  # what is sent back proves nothing
+            hello = stranger.recv(32, socket.MSG_WAITALL)
+            stranger.sendall(hello + bytes(16))  # what is sent back proves nothing
             assert stranger.recv(1) == b""
 
 
@@ -57,9 +57,9 @@ def test_a_peer_that_only_pretends_to_know_the_key_is_noticed() -> None:
     def pretend(server: socket.socket) -> None:
         connection, _ = server.accept()
         with connection:
-            connection.sendall(bytes(32))
-            connection.recv(64, socket.MSG_WAITALL)
-            connection.sendall(bytes(32))
+            connection.sendall(b"phalanx peer 2".ljust(16, b"\0") + bytes(16))
+            connection.recv(48, socket.MSG_WAITALL)
+            connection.sendall(bytes(48))
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=pretend, args=(server,))
@@ -182,6 +182,7 @@ def test_a_peer_that_hangs_up_is_told_of() -> None:
 def test_the_server_closes_on_nonsense_and_serves_on(request_bytes: bytes) -> None:
     with serve_peer() as port:
         with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            _introduce(connection, None)
             connection.sendall(request_bytes)
             assert connection.recv(1) == b""
         assert measure_peer(f"127.0.0.1:{port}", transfer_bytes=_SMALL).latency_s > 0

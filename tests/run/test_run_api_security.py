@@ -170,11 +170,13 @@ def test_a_client_that_takes_nothing_is_dropped(house: House, monkeypatch: pytes
         assert client.get("/api/status").status_code == 200
 
 
-def test_connections_and_streams_are_bounded(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "MOST_CONNECTIONS", 8)
+def test_those_who_say_nothing_are_few_and_keep_nobody_out(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "MOST_WAITING", 8)
     lines = [socket.create_connection(("127.0.0.1", house.port)) for _ in range(40)]
     try:
         closed = 0
+        for line in lines:
+            line.sendall(b"GET /")
         for line in lines:
             line.settimeout(0.2)
             try:
@@ -184,6 +186,8 @@ def test_connections_and_streams_are_bounded(house: House, monkeypatch: pytest.M
             except ConnectionResetError:
                 closed += 1
         assert closed >= 30
+        with house.friend() as client:
+            assert client.get("/api/status").status_code == 200
     finally:
         for line in lines:
             line.close()

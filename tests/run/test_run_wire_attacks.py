@@ -348,3 +348,48 @@ async def test_a_report_that_cannot_be_read_costs_its_sender_the_connection_and_
         assert good.link.send(heartbeat(1)) and good.link.send(ended(0))
         await good.link.drained()
         assert good.link.connected
+
+
+@runs
+async def test_an_executor_of_a_machine_whose_budget_is_spent_comes_in(caplog):
+    """A program of somebody else beside it that fails all the time keeps it out as little as one elsewhere."""
+    async with driving(clock=Clock()) as driver:
+        for _ in range(door.FAILURES):
+            async with calling(driver.address) as raw:
+                await proved(raw, token=b"x" * 32, greet=False)
+                await raw.ended()
+        assert await tcp(driver.address, UPGRADE + b"\r\n") in (b"", b"reset")
+        async with executing(driver.address) as here:
+            await here.welcomed()
+
+
+@runs
+async def test_those_who_say_nothing_shut_no_door(monkeypatch):
+    monkeypatch.setattr(server, "MAX_UNPROVEN", 20)
+    async with driving() as driver:
+        for _ in range(2 * door.FAILURES):
+            (await asyncio.open_connection(*addresses.parse(driver.address)))[1].close()
+        idle = [await asyncio.open_connection(*addresses.parse(driver.address)) for _ in range(60)]
+        async with executing(driver.address) as here:
+            await here.welcomed()
+        for _, writer in idle:
+            writer.close()
+
+
+@pytest.mark.parametrize(
+    ("shown", "is_good"),
+    [
+        (lambda now_s: proof.make_pass(TOKEN, now_s), True),
+        (lambda now_s: proof.make_pass(TOKEN, now_s - proof.PASS_S + 2), True),
+        (lambda now_s: proof.make_pass(TOKEN, now_s - proof.PASS_S - 2), False),
+        (lambda now_s: proof.make_pass(TOKEN, now_s + proof.PASS_S + 2), False),
+        (lambda now_s: proof.make_pass(b"x" * 32, now_s), False),
+        (lambda now_s: f"{int(now_s)}.{'0' * 64}", False),
+        (lambda now_s: "", False),
+    ],
+)
+def test_a_pass_is_of_the_token_and_of_now(shown, is_good):
+    now_s = 1_800_000_000.0
+    request = f"GET /executors HTTP/1.1\r\nHost: x\r\n{proof.PASS}: {shown(now_s)}\r\nA: b\r\n\r\n"
+    assert proof.is_pass(TOKEN, request.encode(), now_s) is is_good
+    assert not proof.is_pass(TOKEN, b"", now_s)

@@ -13,6 +13,7 @@ from websockets.server import ServerProtocol
 from wire_helpers import JOB, TOKEN, Clock, ended, heartbeat, hello
 
 from phalanx.core.errors import UserError
+from phalanx.core.throttle import LogThrottle
 from phalanx.run import messages as m
 from phalanx.run.secrets import is_loopback, require_tls_unless_loopback
 from phalanx.run.wire import addresses, codec, door, frames, outbox, proof
@@ -140,11 +141,11 @@ def test_strangers_from_everywhere_take_bounded_memory():
 
 def test_one_line_in_ten_seconds_and_a_count_of_the_others():
     clock = Clock()
-    sparing = door.Sparing(clock)
-    assert [sparing.due("token") for _ in range(4)] == [0, None, None, None]
-    assert sparing.due("version") == 0
+    throttle = LogThrottle(clock)
+    assert [throttle.due("token") for _ in range(4)] == [0, None, None, None]
+    assert throttle.due("version") == 0
     clock.now_s += 10.0
-    assert sparing.due("token") == 3
+    assert throttle.due("token") == 3
 
 
 @pytest.mark.parametrize("text", ["127.0.0.1:80", "node-7.cluster:65535", "[::1]:7000"])

@@ -42,6 +42,7 @@ def read_box(
         OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile: it is no archive of a tensor.
     """
     view = cast(BinaryIO, _Slice(file, *place))
+    require_stored(view)
     shape, dtype = stored
     data = None
     if shape and place[1] > _SMALL_BYTES:
@@ -52,6 +53,20 @@ def read_box(
         out.copy_(_narrow(_load(view, "cpu", shape, dtype), start, out.shape))
     else:
         read_rows(file, place[0] + data, stored, start, out)
+
+
+def require_stored(view: BinaryIO) -> None:
+    """See that nothing in an archive is packed, as torch never does it: what is would take memory that the file does
+    not account for.
+
+    Raises:
+        ValueError: something is. zipfile.BadZipFile: it is no archive.
+    """
+    with zipfile.ZipFile(view) as archive:
+        for entry in archive.infolist():
+            if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+                raise ValueError(f"{entry.filename[:80]} in an archive is packed")
+    view.seek(0)
 
 
 class _Slice(io.RawIOBase):

@@ -181,7 +181,7 @@ def decode(content: bytes, path: Path | str) -> Manifest:
     """
     try:
         tree = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(path, f"{MANIFEST} is no JSON ({error})") from None
     version = tree.get("format_version") if isinstance(tree, dict) else None
     if isinstance(version, int) and version > FORMAT_VERSION:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.checkpoint.format.archive import require_stored
 from phalanx.checkpoint.format.blocks import held
 from phalanx.checkpoint.format.dcp import torch_dtype
 from phalanx.checkpoint.format.files import Files, files_of
@@ -127,7 +128,9 @@ class PlainCheckpoint:
             raise ValueError(f"it has {place.length} bytes, more than are read at once")
         with self.files.open(place.file) as file:
             file.seek(place.offset)
-            return torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
+            content = io.BytesIO(file.read(place.length))
+        require_stored(content)
+        return torch.load(content, map_location="cpu", weights_only=True)
 
 
 def is_plain(path: Path) -> bool:

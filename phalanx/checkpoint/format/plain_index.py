@@ -1,22 +1,22 @@
 """The index of a checkpoint of plain torch.distributed.checkpoint (DCP), read without unpickling it. Torch-free.
 
-``.metadata`` is a pickle, and a pickle can name any function and have it called. Here it can name nothing but what
-`_NAMED` lists, and each of these names gives an inert class of ours, made anew for every file, whose making and filling
-run none of anybody's code: not even torch is imported. Any other name is refused before anything is done with it.
+``.metadata`` is a pickle, and a pickle can name any function and have it called. Here it is read as data (see
+`phalanx.checkpoint.format.inert_pickle`) and can name nothing but the classes and dtypes below, which stay names: not
+even torch is imported. Any other name is refused before anything is done with it.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from phalanx.checkpoint.format.inert_pickle import Inert, Kind, load
 from phalanx.checkpoint.format.manifest import Chunk, DamagedCheckpointError, TensorEntry
 from phalanx.core.errors import UserError
 
@@ -44,8 +44,6 @@ _CLASSES = {
     ("torch.serialization", "_get_layout"): "Layout",
     **{(module, name): "Path" for module in ("pathlib", "pathlib._local") for name in _PATHS},  # StorageMeta's place
 }
-_NAMED = {*_CLASSES, *(("torch", name) for name in _DTYPES)}
-"""All that a file may name; pickles of plain dicts, lists, tuples, strings and numbers name nothing."""
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
@@ -74,72 +72,30 @@ def decode_index(content: bytes, path: Path | str) -> PlainIndex:
         DamagedCheckpointError: it is no index, or says things that cannot be.
     """
     try:
-        root = _Reader(content, path).load()
-        return _index(root, path)
+        return _index(load(content, partial(_find, path)), path)
     except UserError:
         raise
-    except RecursionError:
-        raise DamagedCheckpointError(path, f"{PLAIN_INDEX} is nested too deeply") from None
-    except Exception as error:  # whatever a damaged pickle makes of the machine that reads it
+    except Exception as error:  # whatever a damaged file makes of who reads it
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise DamagedCheckpointError(path, f"{PLAIN_INDEX} cannot be read ({reason})") from None
 
 
-class _Inert:
-    """Keeps what a pickle says of an object and does nothing with it."""
-
-    def __new__(cls, *given: Any) -> _Inert:
-        made = object.__new__(cls)
-        made.given = given
-        return made
-
-    given: tuple[Any, ...] = ()
-    told: Any = None
-
-    def __init__(self, *given: Any) -> None:
-        pass
-
-    def __setstate__(self, told: Any) -> None:
-        self.told = told
-
-    def attribute(self, name: str) -> Any:
-        """What a dataclass' field was; None where it was not written."""
-        return self.told.get(name) if isinstance(self.told, dict) else None
-
-    @property
-    def kind(self) -> str:
-        """The name of the class it stands for."""
-        return type(self).__name__
-
-
-class _Reader(pickle.Unpickler):
-    def __init__(self, content: bytes, path: Path | str) -> None:
-        super().__init__(io.BytesIO(content))
-        self._path = path
-        # Made here and not once: a pickle can set attributes of a class that it has named.
-        made = {name: type(name, (_Inert,), {}) for name in set(_CLASSES.values())}
-        self._named: dict[tuple[str, str], Any] = {key: made[name] for key, name in _CLASSES.items()}
-        self._named |= {("torch", name): _Named(name) for name in _DTYPES}
-
-    def find_class(self, module: str, name: str) -> Any:
-        known = self._named.get((module, name))
-        if known is None:
-            culprit = f"{module}.{name}"[:100]
-            problem = (
-                f"{PLAIN_INDEX} names {culprit}, which no index of a checkpoint needs: refused, nothing of it was run"
-            )
-            cure = "do not trust this folder; get the checkpoint again from whoever trained it"
-            raise UserError(problem, cure=cure, field=str(self._path))
-        return known
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("it refers to something outside the file")
-
-
 class _Named(str):
-    """A dtype; a string cannot be called, nor can attributes of it be set."""
+    """A dtype."""
 
     __slots__ = ()
+
+
+def _find(path: Path | str, module: str, name: str) -> Kind | _Named:
+    kind = _CLASSES.get((module, name))
+    if kind is not None:
+        return Kind(kind)
+    if module == "torch" and name in _DTYPES:
+        return _Named(name)
+    culprit = f"{module}.{name}"[:100]
+    problem = f"{PLAIN_INDEX} names {culprit}, which no index of a checkpoint needs: refused, nothing of it was run"
+    cure = "do not trust this folder; get the checkpoint again from whoever trained it"
+    raise UserError(problem, cure=cure, field=str(path))
 
 
 def _index(root: Any, path: Path | str) -> PlainIndex:
@@ -165,15 +121,17 @@ def _places(table: dict[Any, Any], path: Path | str) -> _Places:
     found: _Places = {}
     for index, info in table.items():
         _require(_is(index, "MetadataIndex") and _is(info, "_StorageInfo"), "has no table of places")
-        offset = index.attribute("offset")
+        name, offset = index.attribute("fqn"), index.attribute("offset")
+        _require(isinstance(name, str), "has a name that is no text")
         if info.attribute("transform_descriptors"):
-            problem = f"{index.attribute('fqn')} was compressed on the way to its file, which is not read here"
+            problem = f"{name} was compressed on the way to its file, which is not read here"
             raise UserError(problem, cure="load and save it with torch once, without extensions", field=str(path))
         file, start, length = (info.attribute(key) for key in ("relative_path", "offset", "length"))
         plain = isinstance(file, str) and _PLAIN_NAME.fullmatch(file) and file not in (".", "..")
-        _require(plain, f"names {str(file)[:80]!r}, which is no file of this folder")
-        key = (str(index.attribute("fqn")), None if offset is None else _size(offset))
-        found[key] = (file, int(start), int(length))
+        named = file[:80] if isinstance(file, str) else type(file).__name__  # it may hold itself, many times over
+        _require(plain, f"names {named!r}, which is no file of this folder")
+        _require(type(start) is int and type(length) is int, f"says of {name} no place in a file")
+        found[name, None if offset is None else _size(offset)] = (file, start, length)
     return found
 
 
@@ -225,7 +183,7 @@ def _paths(planner: Any) -> dict[str, tuple[str | int, ...]]:
 
 
 def _is(value: Any, kind: str) -> bool:
-    return isinstance(value, _Inert) and value.kind == kind
+    return isinstance(value, Inert) and value.kind == kind
 
 
 def _require(condition: Any, otherwise: str) -> None:

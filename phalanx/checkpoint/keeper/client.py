@@ -110,10 +110,11 @@ class KeeperClient:
         documents = [plan.to_bytes()] if job is None else [plan.to_bytes(), job.to_bytes()]
         self._channel.send(messages.Lease(self._leases, slots, settings), *documents)
 
-    def replicate_to(self, peer: Endpoint | None, token: str) -> None:
-        """Send every snapshot from the next one on to the keeper at `peer`; accept replicas of those with `token`."""
+    def replicate_to(self, peer: Endpoint | None, attempt: int, secret: bytes) -> None:
+        """Send every snapshot from the next one on to the keeper at `peer`; talk to those with `secret`, no others."""
         self._replicates = peer is not None
-        self._channel.send(messages.Replicate(None if peer is None else list(vars(peer).values()), token))
+        fields = None if peer is None else list(vars(peer).values())
+        self._channel.send(messages.Replicate(fields, attempt, secret.hex()))
 
     @property
     def endpoint(self) -> Endpoint:

@@ -117,8 +117,11 @@ class Keeper(Protocol):
         """
         ...
 
-    def replicate_to(self, peer: Endpoint | None, token: str) -> None:
-        """Send every committed snapshot of this rank to the keeper at `peer`; accept replicas of those with `token`."""
+    def replicate_to(self, peer: Endpoint | None, attempt: int, secret: bytes) -> None:
+        """Send every committed snapshot of this rank to the keeper at `peer`; talk to those with `secret`, no others.
+
+        What an earlier attempt than `attempt` wanted to send is given up.
+        """
         ...
 
     @property

@@ -57,7 +57,8 @@ class Replicate:
     """See `Keeper.replicate_to`; `peer`: the fields of an `Endpoint`."""
 
     peer: list[Any] | None
-    token: str
+    attempt: int
+    secret: str
 
 
 @dataclass(frozen=True)

@@ -275,9 +275,9 @@ class Server:
         session.line.send(answer, [cell.block.descriptor for cell in cells])
 
     def _replicate(self, session: Session, asked: messages.Replicate, _: list[int]) -> None:
-        self._replicas.use_token(asked.token)
+        self._replicas.use_secret(bytes.fromhex(asked.secret))
         session.peer = None if asked.peer is None else Endpoint(asked.peer[0], tuple(asked.peer[1]), *asked.peer[2:])
-        self._replicas.turn(session.rank, session.peer)
+        self._replicas.turn(session.rank, session.peer, asked.attempt)
 
     def _writing(self, session: Session, writing: messages.Writing, _: list[int]) -> None:
         lease = self._leased(session, writing.lease)

@@ -14,8 +14,8 @@ from phalanx.checkpoint.replicas.contract import Endpoint
 class Replicas(Protocol):
     """As `phalanx.checkpoint.replicas.service.ReplicaService` does it; `Replicated` is told of what became of each."""
 
-    def use_token(self, token: str) -> None:
-        """Talk to those that have this token, and no other."""
+    def use_secret(self, secret: bytes) -> None:
+        """Talk to those that have this secret, and no other."""
         ...
 
     def start_listening(self) -> Endpoint:
@@ -26,8 +26,8 @@ class Replicas(Protocol):
         """Send a committed snapshot, in the background; what became of it is told."""
         ...
 
-    def turn(self, rank: int, peer: Endpoint | None) -> None:
-        """Snapshots of `rank` go to `peer` from now on, those under way too."""
+    def turn(self, rank: int, peer: Endpoint | None, attempt: int) -> None:
+        """Snapshots of `rank` go to `peer` from now on, those under way too; those of other attempts nowhere."""
         ...
 
     def close(self) -> None:
@@ -42,9 +42,9 @@ class LateReplicas:
         self._make = make
         self._made: Replicas | None = None
 
-    def use_token(self, token: str) -> None:
+    def use_secret(self, secret: bytes) -> None:
         """See `Replicas`."""
-        self._service.use_token(token)
+        self._service.use_secret(secret)
 
     def start_listening(self) -> Endpoint:
         """See `Replicas`."""
@@ -54,9 +54,9 @@ class LateReplicas:
         """See `Replicas`."""
         self._service.send(plan, snapshot, peer)
 
-    def turn(self, rank: int, peer: Endpoint | None) -> None:
+    def turn(self, rank: int, peer: Endpoint | None, attempt: int) -> None:
         """See `Replicas`."""
-        self._service.turn(rank, peer)
+        self._service.turn(rank, peer, attempt)
 
     def close(self) -> None:
         """See `Replicas`."""

@@ -19,7 +19,7 @@ from typing import Literal
 from phalanx.checkpoint.format.plan import ShardPlan
 from phalanx.checkpoint.format.record import Record, SnapshotId
 from phalanx.checkpoint.keeper.memory import Block
-from phalanx.checkpoint.replicas.contract import Held, RefusedError, Slot
+from phalanx.checkpoint.replicas.contract import Held, NotBegunError, RefusedError, Slot
 
 State = Literal["free", "writing", "taken", "committed"]
 
@@ -194,7 +194,7 @@ class MemoryVault:
         """Memory for a replica that is about to arrive; see `phalanx.checkpoint.replicas.contract.Vault`."""
         with self._allocating[plan.rank, True]:
             with self._lock:
-                self._see(snapshot.attempt)
+                self._require(snapshot.attempt)
             self._ensure(plan, REPLICA_SLOTS, is_replica=True)
             with self._lock:
                 self._retire(plan.rank, True, snapshot)
@@ -209,12 +209,12 @@ class MemoryVault:
         """The replica in `slot` is whole and checked.
 
         Raises:
-            RefusedError: a later attempt has been seen since it was placed.
+            RefusedError: a later attempt has begun since it was placed.
         """
         with self._lock:
             try:
-                self._see(record.attempt)
-            except RefusedError:
+                self._require(record.attempt)
+            except (RefusedError, NotBegunError):
                 self._abandon(slot.number)
                 raise
             self._commit(self._cells[slot.number], record)
@@ -266,6 +266,12 @@ class MemoryVault:
         if attempt < self._attempt:
             raise RefusedError(f"attempt {attempt} is over: the keeper has seen attempt {self._attempt}")
         self._attempt = attempt
+
+    def _require(self, attempt: int) -> None:
+        """What comes from elsewhere has to be of the attempt that ranks of this host are in."""
+        if attempt > self._attempt:
+            raise NotBegunError(f"attempt {attempt} has not begun on this host, which is in attempt {self._attempt}")
+        self._see(attempt)
 
     def _of(self, rank: int, is_replica: bool) -> list[Cell]:
         return [cell for cell in self._cells.values() if cell.rank == rank and cell.is_replica == is_replica]

@@ -15,6 +15,10 @@ class RefusedError(RuntimeError):
     """A later attempt has been seen: this process is a leftover of an earlier one, and must not write."""
 
 
+class NotBegunError(RuntimeError):
+    """An attempt of which no rank of this host has told: it may come yet, or somebody has made it up."""
+
+
 @dataclass(frozen=True)
 class Endpoint:
     """Where the keeper of a host can be reached by those of other hosts.
@@ -55,8 +59,10 @@ class Vault(Protocol):
     def place(self, plan: ShardPlan, snapshot: SnapshotId) -> Slot:
         """Memory for a replica that is about to arrive; never that of the newest committed copy of the shard.
 
+        Only ranks of this host begin attempts, whose numbers were claimed in storage: a replica cannot.
+
         Raises:
-            RefusedError: a later attempt has been seen.
+            RefusedError: a later attempt has begun. NotBegunError: this one has not.
             OSError: there is no memory left.
         """
         ...

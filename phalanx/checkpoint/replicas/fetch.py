@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ from typing_extensions import Buffer
 from phalanx.checkpoint.format.plan import ShardPlan
 from phalanx.checkpoint.format.record import CHUNK_BYTES, Record, SnapshotId
 from phalanx.checkpoint.replicas.contract import Endpoint, Held
-from phalanx.checkpoint.replicas.link import IDLE_S, Link, LinkError, call
+from phalanx.checkpoint.replicas.link import IDLE_S, Link, LinkError, TurnedAwayError, call
 from phalanx.checkpoint.replicas.messages import Given, Holdings, List, Missing, Want
 from phalanx.checkpoint.replicas.sender import share_of_rate
 from phalanx.checkpoint.replicas.stream import deadline_s, describe, disagreement, receive_chunks
@@ -25,6 +25,7 @@ from phalanx.checkpoint.replicas.stream import deadline_s, describe, disagreemen
 STREAMS = 2
 """Connections at once for one shard; docs/replicas.md has the figures."""
 
+_MORE_TRIES = 3  # where a gate is crowded
 _SPLIT_BYTES = 16 << 20  # below that, one connection does
 
 Run = tuple[int, int]
@@ -52,33 +53,33 @@ class Fetched:
     share: float | None
 
 
-def list_held(endpoint: Endpoint, token: str, idle_s: float = IDLE_S) -> list[Held]:
+def list_held(endpoint: Endpoint, secret: bytes, idle_s: float = IDLE_S) -> list[Held]:
     """What the keeper at `endpoint` holds.
 
     Raises:
-        LinkError: it cannot be reached, or has another token.
+        LinkError: it cannot be reached, or has another secret.
     """
-    with _called(endpoint, token, idle_s) as link:
+    with _called(endpoint, secret, idle_s) as link:
         link.send(List())
         held = link.receive(Holdings).held
         return [Held(_record(link, text), bool(is_replica)) for text, is_replica in held]
 
 
 def describe_held(
-    endpoint: Endpoint, token: str, snapshot: SnapshotId, rank: int, idle_s: float = IDLE_S
+    endpoint: Endpoint, secret: bytes, snapshot: SnapshotId, rank: int, idle_s: float = IDLE_S
 ) -> tuple[Record, ShardPlan]:
     """Record and plan of a shard that the keeper at `endpoint` holds, without its bytes.
 
     Raises:
-        LookupError: it does not. LinkError: it cannot be reached, or has another token.
+        LookupError: it does not. LinkError: it cannot be reached, or has another secret.
     """
-    with _called(endpoint, token, idle_s) as link:
+    with _called(endpoint, secret, idle_s) as link:
         return _ask(link, snapshot, rank)
 
 
 def fetch(
     endpoint: Endpoint,
-    token: str,
+    secret: bytes,
     snapshot: SnapshotId,
     rank: int,
     into: Buffer | Callable[[Record, ShardPlan], Buffer],
@@ -95,11 +96,11 @@ def fetch(
 
     Raises:
         LookupError: it is not there any more. DamagedError: a chunk does not match its sum.
-        LinkError: the other host cannot be reached, went away, or has another token.
+        LinkError: the other host cannot be reached, went away, or has another secret.
         ValueError: `into` is too small.
     """
     began_s = time.monotonic()
-    with _called(endpoint, token, idle_s) as link:
+    with _called(endpoint, secret, idle_s) as link:
         record, plan = _ask(link, snapshot, rank)
         memory = _writable(into(record, plan) if callable(into) else into)
         if len(memory) < record.data_bytes:
@@ -107,7 +108,7 @@ def fetch(
         runs = _split(record, streams)
         with ThreadPoolExecutor(max(len(runs) - 1, 1), "replica-fetch") as pool:
             others = [
-                pool.submit(_fetch_apart, endpoint, token, idle_s, record, run, _part(memory, record, run))
+                pool.submit(_fetch_apart, endpoint, secret, idle_s, record, run, _part(memory, record, run))
                 for run in runs[1:]
             ]
             for run in runs[:1]:
@@ -154,11 +155,11 @@ class PeerCopies:
     """Opens copies that keepers of other hosts hold.
 
     Args:
-        token: of the job.
+        secret: of the job's keepers.
     """
 
-    def __init__(self, token: str, idle_s: float = IDLE_S) -> None:
-        self._token = token
+    def __init__(self, secret: bytes, idle_s: float = IDLE_S) -> None:
+        self._secret = secret
         self._idle_s = idle_s
 
     @contextmanager
@@ -166,9 +167,9 @@ class PeerCopies:
         """A copy on `host`; may be called from several threads.
 
         Raises:
-            LookupError: it is not there any more. LinkError: the host cannot be reached, or has another token.
+            LookupError: it is not there any more. LinkError: the host cannot be reached, or has another secret.
         """
-        with _called(host, self._token, self._idle_s) as link:
+        with _called(host, self._secret, self._idle_s) as link:
             yield RemoteCopy(link, *_ask(link, snapshot, rank))
 
 
@@ -176,8 +177,10 @@ Part = tuple[Run, int, memoryview]
 """A run of chunks, how many of its first bytes are not wanted, and where the rest goes."""
 
 
-def _fetch_apart(endpoint: Endpoint, token: str, idle_s: float, record: Record, run: Run, memory: memoryview) -> None:
-    with _called(endpoint, token, idle_s) as link:
+def _fetch_apart(
+    endpoint: Endpoint, secret: bytes, idle_s: float, record: Record, run: Run, memory: memoryview
+) -> None:
+    with _called(endpoint, secret, idle_s) as link:
         _fetch_run(link, record, run, memory)
 
 
@@ -257,9 +260,16 @@ def _writable(buffer: Buffer) -> memoryview:
 
 
 @contextmanager
-def _called(endpoint: Endpoint, token: str, idle_s: float) -> Iterator[Link]:
-    link = call(endpoint, token, idle_s)
+def _called(endpoint: Endpoint, secret: bytes, idle_s: float) -> Iterator[Link]:
+    link = _call(endpoint, secret, idle_s)
     try:
         yield link
     finally:
         link.close()
+
+
+def _call(endpoint: Endpoint, secret: bytes, idle_s: float) -> Link:
+    for _ in range(_MORE_TRIES):
+        with suppress(TurnedAwayError):
+            return call(endpoint, secret, idle_s)
+    return call(endpoint, secret, idle_s)

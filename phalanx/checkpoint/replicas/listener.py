@@ -11,8 +11,8 @@ import psutil
 
 from phalanx.checkpoint.format.plan import ShardPlan
 from phalanx.checkpoint.format.record import Record, SnapshotId
-from phalanx.checkpoint.replicas.contract import RefusedError, Slot, Vault
-from phalanx.checkpoint.replicas.link import IDLE_S, Link, LinkError, answer
+from phalanx.checkpoint.replicas.contract import NotBegunError, RefusedError, Slot, Vault
+from phalanx.checkpoint.replicas.link import IDLE_S, LABEL, Link
 from phalanx.checkpoint.replicas.messages import (
     Given,
     Go,
@@ -27,20 +27,22 @@ from phalanx.checkpoint.replicas.messages import (
     Want,
 )
 from phalanx.checkpoint.replicas.stream import deadline_s, describe, disagreement, receive_chunks, spans
+from phalanx.core.gate import BACKLOG, Gate
+from phalanx.core.noise import Handshake
 from phalanx.core.points import NO_POINTS, Points
 
-_MAX_CALLERS = 256
+_MOST_CALLERS = 1024
 
 
 class Listener:
-    """Threads, one for each caller, between a listening socket and a vault.
+    """A gate, behind it a thread for each caller that has proved itself, and behind those a vault.
 
     Args:
         vault: where replicas go and copies come from.
         server: a listening TCP socket, which this takes over.
         host: name of this host.
-        token: what callers have to prove to have; None while there is none, and then all are refused.
-        report: called, from any thread, with a line for people about a caller that was refused.
+        secret: what callers have to have; None while there is none, and then all are refused.
+        report: called, from any thread, with a line for people about callers that were refused.
         points: ``replica.received`` and ``replica.committed``.
         idle_s: how long a caller may stand still in the middle of something.
     """
@@ -50,81 +52,58 @@ class Listener:
         vault: Vault,
         server: socket.socket,
         host: str,
-        token: Callable[[], str | None],
+        secret: Callable[[], bytes | None],
         report: Callable[[str], None],
         points: Points = NO_POINTS,
         idle_s: float = IDLE_S,
     ) -> None:
-        self._server = server
         self._host = host
-        self._token = token
         self._report = report
         self._idle_s = idle_s
         self._desk = _Desk(vault, points)
-        self._free = threading.Semaphore(_MAX_CALLERS)
         self._lock = threading.Lock()
-        self._connections: set[socket.socket] = set()
-        self._callers: set[threading.Thread] = set()
+        self._callers: dict[threading.Thread, socket.socket] = {}
         self._closing = False
-        self._thread = threading.Thread(target=self._listen, name="replica-listen", daemon=True)
-        self._thread.start()
+        self._gate = Gate(server, secret, LABEL, self._admit, report, name="replica-gate")
 
     def close(self) -> None:
         """Hang up on everybody, and wait for the threads to be gone."""
+        self._gate.close()
         with self._lock:
             self._closing = True
-            for connection in self._connections:
+            for connection in self._callers.values():
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
             callers = list(self._callers)
-        with suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._free.release()
-        for thread in (self._thread, *callers):
+        for thread in callers:
             thread.join()
-        self._server.close()
 
-    def _listen(self) -> None:
-        while True:
-            self._free.acquire()
-            try:
-                connection, address = self._server.accept()
-            except OSError:
-                if self._closing:
-                    return
-                self._free.release()  # the caller was gone again, or there are no descriptors left
-                threading.Event().wait(0.05)
-                continue
-            self._start(connection, address[0])
-
-    def _start(self, connection: socket.socket, caller: str) -> None:
-        thread = threading.Thread(target=self._serve, args=(connection, caller), name="replica-caller", daemon=True)
+    def _admit(self, connection: socket.socket, caller: str, handshake: Handshake) -> None:
+        work = (connection, caller, handshake)
+        thread = threading.Thread(target=self._serve, args=work, name="replica-caller", daemon=True)
         with self._lock:
-            if self._closing:
-                connection.close()
-                return
-            self._connections.add(connection)
-            self._callers.add(thread)
+            is_full = len(self._callers) >= _MOST_CALLERS
+            if not is_full:
+                self._callers[thread] = connection
+        if is_full:
+            connection.close()
+            self._report(f"{caller} was turned away: {_MOST_CALLERS} others have connections here")
+        else:
             thread.start()
 
-    def _serve(self, connection: socket.socket, caller: str) -> None:
+    def _serve(self, connection: socket.socket, caller: str, handshake: Handshake) -> None:
         try:
-            self._converse(connection, caller)
+            self._converse(Link(connection, caller, self._idle_s), handshake)
         except OSError as error:
             if not self._closing:
                 self._report(str(error))
         finally:
             with self._lock:
-                self._connections.discard(connection)
-                self._callers.discard(threading.current_thread())
+                self._callers.pop(threading.current_thread())
             connection.close()
-            self._free.release()
 
-    def _converse(self, connection: socket.socket, caller: str) -> None:
-        token = self._token()
-        if token is None:
-            raise LinkError(f"{caller} called before this keeper had a token")
-        link = answer(connection, caller, token, self._host, self._idle_s)
+    def _converse(self, link: Link, handshake: Handshake) -> None:
+        link.let_in(handshake, self._host)
         while link.waits_for_message():
             message = link.receive(Offer, List, Want)
             if isinstance(message, Offer):
@@ -193,7 +172,7 @@ class _Desk:
         except RefusedError as error:
             link.send(Refused(str(error), later_attempt=True))
             return
-        except _NotTakenError as error:
+        except (NotBegunError, _NotTakenError) as error:
             link.send(Refused(str(error)))
             return
         link.send(Stored())
@@ -259,4 +238,4 @@ class _Arriving:
 def listen(address: str, port: int = 0) -> socket.socket:
     """A socket that listens at `address`; 0: at any free port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, port), family=family, backlog=_MAX_CALLERS)
+    return socket.create_server((address, port), family=family, backlog=BACKLOG)

@@ -13,32 +13,8 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Hello(Message):
-    """Caller: I want to talk."""
-
-    version: int
-    nonce: str
-
-
-@dataclass(frozen=True)
-class Challenge(Message):
-    """Listener: here is my proof; give me yours."""
-
-    version: int
-    nonce: str
-    proof: str
-
-
-@dataclass(frozen=True)
-class Proof(Message):
-    """Caller: here it is."""
-
-    proof: str
-
-
-@dataclass(frozen=True)
 class Welcome(Message):
-    """Listener: messages have HMACs from now on."""
+    """Listener: you are let in; `host`: who says so."""
 
     host: str
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from phalanx.checkpoint.format.plan import ShardPlan
-from phalanx.checkpoint.format.record import Record
+from phalanx.checkpoint.format.record import CHUNK_BYTES, Record
 from phalanx.checkpoint.replicas.contract import Endpoint, Replicated
 from phalanx.checkpoint.replicas.link import IDLE_S, Link, LinkError, call
 from phalanx.checkpoint.replicas.messages import Go, Offer, Plan, PlanNeeded, Refused, Stored
@@ -26,6 +26,14 @@ _LONGEST_PAUSE_S = 2.0
 Pinned = AbstractContextManager[tuple[Record, ShardPlan, int]]
 
 
+class Way(NamedTuple):
+    """Where snapshots of an attempt go, and what the keeper there is known by; None: nowhere now."""
+
+    peer: Endpoint | None
+    attempt: int
+    secret: bytes
+
+
 class Parcel(NamedTuple):
     """A snapshot to be sent; `pinned` has been entered, and is left once it is there, or will not be."""
 
@@ -34,14 +42,7 @@ class Parcel(NamedTuple):
     plan: ShardPlan
     descriptor: int
     peer: Endpoint
-    token: str
-
-
-class Way(NamedTuple):
-    """Where snapshots go; None: nowhere now."""
-
-    peer: Endpoint | None
-    token: str
+    secret: bytes
 
 
 class _RefusedForGoodError(Exception):
@@ -84,7 +85,7 @@ class Sender:
         self._parcels.put(parcel)
 
     def turn(self, way: Way) -> None:
-        """From now on all go there, those that wait or are being tried again too; of another token: nowhere."""
+        """From now on all go there, those that wait or are being tried again too; of another attempt: nowhere."""
         with self._lock:
             if self._wanted == way:
                 return
@@ -150,7 +151,7 @@ class Sender:
         wanted = self._wanted
         if wanted is None:
             return parcel.peer
-        if wanted.token != parcel.token:
+        if wanted.attempt != parcel.record.attempt or wanted.secret != parcel.secret:
             raise LinkError("another attempt has begun")
         return wanted.peer or parcel.peer
 
@@ -164,7 +165,7 @@ class Sender:
             link.send(Plan(plan.to_bytes().decode()))
             answer = link.receive(Go, Refused)
         _raise_refusal(answer)
-        half = record.data_bytes // 2
+        half = record.data_bytes // 2 // CHUNK_BYTES * CHUNK_BYTES
         until_s = deadline_s(record.data_bytes)
         link.send_file(parcel.descriptor, 0, half, until_s)
         self._points.reach("replica.half", step=record.step, rank=record.rank)
@@ -174,10 +175,10 @@ class Sender:
 
     def _open(self, parcel: Parcel, peer: Endpoint) -> Link:
         self._check()
-        way = Way(peer, parcel.token)
+        way = Way(peer, parcel.record.attempt, parcel.secret)
         if self._link is None or self._way != way or self._link.is_broken():
             self._drop()
-            link = call(peer, parcel.token, self._idle_s)
+            link = call(peer, parcel.secret, self._idle_s)
             with self._lock:
                 self._link, self._way = link, way
             if self._peer_of(parcel) != peer:

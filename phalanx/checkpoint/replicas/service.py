@@ -52,15 +52,15 @@ class ReplicaService:
         self._points = points
         self._report = report
         self._patience = persist_s, idle_s
-        self._token: str | None = None
+        self._secret: bytes | None = None
         self._listener: Listener | None = None
         self._endpoint: Endpoint | None = None
         self._senders: dict[int, Sender] = {}
         self._lock = threading.Lock()
 
-    def use_token(self, token: str) -> None:
-        """Talk to those that have this token, and no other, from now on; before, nobody is talked to."""
-        self._token = token
+    def use_secret(self, secret: bytes) -> None:
+        """Talk to those that have this secret, and no other, from now on; before, nobody is talked to."""
+        self._secret = secret
 
     def start_listening(self) -> Endpoint:
         """Where other keepers reach this one; it begins to listen at the first call.
@@ -76,7 +76,7 @@ class ReplicaService:
                     self._vault,
                     server,
                     self._host,
-                    lambda: self._token,
+                    lambda: self._secret,
                     self._report,
                     self._points,
                     self._patience[1],
@@ -86,8 +86,8 @@ class ReplicaService:
     def send(self, plan: ShardPlan, snapshot: SnapshotId, peer: Endpoint) -> None:
         """Send a committed snapshot to the keeper at `peer`, in the background; it is pinned until that has ended."""
         rank, step = plan.rank, snapshot.step
-        if self._token is None:
-            self._notify(Replicated(rank, step, peer.host, f"step {step} is not replicated: there is no token yet"))
+        if self._secret is None:
+            self._notify(Replicated(rank, step, peer.host, f"step {step} is not replicated: there is no secret yet"))
             return
         pinned = self._vault.pin(snapshot, rank)
         try:
@@ -98,15 +98,15 @@ class ReplicaService:
         with self._lock:
             sender = self._senders.get(rank) or Sender(self._notify, self._points, *self._patience)
             self._senders[rank] = sender
-        sender.submit(Parcel(pinned, record, held_plan, descriptor, peer, self._token))
+        sender.submit(Parcel(pinned, record, held_plan, descriptor, peer, self._secret))
 
-    def turn(self, rank: int, peer: Endpoint | None) -> None:
-        """Snapshots of `rank` go to `peer` from now on, with the present token; those under way too.
+    def turn(self, rank: int, peer: Endpoint | None, attempt: int) -> None:
+        """Snapshots of `rank` go to `peer` from now on, with the present secret; those under way too.
 
-        What an earlier attempt wanted to send is given up at once: its token is not good any more, and what comes
-        after it would have to wait.
+        What an earlier attempt wanted to send is given up at once: nobody takes it any more, and what comes after it
+        would have to wait.
         """
-        if self._token is None:
+        if self._secret is None:
             return
         with self._lock:
             sender = self._senders.get(rank)
@@ -114,7 +114,7 @@ class ReplicaService:
                 return
             sender = sender or Sender(self._notify, self._points, *self._patience)
             self._senders[rank] = sender
-        sender.turn(Way(peer, self._token))
+        sender.turn(Way(peer, attempt, self._secret))
 
     def close(self) -> None:
         """Hang up on everybody, tell what was under way to have failed, and wait for all threads to be gone."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.checkpoint.config import CheckpointConfig
@@ -21,7 +21,7 @@ class Job:
         config: when, where, and which are kept.
         destination: durable storage.
         attempt: of the run; whatever has a lower one is a leftover.
-        token: known to the keepers of this job only.
+        secret: what its keepers know each other by; None: they do not talk to each other.
         hosts: the host of each rank.
         racks: what each rank's host fails together with; empty strings: unknown.
         peers: all ranks.
@@ -36,7 +36,7 @@ class Job:
     config: CheckpointConfig
     destination: Destination
     attempt: int
-    token: str
+    secret: bytes | None = field(repr=False)
     hosts: tuple[str, ...]
     racks: tuple[str, ...]
     peers: Peers
@@ -54,4 +54,4 @@ class Job:
     @property
     def replicated(self) -> bool:
         """Whether snapshots are copied to other hosts."""
-        return self.config.replicated(len(set(self.hosts)))
+        return self.secret is not None

@@ -51,10 +51,10 @@ class Neighbours:
 
     def copies(self) -> PeerCopies | None:
         """What keepers of other hosts hold, for restoring."""
-        if not self._job.replicated:
+        if self._job.secret is None:
             return None
-        self._link.ask(self.tell, None)  # the token, without which they do not speak to each other
-        return PeerCopies(self._job.token)
+        self._link.ask(self.tell, None)  # the secret, without which they do not speak to each other
+        return PeerCopies(self._job.secret)
 
     def _mine(self) -> dict[str, Any] | None:
         try:
@@ -65,8 +65,8 @@ class Neighbours:
 
     def tell(self, keeper: Keeper) -> None:
         """Tell a keeper where its replicas go."""
-        if self._job.replicated:
-            keeper.replicate_to(self._peer, self._job.token)
+        if self._job.secret is not None:
+            keeper.replicate_to(self._peer, self._job.attempt, self._job.secret)
 
 
 def _place(job: Job) -> str:

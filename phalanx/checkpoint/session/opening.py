@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -15,10 +15,10 @@ from phalanx.checkpoint.keeper.main import host_name
 from phalanx.checkpoint.keeper.start import address_for, ensure_keeper
 from phalanx.checkpoint.persist.contract import Destination
 from phalanx.checkpoint.policy.adapting import AutoInterval
-from phalanx.checkpoint.replicas.link import new_token
 from phalanx.checkpoint.session.agenda import Agenda
 from phalanx.checkpoint.session.job import Job
 from phalanx.checkpoint.session.link import Link
+from phalanx.checkpoint.session.secret import agree, disagreement, given_secret, mark_of, without_secret
 from phalanx.checkpoint.session.session import Session
 from phalanx.checkpoint.storage.latest import claim
 from phalanx.checkpoint.storage.location import open_store
@@ -71,25 +71,47 @@ def open_session(
     """
     options = dict(storage_options or config.storage_options)
     links: list[Link] = []
+    given: list[bytes | None] = []
 
     def greet() -> list[Any]:
+        given.append(given_secret(os.environ) if config.replicas is not False else None)
         links.append(_linked(connect or _connecting(destination_url, config, peers), report))
-        return [host or host_name(), config.rack_of(os.environ), links[0].ask(lambda keeper: keeper.last_attempt, 0)]
+        seen = links[0].ask(lambda keeper: keeper.last_attempt, 0)
+        return [host or host_name(), config.rack_of(os.environ), seen, mark_of(given[0])]
 
-    offers = everywhere(peers, greet)
+    hosts, racks, seen, marks = zip(*everywhere(peers, greet), strict=True)
 
     def begin() -> list[Any]:
-        attempt = _claimed(destination_url, options, max(seen for *_, seen in offers))
-        return [attempt, secrets.token_hex(4), new_token()]
+        return [_claimed(destination_url, options, max(seen)), secrets.token_hex(4)]
 
-    attempt, nonce, token = at_first(peers, begin)
-    hosts = tuple(name for name, *_ in offers)
-    racks = tuple(rack for _, rack, _ in offers)
+    attempt, nonce = at_first(peers, begin)
+    secret = _secret(config, peers, hosts, marks, given[0], report)
     destination = _destination(destination_url, options, nonce, config)
     about = (dict(run_config or {}), report, points)
-    job = Job(config, destination, attempt, token, hosts, racks, peers, copies, layout, *about)
+    job = Job(config, destination, attempt, secret, hosts, racks, peers, copies, layout, *about)
     agenda = Agenda(config, AutoInterval(config, len(set(hosts))), decides=peers.rank == 0)
     return Session(job, links[0], agenda)
+
+
+def _secret(
+    config: CheckpointConfig,
+    peers: Peers,
+    hosts: Sequence[str],
+    marks: Sequence[str],
+    given: bytes | None,
+    report: Callable[[str], None],
+) -> bytes | None:
+    """What keepers of this job know each other by, the same on all ranks; None: there are no replicas."""
+    if not config.replicated(len(set(hosts))):
+        return None
+    why = disagreement(hosts, marks)
+    if not why:
+        return given
+    if config.insecure_replicas:
+        return agree(peers)
+    if peers.rank == 0:
+        report(without_secret(why))
+    return None
 
 
 def _connecting(destination_url: str, config: CheckpointConfig, peers: Peers) -> Callable[[], Keeper]:

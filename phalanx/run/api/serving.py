@@ -7,7 +7,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -16,29 +16,39 @@ from phalanx.core.errors import UserError
 from phalanx.core.tasks import told
 from phalanx.run.api.guard import App
 from phalanx.run.wire.addresses import Address
+from phalanx.run.wire.arrivals import Arrivals
 
-MOST_CONNECTIONS = 256
-HEADERS_S = 10.0
+MOST_CONNECTIONS = 1024
+"""That are open at one time: where there are more, uvicorn answers 503."""
+
+MOST_WAITING = 256
+"""Connections on which part of a request has come: the one that has waited longest goes when there is another."""
+
+HEADERS_S = 5.0
 WRITE_S = 30.0
 _HEADER_BYTES = 16 << 10
 _LEAVE_S = 2
+_BACKLOG = 4096
 
 
 class BoundedProtocol(H11Protocol):
     """HTTP/1.1 for a client that has to send its headers, and to take what it asked for, within some seconds.
 
-    uvicorn itself would wait for both for ever.
+    uvicorn itself would wait for both for ever. Those who wait are known to all of a server, the oldest first.
     """
 
+    waiting: ClassVar[dict[BoundedProtocol, None]]
     _late: asyncio.TimerHandle | None = None
     _stuck: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for headers, unless there are too many connections."""
+        """Begin to wait for headers."""
         super().connection_made(transport)
-        if len(self.connections) > MOST_CONNECTIONS:
-            transport.abort()
         self._wait_for_headers()
+        if len(self.waiting) > MOST_WAITING:
+            oldest = next(iter(self.waiting))
+            del self.waiting[oldest]
+            oldest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Go on waiting for headers only between two requests."""
@@ -65,10 +75,12 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _wait_for_headers(self) -> None:
+        self.waiting[self] = None
         if self._late is None:
             self._late = self.loop.call_later(HEADERS_S, self.transport.abort)
 
     def _cancel_late(self) -> None:
+        self.waiting.pop(self, None)
         if self._late is not None:
             self._late.cancel()
             self._late = None
@@ -103,9 +115,15 @@ class HttpServer:
     def __init__(self, app: App, wanted: Address, before: Address | None, tls: ssl.SSLContext | None) -> None:
         self._socket = _listen(wanted, before)
         self.address = Address(wanted.host, self._socket.getsockname()[1])
+        self._arrivals = arrivals = Arrivals(within_s=HEADERS_S)
+        serves = type("Protocol", (BoundedProtocol,), {"waiting": {}})
+
+        def expect(**told: Any) -> asyncio.Protocol:
+            return arrivals.expect(lambda: serves(**told))
+
         config = uvicorn.Config(
             app,
-            http=BoundedProtocol,
+            http=cast(type[asyncio.Protocol], expect),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -137,6 +155,7 @@ class HttpServer:
     async def __aexit__(self, *raised: object) -> None:
         """Stop listening; those that are being answered have some seconds."""
         self._server.should_exit = True
+        self._arrivals.close()
         if self._task is not None:
             with contextlib.suppress(Exception):
                 await self._task
@@ -162,7 +181,7 @@ def _bound(address: Address) -> socket.socket:
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(found[0][4])
-        listening.listen(MOST_CONNECTIONS)
+        listening.listen(_BACKLOG)
         listening.setblocking(False)
     except OSError:
         listening.close()

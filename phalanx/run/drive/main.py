@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 TO_BE_STARTED_AGAIN = 75
 """Exit status of a driver that had to end although the job goes on (EX_TEMPFAIL of sysexits.h)."""
 
-_LEAST_FILES = 16_384
+_LEAST_FILES = 65_536
 
 _LAST_LOOK_S = 2.0
 """For whoever watches to show how the job has ended."""
@@ -219,7 +219,7 @@ class _Here:
 
 
 def _allow_many_files() -> None:
-    """A descriptor for each executor, as far as this process may have them."""
+    """A descriptor for each executor, and for as many strangers, as far as this process may have them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _LEAST_FILES if hard == resource.RLIM_INFINITY else min(hard, max(soft, _LEAST_FILES))
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))

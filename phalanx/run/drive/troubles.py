@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+from phalanx.core.throttle import LogThrottle
 from phalanx.run.now import unix_s
 from phalanx.run.people.hub import Hub
-from phalanx.run.wire.door import Sparing
 
 _CHARACTERS = 500
 
@@ -27,13 +26,13 @@ class Troubles(logging.Handler):
 
     def __init__(self, hub: Hub) -> None:
         super().__init__(logging.ERROR)
-        self._hub, self._loop, self._sparing = hub, asyncio.get_running_loop(), Sparing(time.monotonic)
+        self._hub, self._loop, self._throttle = hub, asyncio.get_running_loop(), LogThrottle()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Say it; whatever is wrong with that is not worth another error."""
         with suppress(Exception):
             text = _words(record)
-            others = self._sparing.due(text)
+            others = self._throttle.due(text)
             if others is not None:
                 again = f" ({others} times more before)" if others else ""
                 self._loop.call_soon_threadsafe(self._hub.say, "error", f"{text}{again}", unix_s())

@@ -19,6 +19,7 @@ import msgspec
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checks.peer import serve_peer
 from phalanx.core.errors import UserError
+from phalanx.core.job_secret import derive, hand_out
 from phalanx.run import messages
 from phalanx.run.executor.accelerators import Accelerators
 from phalanx.run.executor.executor import Executor
@@ -110,11 +111,13 @@ def serve(settings: Settings, reaper: Reaper) -> int:
 
 
 async def _serve(settings: Settings, reaper: Reaper, pages: Path) -> int:
+    token = read_token(Path(settings.token)).reveal().encode()
     here = Here(
         settings.host,
         _address(settings),
         settings.rack or CheckpointConfig().rack_of(os.environ),
-        without_tokens(os.environ),
+        # Ranks get another secret than the token, with which they could command the job.
+        {**without_tokens(os.environ), **hand_out(pages, derive(token, "for the ranks"))},
         pages,
         Path(settings.logs),
         segment_bytes=settings.segment_bytes,
@@ -125,7 +128,6 @@ async def _serve(settings: Settings, reaper: Reaper, pages: Path) -> int:
     accelerators = Accelerators()
     reaper.release = accelerators.released
     kernel = KernelLog(open_sources(reaper.helper))
-    token = read_token(Path(settings.token)).reveal().encode()
     doors = ExitStack()
     means = Means(
         here,

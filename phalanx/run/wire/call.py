@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+import time
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -59,6 +60,7 @@ class Call:
         self._ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         protocol = client_protocol(target.host, target.port, secure, owner.logger)
         self._channel = Channel(protocol, lambda channel: None, self._heard, self._ended)
+        self._channel.headers[proof.PASS] = proof.make_pass(owner.token, time.time())
 
     @property
     def is_live(self) -> bool:

@@ -74,6 +74,9 @@ class Channel(asyncio.Protocol):
         heard: called with the content of every frame.
         ended: called once, at the end, whether or not it had opened.
         connected: called first of all, before anything is read.
+
+    Attributes:
+        headers: that a client adds to its request.
     """
 
     def __init__(
@@ -85,12 +88,15 @@ class Channel(asyncio.Protocol):
         connected: Callable[[Channel], None] | None = None,
     ) -> None:
         self._protocol = protocol
+        self.headers: dict[str, str] = {}
         self._opened = opened
         self._heard = heard
         self._ended = ended
         self._connected = connected
         self._is_upgraded = False
         self._begun = b""
+        self._has_heard = False
+        self._needs: Callable[[bytes], bool] | None = None
         self._transport: asyncio.Transport | None = None
         self._budget_bytes: int | None = _MAX_UNPROVEN_BYTES
         self._why: Ending | None = None
@@ -116,6 +122,15 @@ class Channel(asyncio.Protocol):
     def unsent_bytes(self) -> int:
         """What waits here because the other side does not read."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    @property
+    def has_heard(self) -> bool:
+        """Whether the peer has sent anything at all."""
+        return self._has_heard
+
+    def require(self, good: Callable[[bytes], bool]) -> None:
+        """Hang up unless the first bytes that come are `good`: nothing else is done for this peer before."""
+        self._needs = good
 
     def trust(self, max_frame_bytes: int) -> None:
         """The peer has proved itself: it may send frames so large, and as many as it likes."""
@@ -163,11 +178,19 @@ class Channel(asyncio.Protocol):
         if self._why is not None:
             self._drop()
         elif isinstance(self._protocol, ClientProtocol):
-            self._protocol.send_request(self._protocol.connect())
+            request = self._protocol.connect()
+            request.headers.update(self.headers)
+            self._protocol.send_request(request)
             self._flush()
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
+        self._has_heard = True
+        if self._needs is not None:
+            needs, self._needs = self._needs, None
+            if not needs(data):
+                self.abort("too many connections from there have failed")
+                return
         if self._budget_bytes is not None:
             self._budget_bytes -= len(data)
             if self._budget_bytes < 0:

@@ -1,8 +1,9 @@
 """How much strangers may ask of the driver: pure but for the clock that is passed in.
 
-Every connection that fails to prove itself takes one from the budget of its address, which fills again with time. While
-it is empty, connections from there are closed before anything is read. So one machine that tries again and again costs
-little, and executors on other machines come in as ever.
+Every connection that says something and fails to prove itself takes one from the budget of its address, which fills
+again with time. While it is empty, only those from there are heard whose first words show that they know the token
+(`proof.make_pass`). So one machine that tries again and again costs little, and executors come in as ever, those of the
+same machine too.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from collections.abc import Callable
 FAILURES = 100
 FAILURES_PER_S = 10.0
 _MAX_ADDRESSES = 4096
-_LOG_EACH_S = 10.0
-_MAX_KINDS = 256
 
 Clock = Callable[[], float]
 
@@ -26,7 +25,7 @@ class Door:
         self._spent: dict[str, tuple[float, float]] = {}
 
     def admits(self, address: str) -> bool:
-        """Whether a connection from there may try."""
+        """Whether anybody from there may try."""
         return address not in self._spent or self._left(address) >= 1.0
 
     def failed(self, address: str) -> None:
@@ -40,23 +39,3 @@ class Door:
     def _left(self, address: str) -> float:
         left, at_s = self._spent.get(address, (float(FAILURES), self._clock()))
         return min(float(FAILURES), left + (self._clock() - at_s) * FAILURES_PER_S)
-
-
-class Sparing:
-    """Lets one line of each kind through in ten seconds, and counts the others."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._kinds: dict[str, tuple[float, int]] = {}
-
-    def due(self, kind: str) -> int | None:
-        """How many of this kind were kept back since the last line; None: keep this one back too."""
-        now_s = self._clock()
-        since_s, kept_back = self._kinds.get(kind, (float("-inf"), 0))
-        if now_s - since_s < _LOG_EACH_S:
-            self._kinds[kind] = since_s, kept_back + 1
-            return None
-        self._kinds[kind] = now_s, 0
-        if len(self._kinds) > _MAX_KINDS:
-            self._kinds.pop(next(iter(self._kinds)))
-        return kept_back

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from phalanx.core.errors import UserError
+from phalanx.core.throttle import LogThrottle
 from phalanx.run import messages
 from phalanx.run.secrets import require_tls_unless_loopback
 from phalanx.run.wire import addresses, codec, proof
@@ -19,7 +20,7 @@ from phalanx.run.wire.backoff import Backoff
 from phalanx.run.wire.call import Call
 from phalanx.run.wire.channel import quiet_logger
 from phalanx.run.wire.codec import KeptMessage
-from phalanx.run.wire.door import Clock, Sparing
+from phalanx.run.wire.door import Clock
 from phalanx.run.wire.outbox import Outbox
 
 CONNECT_S = 30.0
@@ -82,7 +83,7 @@ class DriverLink:
         self._ssl, self._server_name = ssl, server_name
         self._on_message = on_message
         self._backoff, self._fraction = backoff or Backoff(), fraction
-        self._sparing = Sparing(clock)
+        self._throttle = LogThrottle(clock)
         self._call: Call | None = None
         self._closing = asyncio.Event()
         self._empty = asyncio.Event()
@@ -199,7 +200,7 @@ class DriverLink:
         self._problem = problem
         if self._closing.is_set() or self._error is not None:
             return
-        others = self._sparing.due(problem)
+        others = self._throttle.due(problem)
         if others is not None:
             _log.warning("%s; trying again%s", problem, f" (and {others} times before)" if others else "")
 

@@ -9,6 +9,7 @@ by this.
 from __future__ import annotations
 
 import hmac
+import re
 import secrets
 from typing import Literal, NamedTuple
 
@@ -20,6 +21,14 @@ from phalanx.run.wire.codec import INSTANCE_BYTES, NONCE_BYTES, Accepted, Answer
 
 MIN_TOKEN_BYTES = 16
 _LABEL = "phalanx run: executor and driver"
+
+PASS = "Phalanx-Pass"
+"""The header with it."""
+
+PASS_S = 300.0
+"""By so much the clocks of hosts may differ."""
+
+_PASS = re.compile(rb"\r\n" + PASS.encode() + rb": (\d{1,12})\.([0-9a-f]{64})\r\n")
 
 Role = Literal["driver", "executor"]
 
@@ -90,6 +99,27 @@ def refuse_driver(token: bytes, challenge: Challenge, given: Answer, reply: Acce
     if not hmac.compare_digest(reply.proof, _proof_of(token, "driver", challenge, given)):
         return Refusal("token", "the driver does not prove that it knows this job's token; check its token file")
     return None
+
+
+def make_pass(token: bytes, unix_s: float) -> str:
+    """What an executor shows first of all, for a door that its neighbours have shut by failing too often.
+
+    Whoever hears it can come as far as the challenge with it, for some minutes, and no further.
+    """
+    now = str(int(unix_s))
+    return f"{now}.{_pass_proof(token, now)}"
+
+
+def is_pass(token: bytes, request: bytes, unix_s: float) -> bool:
+    """Whether a request shows a pass of about now."""
+    found = _PASS.search(request)
+    if found is None or abs(int(found[1]) - unix_s) > PASS_S:
+        return False
+    return hmac.compare_digest(found[2].decode(), _pass_proof(token, found[1].decode()))
+
+
+def _pass_proof(token: bytes, said: str) -> str:
+    return hmac.digest(token, f"{_LABEL}: pass {said}".encode(), "sha256").hex()
 
 
 def _other_version(driver: int, executor: int) -> Refusal:

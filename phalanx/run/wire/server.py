@@ -9,16 +9,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
+from phalanx.core.throttle import LogThrottle, and_others
 from phalanx.run import messages
 from phalanx.run.secrets import require_tls_unless_loopback
 from phalanx.run.wire import codec, frames, proof
 from phalanx.run.wire.addresses import Address
-from phalanx.run.wire.channel import Channel, Ending, quiet_logger
+from phalanx.run.wire.arrivals import Arrivals
+from phalanx.run.wire.channel import Ending, quiet_logger
 from phalanx.run.wire.codec import Answer, KeptMessage
-from phalanx.run.wire.door import Clock, Door, Sparing
+from phalanx.run.wire.door import Clock, Door
 from phalanx.run.wire.peer import Mark, Peer
 
-HANDSHAKE_S = 20.0
+HANDSHAKE_S = 10.0
 SILENCE_S = 30.0
 MAX_UNPROVEN = 16_384
 _SWEEP_S = 1.0
@@ -51,6 +53,7 @@ class ExecutorServer:
         clock: seconds, monotonic.
         marks: of hosts, from a journal (`mark`).
         field: the setting that `host` comes from, for errors.
+        unix_s: by which passes are good or old.
         silence_s: a connection on which nothing was heard for so long is closed. This says nothing about the host.
 
     Raises:
@@ -73,6 +76,7 @@ class ExecutorServer:
         marks: Mapping[str, Mark] | None = None,
         field: str = "host",
         silence_s: float = SILENCE_S,
+        unix_s: Callable[[], float] = time.time,
     ) -> None:
         proof.check_token(token)
         require_tls_unless_loopback(host, ssl, field)
@@ -83,14 +87,15 @@ class ExecutorServer:
         self._ssl = ssl
         self._on_hello, self._on_heartbeats = on_hello, on_heartbeats
         self._on_message, self._on_gone = on_message, on_gone
-        self._silence_s = silence_s
+        self._silence_s, self._unix_s = silence_s, unix_s
         self._marks = dict(marks or {})
         self._held: dict[str, Mark] = {}  # before the first message of those that are not received for good
         self._peers: dict[str, Peer] = {}
         self._open: set[Peer] = set()
         self._unproven: dict[Peer, None] = {}  # the oldest first
         self._beats: list[tuple[Peer, messages.Heartbeat]] = []  # of this round of the loop
-        self._door, self._sparing = Door(clock), Sparing(clock)
+        self._arrivals = Arrivals()
+        self._door, self._throttle = Door(clock), LogThrottle(clock)
         self._loop: asyncio.AbstractEventLoop
         self._server: asyncio.Server | None = None
         self._sweeper: asyncio.TimerHandle | None = None
@@ -116,6 +121,7 @@ class ExecutorServer:
             self._sweeper.cancel()
         if self._server is not None:
             self._server.close()
+        self._arrivals.close()
         self._peers.clear()
         for peer in list(self._open):
             peer.channel.end(_GOING_AWAY, "the driver stops")
@@ -198,8 +204,7 @@ class ExecutorServer:
         if self._closing is not None:
             return False
         if not self._door.admits(peer.address):
-            self._report(peer, proof.Refusal("failures", "too many connections from there have failed"))
-            return False
+            peer.channel.require(lambda request: self._lets_pass(peer, request))
         self._open.add(peer)
         self._unproven[peer] = None
         if len(self._unproven) > MAX_UNPROVEN:
@@ -279,7 +284,8 @@ class ExecutorServer:
         """See `phalanx.run.wire.peer.House`."""
         if peer in self._unproven:
             del self._unproven[peer]
-            self._door.failed(peer.address)
+            if peer.channel.has_heard:  # else it has cost next to nothing
+                self._door.failed(peer.address)
         self._report(peer, refusal)
 
     # The rest
@@ -302,8 +308,16 @@ class ExecutorServer:
             else:
                 peer.channel.write(frames.small(codec.acknowledged(beat.sequence)))
 
-    def _connection(self) -> Channel:
-        return Peer(self).channel
+    def _lets_pass(self, peer: Peer, request: bytes) -> bool:
+        """Whether somebody may try although too many from there have failed."""
+        if proof.is_pass(self.token, request, self._unix_s()):
+            return True
+        self._unproven.pop(peer, None)  # it is no failure more: that would keep the door shut for ever
+        self._report(peer, proof.Refusal("failures", "too many connections from there have failed"))
+        return False
+
+    def _connection(self) -> asyncio.Protocol:
+        return self._arrivals.expect(lambda: Peer(self).channel)
 
     def _write(self, peer: Peer | None, frame: bytes) -> bool:
         if peer is None or not peer.channel.is_open:
@@ -316,11 +330,10 @@ class ExecutorServer:
         peer.channel.end(codec.FAILED, "the driver could not handle a message; its log says why")
 
     def _report(self, peer: Peer, refusal: proof.Refusal) -> None:
-        others = self._sparing.due(refusal.kind)
-        if others is None:
-            return
-        more = f" (and {others} more for the same reason before)" if others else ""
-        _log.warning("refused a connection from %s%s: %s%s", peer.address, _named(peer), refusal.reason, more)
+        others = self._throttle.due(refusal.kind)
+        if others is not None:
+            line = "refused a connection from %s%s: %s%s"
+            _log.warning(line, peer.address, _named(peer), refusal.reason, and_others(others))
 
     def _sweep_again(self) -> None:
         self._sweeper = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep_again)

@@ -1,0 +1,295 @@
+"""How long somebody with the job's secret waits to be served while strangers crowd the door.
+
+    python benchmarks/strangers.py                          # all doors, 1,000 strangers of every kind
+    python benchmarks/strangers.py --strangers 200 --calls 5 --doors keeper,driver
+    python benchmarks/strangers.py --json FILE
+
+Doors: `keeper`, where other hosts' keepers come with replicas (a caller asks what is held); `driver`, where executors
+come (a caller is welcomed), and `http`, where people and programs come (a caller reads the job with the token), both
+also with TLS; `peer`, where a host lets others measure the network to it. Each is a process of its own.
+
+Strangers, in two processes of their own: `none`; `idle`: they connect and say nothing, and again when they are hung up
+on; `slow`: they say a byte a second; `again`: they connect and hang up, each as soon as it can. All come from this
+machine, as the caller does. The bar: no call takes longer than a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import selectors
+import socket
+import ssl
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+SECRET = bytes(range(32))
+TOKEN = SECRET.hex()
+JOB = "strangers"
+DOORS = ("keeper", "driver", "driver-tls", "http", "http-tls", "peer")
+KINDS = ("none", "idle", "slow", "again")
+BAR_S = 1.0
+_CALL_S = 30.0
+_PROCESSES = 2
+_SETTLE_S = 2.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strangers", type=int, default=1000)
+    parser.add_argument("--calls", type=int, default=20)
+    parser.add_argument("--doors", default=",".join(DOORS))
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    print(f"{'door':12} {'strangers':10} {'median ms':>10} {'longest ms':>10} {'failed':>7} {'bar':>4}", flush=True)
+    rows = [
+        row
+        for door in arguments.doors.split(",")
+        for row in measure(door, arguments.kinds.split(","), arguments.strangers, arguments.calls)
+    ]
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"strangers": arguments.strangers, "rows": rows}, indent=1))
+
+
+def measure(door: str, kinds: list[str], strangers: int, calls: int) -> list[dict[str, Any]]:
+    """A fresh door for each kind of strangers."""
+    context = multiprocessing.get_context("spawn")
+    rows = []
+    for kind in kinds:
+        here, there = context.Pipe()
+        with tempfile.TemporaryDirectory() as folder:
+            server = context.Process(target=_serve, args=(door, there, folder), daemon=True)
+            server.start()
+            port = here.recv()
+            crowd = [
+                context.Process(target=_crowd, args=(kind, port, strangers // _PROCESSES), daemon=True)
+                for _ in range(_PROCESSES if kind != "none" else 0)
+            ]
+            for process in crowd:
+                process.start()
+            try:
+                if crowd:
+                    time.sleep(_SETTLE_S)
+                rows.append(_row(door, kind, _ask(door, port, Path(folder)), calls))
+            finally:
+                for process in (*crowd, server):
+                    process.kill()
+                    process.join()
+    return rows
+
+
+def _row(door: str, kind: str, call: Callable[[], None], calls: int) -> dict[str, Any]:
+    seconds, failures = [], []
+    for _ in range(calls):
+        began_s = time.monotonic()
+        try:
+            call()
+        except Exception as error:
+            failures.append(f"{type(error).__name__}: {error}")
+        seconds.append(time.monotonic() - began_s)
+    median, longest = statistics.median(seconds), max(seconds)
+    met = "met" if longest < BAR_S and not failures else "NOT"
+    print(f"{door:12} {kind:10} {median * 1e3:10.1f} {longest * 1e3:10.1f} {len(failures):7} {met:>4}", flush=True)
+    if failures:
+        print(f"  {failures[0][:150]}", flush=True)
+    return {"door": door, "strangers": kind, "median_s": median, "longest_s": longest, "failures": failures}
+
+
+# The strangers
+
+
+def _crowd(kind: str, port: int, count: int) -> None:
+    """Keep so many connections busy for ever."""
+    selector = selectors.DefaultSelector()
+    for _ in range(count):
+        _connect(selector, port)
+    slow_s = time.monotonic()
+    while True:
+        for key, events in selector.select(0.2):
+            connection: socket.socket = key.fileobj  # type: ignore[assignment]
+            if kind == "again" and events & selectors.EVENT_WRITE:
+                _leave(selector, connection)
+                _connect(selector, port)
+                continue
+            if events & selectors.EVENT_WRITE:
+                selector.modify(connection, selectors.EVENT_READ)
+            if events & selectors.EVENT_READ:
+                heard = b""
+                with suppress(OSError):
+                    heard = connection.recv(4096)
+                if not heard:
+                    _leave(selector, connection)
+                    _connect(selector, port)
+        if kind == "slow" and time.monotonic() - slow_s > 1.0:
+            slow_s = time.monotonic()
+            for key in list(selector.get_map().values()):
+                with suppress(OSError):
+                    key.fileobj.send(b"G")  # type: ignore[union-attr]
+
+
+def _connect(selector: selectors.BaseSelector, port: int) -> None:
+    connection = socket.socket()
+    connection.setblocking(False)
+    with suppress(BlockingIOError):
+        connection.connect(("127.0.0.1", port))
+    selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
+
+
+def _leave(selector: selectors.BaseSelector, connection: socket.socket) -> None:
+    selector.unregister(connection)
+    connection.close()
+
+
+# The doors
+
+
+def _serve(door: str, pipe: Any, folder: str) -> None:
+    os.chdir(folder)
+    if door == "keeper":
+        _serve_keeper(pipe)
+    elif door == "peer":
+        _serve_peer(pipe)
+    else:
+        from phalanx.run.drive.main import _allow_many_files, _run
+
+        _allow_many_files()
+        serve = _serve_driver if door.startswith("driver") else _serve_http
+        _run(serve(pipe, _own_certificate(Path(folder)) if door.endswith("tls") else None))
+
+
+def _serve_keeper(pipe: Any) -> None:
+    from phalanx.checkpoint.keeper.vault import MemoryVault
+    from phalanx.checkpoint.replicas.service import ReplicaService
+
+    service = ReplicaService(MemoryVault(), lambda replicated: None, host="here")
+    service.use_secret(SECRET)
+    pipe.send(service.start_listening().port)
+    pipe.recv()
+
+
+def _serve_peer(pipe: Any) -> None:
+    from phalanx.checks.peer import serve_peer
+
+    with serve_peer(key=SECRET) as port:
+        pipe.send(port)
+        pipe.recv()
+
+
+async def _serve_driver(pipe: Any, tls: ssl.SSLContext | None) -> int:
+    from phalanx.run import messages
+    from phalanx.run.wire.server import ExecutorServer
+
+    def welcome(host: str, hello: messages.Hello) -> None:
+        server.send(host, messages.Welcome(messages.VERSION, JOB, 0, 1.0))
+
+    server = ExecutorServer(
+        SECRET,
+        JOB,
+        "127.0.0.1",
+        0,
+        on_hello=welcome,
+        on_heartbeats=lambda beats: {},
+        on_message=lambda host, message: None,
+        on_gone=lambda host, why: None,
+        ssl=tls,
+    )
+    async with server:
+        pipe.send(server.address.port)
+        await asyncio.Event().wait()
+    return 0
+
+
+async def _serve_http(pipe: Any, tls: ssl.SSLContext | None) -> int:
+    from phalanx.run.api.guard import Guard, Sessions
+    from phalanx.run.api.serving import HttpServer
+    from phalanx.run.secrets import Token
+    from phalanx.run.wire.addresses import Address
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    token = Token(TOKEN)
+    app = Guard(answer, token, Sessions(token, JOB, time.time))
+    async with HttpServer(app, Address("127.0.0.1", 0), None, tls) as server:
+        pipe.send(server.address.port)
+        await asyncio.Event().wait()
+    return 0
+
+
+def _own_certificate(folder: Path) -> ssl.SSLContext:
+    from phalanx.run.certificates import ensure_certificate
+    from phalanx.run.secrets import server_context
+
+    return server_context(ensure_certificate(folder, ["127.0.0.1"]))
+
+
+# Somebody who has the secret
+
+
+def _ask(door: str, port: int, folder: Path) -> Callable[[], None]:
+    if door == "keeper":
+        return lambda: _ask_keeper(port)
+    if door == "peer":
+        return lambda: _ask_peer(port)
+    tls = None
+    if door.endswith("tls"):
+        from phalanx.run.certificates import NAME
+        from phalanx.run.secrets import TlsFiles, client_context
+
+        tls = client_context(TlsFiles(folder / NAME, folder / NAME, folder / NAME))
+    if door.startswith("driver"):
+        return lambda: asyncio.run(_ask_driver(port, tls))
+    return lambda: _ask_http(port, tls)
+
+
+def _ask_keeper(port: int) -> None:
+    from phalanx.checkpoint.replicas.contract import Endpoint
+    from phalanx.checkpoint.replicas.fetch import list_held
+
+    assert list_held(Endpoint("here", ("127.0.0.1",), port), SECRET, _CALL_S) == []
+
+
+def _ask_peer(port: int) -> None:
+    from phalanx.checks.peer import measure_peer
+
+    measure_peer(f"127.0.0.1:{port}", transfer_bytes=0, limit_s=_CALL_S, key=SECRET)
+
+
+async def _ask_driver(port: int, tls: ssl.SSLContext | None) -> None:
+    from phalanx.run import messages
+    from phalanx.run.wire.link import DriverLink
+
+    hello = messages.Hello(messages.VERSION, "host", "127.0.0.1", 2, 1 << 30, [], "", "boot", 1, 0, [])
+    welcomed = asyncio.Event()
+    link = DriverLink(lambda: [f"127.0.0.1:{port}"], SECRET, JOB, lambda: hello, lambda _: welcomed.set(), ssl=tls)
+    running = asyncio.create_task(link.run())
+    try:
+        async with asyncio.timeout(_CALL_S):
+            await welcomed.wait()
+    finally:
+        link.close()
+        await running
+
+
+def _ask_http(port: int, tls: ssl.SSLContext | None) -> None:
+    import httpx
+
+    verify: Any = tls if tls is not None else False  # which of certificates for other servers loads none
+    url = f"{'https' if tls else 'http'}://127.0.0.1:{port}/job"
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    answer = httpx.get(url, headers=headers, timeout=_CALL_S, verify=verify, trust_env=False)
+    assert answer.status_code == 200, answer.status_code
+
+
+if __name__ == "__main__":
+    main()
