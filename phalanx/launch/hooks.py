@@ -1,13 +1,15 @@
-"""How a script that knows nothing of us reports its steps: a hook that torch calls after every optimizer step.
+"""What a script that knows nothing of us is given: a hook that torch calls after every optimizer step, and a good end.
 
 torch is reached by name when the script imports it, never imported from here.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -20,6 +22,9 @@ _OPTIMIZERS = "torch.optim.optimizer"
 
 # An optimizer that has stepped so often since the one that counts did takes its place: that one is no longer used.
 _TAKES_OVER = 16
+
+_LET_GO_S = 0.1
+"""Without the interpreter's lock, before and after process groups are destroyed."""
 
 
 class StepCounter:
@@ -74,6 +79,34 @@ def report_steps(page: ProgressWriter | None, first: Callable[[], None]) -> None
 
     counter = StepCounter(count)
     when_imported(_OPTIMIZERS, lambda module: module.register_optimizer_step_post_hook(counter))
+
+
+def end_groups_well() -> None:
+    """Have every thread of a process group let go of what it holds before the script goes on after its groups' end.
+
+    With torch 2.13 some scripts never end: a thread of gloo that has just done a step's last all-reduce holds a Python
+    object (`torch.autograd.graph` leaves one with every backward), and needs the interpreter's lock to let it go. If
+    the script drops its `DistributedDataParallel` first, as any does whose ``main`` returns after
+    ``destroy_process_group``, the main thread joins that thread while it holds the lock. Under torchrun 5 of 12 such
+    scripts hung (docs/LOG.md).
+    """
+
+    def act(module: ModuleType) -> None:
+        destroy = module.destroy_process_group
+
+        @functools.wraps(destroy)
+        def destroy_and_let_go(*arguments: Any, **keywords: Any) -> Any:
+            time.sleep(_LET_GO_S)
+            try:
+                return destroy(*arguments, **keywords)
+            finally:
+                time.sleep(_LET_GO_S)
+
+        for name in ("torch.distributed", "torch.distributed.distributed_c10d"):
+            if getattr(known := sys.modules.get(name), "destroy_process_group", None) is destroy:
+                setattr(known, "destroy_process_group", destroy_and_let_go)  # noqa: B010 - of a module
+
+    when_imported("torch.distributed", lambda module: act(module) if hasattr(module, "destroy_process_group") else None)
 
 
 def when_imported(name: str, act: Callable[[Any], Any]) -> None:

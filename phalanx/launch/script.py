@@ -25,7 +25,7 @@ from phalanx.core.stack_dump import dump_beside, register
 from phalanx.launch.cores import Share
 from phalanx.launch.environment import Worker
 from phalanx.launch.failures import frames_of_user
-from phalanx.launch.hooks import report_steps, when_imported
+from phalanx.launch.hooks import end_groups_well, report_steps, when_imported
 from phalanx.launch.learning import learnable, pieces
 from phalanx.launch.messages import Learnt, RankSpec
 
@@ -206,6 +206,7 @@ def run_script(worker: Worker, say: Callable[[Any], None], name: str, is_module:
 
     _offer_stacks(os.environ)
     report_steps(_open_page(os.environ), learn)
+    end_groups_well()
     try:
         _run_module(name) if is_module else _run_file(name)
     except (SystemExit, KeyboardInterrupt):

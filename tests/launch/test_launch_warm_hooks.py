@@ -119,3 +119,22 @@ def test_a_module_that_is_never_there_fails_as_ever(name: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "as ever\n"
+
+
+def test_process_groups_end_without_the_interpreters_lock_held() -> None:
+    """Whichever way the function is reached; a thread that needs the lock gets it before and after."""
+    program = (
+        "import threading, time\n"
+        "from phalanx.launch.hooks import end_groups_well\n"
+        "end_groups_well()\n"
+        "import torch.distributed as dist\n"
+        "from torch.distributed.distributed_c10d import destroy_process_group\n"
+        "assert dist.destroy_process_group is destroy_process_group\n"
+        "assert destroy_process_group.__name__ == 'destroy_process_group' and destroy_process_group.__wrapped__\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "slept = []\n"
+        "real, time.sleep = time.sleep, lambda seconds: slept.append(dist.is_initialized())\n"
+        "dist.destroy_process_group()\n"
+        "assert slept == [True, False] and not dist.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
