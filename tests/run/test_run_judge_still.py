@@ -23,6 +23,9 @@ def frames(*lines: str) -> tuple[Frame, ...]:
 SLEEPS = frames("wait (train.py:30)", "main (train.py:40)")
 WAITS = frames("all_reduce (torch/distributed/distributed_c10d.py:2501)", "main (train.py:40)")
 BACKWARD = frames("_engine_run_backward (torch/autograd/graph.py:824)", "backward (torch/_tensor.py:581)")
+OWN_BACKWARD = frames("backward (layers.py:9)", "_engine_run_backward (torch/autograd/graph.py:824)")
+OWN_SEND = frames("send (train.py:9)", "main (train.py:40)")
+REQUESTS = frames("send (requests/adapters.py:9)", "main (train.py:40)")
 SAVES = frames("write (torch/serialization.py:960)", "save (train.py:80)")
 
 
@@ -71,6 +74,15 @@ EVALUATES = [
             "",
         ),
         ("goes round in one line", at(*lines(31)), ""),
+        ("goes round in a layer's own backward", at(OWN_BACKWARD), ""),
+        ("goes round in what a user calls send", at(OWN_SEND), ""),
+        ("is deadlocked beside a thread that polls", grown("threads_cpu_s", 0.3), "libc.so.6"),
+        ("waits in a collective, and its threads wake up", grown("threads_cpu_s", 0.3, frames=WAITS), "libc.so.6"),
+        (
+            "waits, and others use the wire",
+            lambda n, s: replace(s, frames=WAITS, wire_bytes=10**8 * n, threads_cpu_s=0.05 * n),
+            "",
+        ),
         ("goes round in three lines of a function", at(*lines(31, 32, 33)), ""),
         ("goes round, as Python is a library", at(*lines(31, 32)), "libpython3.11.so.1.0"),
         ("polls here and there, and sleeps in between", lambda n, s: replace(s, frames=lines(1, 2, 3)[n % 3]), ""),
@@ -113,7 +125,9 @@ def test_it_stands_still(name: str, change: Change, native: str | None) -> None:
         ("is in one collective, then in the next", lambda n, s: replace(s, frames=WAITS[:1] * (1 + n)), ""),
         ("saves beside a collective", grown("main_cpu_s", 4.0, frames=WAITS), ""),
         ("gets no core at all", lambda n, s: replace(s, frames=BACKWARD, main_wants_core=True), ""),
-        ("sleeps until its own threads have computed", grown("threads_cpu_s", 1.0), "libc.so.6"),
+        ("sleeps until its own threads have computed", grown("threads_cpu_s", 2.0), "libc.so.6"),
+        ("downloads to a file", grown("file_bytes", 4.5e6, frames=REQUESTS), ""),
+        ("its threads compute a part of backward", grown("threads_cpu_s", 0.4, frames=BACKWARD), "libc.so.6"),
         ("its children get no core", lambda n, s: replace(s, children_want_core=True), ""),
         ("is in backward, and hardly gets a core", grown("main_cpu_s", 0.4, frames=BACKWARD), ""),
         ("saves to a file system that nobody can see", lambda _, sample: replace(sample, frames=SAVES), ""),

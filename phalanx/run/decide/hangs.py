@@ -61,7 +61,7 @@ def on_suspects_named(turn: Turn, event: SuspectsNamed) -> None:
         if event.group:
             hosts = (host for rank in event.group_ranks if (host := state.host_of(rank)) is not None)
             turn.learn(group=event.group, group_hosts=tuple(dict.fromkeys(hosts)))
-    if event.place:
+    if event.place and not event.is_proven:
         _note_place(turn, event.place)
     if state.phase == "diagnosing" and state.recovery.cause == "hang":
         recovery.stop(turn)

@@ -121,17 +121,19 @@ class StillnessWatch:
             return None
         below = descendants(table, [one.pid])
         cpu_s, ended_s, file_bytes, rss_bytes = _counters(one.pid)
-        main_s, waited_s, main_waited_s = _scheduled_s(one.pid, self.proc)
+        main_s, waited_s = _scheduled_s(one.pid, self.proc)
         ready = _ready([one.pid], self.proc)
-        rss_bytes += sum(_counters(pid)[3] for pid in below)
+        for pid in below:
+            of_child = _counters(pid)
+            file_bytes, rss_bytes = file_bytes + of_child[2], rss_bytes + of_child[3]
         return Sample(
             at_s=self.clock(),
             state=process.state,
-            main_cpu_s=main_s + main_waited_s,
+            main_cpu_s=main_s + waited_s,
             main_wants_core=one.pid in ready,
-            threads_cpu_s=cpu_s - main_s + waited_s - main_waited_s,
+            threads_cpu_s=cpu_s - main_s,
             threads_want_core=bool(ready - {one.pid}),
-            children_cpu_s=ended_s + sum(self._cpu_s(table[pid]) for pid in below),
+            children_cpu_s=ended_s + sum(table[pid].cpu_ticks for pid in below) / os.sysconf("SC_CLK_TCK"),
             children_want_core=bool(_ready([pid for pid in below if table[pid].state == "R"], self.proc)),
             output_bytes=one.output_bytes,
             file_bytes=file_bytes,
@@ -142,10 +144,6 @@ class StillnessWatch:
             is_gpu_active=is_gpu_active,
             frames=self._frames(one),
         )
-
-    def _cpu_s(self, process: Process) -> float:
-        """What a process has used, and for how long it would have liked to."""
-        return process.cpu_ticks / os.sysconf("SC_CLK_TCK") + _scheduled_s(process.pid, self.proc)[1]
 
     def _frames(self, one: QuietRank) -> tuple[Frame, ...] | None:
         until_s = time.monotonic() + _STACKS_S
@@ -178,19 +176,15 @@ def _counters(pid: int) -> tuple[float, float, int, int]:
     return 0.0, 0.0, 0, 0
 
 
-def _scheduled_s(pid: int, proc: Path) -> tuple[float, float, float]:
-    """What the main thread has used; for how long all threads, and that one, were ready while others had the cores.
+def _scheduled_s(pid: int, proc: Path) -> tuple[float, float]:
+    """What the main thread has used, and for how long it was ready while others had the cores; 0 where it is not told.
 
-    All zero where the kernel does not tell.
+    Of other threads that says nothing: one that wakes up often waits often, and need not compute.
     """
-    used_s = main_s = waited_s = 0.0
-    for task in list_folder(proc / str(pid) / "task"):
-        words = (read_text(task / "schedstat") or "").split()
-        if len(words) >= 2 and words[0].isdigit() and words[1].isdigit():
-            waited_s += int(words[1]) * 1e-9
-            if task.name == str(pid):
-                used_s, main_s = int(words[0]) * 1e-9, int(words[1]) * 1e-9
-    return used_s, waited_s, main_s
+    words = (read_text(proc / str(pid) / "task" / str(pid) / "schedstat") or "").split()
+    if len(words) < 2 or not (words[0].isdigit() and words[1].isdigit()):
+        return 0.0, 0.0
+    return int(words[0]) * 1e-9, int(words[1]) * 1e-9
 
 
 def _ready(pids: Sequence[int], proc: Path) -> frozenset[int]:

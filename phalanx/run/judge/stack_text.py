@@ -18,11 +18,12 @@ _NOISE = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _LONGEST = 200_000
 _WAITS = re.compile(
     r"\(distributed/(?:distributed_c10d|c10d_logger|_functional_collectives)|^(?:_engine_run_backward|wait_tensor) "
-    r"|^(?:all_?reduce|all_?gather\w*|reduce_?scatter\w*|all_?to_?all\w*|broadcast|broadcast_object_list|barrier"
-    r"|monitored_barrier|isend|irecv|recv|send|batch_isend_irecv|synchronize|wait_for_everyone) \(",
-    re.IGNORECASE,
+    r"|^synchronize \((?:cuda|accelerator)/|^wait_for_everyone \(accelerate/",
 )
-"""Functions in which a rank waits for others; gradients are reduced inside of backward."""
+"""Functions of torch in which a rank waits for others; gradients are reduced inside of backward.
+
+By their files: what a user calls ``send`` or ``barrier`` may do anything, and calls one of these if it waits.
+"""
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,11 @@ def without_lines(frames: tuple[Frame, ...]) -> tuple[str, ...]:
 def waits_for_peers(frames: Sequence[Frame]) -> bool:
     """Whether a thread with this stack is in a collective, or may be."""
     return any(_WAITS.search(text) for text in without_lines(tuple(frames)))
+
+
+def is_in_backward(frames: Sequence[Frame]) -> bool:
+    """Whether the innermost function is torch's own backward, compiled code that computes as often as it waits."""
+    return bool(frames) and frames[0].name == "_engine_run_backward"
 
 
 def _threads(text: str) -> list[tuple[str | None, list[Frame]]]:

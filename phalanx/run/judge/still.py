@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from phalanx.run.judge.stack_text import Frame, waits_for_peers, without_lines
+from phalanx.run.judge.stack_text import Frame, is_in_backward, waits_for_peers, without_lines
 
 LOOK_S = 5.0
 """Between two looks at a rank."""
@@ -31,8 +31,9 @@ LOOK_S = 5.0
 COMPUTES = 0.05
 """Share of a core that a rank wants which computes; what sleeps or waits uses less."""
 
-_MOVES_BYTES = 0.01
-"""Share of a core that moving bytes over sockets takes at least."""
+THREADS_COMPUTE = 0.25
+"""The same of its other threads, where the main one waits: one that polls, or watches something, uses less."""
+
 _WIRE_BYTES_PER_S = _DISK_BYTES_PER_S = 1e6
 _FILE_BYTES = 256 << 10
 """What a rank writes when it is asked for its stacks is less."""
@@ -69,10 +70,10 @@ class Sample:
         state: of the process, as in /proc.
         main_cpu_s: CPU time of the main thread, and for how long it was ready to run while others had the cores.
         main_wants_core: it is ready and stays so, or runs: on a busy machine it may get no core for seconds.
-        threads_cpu_s, threads_want_core: the same of its other threads.
-        children_cpu_s, children_want_core: the same of its descendants, and CPU time of those that have ended.
+        threads_cpu_s, threads_want_core: CPU time of its other threads, and the same of them.
+        children_cpu_s, children_want_core: the same of its descendants, also of those that have ended.
         output_bytes: that it has written to its standard output and error.
-        file_bytes: that it has read and written.
+        file_bytes: that it and its descendants have read and written.
         rss_bytes: resident memory of it and its descendants.
         wire_bytes: that the training interfaces of its host have carried.
         disk_bytes: that the disks of its host have read and written.
@@ -153,10 +154,10 @@ class RankStillness:
             return "the disk that it waits for works"
         main = _share(now.main_wants_core, now.main_cpu_s - before.main_cpu_s, elapsed_s)
         threads = _share(now.threads_want_core, now.threads_cpu_s - before.threads_cpu_s, elapsed_s)
-        if now.frames and waits_for_peers(now.frames):
+        if now.frames and waits_for_peers(now.frames[:1]):
             wire_rate = (now.wire_bytes - before.wire_bytes) / elapsed_s
-            return _beside(now, main + threads, wire_rate)
-        if threads >= COMPUTES and not _waits_for_gpu(now):
+            return _beside(now, main, threads, wire_rate)
+        if threads >= THREADS_COMPUTE and not _waits_for_gpu(now):
             return "its threads compute"
         return self._output(before, now) or self._computes(now, main) or self._is_patient(now, elapsed_s)
 
@@ -201,11 +202,12 @@ def _share(wants_core: bool, used_s: float, elapsed_s: float) -> float:
     return 1.0 if wants_core else used_s / elapsed_s
 
 
-def _beside(now: Sample, share: float, wire_rate: float) -> str:
-    """What a rank does whose main thread waits in a collective; on a GPU it may do so by spinning."""
-    if share >= _MOVES_BYTES and wire_rate >= _WIRE_BYTES_PER_S:
+def _beside(now: Sample, main: float, threads: float, wire_rate: float) -> str:
+    """What a rank does whose main thread waits for others or is in backward; on a GPU it may do so by spinning."""
+    if threads >= COMPUTES and wire_rate >= _WIRE_BYTES_PER_S:  # it takes that much to move them over sockets
         return "bytes are on the wire"
-    return "computes beside" if share >= COMPUTES and not now.uses_gpu else ""
+    least = COMPUTES if is_in_backward(now.frames or ()) else THREADS_COMPUTE
+    return "computes beside" if (main >= COMPUTES or threads >= least) and not now.uses_gpu else ""
 
 
 def _waits_for_gpu(now: Sample) -> bool:
