@@ -164,7 +164,7 @@ def test_a_script_that_cannot_be_run(tmp_path: Path, source: str, said: str) -> 
             assert said in text
             assert "phalanx/launch" not in text
             (failure,) = here.of(1, Failure)
-            assert failure.kind == ("raised" if source else "user")
+            assert failure.kind == ("syntax" if source else "user")
 
     run(test)
 

@@ -42,6 +42,8 @@ def read_box(
         OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile: it is no archive of a tensor.
     """
     view = cast(BinaryIO, _Slice(file, *place))
+    if place[1] <= _SMALL_BYTES:  # at once: its directory is at its end, and a store would be asked for each part of it
+        view = io.BytesIO(view.read())
     require_stored(view)
     shape, dtype = stored
     data = None
