@@ -49,7 +49,10 @@ def main() -> None:
     parser.add_argument("--doors", default=",".join(DOORS))
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="100 strangers, three calls, one door each without TLS")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.strangers, arguments.calls, arguments.doors = 100, 3, "keeper,driver,http,peer"
     print(f"{'door':12} {'strangers':10} {'median ms':>10} {'longest ms':>10} {'failed':>7} {'bar':>4}", flush=True)
     rows = [
         row

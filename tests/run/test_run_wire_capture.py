@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from phalanx.checkpoint.restore import candidates, open_checkpoint
 from support import tiny
 from support.recovery.job import Job
 
@@ -31,7 +30,9 @@ from phalanx.checkpoint.replicas.contract import Endpoint
 from phalanx.checkpoint.replicas.fetch import list_held
 from phalanx.checkpoint.replicas.link import LABEL, LinkError, call
 from phalanx.checkpoint.replicas.messages import Offer, Plan, PlanNeeded, Refused
+from phalanx.checkpoint.restoring.checkpoint import open_checkpoint
 from phalanx.checkpoint.session.secret import given_secret, mark_of
+from phalanx.checkpoint.storage.folder import candidates
 from phalanx.core.gate import HELLO_BYTES
 from phalanx.core.job_secret import derive, hand_out
 from phalanx.run.certificates import make_certificate

@@ -63,7 +63,10 @@ class Latest:
         Raises:
             ValueError: it is damaged, or no entry.
         """
-        tree = json.loads(content)
+        try:
+            tree = json.loads(content)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
         if not isinstance(tree, dict):
             raise ValueError("it is no JSON object")
         if tree.pop("sha256", None) != _sum(tree):
