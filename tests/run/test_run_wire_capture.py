@@ -227,7 +227,7 @@ def test_a_listener_learns_nothing_of_use_and_no_forgery_is_taken(tmp_path: Path
 class TrainJob(Job):
     @property
     def name(self) -> str:
-        return "phalanx"
+        return "out"
 
 
 def step_of(folder: Path) -> int:
