@@ -107,14 +107,15 @@ def sort():
     while True:
         list(range(1000)).sort()
 os.nice(19)
-threading.Thread(target=sort).start()
+for _ in range(3):
+    threading.Thread(target=sort).start()
 print(1, flush=True)
 threading.Event().wait()
 """
 
 
 def test_who_wants_a_core_and_gets_none_does_not_stand_still(watch: StillnessWatch, clock: Clock) -> None:
-    """Its main thread waits for another, and that for a core that other processes have."""
+    """Its main thread waits for others, and these for a core that other processes have, and for each other."""
     with script(THREADS) as process, script(WALKS), script(WALKS), script(WALKS):
         assert still_s(process, watch, clock) <= 2.0
 

@@ -122,7 +122,7 @@ class StillnessWatch:
         below = descendants(table, [one.pid])
         cpu_s, ended_s, file_bytes, rss_bytes = _counters(one.pid)
         main_s, waited_s = _scheduled_s(one.pid, self.proc)
-        ready = _ready([one.pid], self.proc)
+        main_ready, threads_ready = _ready([one.pid], self.proc)
         for pid in below:
             of_child = _counters(pid)
             file_bytes, rss_bytes = file_bytes + of_child[2], rss_bytes + of_child[3]
@@ -130,11 +130,11 @@ class StillnessWatch:
             at_s=self.clock(),
             state=process.state,
             main_cpu_s=main_s + waited_s,
-            main_wants_core=one.pid in ready,
+            main_wants_core=main_ready,
             threads_cpu_s=cpu_s - main_s,
-            threads_want_core=bool(ready - {one.pid}),
+            threads_want_core=threads_ready,
             children_cpu_s=ended_s + sum(table[pid].cpu_ticks for pid in below) / os.sysconf("SC_CLK_TCK"),
-            children_want_core=bool(_ready([pid for pid in below if table[pid].state == "R"], self.proc)),
+            children_want_core=any(_ready([pid for pid in below if table[pid].state == "R"], self.proc)),
             output_bytes=one.output_bytes,
             file_bytes=file_bytes,
             rss_bytes=rss_bytes,
@@ -187,13 +187,21 @@ def _scheduled_s(pid: int, proc: Path) -> tuple[float, float]:
     return int(words[0]) * 1e-9, int(words[1]) * 1e-9
 
 
-def _ready(pids: Sequence[int], proc: Path) -> frozenset[int]:
-    """Threads of these processes that run or could run, at each of some looks in short succession."""
-    ready = [task for pid in pids for task in list_folder(proc / str(pid) / "task")]
-    for _ in range(_READY_LOOKS):
-        if ready := [task for task in ready if _is_ready(task)]:
+def _ready(pids: Sequence[int], proc: Path) -> tuple[bool, bool]:
+    """Whether the main thread of the first of these was ready at each of some looks, and whether any other thread was.
+
+    The others count together: threads that hand the interpreter's lock to each other are ready in turn.
+    """
+    tasks = [task for pid in pids for task in list_folder(proc / str(pid) / "task")]
+    main = others = bool(tasks)
+    for number in range(_READY_LOOKS):
+        if not (main or others):
+            break
+        if number:
             time.sleep(_READY_S)
-    return frozenset(int(task.name) for task in ready)
+        ready = {int(task.name) for task in tasks if _is_ready(task)}
+        main, others = main and pids[0] in ready, others and bool(ready - {pids[0]})
+    return main, others
 
 
 def _is_ready(task: Path) -> bool:
