@@ -101,6 +101,11 @@ class Interface(Message, frozen=True):
     is_up: bool = True
     flaps: int = 0
 
+    @property
+    def is_rdma(self) -> bool:
+        """It is a port of an RDMA device, whose traffic no socket shows."""
+        return "/" in self.name
+
 
 class HostState(Message, frozen=True):
     """A host, as its executor sees it."""

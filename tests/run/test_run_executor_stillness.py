@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.run.executor.sockets import CarriedBytes, tcp_bytes
 from phalanx.run.executor.stillness import QuietRank, StillnessWatch
 from phalanx.run.messages import Accelerator
 
@@ -66,7 +68,7 @@ def still_s(
     process: subprocess.Popen[bytes], watch: StillnessWatch, clock: Clock, looks: int = LOOKS, printed: int = 0
 ) -> float:
     for number in range(looks):
-        watch.look([QuietRank(0, process.pid, (1, 2), printed * number)], 0)
+        watch.look([QuietRank(0, process.pid, (1, 2), printed * number)])
         time.sleep(BETWEEN_S)
         clock.now_s += 2.0
     clock.now_s -= 2.0
@@ -81,6 +83,11 @@ def clock() -> Clock:
 @pytest.fixture
 def watch(clock: Clock) -> StillnessWatch:
     return StillnessWatch(clock=clock)
+
+
+def needs_sock_diag() -> None:
+    if tcp_bytes() is None:
+        pytest.skip("the kernel does not tell of sockets")
 
 
 def needs_py_spy(watch: StillnessWatch) -> None:
@@ -120,6 +127,70 @@ def test_who_wants_a_core_and_gets_none_does_not_stand_still(watch: StillnessWat
         assert still_s(process, watch, clock) <= 2.0
 
 
+DOWNLOADS = """
+import hashlib, socket, threading, time
+server = socket.create_server(("127.0.0.1", 0))
+def feed():
+    client = server.accept()[0]
+    while True:
+        client.sendall(bytes({bytes}))
+        time.sleep(0.05)
+{where}
+said = hashlib.sha256()
+with socket.create_connection(server.getsockname()) as client:
+    print(1, flush=True)
+    while True:
+        said.update(client.recv(1 << 16))
+"""
+IN_A_CHILD = "import os\nif not os.fork(): feed()"
+IN_A_THREAD = "threading.Thread(target=feed, daemon=True).start()"
+
+
+@pytest.mark.parametrize("where", [IN_A_CHILD, IN_A_THREAD], ids=["child", "thread"])
+def test_what_receives_moves_though_no_file_shows_it(where: str, watch: StillnessWatch, clock: Clock) -> None:
+    needs_sock_diag()
+    with script(DOWNLOADS.format(bytes=80_000, where=where)) as process:
+        assert still_s(process, watch, clock, looks=6) == 0.0
+
+
+def test_a_word_now_and_then_on_a_socket_is_no_movement(watch: StillnessWatch, clock: Clock) -> None:
+    with script(DOWNLOADS.format(bytes=100, where=IN_A_CHILD)) as process:
+        assert still_s(process, watch, clock) == 2.0 * (LOOKS - 1)
+
+
+def test_what_other_processes_receive_is_no_movement(watch: StillnessWatch, clock: Clock) -> None:
+    with script(SLEEPS) as process, script(DOWNLOADS.format(bytes=80_000, where=IN_A_CHILD)):
+        assert still_s(process, watch, clock) == 2.0 * (LOOKS - 1)
+
+
+def test_bytes_of_a_socket_are_counted_as_they_are_sent() -> None:
+    needs_sock_diag()
+    counted = CarriedBytes()
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
+        far, _ = server.accept()
+        with far:
+            assert counted.add([os.getpid()], tcp_bytes() or {}) == 0
+            near.sendall(bytes(100_000))
+            assert len(far.recv(100_000, socket.MSG_WAITALL)) == 100_000
+            # Both ends are ours; what is not yet acknowledged is not yet sent.
+            assert 100_000 <= counted.add([os.getpid()], tcp_bytes() or {}) <= 200_010
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        near, far = socket.create_connection(server.getsockname()[:2]), server.accept()[0]
+        near.sendall(bytes(50_000))
+        assert len(far.recv(50_000, socket.MSG_WAITALL)) == 50_000
+        before = counted.add([], {})
+        assert 50_000 <= counted.add([os.getpid()], tcp_bytes() or {}) - before
+        near.close(), far.close()
+
+
+def test_where_the_kernel_does_not_tell_of_sockets_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> socket.socket:
+        raise PermissionError("no netlink here")
+
+    monkeypatch.setattr(socket, "socket", refused)
+    assert tcp_bytes() is None
+
+
 def test_output_is_movement(watch: StillnessWatch, clock: Clock) -> None:
     with script(SLEEPS) as process:
         assert still_s(process, watch, clock, printed=10) == 0.0
@@ -153,16 +224,16 @@ def test_another_pause_is_looked_at_anew_and_who_makes_steps_again_is_forgotten(
     with script(SLEEPS) as process:
         assert still_s(process, watch, clock) > 0
         assert watch.still_s(0, (3, 4)) == -1.0 == watch.still_s(1, (1, 2))
-        watch.look([QuietRank(0, process.pid, (3, 4))], 0)
+        watch.look([QuietRank(0, process.pid, (3, 4))])
         assert watch.still_s(0, (3, 4)) == 0.0
-        watch.look([], 0)
+        watch.look([])
         assert watch.still_s(0, (3, 4)) == -1.0
 
 
 def test_a_process_that_is_gone_is_nothing_to_look_at(watch: StillnessWatch) -> None:
     with script(SLEEPS) as process:
         pid = process.pid
-    watch.look([QuietRank(0, pid, ())], 0)
+    watch.look([QuietRank(0, pid, ())])
 
 
 @pytest.mark.parametrize(("activity", "found"), [((-1.0,), None), ((0.0, 0.3), True), ((0.0, 0.01), False), ((), None)])

@@ -91,7 +91,8 @@ class Executor:
     _carried: Carried = field(default_factory=Carried)
     _heartbeat_s: float = 1.0
     _sequence: int = 0
-    _carried_bytes: int = -1
+    _rdma_carried: Carried = field(default_factory=Carried)
+    _rdma_bytes: int = 0
     _is_looking: bool = False
     _looked_s: float = -math.inf
 
@@ -383,7 +384,7 @@ class Executor:
 
     async def _look_at(self, stillness: StillnessWatch, quiet: Sequence[QuietRank]) -> None:
         try:
-            await asyncio.to_thread(stillness.look, quiet, self._carried_bytes)
+            await asyncio.to_thread(stillness.look, quiet, self._rdma_bytes)
         finally:
             self._is_looking = False
 
@@ -406,9 +407,10 @@ class Executor:
         states = [] if workers is None else workers.states()
         attempt = self.attempt if workers is None else workers.attempt
         host = self.senses.state()
-        self._carried_bytes = self._carried.add(host.interfaces)
+        carried_bytes = self._carried.add(host.interfaces)
+        self._rdma_bytes = self._rdma_carried.add([one for one in host.interfaces if one.is_rdma])
         tails = self._tails.take()
-        return heartbeat(self._sequence, self.unix_s(), attempt, states, host, tails, self._carried_bytes)
+        return heartbeat(self._sequence, self.unix_s(), attempt, states, host, tails, carried_bytes)
 
     def _on_lines(self, rank: int, lines: Sequence[str]) -> None:
         found = self.senses.findings(rank, lines)

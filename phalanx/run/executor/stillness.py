@@ -17,6 +17,7 @@ import psutil
 
 from phalanx.core.kernel_files import PROC, list_folder, read_text
 from phalanx.core.process_table import Process, descendants, processes
+from phalanx.run.executor.sockets import CarriedBytes, open_files, tcp_bytes
 from phalanx.run.executor.stacks import Start, native_library, py_spy_program, stacks_of
 from phalanx.run.judge.stack_text import Frame, main_stack
 from phalanx.run.judge.still import LOOK_S, RankStillness, Sample
@@ -60,6 +61,24 @@ class _Watched:
     since: tuple[int, ...]
     stillness: RankStillness
     looked_s: float
+    sockets: CarriedBytes = field(default_factory=CarriedBytes)
+
+
+@dataclass(frozen=True)
+class _Around:
+    """What all looks of one time share.
+
+    Attributes:
+        table: all processes.
+        sockets: from `tcp_bytes`.
+        disk_bytes, rdma_bytes, is_gpu_active: of the host, as in `Sample`.
+    """
+
+    table: Mapping[int, Process]
+    sockets: Mapping[int, int]
+    disk_bytes: int
+    rdma_bytes: int
+    is_gpu_active: bool | None
 
 
 @dataclass
@@ -81,21 +100,23 @@ class StillnessWatch:
     clock: Callable[[], float] = time.monotonic
     _watched: dict[int, _Watched] = field(default_factory=dict)
 
-    def look(self, quiet: Sequence[QuietRank], wire_bytes: int) -> None:
+    def look(self, quiet: Sequence[QuietRank], rdma_bytes: int = 0) -> None:
         """Look at all ranks that are quiet now; blocks for up to two seconds each.
 
         Args:
-            wire_bytes: what the interfaces that training uses have carried.
+            rdma_bytes: what the RDMA ports that training uses have carried.
         """
         ranks = {one.rank for one in quiet}
         self._watched = {rank: watched for rank, watched in self._watched.items() if rank in ranks}
-        table, disk_bytes, is_gpu_active = processes(self.proc), _disk_bytes(self.proc), self._is_gpu_active()
+        around = _Around(
+            processes(self.proc), tcp_bytes() or {}, _disk_bytes(self.proc), rdma_bytes, self._is_gpu_active()
+        )
         for one in quiet:
             watched = self._watched.get(one.rank)
             if watched is None or watched.since != one.since:
                 stillness = RankStillness(lambda pid=one.pid: self._native_library(pid))  # type: ignore[misc]
                 watched = self._watched[one.rank] = _Watched(one.since, stillness, self.clock())
-            sample = self._sample(one, table, disk_bytes, is_gpu_active, wire_bytes)
+            sample = self._sample(one, watched.sockets, around)
             if sample is not None:
                 watched.stillness.observe(sample)
                 watched.looked_s = sample.at_s
@@ -107,15 +128,9 @@ class StillnessWatch:
             return -1.0
         return watched.stillness.still_s + min(max(self.clock() - watched.looked_s, 0.0), LOOK_S)
 
-    def _sample(
-        self,
-        one: QuietRank,
-        table: Mapping[int, Process],
-        disk_bytes: int,
-        is_gpu_active: bool | None,
-        wire_bytes: int,
-    ) -> Sample | None:
+    def _sample(self, one: QuietRank, sockets: CarriedBytes, around: _Around) -> Sample | None:
         """What there is to be seen of a rank; None: it is gone."""
+        table = around.table
         process = table.get(one.pid)
         if process is None:
             return None
@@ -138,10 +153,11 @@ class StillnessWatch:
             output_bytes=one.output_bytes,
             file_bytes=file_bytes,
             rss_bytes=rss_bytes,
-            wire_bytes=wire_bytes,
-            disk_bytes=disk_bytes,
+            socket_bytes=sockets.add([one.pid, *below], around.sockets, self.proc),
+            rdma_bytes=around.rdma_bytes,
+            disk_bytes=around.disk_bytes,
             uses_gpu=_uses_gpu(one.pid, self.proc),
-            is_gpu_active=is_gpu_active,
+            is_gpu_active=around.is_gpu_active,
             frames=self._frames(one),
         )
 
@@ -220,9 +236,4 @@ def _disk_bytes(proc: Path) -> int:
 
 def _uses_gpu(pid: int, proc: Path) -> bool:
     """Whether a process has the device file of a GPU open."""
-    with suppress(OSError), os.scandir(proc / str(pid) / "fd") as entries:
-        for entry in entries:
-            with suppress(OSError):
-                if str(Path(entry.path).readlink()).startswith(_GPU_FILES):
-                    return True
-    return False
+    return any(link.startswith(_GPU_FILES) for link in open_files(pid, proc))

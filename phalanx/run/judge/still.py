@@ -7,7 +7,7 @@ No step for a while is no hang. A rank moves when any of this is seen between tw
   library takes long, or its other threads or its children compute (data loaders, compilers);
 - its GPU reads or writes its memory (a kernel that only waits for a peer keeps a GPU "100 % busy", but moves nothing);
 - it writes output, reads or writes files, its memory grows, or the disk works for which it waits;
-- it waits in a collective, and bytes of that are on the wire;
+- its own sockets carry bytes all the time, as of a download; where it waits in a collective, so many as that may move;
 - it saves or loads, compiles or imports, by its stack: for half an hour that may be a file system that nobody can see.
 
 What is left is a rank that sleeps, waits for a lock or for its peers, or goes round in one place: an endless loop. That
@@ -35,6 +35,8 @@ THREADS_COMPUTE = 0.25
 """The same of its other threads, where the main one waits: one that polls, or watches something, uses less."""
 
 _WIRE_BYTES_PER_S = _DISK_BYTES_PER_S = 1e6
+_SOCKET_BYTES_PER_S = 16e3
+"""At two looks running: watchdogs and stores say less, and who is asked for figures says so much only now and then."""
 _FILE_BYTES = 256 << 10
 """What a rank writes when it is asked for its stacks is less."""
 _GROWTH_BYTES = 4 << 20
@@ -75,7 +77,8 @@ class Sample:
         output_bytes: that it has written to its standard output and error.
         file_bytes: that it and its descendants have read and written.
         rss_bytes: resident memory of it and its descendants.
-        wire_bytes: that the training interfaces of its host have carried.
+        socket_bytes: that the sockets of it and its descendants have carried.
+        rdma_bytes: that the RDMA ports of its host that training uses have carried, which no socket shows.
         disk_bytes: that the disks of its host have read and written.
         uses_gpu: it has a GPU.
         is_gpu_active: whether that reads or writes its memory; None: not known.
@@ -93,7 +96,8 @@ class Sample:
     output_bytes: int = 0
     file_bytes: int = 0
     rss_bytes: int = 0
-    wire_bytes: int = 0
+    socket_bytes: int = 0
+    rdma_bytes: int = 0
     disk_bytes: int = 0
     uses_gpu: bool = False
     is_gpu_active: bool | None = None
@@ -119,6 +123,7 @@ class RankStillness:
         self._recent: deque[Place] = deque(maxlen=_RECENT)
         self._largest_bytes = 0
         self._waited_s = 0.0
+        self._socket_rate = 0.0
         self.still_s = 0.0
         self.why = ""
 
@@ -154,12 +159,20 @@ class RankStillness:
             return "the disk that it waits for works"
         main = _share(now.main_wants_core, now.main_cpu_s - before.main_cpu_s, elapsed_s)
         threads = _share(now.threads_want_core, now.threads_cpu_s - before.threads_cpu_s, elapsed_s)
+        carries = self._carries((now.socket_bytes - before.socket_bytes) / elapsed_s)
         if now.frames and waits_for_peers(now.frames[:1]):
-            wire_rate = (now.wire_bytes - before.wire_bytes) / elapsed_s
-            return _beside(now, main, threads, wire_rate)
+            rdma_rate = (now.rdma_bytes - before.rdma_bytes) / elapsed_s
+            return _beside(now, main, threads, rdma_rate, carries)
         if threads >= THREADS_COMPUTE and not _waits_for_gpu(now):
             return "its threads compute"
+        if carries >= _SOCKET_BYTES_PER_S:
+            return "its sockets carry bytes"
         return self._output(before, now) or self._computes(now, main) or self._is_patient(now, elapsed_s)
+
+    def _carries(self, bytes_per_s: float) -> float:
+        """What its sockets carry all the time: the least of this look and the one before."""
+        before, self._socket_rate = self._socket_rate, bytes_per_s
+        return min(before, bytes_per_s)
 
     def _is_patient(self, now: Sample, elapsed_s: float) -> str:
         """What may well take long of itself; not for ever."""
@@ -202,9 +215,9 @@ def _share(wants_core: bool, used_s: float, elapsed_s: float) -> float:
     return 1.0 if wants_core else used_s / elapsed_s
 
 
-def _beside(now: Sample, main: float, threads: float, wire_rate: float) -> str:
+def _beside(now: Sample, main: float, threads: float, rdma_bytes_per_s: float, socket_bytes_per_s: float) -> str:
     """What a rank does whose main thread waits for others or is in backward; on a GPU it may do so by spinning."""
-    if threads >= COMPUTES and wire_rate >= _WIRE_BYTES_PER_S:  # it takes that much to move them over sockets
+    if socket_bytes_per_s >= _WIRE_BYTES_PER_S or (threads >= COMPUTES and rdma_bytes_per_s >= _WIRE_BYTES_PER_S):
         return "bytes are on the wire"
     least = COMPUTES if is_in_backward(now.frames or ()) else THREADS_COMPUTE
     return "computes beside" if (main >= COMPUTES or threads >= least) and not now.uses_gpu else ""
