@@ -69,10 +69,15 @@ class Broken:
 
 @dataclass(frozen=True)
 class Returned:
-    """From a rank: its target returned, or raised SystemExit, with this exit status."""
+    """From a rank: its target returned, or raised SystemExit, with this exit status.
+
+    Attributes:
+        threads: names of those that keep its process alive for now.
+    """
 
     rank: int
     status: int
+    threads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -45,10 +45,10 @@ def become_rank(spec: RankSpec, words: Connection, parent: int, phase: str, phas
             os.environ.update(worker.to_environment())
         own = (words.send,) if spec.speaks else ()
         status = _status(function(worker, *own, *spec.arguments))
-        words.send(Returned(worker.rank, status))
+        words.send(_returned(worker.rank, status))
     except SystemExit as stop:
         status = _status(stop.code)
-        words.send(Returned(spec.worker.rank, status))
+        words.send(_returned(spec.worker.rank, status))
     except BaseException as error:
         failure = failure_of_exception(spec.worker.rank, time.monotonic_ns(), error)
         status = failure.status
@@ -107,6 +107,12 @@ def _status(result: Any) -> int:
         return int(result or 0) & 0xFF
     print(result, file=sys.stderr)
     return 1
+
+
+def _returned(rank: int, status: int) -> Returned:
+    """With the threads for which `_leave` waits."""
+    others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
+    return Returned(rank, status, tuple(thread.name for thread in others if not thread.daemon) if status == 0 else ())
 
 
 def _leave(status: int) -> NoReturn:

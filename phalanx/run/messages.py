@@ -163,6 +163,8 @@ class RankEvidence(Message, frozen=True):
         state: of the process, as in /proc (``R``, ``S``, ``D``, ``T``, ``Z``).
         flight_record: of NCCL, where there is one, as JSON text.
         note: for people: what it waits in, whether it used CPU time, and why something could not be learnt.
+        waits_in: function of the kernel; empty: none, or it is not known.
+        kept_by: names of the threads that keep its process alive, where its script has ended.
     """
 
     rank: int
@@ -174,6 +176,8 @@ class RankEvidence(Message, frozen=True):
     cpu_s: float = 0.0
     flight_record: str = ""
     note: str = ""
+    waits_in: str = ""
+    kept_by: list[str] = []
 
 
 # From an executor

@@ -109,6 +109,11 @@ if os.environ["RANK"] == "1":
     if how == "leaves": os._exit(5)
     if how == "killed": os.kill(os.getpid(), signal.SIGKILL)
     if how == "aborts": os.abort()
+    if how == "threads":
+        for name, daemon in ("uploader", False), ("ticks", True):
+            threading.Thread(target=threading.main_thread().join, name=name, daemon=daemon).start()
+        print("done")
+        sys.exit()
 print("done")
 """
 
@@ -123,6 +128,7 @@ print("done")
         ("leaves", 5, None),
         ("killed", -signal.SIGKILL, None),
         ("aborts", -signal.SIGABRT, None),
+        ("threads", 0, Returned(1, 0, ("uploader",))),
     ],
 )
 def test_every_end_is_told(tmp_path: Path, how: str, code: int, word: Any) -> None:

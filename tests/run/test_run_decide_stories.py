@@ -425,6 +425,28 @@ def test_a_hang_where_nobody_stands_out_does_not_wait_for_ever_and_checks_all_pa
     assert checks(world, since) == [(host, "passive") for host in "abcd"]
 
 
+def test_the_report_of_a_hang_advises_the_setting_and_tells_what_ranks_waited_for():
+    world = four_hosts(names_suspects=False)
+    waits = ("rank 4: waits for a pipe, in read (data.py:3)", "ranks 0, 1, 2: each waits for other ranks")
+    world._on_Gather = lambda action: world.at(  # type: ignore[method-assign]
+        0.1, lambda: world.deliver(ev.SuspectsNamed(world.now_s, 1, (), "nobody", waits=waits))
+    )
+    world.hang(4)
+    world.run_until(attempt_runs(2))
+    [close] = world.taken("CloseIncident")
+    longer = f"run.limits.floor_s={2 * world.speeds.hang_limit:g}"
+    assert any(longer in text for text in close.to_do) and all(wait in world.story() for wait in waits)
+
+
+def test_a_first_step_that_takes_too_long_has_a_setting_of_its_own():
+    world = four_hosts()
+    world.hang(4)
+    world.run_until(lambda world: world.state.phase == "starting")
+    world.deliver(ev.NoProgress(world.now_s, world.state.attempt, 301.0, 300.0))
+    assert "set run.limits.first_step_s above it (now 300)" in world.story()
+    assert any("run.limits.first_step_s=600" in text for text in world.state.incident.to_do)
+
+
 def test_a_judge_that_never_answers_is_not_waited_for():
     world = four_hosts()
     world._on_Gather = lambda action: None  # type: ignore[method-assign]

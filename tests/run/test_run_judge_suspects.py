@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from judge_helpers import BACKWARD, py_spy
 
 from phalanx.run.judge.stack_text import main_stack, without_lines
-from phalanx.run.judge.suspects import find_suspects
+from phalanx.run.judge.suspects import find_suspects, waits_of
 from phalanx.run.messages import RankEvidence
 
 WAITS = py_spy(
@@ -123,6 +123,42 @@ def test_the_reason_names_rank_host_and_place() -> None:
     assert (
         find_suspects(ranks(silent(3, "T")), hosts()).why == "rank 3 on h1 did not answer (is stopped), the others did"
     )
+
+
+ENDED = py_spy("_shutdown (python3.11/threading.py:1590)", "_leave (launch/rank.py:119)")
+GATHERS = py_spy("all_gather (torch/distributed/distributed_c10d.py:4)", "main (train.py:30)")
+
+
+def test_a_script_that_has_ended_in_a_process_that_has_not_is_named_for_that() -> None:
+    left = RankEvidence(5, ENDED, state="S", step=10, kept_by=["uploader", "sender"])
+    found = find_suspects(ranks(left), hosts())
+    why = "has ended in its main thread, and threads 'uploader' and 'sender' keep its process alive"
+    assert (found.ranks, found.why) == ((5,), f"rank 5 on h2 {why}, all others in a collective")
+    unknown = find_suspects(ranks(at(5, ENDED)), hosts())
+    assert "has ended in its main thread, and another thread keeps its process alive" in unknown.why
+
+
+def test_what_ranks_wait_for_is_told_of_each() -> None:
+    """Those that do the same together, whoever waits for no other rank first; the kernel says what for."""
+    left = RankEvidence(0, ENDED, state="S", kept_by=["uploader"])
+    reads = RankEvidence(1, READS, state="S", waits_in="wait_for_partner")
+    loops = RankEvidence(8, SLEEPS, state="R")
+    told = waits_of(ranks(left, reads, at(2, SLEEPS, state="T"), silent(3), at(6, GATHERS), loops, count=9))
+    assert [(one.ranks, one.what) for one in told] == [
+        ((0,), "has ended in its main thread, and thread 'uploader' keeps its process alive"),
+        ((1,), "waits for a pipe (wait_for_partner), in get (queue.py:171)"),
+        ((2,), "is stopped, in sleep_for_ever (train.py:12)"),
+        ((3,), "did not answer"),
+        ((8,), "runs, in sleep_for_ever (train.py:12)"),
+        ((4, 5, 7), "waits for other ranks, in all_reduce (distributed/distributed_c10d.py:2501)"),
+        ((6,), "waits for other ranks, in all_gather (distributed/distributed_c10d.py:4)"),
+    ]
+    assert [str(one) for one in told[-2:]] == [
+        "ranks 4, 5, 7: each waits for other ranks, in all_reduce (distributed/distributed_c10d.py:2501)",
+        "rank 6: waits for other ranks, in all_gather (distributed/distributed_c10d.py:4)",
+    ]
+    assert waits_of([]) == []
+    assert [one.what for one in waits_of([RankEvidence(0)])] == ["could not be looked at"]
 
 
 def test_ranks_that_are_not_of_the_attempt_are_ignored() -> None:

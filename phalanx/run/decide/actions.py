@@ -159,6 +159,7 @@ class CloseIncident(ActionBase, frozen=True, tag="close-incident"):
         status: with which the job has ended; -1: it goes on.
         ranks: of the attempt that was hit.
         hosts: that have left the job meanwhile, and why.
+        to_do: what people should do.
     """
 
     number: int
@@ -171,6 +172,7 @@ class CloseIncident(ActionBase, frozen=True, tag="close-incident"):
     status: int = -1
     ranks: int = 0
     hosts: dict[str, str] = {}
+    to_do: tuple[str, ...] = ()
 
 
 class Finish(ActionBase, frozen=True, tag="finish"):

@@ -301,6 +301,7 @@ class SuspectsNamed(EventBase, frozen=True, tag="suspects-named"):
         is_proven: more than their standing still tells against them: they are stopped, dead, silent, or have not begun
             a collective that the others are in. Only then a host may be blamed.
         place: where the ranks are in their code that do not wait for others, to know the place again.
+        waits: what ranks do, in a few words each, those first that hold up others.
         group: name of the smallest group of ranks that shares the fault, such as ``pipeline 1``; empty: none.
         group_ranks: its members.
     """
@@ -312,6 +313,7 @@ class SuspectsNamed(EventBase, frozen=True, tag="suspects-named"):
     group_ranks: tuple[int, ...] = ()
     is_proven: bool = True
     place: str = ""
+    waits: tuple[str, ...] = ()
 
 
 class Stopped(EventBase, frozen=True, tag="stopped"):

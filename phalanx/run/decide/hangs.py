@@ -36,8 +36,12 @@ def on_no_progress(turn: Turn, event: NoProgress) -> None:
         if recovery.see(turn, "hang", "state of the processes", text, late_s=event.age_s):
             _suspect(turn, event.ranks, text)
         return
-    cure = f"if such a pause is healthy, set run.limits.floor_s above it (now {event.limit_s:g})"
+    setting = "run.limits.first_step_s" if turn.state.phase == "starting" else "run.limits.floor_s"
+    cure = f"if such a pause is healthy, set {setting} above it (now {event.limit_s:g})"
     if recovery.see(turn, "hang", "step limit", f"{text}; {cure}", late_s=event.age_s):
+        longer = f"--set {setting}={2 * event.limit_s:g}"
+        turn.advise(f"if this was a healthy pause, allow for it: {longer}, or more if it takes longer than that")
+        turn.advise("if not, mend what the ranks waited for: stacks are among what was seen, and all in the evidence")
         _note_step(turn, event.limit_s)
 
 
@@ -55,6 +59,8 @@ def on_suspects_named(turn: Turn, event: SuspectsNamed) -> None:
         text = f"suspected: {who}: {why}"
     else:
         text = f"held up by {who}: {why}; that proves no fault of a host, so none is blamed"
+    for wait in event.waits:
+        turn.note("stacks", wait)
     turn.note("judge of the evidence", text, where)
     if event.is_proven:
         _suspect(turn, event.ranks, event.why)

@@ -154,6 +154,7 @@ class Incident(Value, frozen=True):
         counted_s: of the present phase the time until then is in `phase_s` already.
         ranks: of the attempt that was hit.
         hosts: that have left since, and why.
+        to_do: what people should do.
     """
 
     number: int
@@ -163,6 +164,7 @@ class Incident(Value, frozen=True):
     counted_s: float = 0.0
     ranks: int = 0
     hosts: dict[str, str] = {}
+    to_do: tuple[str, ...] = ()
 
 
 class Ending(Value, frozen=True):

@@ -184,6 +184,12 @@ class Turn:
         if self.state.incident is not None:
             self.act(AddToIncident(self.state.incident.number, by, text, where))
 
+    def advise(self, text: str) -> None:
+        """Add to the report what people should do, if one is open."""
+        incident = self.state.incident
+        if incident is not None and text not in incident.to_do:
+            self.set(incident=replace(incident, to_do=(*incident.to_do, text)))
+
     def decided(self, what: str, why: str) -> None:
         """Add to the report what was decided, if one is open."""
         if self.state.incident is not None:
@@ -208,6 +214,7 @@ class Turn:
             status,
             incident.ranks,
             incident.hosts,
+            incident.to_do,
         )
         self.set(incident=None)
         self.act(close)

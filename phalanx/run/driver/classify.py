@@ -8,8 +8,11 @@ from phalanx.run.decide.actions import ranks_of
 from phalanx.run.decide.events import Fault, SuspectsNamed
 from phalanx.run.decide.state import State
 from phalanx.run.judge.rules import Matcher
-from phalanx.run.judge.suspects import Suspects, find_suspects, place_of
+from phalanx.run.judge.suspects import Suspects, find_suspects, place_of, waits_of
 from phalanx.run.messages import RankEvidence, WorkerEnded
+
+_WAITS, _WAIT_CHARACTERS = 3, 300
+"""Of what ranks do so much is told; the stacks of all are beside the page."""
 
 
 def class_of(matcher: Matcher, ended: WorkerEnded) -> Fault | None:
@@ -37,7 +40,9 @@ def suspects_named(state: State, evidence: Sequence[RankEvidence], at_s: float) 
     ranks, members = ((), found.ranks) if found.is_group else (found.ranks, ())
     group = "ranks that share a fault" if found.is_group else ""
     is_proven = _is_proven(found, evidence)
-    return SuspectsNamed(at_s, state.attempt, ranks, found.why, group, members, is_proven, place_of(evidence))
+    waits = tuple(str(wait)[:_WAIT_CHARACTERS] for wait in waits_of(evidence)[:_WAITS])
+    place = place_of(evidence)
+    return SuspectsNamed(at_s, state.attempt, ranks, found.why, group, members, is_proven, place, waits)
 
 
 def _is_proven(found: Suspects, evidence: Sequence[RankEvidence]) -> bool:

@@ -26,6 +26,7 @@ _WORD_S = 0.05  # of the limit: for saying that something was not done in time
 _REST_S = 0.25  # of the limit at most: between the two looks at CPU time
 _MAX_KERNEL_LINES = 200
 _NOTE_CHARACTERS = 1000
+_NAME_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Subject:
         dump: the file to which it writes its stacks, if it has called `phalanx.core.stack_dump.register`.
         progress: gives its last phase and step.
         flight: where its flight recorder's dumps are.
+        kept_by: names of the threads that keep it alive, where its script has ended.
     """
 
     rank: int
@@ -43,6 +45,7 @@ class Subject:
     dump: Path | None = None
     progress: Callable[[], tuple[str, int]] | None = None
     flight: FlightSource | None = None
+    kept_by: tuple[str, ...] = ()
 
 
 @dataclass
@@ -93,7 +96,7 @@ def gather(
     _run_all(tasks, until_s)
     return Evidence(
         attempt=attempt,
-        ranks=[_rank_evidence(subject.rank, looks[subject.rank]) for subject in subjects],
+        ranks=[_rank_evidence(subject, looks[subject.rank]) for subject in subjects],
         kernel_lines=list(host.kernel_lines[-_MAX_KERNEL_LINES:]),
         accelerators=list(host.accelerators),
         seconds=time.monotonic() - begin_s,
@@ -158,10 +161,10 @@ def _quietly(task: Callable[[], None]) -> None:
         task()
 
 
-def _rank_evidence(rank: int, look: _Look) -> RankEvidence:
+def _rank_evidence(subject: Subject, look: _Look) -> RankEvidence:
     stacks = look.stacks or Stacks(is_silent=True)
     return RankEvidence(
-        rank=rank,
+        rank=subject.rank,
         stacks=stacks.text,
         is_silent=not stacks.text and stacks.is_silent,
         state=look.state,
@@ -170,6 +173,8 @@ def _rank_evidence(rank: int, look: _Look) -> RankEvidence:
         cpu_s=look.cpu_s,
         flight_record=look.flight[0],
         note=_note(look)[:_NOTE_CHARACTERS],
+        waits_in=look.waits_in[:_NAME_CHARACTERS],
+        kept_by=list(subject.kept_by),
     )
 
 

@@ -35,6 +35,7 @@ from phalanx.run.logs.files import RankLog
 from phalanx.run.logs.pump import Pump
 
 _NS = 1e-9
+_MOST_THREADS, _NAME_CHARS = 4, 60
 
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 """A debugger that halts a process is none of these: somebody looks at it."""
@@ -66,6 +67,12 @@ class _Rank:
     reported: int = 0
     stopped_since_s: float | None = None
     flight: FlightSource | None = None
+
+    @property
+    def kept_by(self) -> tuple[str, ...]:
+        """Names of the threads that keep it alive, where its script has ended."""
+        threads = self.said.threads if isinstance(self.said, Returned) else ()
+        return tuple(sendable(name, _NAME_CHARS) for name in threads[:_MOST_THREADS])
 
     def progress(self, attempt: int) -> Progress | None:
         """What it last said of this attempt."""
@@ -172,7 +179,9 @@ class Workers:
         """Those of `ranks` (none: all) whose processes are there, to be looked at."""
         wanted = [r for r in self._ranks.values() if r.pid and not r.is_over and (not ranks or r.rank in ranks)]
         return [
-            Subject(rank.rank, rank.pid, dump_beside(rank.page), partial(self._where, rank), rank.flight)
+            Subject(
+                rank.rank, rank.pid, dump_beside(rank.page), partial(self._where, rank), rank.flight, rank.kept_by
+            )
             for rank in wanted
         ]
 

@@ -129,7 +129,7 @@ def _lost(action: CloseIncident, unix_s: float, scrub: Scrub) -> list[Lost]:
 
 def _to_do(incident: Incident, action: CloseIncident) -> list[str]:
     """What a person should do."""
-    to_do = [
+    to_do = [*action.to_do] + [
         f"have {host} looked at before other jobs use it: {why}"
         for host, why in action.hosts.items()
         if not why.startswith(("drained", "stopped"))

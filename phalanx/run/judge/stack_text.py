@@ -63,6 +63,11 @@ def waits_for_peers(frames: Sequence[Frame]) -> bool:
     return any(_WAITS.search(text) for text in without_lines(tuple(frames)))
 
 
+def has_ended(frames: Sequence[Frame]) -> bool:
+    """Whether the main thread has this stack because its script is over, and Python waits for other threads."""
+    return bool(frames) and frames[0].name == "_shutdown" and frames[0].file.endswith("threading.py")
+
+
 def is_in_backward(frames: Sequence[Frame]) -> bool:
     """Whether the innermost function is torch's own backward, compiled code that computes as often as it waits."""
     return bool(frames) and frames[0].name == "_engine_run_backward"

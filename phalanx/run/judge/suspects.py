@@ -20,6 +20,7 @@ nobody is blamed: whoever waits would be as likely as whoever is waited for.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from phalanx.run.judge.flight import FlightRecord, MemberTexts, read_record
-from phalanx.run.judge.stack_text import Frame, main_stack, waits_for_peers, without_lines
+from phalanx.run.judge.stack_text import Frame, has_ended, main_stack, waits_for_peers, without_lines
 from phalanx.run.judge.wave_front import Blame, blame
 from phalanx.run.messages import RankEvidence
 
@@ -40,6 +41,17 @@ _BAD_STATES = {
 }
 _ALIVE = ("R", "S", "D", "I")
 _STOPPED = frozenset("TtZX")
+_KERNEL_WAITS = {
+    "waits for a lock or another thread": re.compile("futex"),
+    "waits for a pipe": re.compile("pipe|fifo|wait_for_partner"),
+    "sleeps": re.compile("nanosleep|hrtimer"),
+    "waits for a socket": re.compile("tcp|sk_wait|skb|sock|wait_woken"),
+    "waits for input": re.compile("poll|select"),
+    "waits for a file system": re.compile("nfs|fuse|rpc_|folio|page_bit|io_schedule|xfs|ext4|request_wait"),
+    "waits for a child": re.compile("do_wait$|wait4|waitid"),
+}
+"""By functions of the kernel."""
+_FOR_OTHERS = "waits for other ranks"
 _PLACE_FRAMES = 4
 _PLACE_CHARACTERS = 200
 _WHY_CHARACTERS = 1500
@@ -215,6 +227,10 @@ class _Court:
         """Who is elsewhere while all others wait in a collective."""
         stacks = {one.rank: main_stack(one.stacks) for one in known if one.stacks}
         elsewhere = [rank for rank, frames in stacks.items() if not waits_for_peers(frames)]
+        ended = [one for one in known if one.rank in elsewhere and has_ended(stacks[one.rank])]
+        if ended and len(ended) == len(elsewhere):
+            what = _ended([name for one in ended for name in one.kept_by])
+            return self._named(elsewhere, "stack", f"{what}, all others in a collective")
         places = ", ".join(sorted({str(stacks[rank][0]) for rank in elsewhere if stacks[rank]})[:3])
         return self._named(elsewhere, "stack", f"in {places or 'no function'}, all others in a collective")
 
@@ -246,6 +262,60 @@ def place_of(evidence: Iterable[RankEvidence]) -> str:
         if frames and not waits_for_peers(frames):
             return " < ".join(without_lines(frames)[:_PLACE_FRAMES])[:_PLACE_CHARACTERS]
     return ""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What some ranks do that make no step, said of one of them."""
+
+    ranks: tuple[int, ...]
+    what: str
+
+    def __str__(self) -> str:
+        """Such as ``ranks 0, 2: each waits for other ranks, in barrier (…)``."""
+        return f"{_list(self.ranks)}:{' each' if len(self.ranks) > 1 else ''} {self.what}"
+
+
+def waits_of(evidence: Iterable[RankEvidence]) -> list[Wait]:
+    """What each rank waits for, as far as can be seen: those that do the same together.
+
+    Returns:
+        Whoever waits for no other rank first, and then what most do.
+    """
+    same: dict[str, list[int]] = {}
+    for one in sorted(evidence, key=lambda one: one.rank):
+        same.setdefault(_what(one), []).append(one.rank)
+    found = (Wait(tuple(ranks), what) for what, ranks in same.items())
+    return sorted(found, key=lambda wait: (wait.what.startswith(_FOR_OTHERS), -len(wait.ranks)))
+
+
+def _what(one: RankEvidence) -> str:
+    frames = main_stack(one.stacks)
+    where = f", in {frames[0]}" if frames else ""
+    if _is_silent(one):
+        return "did not answer"
+    if one.state in _STOPPED:
+        return f"{_BAD_STATES[one.state]}{where}"
+    if one.kept_by or has_ended(frames):
+        return _ended(one.kept_by)
+    if waits_for_peers(frames):
+        return f"{_FOR_OTHERS}{where}"
+    if one.state == "R":
+        return f"runs{where}"
+    if one.waits_in:
+        found = next((words for words, function in _KERNEL_WAITS.items() if function.search(one.waits_in)), "")
+        return f"{found or 'waits in the kernel'} ({one.waits_in}){where}"
+    return f"waits{where}" if where else "could not be looked at"
+
+
+def _ended(threads: Sequence[str]) -> str:
+    names = [f"'{name}'" for name in dict.fromkeys(threads)]
+    if not names:
+        return "has ended in its main thread, and another thread keeps its process alive"
+    if len(names) == 1:
+        return f"has ended in its main thread, and thread {names[0]} keeps its process alive"
+    who = f"{', '.join(names[:-1])} and {names[-1]}"
+    return f"has ended in its main thread, and threads {who} keep its process alive"
 
 
 def _is_silent(one: RankEvidence) -> bool:
