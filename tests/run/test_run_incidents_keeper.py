@@ -186,6 +186,20 @@ def test_hosts_that_left_are_lost_and_are_to_be_looked_at(tmp_path: Path) -> Non
     }
 
 
+def test_the_page_of_a_hang_blames_nobody_and_advises_the_setting(tmp_path: Path) -> None:
+    why = "nothing has moved for 60.1 s, limit 60.0 s; a usual step takes 0.1 s; if such a pause is healthy, set …"
+    held_up = "held up by rank 1 on b: in read (data.py:3), all others in a collective; that proves no fault of a host"
+    with keeping(tmp_path) as kept:
+        kept.tell(OpenIncident(1, 1, "step limit", why), at(0))
+        kept.tell(AddToIncident(1, "stacks", "rank 1: waits for a pipe, in read (data.py:3)"), at(1))
+        kept.tell(AddToIncident(1, "judge of the evidence", held_up, Where("b", 1)), at(1))
+        kept.tell(CloseIncident(1, "all restart", {}, to_do=("allow for it: --set run.limits.floor_s=120",)), at(2))
+    title = "nothing has moved for 60.1 s, limit 60.0 s, held up by rank 1 on b; all restart"
+    assert load(tmp_path, 1).title == title
+    page = page_of(tmp_path, 1).read_text()
+    assert "waits for a pipe" in page and "allow for it: --set run.limits.floor_s=120" in page
+
+
 def test_a_job_that_its_own_code_has_ended_says_what_to_mend_and_with_what_words(tmp_path: Path) -> None:
     with keeping(tmp_path) as kept:
         kept.heard("a", ended(0, "Connection closed by peer", follows=True), at(0))

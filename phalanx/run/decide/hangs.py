@@ -17,6 +17,9 @@ from phalanx.run.decide.events import NoProgress, SuspectsNamed
 from phalanx.run.decide.state import State
 from phalanx.run.decide.turn import Turn
 
+HELD_UP = "held up by"
+"""So begins what is said of ranks that are named and not blamed."""
+
 _PLACES = 16
 """So many of the places where it hung are known."""
 
@@ -58,7 +61,7 @@ def on_suspects_named(turn: Turn, event: SuspectsNamed) -> None:
     elif event.is_proven:
         text = f"suspected: {who}: {why}"
     else:
-        text = f"held up by {who}: {why}; that proves no fault of a host, so none is blamed"
+        text = f"{HELD_UP} {who}: {why}; that proves no fault of a host, so none is blamed"
     for wait in event.waits:
         turn.note("stacks", wait)
     turn.note("judge of the evidence", text, where)

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from phalanx.run.decide import endings
 from phalanx.run.decide.actions import AddToIncident, CloseIncident, OpenIncident, Where
+from phalanx.run.decide.hangs import HELD_UP
 from phalanx.run.incidents.facts import AnyFact, Decided, Incident, Lost, Outcome, Seen, Took
 
 MOST_FACTS = 300
@@ -80,7 +81,7 @@ def closed(incident: Incident, action: CloseIncident, unix_s: float, scrub: Scru
     result = Outcome(
         unix_s=unix_s,
         result=action.result,
-        summary=f"{incident.title}{_suspect(incident)}; {_how(action)}",
+        summary=f"{incident.title.partition('; ')[0]}{_suspect(incident)}; {_how(action)}",
         to_do=[scrub(text) for text in _to_do(incident, action)],
     )
     return _with(incident, *times, *_lost(action, unix_s, scrub), result)
@@ -99,10 +100,12 @@ def _seen(by: str, text: str, where: Where, unix_s: float, scrub: Scrub) -> Seen
 
 
 def _suspect(incident: Incident) -> str:
-    """Who was blamed, where the report begins without a name."""
+    """Who was named, where the report begins without a name; who only holds up others is not suspected."""
     seen = [fact for fact in incident.facts if isinstance(fact, Seen)]
-    named = [fact.place for fact in seen if fact.by == "judge of the evidence" and fact.rank >= 0]
-    return f", {named[-1]} suspected" if named and seen[0].rank < 0 else ""
+    named = [fact for fact in seen if fact.by == "judge of the evidence" and fact.rank >= 0]
+    if not named or seen[0].rank >= 0:
+        return ""
+    return f", {HELD_UP} {named[-1].place}" if named[-1].what.startswith(HELD_UP) else f", {named[-1].place} suspected"
 
 
 def _how(action: CloseIncident) -> str:
