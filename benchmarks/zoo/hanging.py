@@ -7,6 +7,13 @@ does, it does at once). Beside it the guilty leave a note of when; where there i
 
     deadlock   two threads of the rank hold a lock each and want the other's
     busy       the rank computes for ever
+    flat       the same in two lines of one function
+    send       the same in a function of its own that has the name of a collective
+    polling    two threads of the rank are deadlocked, and a third looks at something every 100 ms
+    fifo       the rank reads from a FIFO that nobody writes
+    traced     a debugger has attached itself to the rank, and leaves it halted
+    exits      the rank's main thread does sys.exit, and a thread that is no daemon goes on
+    mismatched the rank is in another collective than the others, in the same step
     skipped    the rank leaves out a collective, and is in the next one, of another kind, while the others are in this
     sleep      every rank sleeps for ever
     loader     a worker of the rank's data loader does not come back
@@ -15,6 +22,9 @@ does, it does at once). Beside it the guilty leave a note of when; where there i
 """
 
 import argparse
+import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -78,6 +88,57 @@ def busy():
         pass
 
 
+def flat():
+    x = 3
+    while True:
+        x = x * 3 % 7
+        x += 1
+
+
+def send():
+    x = 3
+    while True:
+        x = x * 3 % 7
+
+
+def polling():
+    def poll():
+        while True:
+            time.sleep(0.1)
+            Path(__file__).stat()
+
+    threading.Thread(target=poll, daemon=True).start()
+    deadlock()
+
+
+def fifo():
+    path = Path("nobody-writes")
+    os.mkfifo(path)
+    path.read_bytes()
+
+
+TRACER = """
+import ctypes, sys, time
+PTRACE_ATTACH = 16
+ctypes.CDLL(None).ptrace(PTRACE_ATTACH, int(sys.argv[1]), None, None)
+time.sleep(3600)
+"""
+
+
+def traced():
+    subprocess.Popen([sys.executable, "-c", TRACER, str(os.getpid())])
+    time.sleep(3600)
+
+
+def exits():
+    threading.Thread(target=threading.Event().wait, name="uploader").start()
+    sys.exit()
+
+
+def mismatched():
+    dist.all_gather([torch.zeros(4) for _ in range(dist.get_world_size())], torch.ones(4))
+
+
 def sleep():
     while True:
         time.sleep(3600)
@@ -87,7 +148,19 @@ def skipped():
     dist.barrier()
 
 
-HANGS = {"deadlock": deadlock, "busy": busy, "sleep": sleep, "skipped": skipped}
+HANGS = {
+    "deadlock": deadlock,
+    "busy": busy,
+    "flat": flat,
+    "send": send,
+    "polling": polling,
+    "fifo": fifo,
+    "traced": traced,
+    "exits": exits,
+    "mismatched": mismatched,
+    "sleep": sleep,
+    "skipped": skipped,
+}
 
 
 def main():
@@ -121,6 +194,8 @@ def main():
         if not is_again and is_guilty and options.kind in HANGS and is_now(options.when, step):
             note(options.when)
             HANGS[options.kind]()
+        elif not is_again and options.kind == "mismatched" and is_now(options.when, step):
+            dist.barrier()
     dist.destroy_process_group()
 
 

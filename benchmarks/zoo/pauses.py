@@ -7,6 +7,7 @@ print      rank 0 prints a gigabyte
 save       rank 0 writes a large state with torch.save, the others wait in a barrier
 slow-disk  rank 0 writes to a slow disk, piece by piece, with an fsync after each
 download   rank 0 reads from a slow server, the others wait in a barrier
+receive    rank 0 receives 800 kB a second into a hash, so that neither files nor memory show it; the others wait
 svd        every rank computes in one line of numpy
 garbage    every rank makes and drops Python objects
 measure    every rank runs the model over a test set, in a function that no name gives away
@@ -14,11 +15,13 @@ shuffle    every rank shuffles its examples anew, at the end of an epoch
 """
 
 import argparse
+import hashlib
 import http.server
 import io
 import multiprocessing
 import os
 import random
+import socket
 import sys
 import time
 import urllib.request
@@ -97,6 +100,29 @@ def download(rank, model, seconds):
     dist.barrier()
 
 
+def feed(where, seconds):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where.send(server.getsockname())
+        client, end = server.accept()[0], time.monotonic() + seconds
+        with client:
+            while time.monotonic() < end:
+                client.sendall(b"0" * 80_000)
+                time.sleep(0.1)
+
+
+def receive(rank, model, seconds):
+    if rank == 0:
+        ours, theirs = multiprocessing.Pipe()
+        server = multiprocessing.Process(target=feed, args=(theirs, seconds), daemon=True)
+        server.start()
+        said = hashlib.sha256()
+        with socket.create_connection(ours.recv()) as client:
+            while data := client.recv(1 << 16):
+                said.update(data)
+        server.join()
+    dist.barrier()
+
+
 def svd(rank, model, seconds):
     began, small = time.monotonic(), 300
     np.linalg.svd(np.random.rand(small, small))
@@ -130,6 +156,7 @@ KINDS = {
     "save": save,
     "slow-disk": slow_disk,
     "download": download,
+    "receive": receive,
     "svd": svd,
     "garbage": garbage,
     "measure": measure,

@@ -23,7 +23,7 @@ from phalanx.run.driver.overview import overview
 from phalanx.run.driver.past import remember
 from phalanx.run.now import read_clocks
 from phalanx.run.people.overview import HostView, Overview
-from phalanx.run.people.words import harmless, link_troubles
+from phalanx.run.people.words import harmless, link_troubles, moves_otherwise
 
 _STYLES = {
     "active": "green",
@@ -118,9 +118,10 @@ def _head(now: Overview, words: str) -> Iterator[RenderableType]:
         facts.append(f"step {now.step}")
     if now.steps_per_s >= 0:
         facts.append(f"{now.steps_per_s:.3g} steps/s")
-    if now.quiet_s >= 0:
+    if now.step_age_s >= 0:
         limit = f" (looked into after {duration(now.limit_s)})" if now.limit_s >= 0 else ""
-        facts.append(f"last step {duration(now.quiet_s)} ago{limit}")
+        moved = f", last movement {duration(now.quiet_s)} ago" if moves_otherwise(now) else ""
+        facts.append(f"last step {duration(now.step_age_s)} ago{moved}{limit}")
     facts += [
         f"{_count(now.recoveries, 'recovery', 'recoveries')}",
         f"{_count(now.incidents, 'incident', 'incidents')}",

@@ -55,6 +55,7 @@ def job(hosts: Sequence[HostView], **changes: Any) -> Overview:
         hosts_by_state={state: states.count(state) for state in dict.fromkeys(states)},
         step=120,
         steps_per_s=18.23,
+        step_age_s=0.1,
         quiet_s=0.1,
         limit_s=9,
         age_s=724,

@@ -180,7 +180,9 @@ def test_any_movement_of_any_rank_is_a_sign_of_life() -> None:
         judge.observe(
             1, [replace(worker(rank, 19, second - 19.0, 1.0), still_s=second - 497.0) for rank in (0, 1)], second
         )
-    assert judge.standing(569.0).kind == "hang" and judge.standing(569.0).quiet_s == pytest.approx(72, abs=1)
+    standing = judge.standing(569.0)
+    assert standing.kind == "hang" and standing.quiet_s == pytest.approx(72, abs=1)
+    assert standing.step_s == pytest.approx(550, abs=1), "what moves is no step"
 
 
 def test_a_script_that_reports_no_steps_is_only_judged_by_what_moves() -> None:

@@ -14,6 +14,7 @@ from people_helpers import HOSTILE, Played, host, job, open_incident, told, with
 from rich.console import Console
 
 from phalanx.cli.run_status import show as show_status
+from phalanx.run.api.metrics import Metrics, Reading
 from phalanx.run.messages import Interface
 from phalanx.run.people import view
 from phalanx.run.people.html import page
@@ -78,6 +79,20 @@ def test_few_hosts_are_all_shown_with_the_incident_and_the_last_events() -> None
     assert "7.2s" in text and "nothing has been heard of it" in text
     assert "ready" in text.partition("host-2")[2].partition("\n")[0]
     assert "said lately" in text
+
+
+@pytest.mark.parametrize(("moved_s", "is_told"), [(15.0, True), (300.0, False)])
+def test_the_last_step_is_no_movement_and_the_last_movement_no_step(moved_s: float, is_told: bool) -> None:
+    now = job([host(0)], step_age_s=300.0, quiet_s=moved_s, limit_s=60.0)
+    console = file()
+    show_status(now, console)
+    status, panel, web = " ".join(seen(console).split()), "\n".join(drawn(Panel(now), 200, 24)), page(now, [], [])
+    assert "last step 5m" in status and ("last movement 15.0s ago" in status) == is_told
+    assert "last 5m" in panel and ("movement 15.0s ago" in panel) == is_told
+    assert "<dt>last step</dt><dd>5m" in web and ("<dt>last movement</dt><dd>15.0s ago" in web) == is_told
+    read = Metrics(lambda: Reading(now, 1, None, 1.0, 1.0)).text().decode()
+    assert "\nphalanx_run_seconds_since_last_step 300.0\n" in read
+    assert f"\nphalanx_run_seconds_since_last_movement {moved_s}\n" in read
 
 
 def test_what_was_wrong_with_links_stands_beside_what_a_host_is_about() -> None:

@@ -85,8 +85,9 @@ def _progress(now: Overview) -> Iterable[Metric]:
     known = (
         ("phalanx_run_step", "Newest step that any rank has done.", now.step),
         ("phalanx_run_steps_per_second", "Over the last minute, of the present attempt.", now.steps_per_s),
-        ("phalanx_run_seconds_since_last_step", "Of the present attempt, while it runs.", now.quiet_s),
-        ("phalanx_run_step_limit_seconds", "Without a step for so long, the job is looked into.", now.limit_s),
+        ("phalanx_run_seconds_since_last_step", "Of the present attempt, while it runs.", now.step_age_s),
+        ("phalanx_run_seconds_since_last_movement", "The same of whatever moves, a step or else.", now.quiet_s),
+        ("phalanx_run_step_limit_seconds", "Without movement for so long, the job is looked into.", now.limit_s),
         ("phalanx_run_exit_status", "With which the job has ended.", -1 if now.status is None else now.status),
     )
     for name, text, value in known:

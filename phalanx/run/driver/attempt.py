@@ -220,7 +220,7 @@ class AttemptWatch:
         if standing.kind == "long":
             self._judge.be_patient()
         kind, why = standing.kind, standing.why
-        return NoProgress(now.unix_s, self.attempt, standing.quiet_s, standing.limit_s, kind, why, standing.ranks)
+        return NoProgress(now.unix_s, self.attempt, standing.age_s, standing.limit_s, kind, why, standing.ranks)
 
     def next_look_s(self, now: Now) -> float:
         """Seconds until the standing changes if nothing is reported."""

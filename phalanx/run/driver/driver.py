@@ -388,7 +388,7 @@ class Driver:
             self._take(event, received)
         if self._report:
             now = self._clocks()
-            quiet_s = self.attempt.standing(now).quiet_s if self.attempt is not None else 0.0
+            quiet_s = self.attempt.standing(now).age_s if self.attempt is not None else 0.0
             for event in self._findings.led_to(self._report, BEFORE_S + quiet_s, now):
                 self._take(event, None)
         self._commits.put_off(host if mark is not None else "")

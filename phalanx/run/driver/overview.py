@@ -64,6 +64,7 @@ def overview(known: Known, now: Now, most: int | None = None) -> Overview:
         hosts_by_state=dict(Counter(host.state for host in state.hosts.values())),
         step=attempt.step if attempt is not None and attempt.step >= 0 else state.progress.step,
         steps_per_s=-1.0 if rate is None else rate,
+        step_age_s=-1.0 if standing is None else standing.step_s,
         quiet_s=-1.0 if standing is None else standing.quiet_s,
         limit_s=-1.0 if standing is None or not isfinite(standing.limit_s) else standing.limit_s,
         age_s=_age_s(state, now),

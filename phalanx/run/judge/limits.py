@@ -67,6 +67,7 @@ class Standing:
     Attributes:
         kind: going on, a rank is stopped, dead or silent, nothing moves, or ranks move but make no step for very long.
         quiet_s: since the last sign of life of any rank: a step, a change of phase, any movement.
+        step_s: since any rank's last step; before the first one since the start.
         limit_s: the present limit.
         usual_s: the usual step time; None: not known yet.
         why: one line.
@@ -75,10 +76,16 @@ class Standing:
 
     kind: Literal["moving", "stopped", "hang", "long"]
     quiet_s: float
+    step_s: float
     limit_s: float
     usual_s: float | None
     why: str
     ranks: tuple[int, ...] = ()
+
+    @property
+    def age_s(self) -> float:
+        """What is held against the limit."""
+        return self.step_s if self.kind in ("stopped", "long") else self.quiet_s
 
 
 class StepJudge:
@@ -258,22 +265,25 @@ class StepJudge:
 
     def standing(self, now_s: float) -> Standing:
         """Where the job stands now."""
-        quiet_s, limit_s, usual_s = self._quiet_s(now_s), self._limit_s(), self.usual_s
+        quiet_s, step_s = self._quiet_s(now_s), now_s - self._step_s
+        limit_s, usual_s = self._limit_s(), self.usual_s
         if stopped := self._stopped_ranks(now_s):
             limit_s, ranks = self._config.stopped_s, ", ".join(map(str, stopped[:8]))
             why = f"rank {ranks} has been stopped, dead or silent for {limit_s:g} s, and no step was made since"
-            return Standing("stopped", now_s - self._step_s, limit_s, usual_s, why, stopped)
+            return Standing("stopped", quiet_s, step_s, limit_s, usual_s, why, stopped)
         if not self._left and (pause := self._pause(now_s)) is not None:
             phase, left_s = pause
-            return Standing("moving", quiet_s, quiet_s + left_s, usual_s, f"in {phase}, for {left_s:.0f} s more")
+            why = f"in {phase}, for {left_s:.0f} s more"
+            return Standing("moving", quiet_s, step_s, quiet_s + left_s, usual_s, why)
         if quiet_s > limit_s:
             usual = "too few steps to know the usual time" if usual_s is None else f"a usual step takes {usual_s:.2f} s"
             why = f"nothing has moved for {quiet_s:.1f} s, limit {limit_s:.1f} s; {usual}"
-            return Standing("hang", quiet_s, limit_s, usual_s, why)
-        if self._steps and now_s - self._step_s > self._patience_s:
-            why = f"no step for {now_s - self._step_s:.0f} s, but ranks move"
-            return Standing("long", now_s - self._step_s, self._patience_s, usual_s, why)
-        return Standing("moving", quiet_s, limit_s, usual_s, "making steps" if self._steps else "before its first step")
+            return Standing("hang", quiet_s, step_s, limit_s, usual_s, why)
+        if self._steps and step_s > self._patience_s:
+            why = f"no step for {step_s:.0f} s, but ranks move"
+            return Standing("long", quiet_s, step_s, self._patience_s, usual_s, why)
+        why = "making steps" if self._steps else "before its first step"
+        return Standing("moving", quiet_s, step_s, limit_s, usual_s, why)
 
     def _stopped_ranks(self, now_s: float) -> tuple[int, ...]:
         """Ranks that have been stopped, dead or silent for long enough, where no rank has made a step since."""

@@ -139,7 +139,8 @@ def _facts(now: Overview) -> str:
     known = [
         ("step", f"{now.step:,}" if now.step >= 0 else "none yet"),
         ("steps/s", f"{now.steps_per_s:.3g}" if now.steps_per_s >= 0 else "–"),
-        ("last step", f"{words.age(now.quiet_s)} ago" if now.quiet_s >= 0 else "–"),
+        ("last step", f"{words.age(now.step_age_s)} ago" if now.step_age_s >= 0 else "–"),
+        *([("last movement", f"{words.age(now.quiet_s)} ago")] if words.moves_otherwise(now) else []),
         ("hosts", f"{_active(now):,} of {now.hosts_wanted:,}"),
         ("ranks", f"{now.world_size:,}"),
         ("spares ready", f"{now.hosts_by_state.get('spare', 0):,}"),

@@ -60,7 +60,9 @@ class Overview(Value, frozen=True):
         hosts: all of them, or of very many only some, those in trouble first; hosts_by_state counts all.
         step: the newest that any rank has done; -1: none is known.
         steps_per_s: over the last minute, of this attempt; negative: not known.
-        quiet_s: since the last step; limit_s: after which it is looked into; negative: not known.
+        step_age_s: since the last step; negative: not known.
+        quiet_s: since anything of the job moved, a step or else; limit_s: after which it is looked into; negative: not
+            known.
         age_s: since the job began.
         training_s: of that, while an attempt has made steps.
         recoveries: so far.
@@ -81,6 +83,7 @@ class Overview(Value, frozen=True):
     hosts_by_state: dict[str, int] = {}
     step: int = -1
     steps_per_s: float = -1.0
+    step_age_s: float = -1.0
     quiet_s: float = -1.0
     limit_s: float = -1.0
     age_s: float = 0.0

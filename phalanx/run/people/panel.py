@@ -78,10 +78,11 @@ def _title(now: Overview) -> RenderableType:
 
 def _job(now: Overview, width: int) -> list[Text]:
     parts = [words.progress(now) or f"no step yet, {now.phase} for {duration(now.phase_s)}"]
-    if now.quiet_s >= 0:
+    if now.step_age_s >= 0:
         is_late = now.limit_s >= 0 and now.quiet_s > now.limit_s / 4
         limit = f" (limit {words.age(now.limit_s)})" if is_late else ""
-        parts.append(f"last {words.age(now.quiet_s)} ago{limit}")
+        moved = f", movement {words.age(now.quiet_s)} ago" if words.moves_otherwise(now) else ""
+        parts.append(f"last {words.age(now.step_age_s)} ago{moved}{limit}")
     parts.append("1 recovery" if now.recoveries == 1 else f"{now.recoveries} recoveries")
     spares = now.hosts_by_state.get("spare", sum(host.state == "spare" for host in now.hosts))
     parts.append(f"{spares} spare{'' if spares == 1 else 's'} ready")

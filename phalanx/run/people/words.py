@@ -21,6 +21,9 @@ Ranks = Literal["0", "all", "none"]
 
 COLOURS = {"info": "", "warning": "yellow", "error": "bold red", "good": "green"}
 
+_APART_S = 1.0
+"""Between the last step and the last movement, until they are told apart."""
+
 _LINKS = 2
 """Of a host, whose troubles are told; of more only how many."""
 
@@ -68,6 +71,11 @@ def progress(now: Overview) -> str:
         return ""
     rate = f", {now.steps_per_s:.3g} steps/s" if now.steps_per_s >= 0 else ""
     return f"step {now.step:,}{rate}"
+
+
+def moves_otherwise(now: Overview) -> bool:
+    """Whether something has moved since the last step, which is no step."""
+    return 0 <= now.quiet_s < now.step_age_s - _APART_S
 
 
 def is_calm(host: HostView) -> bool:
