@@ -438,6 +438,15 @@ def test_the_report_of_a_hang_advises_the_setting_and_tells_what_ranks_waited_fo
     assert any(longer in text for text in close.to_do) and all(wait in world.story() for wait in waits)
 
 
+def test_the_report_of_a_stopped_rank_says_what_to_look_for():
+    world = four_hosts()
+    world.deliver(ev.NoProgress(world.now_s, 1, 11.0, 10.0, "stopped", "rank 4 has been stopped for 10 s", (4,)))
+    world._freeze()
+    world.run_until(attempt_runs(2))
+    [close] = world.taken("CloseIncident")
+    assert [text for text in close.to_do if "stopped" in text] and "floor_s" not in "".join(close.to_do)
+
+
 def test_a_first_step_that_takes_too_long_has_a_setting_of_its_own():
     world = four_hosts()
     world.hang(4)

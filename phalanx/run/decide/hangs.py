@@ -37,6 +37,7 @@ def on_no_progress(turn: Turn, event: NoProgress) -> None:
         return
     if event.kind == "stopped":
         if recovery.see(turn, "hang", "state of the processes", text, late_s=event.age_s):
+            turn.advise("find out what stopped, killed or cut off these ranks: nothing that Phalanx does")
             _suspect(turn, event.ranks, text)
         return
     setting = "run.limits.first_step_s" if turn.state.phase == "starting" else "run.limits.floor_s"

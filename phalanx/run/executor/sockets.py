@@ -89,7 +89,7 @@ def open_files(pid: int, proc: Path = PROC) -> Iterator[str]:
     with suppress(OSError), os.scandir(proc / str(pid) / "fd") as entries:
         for entry in entries:
             with suppress(OSError):
-                yield os.readlink(entry.path)
+                yield str(Path(entry.path).readlink())
 
 
 class CarriedBytes:

@@ -179,9 +179,7 @@ class Workers:
         """Those of `ranks` (none: all) whose processes are there, to be looked at."""
         wanted = [r for r in self._ranks.values() if r.pid and not r.is_over and (not ranks or r.rank in ranks)]
         return [
-            Subject(
-                rank.rank, rank.pid, dump_beside(rank.page), partial(self._where, rank), rank.flight, rank.kept_by
-            )
+            Subject(rank.rank, rank.pid, dump_beside(rank.page), partial(self._where, rank), rank.flight, rank.kept_by)
             for rank in wanted
         ]
 
