@@ -153,6 +153,18 @@ def test_an_endless_loop_after_an_evaluation_is_found() -> None:
     assert still_s(lambda n, s: replace(at(there[min(n, len(there) - 1)])(n, s)), looks=len(there)) >= 25 * LOOK_S
 
 
+@pytest.mark.parametrize(
+    ("name", "untold"),
+    [("its stack", lambda n, s: replace(s, frames=None) if n % 3 == 2 else s), ("the library", lambda n, s: s)],
+)
+def test_a_look_that_fails_on_a_busy_machine_is_no_movement_and_no_stillness(name: str, untold: Change) -> None:
+    natives = iter(("", "", None) * 100)
+    rank = RankStillness(lambda: next(natives) if name == "the library" else "")
+    for number in range(30):
+        rank.observe(untold(number, replace(at(*lines(31))(number, Sample(0.0)), at_s=number * LOOK_S)))
+    assert 18 * LOOK_S <= rank.still_s <= 21 * LOOK_S
+
+
 def test_what_was_seen_late_counts_for_one_look_only() -> None:
     """On a busy machine the looks are late; and nobody has seen what happened between them."""
     rank = RankStillness()

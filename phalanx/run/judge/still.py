@@ -13,7 +13,7 @@ No step for a while is no hang. A rank moves when any of this is seen between tw
 What is left is a rank that sleeps, waits for a lock or for its peers, or goes round in one place: an endless loop. That
 alone blames nobody, and it takes a minute of it until anything is done (`phalanx.run.judge.limits`).
 
-When the looks themselves are late, because the machine is busy, time in which nobody looked does not count.
+When the looks themselves are late or fail, because the machine is busy, time in which nobody looked does not count.
 """
 
 from __future__ import annotations
@@ -124,6 +124,7 @@ class RankStillness:
         self._largest_bytes = 0
         self._waited_s = 0.0
         self._socket_rate = 0.0
+        self._can_tell = False
         self.still_s = 0.0
         self.why = ""
 
@@ -132,6 +133,8 @@ class RankStillness:
         before, self._before = self._before, sample
         why = _first_look(sample) if before is None else self._movement(before, sample)
         self._remember(sample)
+        if why == _UNTOLD and self._can_tell:
+            return  # whoever looks got no core in time: that says nothing of the rank
         if why:
             self.still_s, self.why = 0.0, why
         elif before is not None:
@@ -191,12 +194,13 @@ class RankStillness:
         if share < COMPUTES:
             return ""
         if not now.frames:
-            return "" if _waits_for_gpu(now) else "computes"
+            return "" if _waits_for_gpu(now) else _UNTOLD
         if any(place != _place(now.frames) for place in self._recent):
             return "computes"
         library = self._native_library()
         if library is None:
-            return "" if _waits_for_gpu(now) else "computes, where cannot be told"
+            return "" if _waits_for_gpu(now) else _UNTOLD
+        self._can_tell = True
         if not library or library.startswith(_NO_WORK):
             # It waits for the GPU, of which nobody can say whether it works.
             return "waits for its GPU" if library and now.uses_gpu and now.is_gpu_active is None else ""
@@ -204,6 +208,7 @@ class RankStillness:
 
 
 _STOPPED = "Tt"
+_UNTOLD = "computes, where cannot be told"
 
 
 def _first_look(sample: Sample) -> str:
