@@ -183,6 +183,18 @@ def test_bytes_of_a_socket_are_counted_as_they_are_sent() -> None:
         near.close(), far.close()
 
 
+def test_heartbeats_of_a_thousand_ranks_at_a_store_are_chatter(tmp_path: Path) -> None:
+    """Where rank 0 holds the store, each of the others says some hundred bytes a second to it, hung or not."""
+    (tmp_path / "7" / "fd").mkdir(parents=True)
+    for inode in range(1000):
+        (tmp_path / "7" / "fd" / str(inode)).symlink_to(f"socket:[{inode}]")
+    counted = CarriedBytes()
+    for look in range(4):
+        assert counted.add([7], {inode: 1000 * look for inode in range(1000)}, tmp_path) == 0
+    downloads = dict.fromkeys(range(1000), 4000) | {5: 4_000_000}
+    assert counted.add([7], downloads, tmp_path) == 4_000_000 - 3000
+
+
 def test_where_the_kernel_does_not_tell_of_sockets_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> socket.socket:
         raise PermissionError("no netlink here")

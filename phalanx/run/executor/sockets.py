@@ -26,6 +26,8 @@ _TOLD_BYTES, _INODE_AT = 72, 68  # inet_diag_msg
 _CARRIED = struct.Struct("=120xQQ")  # tcp_info: bytes_acked, bytes_received
 _ANSWER_BYTES = 1 << 18
 _PATIENCE_S = 1.0
+_CHATTER_BYTES = 16 << 10
+"""Heartbeats on one socket in the seconds between two looks are less."""
 
 
 def tcp_bytes() -> dict[int, int] | None:
@@ -102,6 +104,9 @@ class CarriedBytes:
     def add(self, pids: Iterable[int], by_inode: Mapping[int, int], proc: Path = PROC) -> int:
         """Take in another look; a socket that several of them have counts once, and one that is new counts all.
 
+        What has carried next to nothing since the last look does not count: a thousand ranks that are hung say so much to
+        the store that one of them holds.
+
         Args:
             by_inode: from `tcp_bytes`.
         """
@@ -109,6 +114,7 @@ class CarriedBytes:
         inodes = {int(link[8:-1]) for link in links}
         now = {inode: by_inode[inode] for inode in inodes if inode in by_inode}
         if self._last is not None:
-            self._bytes += sum(max(carried - self._last.get(inode, 0), 0) for inode, carried in now.items())
+            grown = (carried - self._last.get(inode, 0) for inode, carried in now.items())
+            self._bytes += sum(one for one in grown if one >= _CHATTER_BYTES)
         self._last = now
         return self._bytes
