@@ -190,7 +190,7 @@ def test_heartbeats_of_a_thousand_ranks_at_a_store_are_chatter(tmp_path: Path) -
         (tmp_path / "7" / "fd" / str(inode)).symlink_to(f"socket:[{inode}]")
     counted = CarriedBytes()
     for look in range(4):
-        assert counted.add([7], {inode: 1000 * look for inode in range(1000)}, tmp_path) == 0
+        assert counted.add([7], dict.fromkeys(range(1000), 1000 * look), tmp_path) == 0
     downloads = dict.fromkeys(range(1000), 4000) | {5: 4_000_000}
     assert counted.add([7], downloads, tmp_path) == 4_000_000 - 3000
 

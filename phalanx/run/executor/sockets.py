@@ -104,8 +104,8 @@ class CarriedBytes:
     def add(self, pids: Iterable[int], by_inode: Mapping[int, int], proc: Path = PROC) -> int:
         """Take in another look; a socket that several of them have counts once, and one that is new counts all.
 
-        What has carried next to nothing since the last look does not count: a thousand ranks that are hung say so much to
-        the store that one of them holds.
+        What has carried next to nothing since the last look does not count: a thousand ranks that hang say much
+        together to the store that one of them holds.
 
         Args:
             by_inode: from `tcp_bytes`.
