@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,21 @@ def test_ranks_that_hang_in_different_ways_are_told_apart(ranks: Ranks, may_look
     assert "the process is gone" in by_rank[5].note
     other.kill()
     other.wait()
+
+
+@pytest.mark.parametrize(("states", "expected"), [("tttSS", "S"), ("StS", "S"), ("R", "R"), ("t" * 10_000, "t")])
+def test_whom_only_py_spy_halts_is_not_halted(
+    states: str, expected: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """State and stacks are asked for at the same time, and py-spy halts a process while it reads its stacks."""
+    process = read_process(ranks.start(SLEEPS).pid)
+    assert process is not None
+    seen = iter(states)
+    monkeypatch.setattr(
+        "phalanx.run.executor.evidence.read_process", lambda *_: replace(process, state=next(seen, expected))
+    )
+    gathered = gather([Subject(0, process.pid)], attempt=1, within_s=1.0, program=NO_PY_SPY)
+    assert gathered.ranks[0].state == expected
 
 
 def test_a_rank_that_was_looked_at_goes_on(ranks: Ranks, may_look: None, tmp_path: Path) -> None:

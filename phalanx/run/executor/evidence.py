@@ -24,6 +24,8 @@ from phalanx.run.messages import Accelerator, Evidence, RankEvidence
 _MARGIN_S = 0.15  # of the limit: for putting together what has come
 _WORD_S = 0.05  # of the limit: for saying that something was not done in time
 _REST_S = 0.25  # of the limit at most: between the two looks at CPU time
+_POLL_S = 0.02
+_TRACED = "t"
 _MAX_KERNEL_LINES = 200
 _NOTE_CHARACTERS = 1000
 _NAME_CHARACTERS = 60
@@ -142,6 +144,10 @@ def _watch(pid: int, look: _Look, until_s: float, proc: Path) -> None:
     look.waits_in = waits_in(pid, proc)
     time.sleep(max(0.0, min(_REST_S, until_s - time.monotonic())))
     second = read_process(pid, proc)
+    while second is not None and look.state == _TRACED and time.monotonic() < until_s:
+        look.state = second.state  # it may be our own py-spy that halts it
+        time.sleep(_POLL_S if look.state == _TRACED else 0)
+        second = read_process(pid, proc)
     if second is not None and second.started_ticks == first.started_ticks:
         look.moved_s = (second.cpu_ticks - first.cpu_ticks) / ticks_per_s
         look.cpu_s = second.cpu_ticks / ticks_per_s
