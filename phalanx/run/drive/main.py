@@ -48,8 +48,8 @@ TO_BE_STARTED_AGAIN = 75
 
 _LEAST_FILES = 65_536
 
-_LAST_LOOK_S = 2.0
-"""For whoever watches to show how the job has ended."""
+_LAST_LOOK_S = 60.0
+"""For whoever watches to show how the job has ended; a view gives up earlier where its terminal takes nothing."""
 
 Show = Callable[[Source], Coroutine[Any, Any, None]]
 """Shows a job to somebody until `Source.follow` ends."""

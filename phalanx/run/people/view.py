@@ -14,9 +14,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
@@ -34,8 +35,15 @@ REFRESH_S = 0.25
 STATUS_S = 30.0
 """Where there is no terminal, the job's state is a line so often at most, and only when it is another."""
 
-_MOST_WAITING = 4000
+_MOST_WAITING = 100_000
+_AT_ONCE = 500
+"""Lines that are drawn together: with each the panel below them is drawn anew."""
+
 _LAST_LOOK_S = 1.5
+"""A terminal that has taken nothing for so long takes no more."""
+
+LAST_LINES_S = 30.0
+"""In the end, to show all that is still to be shown."""
 
 
 async def show(source: Source, console: Console, *, ranks: Ranks = "0", folder: Path | None = None) -> None:
@@ -59,7 +67,7 @@ async def show(source: Source, console: Console, *, ranks: Ranks = "0", folder: 
     finally:
         reading.cancel()
         view.end(folder)
-        await asyncio.to_thread(view.painter.close, _LAST_LOOK_S)
+        await asyncio.to_thread(view.painter.close, LAST_LINES_S, _LAST_LOOK_S)
 
 
 async def _look(source: Source, view: _Plain) -> None:
@@ -78,10 +86,16 @@ async def _read(source: Source, view: _Plain) -> None:
 
 
 class _Painter:
-    """Does what writes to the terminal, in order, in a thread; with very much of it what may be left out is."""
+    """Does what writes to the terminal, in order, in a thread; with very much of it what may be left out is.
 
-    def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+    Args:
+        print_lines: prints lines together.
+    """
+
+    def __init__(self, print_lines: Callable[[list[Text]], None]) -> None:
+        self._print_lines = print_lines
+        self._waiting: queue.SimpleQueue[Callable[[], None] | Text | None] = queue.SimpleQueue()
+        self._drawn = 0
         self._thread = threading.Thread(target=self._work, name="view", daemon=True)
         self._thread.start()
 
@@ -95,23 +109,44 @@ class _Painter:
         """Whether nothing waits."""
         return self._waiting.empty()
 
-    def put(self, paint: Callable[[], None]) -> None:
-        """Have it drawn."""
+    def put(self, paint: Callable[[], None] | Text) -> None:
+        """Have it drawn, or a line printed."""
         self._waiting.put(paint)
 
-    def close(self, within_s: float) -> None:
-        """Draw what waits, for so long at most."""
+    def close(self, within_s: float, stuck_s: float) -> None:
+        """Draw what waits, for so long at most, or until the terminal has taken nothing for `stuck_s`."""
         self._waiting.put(None)
-        self._thread.join(within_s)
+        until_s = time.monotonic() + within_s
+        while self._thread.is_alive() and time.monotonic() < until_s:
+            drawn = self._drawn
+            self._thread.join(stuck_s)
+            if self._drawn == drawn:
+                return
 
     def _work(self) -> None:
-        while (paint := self._waiting.get()) is not None:
-            try:
-                paint()
-            except (OSError, ValueError):  # the terminal is gone: the job is not
-                pass
-            except Exception:
-                _log.exception("something cannot be shown")
+        lines: list[Text] = []
+        while True:
+            paint = self._waiting.get()
+            if isinstance(paint, Text):
+                lines.append(paint)
+                if len(lines) < _AT_ONCE and not self._waiting.empty():
+                    continue
+            if lines:
+                self._draw(partial(self._print_lines, lines))
+                lines = []
+            if paint is None:
+                return
+            if not isinstance(paint, Text):
+                self._draw(paint)
+
+    def _draw(self, paint: Callable[[], None]) -> None:
+        try:
+            paint()
+        except (OSError, ValueError):  # the terminal is gone: the job is not
+            pass
+        except Exception:
+            _log.exception("something cannot be shown")
+        self._drawn += 1
 
 
 class _Plain:
@@ -122,7 +157,7 @@ class _Plain:
     """
 
     def __init__(self, console: Console, ranks: Ranks) -> None:
-        self.painter = _Painter()
+        self.painter = _Painter(self._print_lines)
         self._console, self._ranks = console, ranks
         self._now: Overview | None = None
         self._trouble = ""
@@ -165,7 +200,10 @@ class _Plain:
             self._print(Text(hint))
 
     def _print(self, text: Text) -> None:
-        self.painter.put(lambda: self._console.print(text, soft_wrap=True, highlight=False))
+        self.painter.put(text)
+
+    def _print_lines(self, lines: list[Text]) -> None:
+        self._console.print(Group(*lines), soft_wrap=True, highlight=False)
 
 
 class _Live(_Plain):
@@ -199,8 +237,8 @@ class _Live(_Plain):
             panel = Panel(self._now, tuple(self._events), words.harmless(self._trouble))
             self.painter.put(lambda: self._live.update(panel, refresh=True))
 
-    def _print(self, text: Text) -> None:
-        self.painter.put(lambda: self._console.print(text, highlight=False))
+    def _print_lines(self, lines: list[Text]) -> None:
+        self._console.print(Group(*lines), highlight=False)
 
 
 def hints(now: Overview, folder: Path | None) -> list[str]:

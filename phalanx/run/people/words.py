@@ -44,8 +44,12 @@ def clock(unix_s: float) -> str:
 def is_shown(item: Item, ranks: Ranks) -> bool:
     """Whether somebody who wants the lines of these ranks wants this."""
     if isinstance(item, Wrote):
-        return ranks == "all" or (ranks == "0" and item.rank == 0)
-    return True
+        return _shows(ranks, item.rank)
+    return item.quotes < 0 or not _shows(ranks, item.quotes)
+
+
+def _shows(ranks: Ranks, rank: int) -> bool:
+    return ranks == "all" or (ranks == "0" and rank == 0)
 
 
 def line(item: Item) -> Text:
