@@ -14,7 +14,7 @@ _DIFFERS_BY_RANK = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 
 
 def words_of(failure: Failure) -> str:
-    """What a failure says, without what differs from rank to rank: numbers and addresses, or whose word was the last."""
+    """What a failure says, without what differs from rank to rank: numbers, addresses, a last line."""
     if failure.kind == "usage":
         return failure.kind
     return f"{failure.kind}: {_DIFFERS_BY_RANK.sub('#', failure.summary)}"[:300]

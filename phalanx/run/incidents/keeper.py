@@ -110,7 +110,9 @@ class Keeper:
         last = self._last_words
         if last is None or ended.attempt > last.attempt or (last.follows and not ended.follows):
             self._last_words = ended
-        elif ended.attempt == last.attempt and ended.summary == last.summary and ended.rank < last.rank:
+            return
+        is_alike = ended.attempt == last.attempt and ended.summary == last.summary
+        if is_alike and ended.rank < last.rank:
             self._last_words = ended
 
     # In the thread
