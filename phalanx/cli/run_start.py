@@ -31,6 +31,7 @@ from phalanx.run.drive.refused import refuse
 from phalanx.run.flags import read_flags
 from phalanx.run.people.view import show
 from phalanx.run.people.words import Ranks
+from phalanx.run.secrets import ensure_token
 from phalanx.run.supervise import TO_BE_STARTED_AGAIN, Supervisor, end_with
 
 _OURS = {
@@ -87,10 +88,11 @@ def start(arguments: tuple[str, ...]) -> None:
         end_with(status)
     _see_room(given)  # before the rest, which finds a driver that lives there in its way
     refuse(given.config)
+    _make_places(given.config)
     _make_room(given)
-    _make_checkpoints(given.config)
     config, console = given.config, _console()
-    console.print(f"job {escape(config.job_name)}: {config.hosts} hosts, folder {escape(str(config.run_folder))}")
+    hosts = "1 host" if config.hosts == 1 else f"{config.hosts} hosts"
+    console.print(f"job {escape(config.job_name)}: {hosts}, folder {escape(str(config.run_folder))}", soft_wrap=True)
     if given.is_detached:
         _detach(given)
     elif given.is_supervised:
@@ -139,16 +141,22 @@ def _supervise(given: _Given) -> int:
 # Before the start
 
 
-def _make_checkpoints(config: RunConfig) -> None:
-    """The same of the folder for checkpoints, which is made; on other machines their tests make it.
+def _make_places(config: RunConfig) -> None:
+    """The folders that are not in the run folder, where the hosts are this machine; on others their tests make them.
 
     Raises:
-        UserError: it cannot be made, or not be written to.
+        UserError: one cannot be made, or not be written to.
     """
-    place = config.checkpoint_place
-    if not place or "://" in place or config.backend != "local":
+    if config.backend != "local":
         return
-    _make_folder(Path(place), "run.checkpoints", "give another folder")
+    journal = "" if not config.journal or "://" in config.journal else str(Path(config.journal).absolute().parent)
+    checkpoints = "" if "://" in config.checkpoint_place else config.checkpoint_place
+    named = {"run.checkpoints": checkpoints, "run.logs.folder": config.logs.folder, "run.journal": journal}
+    for field, place in named.items():
+        if place:
+            _make_folder(Path(place), field, "give another folder")
+    if config.token_file:
+        ensure_token(config.token_path.absolute())
 
 
 def _make_folder(folder: Path, field: str, cure: str) -> None:

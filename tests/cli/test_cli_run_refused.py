@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,6 +103,11 @@ def test_a_folder_that_cannot_be_written_to(started: list[str], tmp_path: Path) 
         (["--set", "run.nothing=1"], "run.nothing", "there is no such setting"),
         (["--hosts", "1.5"], "run.hosts", "integer"),
         (["--workers-per-host", "0"], None, "workers_per_host = 0"),
+        (["--workers-per-host", "10000000"], "run.workers_per_host", "10,000,000 ranks take 76.29 TiB"),
+        (["--set", "run.logs.folder=file/logs"], "run.logs.folder", "cannot be made"),
+        (["--set", "run.journal=file/journal.db"], "run.journal", "cannot be made"),
+        (["--set", "run.token_file=file/token"], "run.token_file", "cannot be made"),
+        (["--set", "run.script=none.at.all", "--set", "run.module=true"], "script", "there is no such module"),
     ],
 )
 def test_nothing_is_touched_before_all_is_looked_at(
@@ -110,7 +116,7 @@ def test_nothing_is_touched_before_all_is_looked_at(
     if "gpu" in words and list(Path("/dev").glob("nvidia[0-9]*")):
         pytest.skip("this machine has a GPU")
     before = sorted(over.rglob("*"))
-    error = refused(*words, "t.py")
+    error = refused(*words, *([] if "run.module=true" in words else ["t.py"]))
     assert field is None or error.field == field
     assert says in str(error) and error.cure
     assert sorted(over.rglob("*")) == before and not started
@@ -139,7 +145,26 @@ def test_a_job_that_lives_there_is_told_before_its_port_is_found_taken(
     assert shlex.split(command) == ["phalanx", "run", "attach", "--folder", "a folder"]
 
 
+def test_a_module_is_found_where_its_ranks_will_find_it(
+    started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a folder" / "package").mkdir()
+    for words in (["-m", "json.tool"], ["-m", "t"], ["-m", "file"], ["-m", "package.train"]):
+        result = CliRunner().invoke(group, ["run", "--fresh", *words])
+        assert isinstance(result.exception, UserError) == (words[1] in ("file", "package.train"))
+    monkeypatch.setenv("PYTHONPATH", f"/nowhere{os.pathsep}{tmp_path / 'a folder'}")
+    assert CliRunner().invoke(group, ["run", "-m", "package.train"]).exit_code == 0
+    assert started == ["json.tool", "t", "package.train"]
+
+
 def test_a_script_that_is_none(started: list[str], tmp_path: Path) -> None:
     assert "there is no such file" in refused("no.py").problem
     assert "is a folder" in refused("a folder").problem
     assert not (tmp_path / "runs").exists() and not started
+
+
+def test_a_character_that_the_terminal_does_not_have_is_no_reason_to_fail() -> None:
+    program = "from phalanx.cli.main import _stdout\nwith _stdout():\n    print('ranks 0' + chr(8211) + '1')"
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    shown = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, check=True)
+    assert shown.stdout == b"ranks 0?1\n"
