@@ -1,4 +1,4 @@
-"""What the benchmarks of starts share: the scripts, when they had stepped, the command line, what is said in the end."""
+"""What benchmarks of starts share: scripts, when they had stepped, the command line, what is said in the end."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import textwrap
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,6 @@ import psutil
 
 from phalanx.core import files
 from phalanx.core.errors import UserError
-from phalanx.run.logs.lines import cut
 
 _WORDS_CHARS = 80
 
@@ -77,8 +77,8 @@ def _who_listens(port: int) -> str:
     with suppress(psutil.Error, OSError):
         for one in psutil.net_connections("tcp"):
             if one.status == psutil.CONN_LISTEN and one.laddr.port == port and one.pid:
-                words = " ".join(psutil.Process(one.pid).cmdline())
-                return f"process {one.pid} has it: {cut(words, _WORDS_CHARS) or 'no command line'}"
+                words = textwrap.shorten(" ".join(psutil.Process(one.pid).cmdline()), _WORDS_CHARS, placeholder=" …")
+                return f"process {one.pid} has it: {words or 'no command line'}"
     return "a process that cannot be seen from here has it, such as another user's job"
 
 
