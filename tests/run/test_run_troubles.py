@@ -118,7 +118,7 @@ def test_a_webhook_outlives_what_it_did_not_expect(
 
 def test_a_view_goes_on_after_what_cannot_be_drawn(caplog: pytest.LogCaptureFixture) -> None:
     drawn, lines = list[int](), list[str]()
-    painter = _Painter(lambda texts: lines.extend(text.plain for text in texts))
+    painter = _Painter(lambda found: lines.extend(str(line) for line in found))
 
     def fail() -> None:
         raise FaultError("no such glyph")

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from phalanx.run.incidents.store import incidents_folder, page_of
 from phalanx.run.people import words
-from phalanx.run.people.hub import Item, Told
+from phalanx.run.people.hub import Item, Told, Wrote
 from phalanx.run.people.overview import Overview
 from phalanx.run.people.panel import Panel
 from phalanx.run.people.source import Source
@@ -55,6 +55,7 @@ async def show(source: Source, console: Console, *, ranks: Ranks = "0", folder: 
         ranks: whose lines are shown.
         folder: of the run, to say what to read in the end; None: it is not on this machine.
     """
+    within_s = _LAST_LOOK_S  # of somebody who does not want to see more
     is_live = console.is_terminal and not console.is_dumb_terminal
     view: _Plain = _Live(console, ranks) if is_live else _Plain(console, ranks)
     reading = asyncio.create_task(_read(source, view))
@@ -64,10 +65,11 @@ async def show(source: Source, console: Console, *, ranks: Ranks = "0", folder: 
             await asyncio.wait([reading], timeout=REFRESH_S)
         await reading  # what is wrong with it is said
         await _look(source, view)
+        within_s = LAST_LINES_S
     finally:
         reading.cancel()
         view.end(folder)
-        await asyncio.to_thread(view.painter.close, LAST_LINES_S, _LAST_LOOK_S)
+        await asyncio.to_thread(view.painter.close, within_s, _LAST_LOOK_S)
 
 
 async def _look(source: Source, view: _Plain) -> None:
@@ -85,6 +87,10 @@ async def _read(source: Source, view: _Plain) -> None:
         view.trouble(f"the driver cannot be reached: {error}")
 
 
+_Line = Text | Told | Wrote
+"""What is printed; an item becomes text when it is its turn, for very many may wait."""
+
+
 class _Painter:
     """Does what writes to the terminal, in order, in a thread; with very much of it what may be left out is.
 
@@ -92,9 +98,9 @@ class _Painter:
         print_lines: prints lines together.
     """
 
-    def __init__(self, print_lines: Callable[[list[Text]], None]) -> None:
+    def __init__(self, print_lines: Callable[[list[_Line]], None]) -> None:
         self._print_lines = print_lines
-        self._waiting: queue.SimpleQueue[Callable[[], None] | Text | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Callable[[], None] | _Line | None] = queue.SimpleQueue()
         self._drawn = 0
         self._thread = threading.Thread(target=self._work, name="view", daemon=True)
         self._thread.start()
@@ -109,7 +115,7 @@ class _Painter:
         """Whether nothing waits."""
         return self._waiting.empty()
 
-    def put(self, paint: Callable[[], None] | Text) -> None:
+    def put(self, paint: Callable[[], None] | _Line) -> None:
         """Have it drawn, or a line printed."""
         self._waiting.put(paint)
 
@@ -124,10 +130,10 @@ class _Painter:
                 return
 
     def _work(self) -> None:
-        lines: list[Text] = []
+        lines: list[_Line] = []
         while True:
             paint = self._waiting.get()
-            if isinstance(paint, Text):
+            if isinstance(paint, _Line):
                 lines.append(paint)
                 if len(lines) < _AT_ONCE and not self._waiting.empty():
                     continue
@@ -136,7 +142,7 @@ class _Painter:
                 lines = []
             if paint is None:
                 return
-            if not isinstance(paint, Text):
+            if not isinstance(paint, _Line):
                 self._draw(paint)
 
     def _draw(self, paint: Callable[[], None]) -> None:
@@ -174,7 +180,7 @@ class _Plain:
         if self._left_out:
             self._print(Text(f"({self._left_out} lines are not shown: the terminal is slow)", style="dim"))
             self._left_out = 0
-        self._print(words.line(item))
+        self._print(item)
 
     def see(self, now: Overview) -> None:
         """The job now."""
@@ -199,11 +205,11 @@ class _Plain:
         for hint in hints(self._now, folder):
             self._print(Text(hint))
 
-    def _print(self, text: Text) -> None:
-        self.painter.put(text)
+    def _print(self, line: _Line) -> None:
+        self.painter.put(line)
 
-    def _print_lines(self, lines: list[Text]) -> None:
-        self._console.print(Group(*lines), soft_wrap=True, highlight=False)
+    def _print_lines(self, lines: list[_Line]) -> None:
+        self._console.print(_texts(lines), soft_wrap=True, highlight=False)
 
 
 class _Live(_Plain):
@@ -237,8 +243,12 @@ class _Live(_Plain):
             panel = Panel(self._now, tuple(self._events), words.harmless(self._trouble))
             self.painter.put(lambda: self._live.update(panel, refresh=True))
 
-    def _print_lines(self, lines: list[Text]) -> None:
-        self._console.print(Group(*lines), highlight=False)
+    def _print_lines(self, lines: list[_Line]) -> None:
+        self._console.print(_texts(lines), highlight=False)
+
+
+def _texts(lines: list[_Line]) -> Group:
+    return Group(*(line if isinstance(line, Text) else words.line(line) for line in lines))
 
 
 def hints(now: Overview, folder: Path | None) -> list[str]:
