@@ -10,9 +10,7 @@ cannot be written to. Files stay in the page cache. Example:
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import shutil
 import statistics
@@ -20,32 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 from support.leaving import nothing_left
+from support.starts import SCRIPTS, conclude, have_stepped, parser_of, read_arguments, spread, stepped_at_s
 
 CASES = ("torchrun", "first start", "cold restart")
-
-DDP = """
-import os, sys, time
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-
-dist.init_process_group("gloo")
-model = DistributedDataParallel(torch.nn.Linear(64, 64))
-optimizer = torch.optim.AdamW(model.parameters())
-model(torch.randn(8, 64)).square().mean().backward()
-optimizer.step()
-with open("stepped-" + os.environ["RANK"], "w") as file:
-    file.write(str(time.monotonic()))
-while not os.path.exists("enough"):
-    time.sleep(0.1)
-dist.destroy_process_group()
-"""
-SCRIPTS = {"ddp.py": DDP, "hugging_face.py": "from transformers import LlamaForCausalLM, Trainer\n" + DDP}
 
 _MARK = "COLD_START"
 _LIMIT_S = 600.0
@@ -110,9 +90,8 @@ class Bench:
         return ["phalanx.cli.main", "run", "--folder", "run", "--workers-per-host", str(ranks), "--"]
 
     def _stepped_at_s(self, process: subprocess.Popen[bytes], ranks: int) -> float:
-        files = [self.folder / f"stepped-{rank}" for rank in range(ranks)]
-        self._wait(process, lambda: all(file.exists() and file.stat().st_size for file in files))
-        return max(float(file.read_text()) for file in files)
+        self._wait(process, lambda: have_stepped(self.folder, ranks))
+        return stepped_at_s(self.folder, ranks)
 
     def _cpu_s(self) -> float:
         """Of all processes that inherit this benchmark's mark."""
@@ -143,8 +122,7 @@ def report(starts: list[Start]) -> str:
         step_s = {case: statistics.median(one.step_s for one in of[case]) for case in CASES}
         cpu_s = {case: statistics.median(one.cpu_s for one in of[case]) for case in CASES}
         for case in CASES:
-            seconds = [one.step_s for one in of[case]]
-            each = f"{step_s[case]:.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
+            each = spread([one.step_s for one in of[case]])
             wall, cpu = (times["torchrun"] / times[case] for times in (step_s, cpu_s))
             lines.append(f"| {script} | {ranks} | {case} | {each} | {wall:.2f} x | {cpu_s[case]:.1f} | {cpu:.2f} x |")
     return "\n".join(lines)
@@ -160,17 +138,11 @@ def environment(folder: Path, *, bytecode: bool) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = parser_of(__doc__, rounds=3)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--scripts", nargs="+", choices=list(SCRIPTS), default=list(SCRIPTS))
     parser.add_argument("--no-bytecode", action="store_true")
-    parser.add_argument("--json", type=Path, help="write every start here too")
-    parser.add_argument("--quick", action="store_true", help="one round of the DDP script with two ranks")
-    arguments = parser.parse_args()
-    rounds, ranks, scripts = arguments.rounds, arguments.ranks, arguments.scripts
-    if arguments.quick:
-        rounds, ranks, scripts = 1, [2], ["ddp.py"]
+    arguments = read_arguments(parser)
+    scripts, ranks = arguments.scripts, [2] if arguments.quick else arguments.ranks
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         bench = Bench(folder, environment(folder, bytecode=not arguments.no_bytecode))
@@ -179,15 +151,13 @@ def main() -> None:
         if not arguments.no_bytecode:
             bench.measure(scripts[-1], 1, "first start")  # compiles what is not yet, brings files into memory
         starts = []
-        for _ in range(rounds):
+        for _ in range(arguments.rounds):
             for script in scripts:
                 for count in ranks:
                     for case in CASES:
                         starts.append(bench.measure(script, count, case))
                         print(starts[-1], f"load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
-    print(f"{len(os.sched_getaffinity(0))} CPUs, load {os.getloadavg()[0]:.1f}, {rounds} rounds\n{report(starts)}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(start) for start in starts], indent=1) + "\n")
+    conclude(arguments, starts, report(starts))
 
 
 if __name__ == "__main__":

@@ -9,10 +9,8 @@ imports as well (learnt). Every round does each case once, in turn. Example:
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import json
 import os
 import random
 import socket
@@ -22,11 +20,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from support.leaving import nothing_left
+from support.starts import SCRIPTS, conclude, parser_of, read_arguments, spread, stepped_at_s
 
 from phalanx.launch.cores import Share
 from phalanx.launch.messages import Exited
@@ -37,23 +36,6 @@ from phalanx.launch.warm import WarmTemplate, Word
 RANKS = 2
 LOOPBACK = "127.0.0.1"
 CASES = ("cold", "torchrun", "torchrun, own store", "warm", "learnt")
-
-DDP = """
-import os, sys, time
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-
-dist.init_process_group("gloo")
-model = DistributedDataParallel(torch.nn.Linear(64, 64))
-optimizer = torch.optim.AdamW(model.parameters())
-model(torch.randn(8, 64)).square().mean().backward()
-optimizer.step()
-with open(os.path.join(sys.argv[1], "stepped-" + os.environ["RANK"]), "w") as file:
-    file.write(str(time.monotonic()))
-dist.destroy_process_group()
-"""
-SCRIPTS = {"ddp.py": DDP, "hugging_face.py": "from transformers import LlamaForCausalLM, Trainer\n" + DDP}
 
 
 @dataclass(frozen=True)
@@ -67,11 +49,6 @@ class Start:
     script: str
     case: str
     step_s: float
-
-
-def stepped_at_s(folder: Path) -> float:
-    """When the last rank had done its first step, on the host's monotonic clock."""
-    return max(float((folder / f"stepped-{rank}").read_text()) for rank in range(RANKS))
 
 
 def environ() -> dict[str, str]:
@@ -161,7 +138,7 @@ def measure(script: str, case: str) -> Start:
         out.mkdir()
         (folder / script).write_text(SCRIPTS[script])
         begin_s = ways[case](out, folder)
-        return Start(script, case, stepped_at_s(out) - begin_s)
+        return Start(script, case, stepped_at_s(out, RANKS) - begin_s)
 
 
 def report(starts: list[Start]) -> str:
@@ -170,26 +147,17 @@ def report(starts: list[Start]) -> str:
         of = {case: [s.step_s for s in starts if (s.script, s.case) == (script, case)] for case in CASES}
         peer = statistics.median(of["torchrun"])
         for case, seconds in of.items():
-            middle = statistics.median(seconds)
-            each = f"{middle:.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
-            lines.append(f"| {script} | {case} | {each} | {peer / middle:.1f} x |")
+            lines.append(f"| {script} | {case} | {spread(seconds)} | {peer / statistics.median(seconds):.1f} x |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--scripts", nargs="+", choices=list(SCRIPTS), default=list(SCRIPTS))
-    parser.add_argument("--json", type=Path, help="write every start here too")
-    parser.add_argument("--quick", action="store_true", help="one round of the DDP script")
-    arguments = parser.parse_args()
-    rounds, scripts = (1, ["ddp.py"]) if arguments.quick else (arguments.rounds, arguments.scripts)
+    arguments = read_arguments(parser_of(__doc__, rounds=5))
+    rounds, scripts = arguments.rounds, arguments.scripts
     for script in scripts:
         measure(script, "cold")  # brings the files into memory
     starts = [measure(script, case) for _ in range(rounds) for script in scripts for case in CASES]
-    print(f"{len(os.sched_getaffinity(0))} CPUs, load {os.getloadavg()[0]:.1f}, {rounds} rounds\n{report(starts)}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(start) for start in starts], indent=1) + "\n")
+    conclude(arguments, starts, report(starts))
 
 
 if __name__ == "__main__":

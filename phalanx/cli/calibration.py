@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any, cast
 
 import click
@@ -125,7 +126,7 @@ def show(outcome: Outcome, as_json: bool) -> None:
     beside = ", ".join(file.name for file in outcome.files[:-1])
     console.print(f"written in {units.duration(outcome.seconds)}: {escape(str(path))} (with {escape(beside)})",
                   highlight=False, soft_wrap=True)  # fmt: skip
-    console.print(f"next: phalanx plan CONFIG --cluster {escape(str(path))}", highlight=False, soft_wrap=True)
+    console.print(f"next: phalanx plan CONFIG --cluster {escape(quote(str(path)))}", highlight=False, soft_wrap=True)
 
 
 def _heading(found: Found) -> str:

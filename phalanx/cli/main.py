@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import signal
@@ -113,7 +114,8 @@ def _stdout() -> Iterator[None]:
         return
     usual.flush()
     file = io.BufferedWriter(_Output(usual.fileno(), "w", closefd=False))
-    sys.stdout = io.TextIOWrapper(file, usual.encoding, usual.errors, line_buffering=usual.line_buffering)
+    errors = usual.errors if codecs.lookup(usual.encoding).name == "utf-8" else "replace"  # a dash is no reason to fail
+    sys.stdout = io.TextIOWrapper(file, usual.encoding, errors, line_buffering=usual.line_buffering)
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any, BinaryIO, cast, get_args
 
 import click
@@ -26,9 +27,11 @@ from phalanx.run.aside import SUPERVISOR, set_aside
 from phalanx.run.backends.choose import submit_job
 from phalanx.run.card import Card, life, read_card
 from phalanx.run.config import RunConfig, load_job
+from phalanx.run.drive.refused import refuse
 from phalanx.run.flags import read_flags
 from phalanx.run.people.view import show
 from phalanx.run.people.words import Ranks
+from phalanx.run.secrets import ensure_token
 from phalanx.run.supervise import TO_BE_STARTED_AGAIN, Supervisor, end_with
 
 _OURS = {
@@ -83,11 +86,13 @@ def start(arguments: tuple[str, ...]) -> None:
         click.echo(note, err=True)
     if (status := submit_job(given.config)) is not None:
         end_with(status)
-    _see_script(given.config)
-    _see_checkpoints(given.config)
+    _see_room(given)  # before the rest, which finds a driver that lives there in its way
+    refuse(given.config)
+    _make_places(given.config)
     _make_room(given)
     config, console = given.config, _console()
-    console.print(f"job {escape(config.job_name)}: {config.hosts} hosts, folder {escape(str(config.run_folder))}")
+    hosts = "1 host" if config.hosts == 1 else f"{config.hosts} hosts"
+    console.print(f"job {escape(config.job_name)}: {hosts}, folder {escape(str(config.run_folder))}", soft_wrap=True)
     if given.is_detached:
         _detach(given)
     elif given.is_supervised:
@@ -136,73 +141,91 @@ def _supervise(given: _Given) -> int:
 # Before the start
 
 
-def _see_script(config: RunConfig) -> None:
-    """Where the hosts are this machine, what cannot be run is told before anything is started.
+def _make_places(config: RunConfig) -> None:
+    """The folders that are not in the run folder, where the hosts are this machine; on others their tests make them.
 
     Raises:
-        UserError: there is no script.
+        UserError: one cannot be made, or not be written to.
     """
-    path = Path(config.working_folder or ".") / config.script
-    if config.backend == "local" and not config.module and not path.is_file():
-        cure = "give the path of a Python script, or a module with -m"
-        raise UserError("there is no such file", cure=cure, field="script", value=config.script)
+    if config.backend != "local":
+        return
+    journal = "" if not config.journal or "://" in config.journal else str(Path(config.journal).absolute().parent)
+    checkpoints = "" if "://" in config.checkpoint_place else config.checkpoint_place
+    named = {"run.checkpoints": checkpoints, "run.logs.folder": config.logs.folder, "run.journal": journal}
+    for field, place in named.items():
+        if place:
+            _make_folder(Path(place), field, "give another folder")
+    if config.token_file:
+        ensure_token(config.token_path.absolute())
 
 
-def _see_checkpoints(config: RunConfig) -> None:
-    """The same of the folder for checkpoints, which is made; on other machines their tests make it.
+def _make_folder(folder: Path, field: str, cure: str) -> None:
+    """Make it, unless it is there.
 
     Raises:
         UserError: it cannot be made, or not be written to.
     """
-    place = config.checkpoint_place
-    if not place or "://" in place or config.backend != "local":
-        return
-    field, cure = "run.checkpoints", "give another folder, or mend its permissions"
+    cure, value = f"{cure}, or mend its permissions", str(folder)
     try:
-        Path(place).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot be made: {error.strerror or error}", cure=cure, field=field, value=place) from None
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise UserError("cannot be written to", cure=cure, field=field, value=place)
+        raise UserError(f"cannot be made: {error.strerror or error}", cure=cure, field=field, value=value) from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError("cannot be written to", cure=cure, field=field, value=value)
 
 
 def _make_room(given: _Given) -> None:
-    """See that no driver lives in the folder, and put aside what a job that is over has left there.
+    """Make the folder, and put aside what a job that is over has left there.
 
     Raises:
-        UserError: a driver lives there, or may.
+        UserError: it cannot be made, or a driver lives there, or may.
+    """
+    _make_folder(given.config.run_folder, "run.folder", "give another --folder")
+    with (given.folder / ".starting").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two commands at once, one finds what the other has left
+        card = _see_room(given)
+        if card is not None:
+            _make_room_beside(given, card)
+
+
+def _see_room(given: _Given) -> Card | None:
+    """The job that the folder is of; None: of none.
+
+    Raises:
+        UserError: its driver lives, or may.
     """
     folder, shown = given.folder, given.config.run_folder
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".starting").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of two commands at once, one finds what the other has left
-        card = read_card(folder)
-        if card is not None:
-            _make_room_beside(given, card, folder, shown)
-
-
-def _make_room_beside(given: _Given, card: Card, folder: Path, shown: Path) -> None:
+    card = read_card(folder)
+    if card is None:
+        return None
     found = life(card)
     if found == "lives":
-        cure = f"watch it with `phalanx run attach --folder {shown}`, or give this one another --folder"
+        cure = f"watch it with `phalanx run attach --folder {quote(str(shown))}`, or give this one another --folder"
         raise UserError(f"the job {card.job!r} runs there already (driver: process {card.pid})", cure=cure)
-    if given.is_fresh or _is_over(folder, card):
+    if _is_new(given, card):
         if found == "elsewhere" and card.status is None:
             cure = "give another --folder, or remove job.json from it"
             raise UserError(f"its driver was started on {card.driver_host} and may live there", cure=cure)
         if card.journal != "journal.db":
             cure = "give this one another --folder, and with --set run.name=… another name in that journal"
             raise UserError(f"the journal of the job before is kept elsewhere ({card.journal})", cure=cure)
+    return card
+
+
+def _make_room_beside(given: _Given, card: Card) -> None:
+    folder, shown = given.folder, given.config.run_folder
+    if _is_new(given, card):
         how = f"ended with status {card.status}" if card.status is not None else "is over"
         _say(f"the job before {how}; what it left is in {_near(set_aside(folder, card), shown)}")
     else:
         _say(f"the job in {shown} has not ended, and its driver is dead: this one takes over (--fresh begins anew)")
 
 
-def _is_over(folder: Path, card: Card) -> bool:
+def _is_new(given: _Given, card: Card) -> bool:
+    """Whether this begins a job, and does not take over the one whose card this is."""
     from phalanx.run.driver.past import is_over
 
-    return is_over(folder, card)
+    return given.is_fresh or is_over(given.folder, card)
 
 
 def _near(place: Path, shown: Path) -> Path:
@@ -217,18 +240,21 @@ def _detach(given: _Given) -> None:
     folder, shown = given.folder, given.config.run_folder
     before = _card(folder)
     with _log(folder / "driver.log") as log:
+        said_bytes = log.seek(0, os.SEEK_END)
         process = subprocess.Popen(
             given.command(SUPERVISE), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
-    card = _until_begun(folder, before, process)
+    card = _until_begun(folder, before, process, said_bytes)
     process.returncode = 0  # it is nobody's child from now on
-    at = "" if given.config.folder == "" and len(list(Path("runs").glob("*/job.json"))) == 1 else f" --folder {shown}"
+    is_only = given.config.folder == "" and len(list(Path("runs").glob("*/job.json"))) == 1
+    at = "" if is_only else f" --folder {quote(str(shown))}"
     click.echo(f"it runs detached: driver {card.pid}, kept alive by {process.pid}, said in {shown / 'driver.log'}")
     click.echo(f"  watch it   phalanx run attach{at}\n  look at it phalanx run status{at}")
     click.echo(f"  its ranks  phalanx run logs -f{at}\n  end it     phalanx run stop{at}")
 
 
-def _until_begun(folder: Path, before: Card | None, process: subprocess.Popen[bytes]) -> Card:
+def _until_begun(folder: Path, before: Card | None, process: subprocess.Popen[bytes], said_bytes: int) -> Card:
+    """The card of the driver that begins; `said_bytes`: of its log, that others have written before."""
     until_s = time.monotonic() + _BEGIN_S
     try:
         while time.monotonic() < until_s:
@@ -236,7 +262,8 @@ def _until_begun(folder: Path, before: Card | None, process: subprocess.Popen[by
             if card is not None and card != before and (card.status is not None or life(card) == "lives"):
                 return card
             if process.poll() is not None:
-                sys.stderr.write((folder / "driver.log").read_text(errors="replace")[-4000:])
+                said = (folder / "driver.log").read_bytes()[said_bytes:]
+                sys.stderr.write(said.decode(errors="replace")[-4000:])
                 end_with(process.returncode)
             time.sleep(0.05)
     except KeyboardInterrupt:

@@ -143,7 +143,7 @@ def _phase(now: Overview) -> str:
 
 
 def _table(now: Overview) -> Table:
-    table = make_table("host", "state", "ranks", "step", "heard", "notes", right=(3, 4))
+    table = make_table("host", "state", "ranks", "step", "heard", "notes", right=(3, 4), whole=(0,))
     for host in sorted(now.hosts, key=lambda host: (host.place < 0, host.place, host.name)):
         table.add_row(
             escape(host.name),

@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-VERSION = 2
+VERSION = 3
 """Both sides have to speak the same."""
 
 MAX_FRAME_BYTES = 1 << 20
@@ -364,12 +364,14 @@ class Welcome(Message, frozen=True, tag="welcome"):
         job: its name.
         attempt: the present one; the executor ends what it has of lower ones.
         heartbeat_s: how often it shall report.
+        output_bytes: of lines of ranks that a report may carry.
     """
 
     version: int
     job: str
     attempt: int
     heartbeat_s: float
+    output_bytes: int = 4096
 
 
 class Acknowledged(Message, frozen=True, tag="acknowledged"):

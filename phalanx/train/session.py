@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 from pathlib import Path
+from shlex import quote
 
 import torch
 from rich.console import Console
@@ -147,7 +148,6 @@ def started(phases: Phases) -> str:
 
 def closing(run: Run, outcome: Outcome) -> str:
     """How the run went, and what can be done with it."""
-    path = escape(str(run.folder.path))
     progress = run.progress
     if outcome.stopped_by:
         where = f"after step {progress.step} of {run.total_steps}"
@@ -162,7 +162,7 @@ def closing(run: Run, outcome: Outcome) -> str:
         lines.append(f"{skipped} update(s) skipped by the bad-step policy")
     if outcome.evaluation is not None:
         lines.append(f"held-out text: {describe(outcome.evaluation)}")
-    lines.append(f'sample from it: [bold]phalanx generate {path} "…"[/]')
+    lines.append(f'sample from it: [bold]phalanx generate {escape(quote(str(run.folder.path)))} "…"[/]')
     return "\n".join(lines)
 
 

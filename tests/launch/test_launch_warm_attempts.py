@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_warm_helpers import GUARD_S, host, is_gone
+from launch_warm_helpers import GUARD_S, host, is_gone, until_gone
 
 import phalanx
 from phalanx.core.errors import UserError
@@ -213,7 +213,7 @@ def test_a_signal_reaches_the_ranks_that_are_meant_and_a_kill_all_with_what_they
             }
             for rank in (0, 1):  # the pipe ends when the last that held it is gone
                 assert await attempt.rest(rank) == ""
-            assert all(map(is_gone, [*attempt.pids.values(), *children]))
+            await until_gone([*attempt.pids.values(), *children])
             here.template.signal(1, [0, 1], signal.SIGTERM)  # nobody is left, and none is hit
             await here.template.kill(1)
 

@@ -268,6 +268,21 @@ def test_bad_input_that_a_rank_says_before_the_first_step_ends_with_status_2():
     assert finish(world).status == 2
 
 
+def test_a_program_that_refuses_its_input_on_all_ranks_is_not_started_again_and_on_one_rank_it_is():
+    everywhere = World(Job("j", 2, 2))
+    everywhere.run_until(lambda w: w.state.phase == "starting")
+    everywhere.throw([0, 1, 2, 3], "returned exit status 2: error: model.heads = 3", "usage")
+    everywhere.run_until(ended)
+    assert finish(everywhere).status == 2 and not finish(everywhere).requeue
+    assert finish(everywhere).reason == "bad input: returned exit status 2: error: model.heads = 3"
+    assert len(everywhere.taken("Start")) == 1 and not everywhere.taken("Evict", "Release")
+
+    one = World(Job("j", 2, 2))
+    one.run_until(lambda w: w.state.phase == "starting")
+    one.throw([1], "returned exit status 2: error: no such file", "usage")
+    one.run_until(attempt_runs(2))
+
+
 def test_a_script_that_starts_on_no_host_is_bad_input_and_one_host_that_cannot_start_is_not():
     everywhere = World(Job("j", 3))
     for host in everywhere.hosts.values():

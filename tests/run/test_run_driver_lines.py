@@ -29,16 +29,16 @@ def passed(budget: LineBudget, hosts: int, seconds: int, each: int = 4) -> dict[
 
 
 def test_a_small_job_is_shown_whole() -> None:
-    assert passed(LineBudget(), hosts=16, seconds=5, each=32) == dict.fromkeys(range(5), 512)
+    assert passed(LineBudget(64), hosts=64, seconds=5, each=3200) == dict.fromkeys(range(5), 64 * 3200)
 
 
 def test_of_a_large_one_people_see_so_much_a_second() -> None:
-    counts = passed(LineBudget(), hosts=5000, seconds=10)
+    counts = passed(LineBudget(5000), hosts=5000, seconds=10)
     assert all(0.9 * LINES_PER_S <= count <= 1.1 * LINES_PER_S for second, count in counts.items() if second)
 
 
 def test_it_is_spread_over_the_second() -> None:
-    budget = LineBudget()
+    budget = LineBudget(5000)
     passed(budget, hosts=5000, seconds=3)
     shown = [host for host in range(5000) if budget.take(4, 8 * (host + 1), at(3 + host / 5000))]
     quarters = [sum(quarter * 1250 <= host < (quarter + 1) * 1250 for host in shown) for quarter in range(4)]
@@ -46,9 +46,19 @@ def test_it_is_spread_over_the_second() -> None:
 
 
 def test_the_first_rank_always_passes() -> None:
-    budget = LineBudget(per_s=1)
+    budget = LineBudget(5000, per_s=1)
     assert all(budget.take(32, 0, at(0)) for _ in range(100))
     assert not budget.take(1, 8, at(0))
+
+
+def test_what_does_not_pass_is_counted_and_said_once() -> None:
+    budget = LineBudget(5000, per_s=4)
+    assert [budget.take(4, 8, at(0)), budget.take(3, 16, at(0)), budget.take(1, 24, at(0))] == [True, False, False]
+    assert budget.take(4, 0, at(0.1)) and budget.left_out(0) == []  # it is no business of the first rank's
+    assert budget.take(1, 8, at(60))
+    assert (
+        budget.left_out(8) == [LogLine(8, "… 4 more lines are in the log of their ranks")] and budget.left_out(8) == []
+    )
 
 
 def test_lines_reach_people_and_silence_costs_nothing(tmp_path: Path) -> None:

@@ -265,6 +265,9 @@ class TestEnds:
     def test_another_exit_status_is_a_failure(self) -> None:
         [failed] = watch().on_ended(ended(0, kind="returned", code=7), at(1))
         assert isinstance(failed, WorkerFailed) and failed.kind == "status"
+        for kind in ("returned", "status"):
+            [failed] = watch().on_ended(ended(0, kind=kind, code=2), at(1))
+            assert isinstance(failed, WorkerFailed) and failed.kind == "usage"
 
 
 def test_the_clocks_go_on() -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from phalanx.run.decide import actions
@@ -204,12 +205,13 @@ def test_a_job_that_its_own_code_has_ended_says_what_to_mend_and_with_what_words
     with keeping(tmp_path) as kept:
         kept.heard("a", ended(0, "Connection closed by peer", follows=True), at(0))
         kept.heard("b", ended(3, "Traceback:\nKeyError: 'x'"), at(0))
-        kept.heard("b", ended(2, "Traceback:\nKeyError: 'y'"), at(0))
+        kept.heard("b", msgspec.structs.replace(ended(2, "Traceback:\nKeyError: 'y'"), summary="KeyError: 'y'"), at(0))
+        kept.heard("b", ended(4, "Traceback:\nKeyError: 'x'"), at(0))
         kept.tell(OPEN, at(0))
         kept.tell(CloseIncident(1, "over", {}, result="gave up", status=1), at(1))
         words = kept.last_words(actions.Finish(1, "user code"))
-        assert words == "rank 3 has ended with this:\nTraceback:\nKeyError: 'x'"
-        assert kept.last_words(actions.Finish(0, "done")) == ""
+        assert words == (3, "rank 3 has ended with this:\nTraceback:\nKeyError: 'x'")
+        assert kept.last_words(actions.Finish(0, "done")) is None
     outcome = load(tmp_path, 1).outcome
     assert outcome is not None and outcome.result == "gave up"
     assert outcome.to_do[0].startswith("mend the script") and "phalanx run logs 3" in outcome.to_do[1]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.run.logs.lines import LineSplitter, cut, escape_for_html, strip_ansi
-from phalanx.run.logs.tails import Tails
+from phalanx.run.logs.tails import Tails, share_of
 
 
 def split(*blocks: bytes, most: int = 1 << 14) -> list[str]:
@@ -131,29 +131,57 @@ MISSING = re.compile(r"… (one|[\d,]+) more lines? (?:is|are) in the log")
 
 
 def test_tails_are_bounded_and_count_what_is_left_out() -> None:
-    tails = Tails(heartbeat_lines=2, heartbeat_chars=5, kept_lines=3)
+    tails = Tails(heartbeat_bytes=4 * 32 + 3 + 256, kept_lines=3)
     tails.add(1, ["a", "b"])
-    tails.add(0, ["long long"])
+    tails.add(0, ["long" * 100])
     tails.add(1, ["c"])
-    lines = tails.take()
-    told = [(0, "long…"), (1, "… one more line is in the log"), (1, "b"), (1, "c")]
-    assert [(line.rank, line.text) for line in lines] == told
-    assert tails.take() == []
-    tails.add(1, ["d", "e", "f", "g"])
-    assert [line.text for line in tails.take()] == ["… 2 more lines are in the log", "f", "g"]
-    assert (tails.last(1), tails.last(0), tails.last(7)) == (["e", "f", "g"], ["long long"], [])
-    tails.clear()
-    assert (tails.last(1), tails.take()) == ([], [])
+    cut_line = ("long" * 100)[:255] + "…"
+    told = [(0, cut_line), (1, "… one more line is in the log"), (1, "b"), (1, "c")]
+    assert [(line.rank, line.text) for line in tails.newest()] == told
+    tails.sent()
+    assert tails.newest() == [] and tails.is_empty
+    tails.add(1, [str(number) for number in range(20)])
+    lines = [line.text for line in tails.newest()]
+    assert lines[0] == f"… {20 - len(lines[1:])} more lines are in the log"
+    assert lines[1:] == [str(number) for number in range(20)][-len(lines[1:]) :] and len(lines) > 10
+    assert (tails.last(1), tails.last(0), tails.last(7)) == (["17", "18", "19"], ["long" * 100], [])
+    tails.forget()
+    assert tails.last(1) == [] and not tails.is_empty
+
+
+def test_whoever_sends_tails_when_they_are_half_full_loses_nothing() -> None:
+    tails, sent = Tails(share_of(1)), list[str]()
+
+    def send() -> None:
+        sent.extend(line.text for line in tails.newest())
+        tails.sent()
+
+    tails.on_full = send
+    lines = [f"line {number}" for number in range(100_000)] + ["x" * 16_384] * 200 + ["é" * 4000] * 100
+    tails.add(0, lines)
+    send()
+    assert sent == lines
+
+
+def test_of_many_hosts_nobody_is_called_early_and_the_bound_holds() -> None:
+    tails, called = Tails(share_of(10_000)), list[int]()
+    tails.on_full = lambda: called.append(1)
+    for rank in range(8):
+        tails.add(rank, [f"line {number}" for number in range(1000)])
+    lines = tails.newest()
+    assert not called and {line.rank for line in lines} == set(range(8))
+    assert sum(len(line.text) + 32 for line in lines) < share_of(10_000) + 8 * 100
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.text(), max_size=9)) | st.none()))
 def test_every_line_of_a_tail_is_sent_or_counted(steps: list[tuple[int, list[str]] | None]) -> None:
-    tails, added, seen = Tails(), 0, 0
+    tails, added, seen = Tails(heartbeat_bytes=400), 0, 0
     for step in [*steps, None]:
         if step is None:
-            lines = tails.take()
+            lines = tails.newest()
+            tails.sent()
             missing = [found[1] for line in lines if (found := MISSING.fullmatch(line.text))]
-            assert len(lines) - len(missing) <= 4 * 4
+            assert sum(len(line.text) for line in lines if line.text not in missing) <= 600
             seen += len(lines) - len(missing)
             seen += sum(1 if count == "one" else int(count.replace(",", "")) for count in missing)
         else:

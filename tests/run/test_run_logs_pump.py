@@ -68,7 +68,7 @@ def test_a_flood_of_several_ranks_arrives_whole(tmp_path: Path) -> None:
             assert process.wait(GUARD_S) == 0
             expected = [*(f"line {number}" for number in range(100_000)), "the end"]
             assert heard.lines[rank] == all_lines(tmp_path, rank) == expected
-        assert [line.text for line in tails.take() if line.rank == 0][-1] == "the end"
+        assert [line.text for line in tails.newest() if line.rank == 0][-1] == "the end"
         assert pump.last_lines(0)[-2:] == ["line 99999", "the end"]
 
     run(work)
@@ -87,6 +87,31 @@ def test_the_last_words_of_a_killed_rank_are_kept(tmp_path: Path) -> None:
         await pump.close()
         assert process.wait(GUARD_S) == -signal.SIGKILL
         assert all_lines(tmp_path) == [*(f"line {number}" for number in range(3000)), "last words"]
+
+    run(work)
+
+
+def test_what_is_in_a_pipe_is_taken_at_once_and_in_order(tmp_path: Path) -> None:
+    async def work() -> None:
+        heard = Heard()
+        pump = Pump(Tails(), heard, lambda: 1.5)
+        stuck = StuckLog(tmp_path, 0)
+        ours, theirs = os.pipe()
+        pump.add(0, ours, stuck)
+        os.write(theirs, b"one\n")
+        await heard.until(lambda: bool(heard.lines))
+        os.write(theirs, b"two\nthree\nfour")
+        pump.take_now(0)
+        assert heard.lines[0] == ["one", "two", "three"] and pump.last_lines(0) == ["one", "two", "three", "four"]
+        pump.take_now(0)
+        pump.take_now(7)
+        os.write(theirs, b" and five\n")
+        os.close(theirs)
+        stuck.goes_on.set()
+        await pump.until_ended()
+        pump.take_now(0)
+        await pump.close()
+        assert all_lines(tmp_path) == heard.lines[0] == ["one", "two", "three", "four and five"]
 
     run(work)
 

@@ -23,11 +23,11 @@ def test_lines_and_what_is_told_come_in_order() -> None:
 
 
 def test_many_lines_do_not_drive_out_what_is_told() -> None:
-    hub = Hub(most=10)
+    hub = Hub(most=10, most_bytes=10 * 208)
     hub.say("error", "a host is gone", 5.0)
     for number in range(1000):
-        hub.wrote([LogLine(0, f"step {number}")], NOW)
+        hub.wrote([LogLine(0, f"step {number:03}")], NOW)
     kept = hub.since(0)
     assert isinstance(kept[0], Told) and kept[0].text == "a host is gone"
-    assert [item.text for item in kept if isinstance(item, Wrote)] == [f"step {n}" for n in range(990, 1000)]
+    assert [item.text for item in kept if isinstance(item, Wrote)] == [f"step {n:03}" for n in range(990, 1000)]
     assert len(hub.since(hub.last - 3)) == 3

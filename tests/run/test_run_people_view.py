@@ -158,6 +158,25 @@ def test_the_last_line_says_how_it_ended_and_what_to_read(tmp_path: Path) -> Non
     assert f"incidents/0003.md, all 3 in {tmp_path}/incidents" in text and f"logs: {tmp_path}/logs" in text
 
 
+def test_of_a_script_that_makes_no_steps_nothing_is_said_of_training() -> None:
+    for step, status, says in ((-1, 0, "done after 12m04s"), (0, 1, "ended with status 1 after 12m04s: it broke")):
+        console = file()
+        end = job([host(0)], status=status, step=step, recoveries=0, incidents=0, ended="it broke")
+        asyncio.run(show(Played([], end), console))
+        assert seen(console) == f"{says}\n"
+
+
+def test_words_of_a_rank_are_quoted_where_its_lines_are_not_shown() -> None:
+    said = [wrote(1, 0, "error: no such layer"), told(2, "rank 0 has ended with this:\nerror: no such layer", quotes=0)]
+    for ranks, times in (("0", 1), ("all", 1), ("none", 1)):
+        console = file()
+        asyncio.run(show(Played(said, job([host(0)], status=2)), console, ranks=ranks))
+        assert seen(console).count("error: no such layer") == times
+    console = file()
+    asyncio.run(show(Played([replace(said[1], quotes=3)], job([host(0)], status=2)), console, ranks="0"))
+    assert "no such layer" in seen(console)
+
+
 def test_into_a_file_the_state_is_told_now_and_then_if_it_is_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from driver_helpers import Town, running
 from rich.console import Console
+from rich.text import Text
 
 from phalanx.core.errors import UserError
 from phalanx.core.tasks import told
@@ -116,15 +117,19 @@ def test_a_webhook_outlives_what_it_did_not_expect(
 
 
 def test_a_view_goes_on_after_what_cannot_be_drawn(caplog: pytest.LogCaptureFixture) -> None:
-    painter, drawn = _Painter(), list[int]()
+    drawn, lines = list[int](), list[str]()
+    painter = _Painter(lambda found: lines.extend(str(line) for line in found))
 
     def fail() -> None:
         raise FaultError("no such glyph")
 
     painter.put(fail)
+    painter.put(Text("one"))
+    painter.put(Text("two"))
     painter.put(lambda: drawn.append(1))
-    painter.close(GUARD_S)
-    assert drawn == [1] and "no such glyph" in caplog.text
+    painter.put(Text("three"))
+    painter.close(GUARD_S, GUARD_S)
+    assert drawn == [1] and lines == ["one", "two", "three"] and "no such glyph" in caplog.text
 
 
 def test_a_view_that_cannot_read_on_says_so() -> None:

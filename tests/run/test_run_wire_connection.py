@@ -1,6 +1,8 @@
 """Executors and driver over real sockets: what is said arrives, once and in order, whatever becomes of connections."""
 
 import asyncio
+import os
+import socket
 import struct
 
 import pytest
@@ -428,3 +430,12 @@ async def test_heartbeats_that_the_driver_could_not_handle_cost_the_connection_a
         await executor.welcomed(2)
         assert executor.link.send(heartbeat(2))
         assert await heard.until(lambda: heard.all) == [[2]] and driver.hellos() == 2
+
+
+@runs
+async def test_an_address_that_is_taken_is_an_error_for_people_that_names_who_has_it():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=rf"run.listen = '127.0.0.1:{port}': .*process {os.getpid()} has it: "):
+            async with driving(port, field="run.listen"):
+                pass

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from phalanx.core.errors import UserError
 from phalanx.core.tasks import told
 from phalanx.run.api.guard import App
-from phalanx.run.wire.addresses import Address
+from phalanx.run.wire.addresses import Address, bound
 from phalanx.run.wire.arrivals import Arrivals
 
 MOST_CONNECTIONS = 1024
@@ -165,25 +165,13 @@ class HttpServer:
 def _listen(wanted: Address, before: Address | None) -> socket.socket:
     again = before is not None and not wanted.port and before.host == wanted.host
     if again and before is not None:
-        with contextlib.suppress(OSError):
-            return _bound(before)
-    try:
-        return _bound(wanted)
-    except OSError as error:
-        cure = "give another HOST:PORT, or port 0 for any"
-        problem = f"cannot be listened at ({error.strerror or error})"
-        raise UserError(problem, cure=cure, field="run.http", value=str(wanted)) from error
+        with contextlib.suppress(UserError):
+            return _listening(before)
+    return _listening(wanted)
 
 
-def _bound(address: Address) -> socket.socket:
-    found: list[Any] = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    listening = socket.socket(found[0][0], socket.SOCK_STREAM)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(found[0][4])
-        listening.listen(_BACKLOG)
-        listening.setblocking(False)
-    except OSError:
-        listening.close()
-        raise
+def _listening(address: Address) -> socket.socket:
+    listening = bound(address, "run.http")
+    listening.listen(_BACKLOG)
+    listening.setblocking(False)
     return listening

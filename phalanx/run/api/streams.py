@@ -22,7 +22,7 @@ MOST_RANKS = 64
 """Logs of so many ranks together are read from files; of more, what executors have told is shown."""
 
 QUIET_S = 10.0
-_AT_ONCE = 100
+_AT_ONCE = 1000
 """Lines that are handed over together: what a slow client does not take must not pile up."""
 
 _POLL_S = 0.25

@@ -14,7 +14,8 @@ BACKENDS = {
     "slurm": "phalanx.run.backends.slurm.backend",
     "kubernetes": "phalanx.run.backends.kubernetes.backend",
 }
-"""Each a module with ``make(ordered: Ordered) -> Backend``, imported where it is chosen."""
+"""Each a module with ``make(ordered: Ordered) -> Backend`` and ``check(config: RunConfig) -> object``, which refuses
+what `make` would; imported where it is chosen."""
 
 ELSEWHERE = {
     "slurm": "phalanx.run.backends.slurm.submit",
@@ -41,8 +42,9 @@ def submit_job(config: RunConfig) -> int | None:
     """Have the driver started where the back end wants it, and return an exit status; None: it is to run here.
 
     Raises:
-        UserError: an option is wrong, or the driver cannot be started there.
+        UserError: there is no such back end, an option is wrong, or the driver cannot be started there.
     """
+    _see_name(config.backend)
     module = ELSEWHERE.get(config.backend)
     return None if module is None else cast("int | None", importlib.import_module(module).submit(config))
 
@@ -54,7 +56,21 @@ def make_backend(ordered: Ordered) -> Backend:
         UserError: there is none of this name, or its options are wrong.
     """
     name = ordered.config.backend
+    _see_name(name)
+    return cast(Backend, importlib.import_module(BACKENDS[name]).make(ordered))
+
+
+def check_backend(config: RunConfig) -> None:
+    """See that it could be made, without making anything.
+
+    Raises:
+        UserError: as `make_backend`, as far as it is known by now.
+    """
+    _see_name(config.backend)
+    importlib.import_module(BACKENDS[config.backend]).check(config)
+
+
+def _see_name(name: str) -> None:
     if name not in BACKENDS:
         cure = f"give one of {', '.join(BACKENDS)}"
         raise UserError("there is no such back end", cure=cure, field="run.backend", value=name)
-    return cast(Backend, importlib.import_module(BACKENDS[name]).make(ordered))

@@ -29,7 +29,10 @@ from phalanx.launch.failures import signal_name
 from phalanx.run.backends.base import ExecutorCommand, Listener, Ordered
 from phalanx.run.backends.namespaces import INTERFACE, Network
 from phalanx.run.backends.options import options_of
+from phalanx.run.config import RunConfig
 from phalanx.run.secrets import host_of
+from phalanx.run.wire import addresses
+from phalanx.run.wire.addresses import Address
 
 _log = logging.getLogger(__name__)
 
@@ -82,13 +85,32 @@ def make(ordered: Ordered) -> LocalBackend:
     return LocalBackend(ordered.folder / "executors", command, most, environment, options=options, network=network)
 
 
+def check(config: RunConfig) -> None:
+    """For `phalanx.run.backends.choose`.
+
+    Raises:
+        UserError: an option is wrong; or, of hosts on this machine's own network, an address cannot be listened at.
+    """
+    options = options_of(Options, config)
+    if options.network == "namespaces":  # which is made first
+        _network_of(config, options, config.run_folder.absolute())
+        return
+    for name, text in (("run.listen", config.listen), ("run.http", config.http)):
+        host, _, port = text.rpartition(":")  # checked by the config
+        addresses.bound(Address(host.strip("[]"), int(port)), name).close()
+
+
+def _network_of(config: RunConfig, options: Options, folder: Path) -> Network:
+    network = Network(folder, options.subnet)
+    if host_of(config.listen) != network.address:
+        cure = f"set it to {network.address}:0, with TLS (run.tls)"
+        raise UserError("hosts in namespaces do not reach it", cure=cure, field="run.listen", value=config.listen)
+    return network
+
+
 def _network(ordered: Ordered, options: Options) -> Network:
     """Made here, since the driver listens there before the back end begins."""
-    network = Network(ordered.folder, options.subnet)
-    listen = ordered.config.listen
-    if host_of(listen) != network.address:
-        cure = f"set it to {network.address}:0, with TLS (run.tls)"
-        raise UserError("hosts in namespaces do not reach it", cure=cure, field="run.listen", value=listen)
+    network = _network_of(ordered.config, options, ordered.folder)
     network.begin()
     return network
 

@@ -14,7 +14,10 @@ import msgspec
 Fault = Literal["user", "process", "host", "network", "storage"]
 """Class of a fault, as the rules for logs have it."""
 
-FailureKind = Literal["user", "syntax", "raised", "interrupted", "signal", "status"]
+FailureKind = Literal["user", "syntax", "raised", "interrupted", "signal", "status", "usage"]
+
+USAGE = 2
+"""Exit status of a program that refuses what it was given; a failure of kind ``usage``."""
 """As `phalanx.launch.failures.Kind`."""
 
 

@@ -7,14 +7,16 @@ from collections.abc import Iterator
 
 from phalanx.run.decide.state import Ending, Failure, LastWord, State
 
-_OWN_WORD = ("user", "syntax", "raised", "status", "start", "loss", "left")
+_OWN_WORD = ("user", "syntax", "raised", "status", "usage", "start", "loss", "left")
 _NOT_BY_ITSELF = ("host", "network", "storage")
 _DIFFERENT_WORDS = 64
 _DIFFERS_BY_RANK = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 
 
 def words_of(failure: Failure) -> str:
-    """What a failure says, without what differs from rank to rank: numbers and addresses."""
+    """What a failure says, without what differs from rank to rank: numbers, addresses, a last line."""
+    if failure.kind == "usage":
+        return failure.kind
     return f"{failure.kind}: {_DIFFERS_BY_RANK.sub('#', failure.summary)}"[:300]
 
 
@@ -48,7 +50,7 @@ def verdict(state: State) -> Ending | None:
     common = most_say_the_same(state)
     if common is not None and common.kind == "syntax":
         return of_one(state, common) or Ending(1, f"the source is wrong on most ranks: {common.summary}")
-    if common is not None and common.kind in ("user", "start"):
+    if common is not None and common.kind in ("user", "start", "usage"):
         return Ending(2, f"bad input: {common.summary}")
     if common is not None:
         return Ending(1, f"most ranks ended alike, which no other host would change: {common.summary}")

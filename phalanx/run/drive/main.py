@@ -30,7 +30,7 @@ from phalanx.run.driver.driver import Driver
 from phalanx.run.driver.overview import known, overview
 from phalanx.run.driver.serving import BackendOrders, aside_of, keep_going, let_leave
 from phalanx.run.executor.accelerators import Accelerators
-from phalanx.run.journal import Journal, open_journal
+from phalanx.run.journal import Journal, JournalError, open_journal
 from phalanx.run.judge.rules import Matcher, load_rules
 from phalanx.run.now import read_clocks
 from phalanx.run.people.audience import Audience, secrets_among
@@ -48,8 +48,8 @@ TO_BE_STARTED_AGAIN = 75
 
 _LEAST_FILES = 65_536
 
-_LAST_LOOK_S = 2.0
-"""For whoever watches to show how the job has ended."""
+_LAST_LOOK_S = 60.0
+"""For whoever watches to show how the job has ended; a view gives up earlier where its terminal takes nothing."""
 
 Show = Callable[[Source], Coroutine[Any, Any, None]]
 """Shows a job to somebody until `Source.follow` ends."""
@@ -71,8 +71,21 @@ def drive(config: RunConfig, show: Show) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     matcher = Matcher(load_rules([Path(rule) for rule in config.rules]))
     ensure_token(config.token_path.absolute())
-    with open_journal(config.journal_url, job=config.job_name) as journal:
+    with _journal(config) as journal:
         return _run(_Joined(config, folder, matcher, show, journal).serve())
+
+
+def _journal(config: RunConfig) -> Journal:
+    """The job's, whose writer this driver is now.
+
+    Raises:
+        UserError: it cannot be opened; of a job that has begun the next driver tries again.
+    """
+    try:
+        return open_journal(config.journal_url, job=config.job_name)
+    except JournalError as error:
+        cure = "see that it can be written there, or give run.journal another place"
+        raise UserError(f"the journal cannot be opened: {error}", cure=cure, field="run.journal") from error
 
 
 def _run(work: Coroutine[Any, Any, int]) -> int:

@@ -12,8 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from phalanx.run.decide.events import (
+    USAGE,
     Advanced,
     Event,
+    FailureKind,
     Fault,
     LeftEarly,
     LossBroken,
@@ -163,7 +165,8 @@ class AttemptWatch:
                 return [*begun, *self.catch_up(now), WorkersReturned(now.unix_s, self.attempt)]
             return self._left_early(now) if self._has_failed else []
         self._has_failed = True
-        kind = "status" if ended.kind == "returned" else ended.kind
+        kind: FailureKind = "status" if ended.kind == "returned" else ended.kind
+        kind = "usage" if kind == "status" and ended.code == USAGE else kind
         has_stepped, seen = self._ranks[ended.rank].has_stepped, self.worker(ended.rank)
         step = max(ended.step, -1 if seen is None else seen.step)
         step = step if step > 0 or has_stepped else -1

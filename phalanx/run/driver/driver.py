@@ -31,6 +31,7 @@ from phalanx.run.driver.peers import Peers, PeersConfig
 from phalanx.run.driver.preparing import Preparing
 from phalanx.run.heartbeats import BadReportError, report_of
 from phalanx.run.judge.limits import MOST_WIDENED_S, LimitConfig
+from phalanx.run.logs.tails import share_of
 from phalanx.run.now import Now, read_clocks
 from phalanx.run.wire.codec import KeptMessage
 from phalanx.run.wire.peer import Mark
@@ -113,7 +114,7 @@ class Driver:
         self._told_hang_s: float | None = None
         self._findings, self._preparing = Findings(), Preparing(settings.versions)
         self._peers: Peers | None = None
-        self._lines = LineBudget()
+        self._lines = LineBudget(book.state.job.hosts)
 
     @property
     def state(self) -> State:
@@ -155,8 +156,9 @@ class Driver:
         # In order with what is decided: who has asked for one host less must not take it for begun still.
         self._commits.then(partial(self._orders.arrived, host))
         self._book.meet(host, hello.address, now.unix_s, serves_at(hello))
+        job = self.state.job
         welcome = messages.Welcome(
-            messages.VERSION, self.state.job.name, self.state.attempt, self._settings.heartbeat_s
+            messages.VERSION, job.name, self.state.attempt, self._settings.heartbeat_s, share_of(job.hosts)
         )
         self._line.send(host, welcome)
         if (prepare := self._preparing.on_hello(host, hello, self.state.version)) is not None:
@@ -251,7 +253,7 @@ class Driver:
     def _hear(self, host: str, beat: messages.Heartbeat, now: Now) -> None:
         """Of ten thousand hosts this is done ten thousand times a second."""
         if beat.line_count and self._lines.take(beat.line_count, beat.rank, now):
-            self._people.wrote(report_of(beat).lines, now)
+            self._people.wrote([*self._lines.left_out(beat.rank), *report_of(beat).lines], now)
         if self._peers is not None:
             self._peers.on_heartbeat(host, beat, now)
         if told := self.hosts.on_heartbeat(host, beat, now):

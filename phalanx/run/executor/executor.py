@@ -102,6 +102,8 @@ class Executor:
         self._halted = asyncio.Event()
         self._checking = Checking(self.senses.check, self.line.send)
         self._alone = Alone(self.here.driver_lost_s, self.clock)
+        self._host: messages.HostState | None = None
+        self._tails.on_full = self._send_lines
 
     # What the driver says
 
@@ -116,6 +118,7 @@ class Executor:
         match message:
             case messages.Welcome():
                 self._heartbeat_s = message.heartbeat_s
+                self._tails.heartbeat_bytes = message.output_bytes
                 self._leave_behind(message.attempt)
             case messages.Prepare():
                 self._commands.put_nowait(lambda: self._prepare(message))
@@ -281,7 +284,7 @@ class Executor:
         return ready.done()
 
     def _make_workers(self, start: messages.Start, template: WarmTemplate) -> Workers:
-        self._tails.clear()
+        self._tails.forget()
         self.senses.forget()
         self._pump = Pump(self._tails, self._on_lines, self.unix_s)
         listener = None
@@ -297,7 +300,7 @@ class Executor:
             here.pages,
             here.open_log,
             self._pump,
-            self.line.send,
+            self._tell_end,
             listener,
             self.senses.stillness(),
         )
@@ -329,8 +332,9 @@ class Executor:
             await self._kill(workers)
         killed = await asyncio.to_thread(self.holder.end_attempt, KILL_S)
         if self._pump is not None:
-            await self._pump.close()
+            await self._pump.close()  # their streams are at their end
             self._pump = None
+        self._send_lines()
         if workers is not None:
             workers.close()
             self.workers = None
@@ -364,7 +368,8 @@ class Executor:
     async def _beat_on(self) -> None:
         while True:
             try:
-                self.line.send(self._beat())
+                self._host = self.senses.state()
+                self._send_beat(self._host)
                 self.holder.reap()
                 self._look_at_quiet_ranks()
                 self._look_for_driver()
@@ -393,7 +398,7 @@ class Executor:
         while self.workers is workers and not workers.is_stopping and not workers.has_stepped:
             await asyncio.sleep(_FIRST_STEP_S)
         if self.workers is workers and not workers.is_stopping:
-            self.line.send(self._beat())
+            self._send_beat(self.senses.state())
 
     def _look_for_driver(self) -> None:
         """Without workers nobody needs this executor but a driver; nothing is left for ever."""
@@ -401,16 +406,27 @@ class Executor:
         if self._alone.is_over(has_driver=self.line.connected, has_workers=has_workers) and not self.ended.is_set():
             self.hear(messages.End(f"no driver has come for {self.here.driver_lost_s:g} s, and nothing runs here", 1))
 
-    def _beat(self) -> messages.Heartbeat:
+    def _send_beat(self, host: messages.HostState) -> None:
         self._sequence += 1
         workers = self.workers
         states = [] if workers is None else workers.states()
         attempt = self.attempt if workers is None else workers.attempt
-        host = self.senses.state()
         carried_bytes = self._carried.add(host.interfaces)
         self._rdma_bytes = self._rdma_carried.add([one for one in host.interfaces if one.is_rdma])
-        tails = self._tails.take()
-        return heartbeat(self._sequence, self.unix_s(), attempt, states, host, tails, carried_bytes)
+        lines = self._tails.newest()
+        beat = heartbeat(self._sequence, self.unix_s(), attempt, states, host, lines, carried_bytes)
+        if self.line.send(beat):
+            self._tails.sent()
+
+    def _send_lines(self) -> None:
+        """What ranks have written, before its turn; of the host nothing new is said."""
+        if self._host is not None and not self._tails.is_empty:
+            self._send_beat(self._host)
+
+    def _tell_end(self, ended: messages.WorkerEnded) -> None:
+        """That a rank has ended, after all that it has written."""
+        self._send_lines()
+        self.line.send(ended)
 
     def _on_lines(self, rank: int, lines: Sequence[str]) -> None:
         found = self.senses.findings(rank, lines)

@@ -27,6 +27,7 @@ from phalanx.launch.store import STORE_RANK, store_spec
 from phalanx.launch.template_process import TemplateGoneError
 from phalanx.launch.warm import Gone, WarmTemplate, Word
 from phalanx.run import messages
+from phalanx.run.decide.events import USAGE
 from phalanx.run.executor.evidence import Subject
 from phalanx.run.executor.flight_recorder import FlightSource, recorder_variables, source_of
 from phalanx.run.executor.parts import SUMMARY_CHARS, sendable
@@ -36,6 +37,7 @@ from phalanx.run.logs.pump import Pump
 
 _NS = 1e-9
 _MOST_THREADS, _NAME_CHARS = 4, 60
+_LAST_LINES = 20
 
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 """A debugger that halts a process is none of these: somebody looks at it."""
@@ -155,6 +157,7 @@ class Workers:
         rank = self._ranks.get(word.rank)
         if rank is None:  # the store: where it is gone, ranks say so
             return
+        self.pump.take_now(rank.rank)
         if isinstance(word, Exited):
             lines = self.pump.last_lines(rank.rank)
             own = not word.is_killed and not self.is_asked and -word.code in _NO_CONSEQUENCE
@@ -274,14 +277,20 @@ class Workers:
         step = self._where(rank)[1]
         if isinstance(said, Returned):
             code = said.status if code == 0 else code
-            words = "" if code == 0 else f"returned exit status {code}"
-            ended = messages.WorkerEnded(self.attempt, rank.rank, code, "returned", words, by_us=by_us, step=step)
+            words, text = ("", "") if code == 0 else self._of_returned(rank.rank, code)
+            ended = messages.WorkerEnded(self.attempt, rank.rank, code, "returned", words, text, by_us=by_us, step=step)
         else:
             summary, text = sendable(said.summary, SUMMARY_CHARS), sendable(said.text)
             ended = messages.WorkerEnded(
                 self.attempt, rank.rank, code, said.kind, summary, text, said.follows, by_us, step
             )
         self.tell(ended)
+
+    def _of_returned(self, rank: int, code: int) -> tuple[str, str]:
+        """In a line, and at length, why a rank has returned this status: it has said so itself, in its last lines."""
+        lines = [line for line in self.pump.last_lines(rank)[-_LAST_LINES:] if line.strip()]
+        about = f": {lines[-1].strip()}" if lines and code == USAGE else ""
+        return sendable(f"returned exit status {code}{about}", SUMMARY_CHARS), sendable("\n".join(lines))
 
     def _where(self, rank: _Rank) -> tuple[str, int]:
         progress = rank.progress(self.attempt)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -33,6 +34,13 @@ _MOST_WAITING = 1024
 
 Stored = Callable[[Incident, Path], None]
 """Is told, in the keeper's thread, of a report that has begun or ended and is stored, and of its page."""
+
+
+class LastWords(NamedTuple):
+    """What a rank wrote last, for those who have not seen it."""
+
+    rank: int
+    text: str
 
 
 def _nobody(incident: Incident, page: Path) -> None:
@@ -85,12 +93,12 @@ class Keeper:
         if self._waiting.qsize() < _MOST_WAITING:
             self._waiting.put(lambda: self._explain(host, message))
 
-    def last_words(self, finish: Finish) -> str:
-        """What the rank said whose fault ended the job: its traceback, or its last lines; empty: nothing is known."""
+    def last_words(self, finish: Finish) -> LastWords | None:
+        """What the rank said whose fault ended the job: its traceback, or its last lines; None: nothing is known."""
         ended = self._last_words
         if ended is None or finish.status not in (1, 2) or not ended.text:
-            return ""
-        return self._scrub(f"rank {ended.rank} has ended with this:\n{ended.text.rstrip()}")
+            return None
+        return LastWords(ended.rank, self._scrub(f"rank {ended.rank} has ended with this:\n{ended.text.rstrip()}"))
 
     def close(self, within_s: float = 5.0) -> None:
         """Store what is waiting, and end; blocks for so long at most."""
@@ -98,9 +106,13 @@ class Keeper:
         self._thread.join(within_s)
 
     def _remember(self, ended: WorkerEnded) -> None:
-        """Of one attempt the first rank that speaks of itself."""
+        """Of one attempt the first rank that speaks of itself; of several that say the same, the lowest."""
         last = self._last_words
         if last is None or ended.attempt > last.attempt or (last.follows and not ended.follows):
+            self._last_words = ended
+            return
+        is_alike = ended.attempt == last.attempt and ended.summary == last.summary
+        if is_alike and ended.rank < last.rank:
             self._last_words = ended
 
     # In the thread

@@ -42,13 +42,16 @@ class Pump:
         self._splitters: dict[int, LineSplitter] = {}
         self._logs: dict[int, RankLog] = {}
         self._wakes: dict[int, asyncio.Event] = {}
+        self._unwritten: dict[int, list[str]] = {}
+        self._descriptors: dict[int, int] = {}
         self._is_closing = False
         self._taken_bytes: dict[int, int] = {}
 
     def add(self, rank: int, descriptor: int, log: RankLog) -> None:
         """Take over the reading end of a rank's pipe, and its log."""
         os.set_blocking(descriptor, False)
-        self._splitters[rank], self._logs[rank] = LineSplitter(), log
+        self._splitters[rank], self._logs[rank], self._unwritten[rank] = LineSplitter(), log, []
+        self._descriptors[rank] = descriptor
         self._tasks[rank] = told(self._loop.create_task(self._serve(rank, descriptor)), f"the output of rank {rank}")
 
     def last_lines(self, rank: int) -> list[str]:
@@ -60,6 +63,15 @@ class Pump:
     def taken_bytes(self, rank: int) -> int:
         """What a rank has written so far."""
         return self._taken_bytes.get(rank, 0)
+
+    def take_now(self, rank: int) -> None:
+        """Take what a rank has written and is in its pipe, so that it is known before its end is told."""
+        descriptor, rest = self._descriptors.get(rank), _PIPE_BYTES
+        while descriptor is not None and rest > 0 and (block := _read(descriptor)):
+            rest -= len(block)
+            self._take(rank, block)
+        if descriptor in self._wakes:
+            self._wakes[descriptor].set()
 
     def problems(self) -> dict[int, str]:
         """Rank -> why its log cannot be written just now."""
@@ -83,28 +95,32 @@ class Pump:
     async def _serve(self, rank: int, descriptor: int) -> None:
         splitter, rest = self._splitters[rank], _PIPE_BYTES
         try:
-            while rest > 0 and (block := await self._block(descriptor)):
-                self._taken_bytes[rank] = self.taken_bytes(rank) + len(block)
-                await self._keep(rank, splitter.feed(block))
-                if self._is_closing:  # somebody who escaped may write for ever
-                    rest -= len(block)
-            await self._keep(rank, splitter.finish())
+            while rest > 0 and (block := await self._block(rank, descriptor)) != b"":
+                if block is not None:
+                    self._take(rank, block)
+                    if self._is_closing:  # somebody who escaped may write for ever
+                        rest -= len(block)
+                await self._write(rank)
+            self._show(rank, splitter.finish())
+            await self._write(rank)
         finally:
+            del self._descriptors[rank]
             self._wakes.pop(descriptor, None)
             os.close(descriptor)
             self._logs[rank].close()
 
-    async def _block(self, descriptor: int) -> bytes:
-        """What has come; empty when there will be no more, or when there is no more and the pump closes."""
-        while True:
-            try:
-                return os.read(descriptor, _BLOCK_BYTES)
-            except BlockingIOError:
-                if self._is_closing:
-                    return b""
-            except OSError:  # of a terminal: nobody holds the other end
+    async def _block(self, rank: int, descriptor: int) -> bytes | None:
+        """What has come; empty when there will be no more, or when there is no more and the pump closes.
+
+        None: it has been taken already, and is to be written.
+        """
+        while (block := _read(descriptor)) is None:
+            if self._unwritten[rank]:
+                return None
+            if self._is_closing:
                 return b""
             await self._readable(descriptor)
+        return block
 
     async def _readable(self, descriptor: int) -> None:
         """Wait until there is something to read, or the pump closes."""
@@ -116,15 +132,25 @@ class Pump:
         finally:
             self._loop.remove_reader(descriptor)
 
-    async def _keep(self, rank: int, lines: Sequence[str]) -> None:
+    def _take(self, rank: int, block: bytes) -> None:
+        self._taken_bytes[rank] = self.taken_bytes(rank) + len(block)
+        self._show(rank, self._splitters[rank].feed(block))
+
+    def _show(self, rank: int, lines: Sequence[str]) -> None:
         if not lines:
-            await asyncio.sleep(0)  # a flood without line ends must not starve the loop
             return
+        self._unwritten[rank] += lines
         self._tails.add(rank, lines)
         try:
             self._on_lines(rank, lines)
         except Exception as error:
             self._tell(f"looking at the lines of rank {rank}", error)
+
+    async def _write(self, rank: int) -> None:
+        lines, self._unwritten[rank] = self._unwritten[rank], []
+        if not lines:
+            await asyncio.sleep(0)  # a flood without line ends must not starve the loop
+            return
         try:
             await self._loop.run_in_executor(self._threads, self._logs[rank].write, lines, self._unix_s())
         except Exception as error:  # a rank must not be stopped by its log
@@ -132,3 +158,13 @@ class Pump:
 
     def _tell(self, what: str, error: Exception) -> None:
         self._loop.call_exception_handler({"message": f"{what} has failed", "exception": error})
+
+
+def _read(descriptor: int) -> bytes | None:
+    """What is there; empty at the end, None where nothing is there now."""
+    try:
+        return os.read(descriptor, _BLOCK_BYTES)
+    except BlockingIOError:
+        return None
+    except OSError:  # of a terminal: nobody holds the other end
+        return b""

@@ -59,8 +59,8 @@ class Audience:
         """Whoever it is for."""
         self._hub.tell(action, at)
         self._keeper.tell(action, at)
-        if isinstance(action, Finish) and (last_words := self._keeper.last_words(action)):
-            self._hub.say("error", last_words, at.unix_s)
+        if isinstance(action, Finish) and (last_words := self._keeper.last_words(action)) is not None:
+            self._hub.say("error", last_words.text, at.unix_s, quotes=last_words.rank)
 
     def heard(self, host: str, message: Evidence | WorkerEnded, at: Now) -> None:
         """For reports."""

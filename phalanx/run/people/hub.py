@@ -28,6 +28,7 @@ class Told(msgspec.Struct, frozen=True, tag="told", forbid_unknown_fields=True):
     Attributes:
         incident: that it belongs to; 0: none.
         by: who saw or decided it; empty: the driver.
+        quotes: the rank whose own lines it repeats, for those who have not seen them; -1: none.
     """
 
     number: int
@@ -37,6 +38,7 @@ class Told(msgspec.Struct, frozen=True, tag="told", forbid_unknown_fields=True):
     host: str = ""
     incident: int = 0
     by: str = ""
+    quotes: int = -1
 
 
 class Wrote(msgspec.Struct, frozen=True, tag="wrote", forbid_unknown_fields=True):
@@ -50,17 +52,22 @@ class Wrote(msgspec.Struct, frozen=True, tag="wrote", forbid_unknown_fields=True
 
 Item = Told | Wrote
 
+_ITEM_BYTES = 200
+"""In memory, for a line besides its text."""
+
 
 class Hub:
     """The last items. For one event loop.
 
     Args:
-        most: items of either kind that are kept; who is slower than that misses some, which the numbers show.
+        most: things that were told and are kept.
+        most_bytes: of lines that are kept; who is slower than that misses some, which the numbers show.
     """
 
-    def __init__(self, most: int = 2000) -> None:
+    def __init__(self, most: int = 2000, most_bytes: int = 16 << 20) -> None:
         self._told: deque[Told] = deque(maxlen=most)
-        self._wrote: deque[Wrote] = deque(maxlen=most)
+        self._wrote: deque[Wrote] = deque()
+        self._most_bytes, self._wrote_bytes = most_bytes, 0
         self._last = 0
         self._changed = asyncio.Event()
         self._is_over = False
@@ -80,21 +87,24 @@ class Hub:
             case actions.AddToIncident():
                 why = f": {action.why}" if action.why else ""
                 self._add(Told(0, at.unix_s, "info", f"{action.text}{why}", "", action.number, action.by))
-            case actions.CloseIncident():
+            case actions.CloseIncident() if action.status < 0:  # how a job has ended is told by whoever shows it
                 self._add(Told(0, at.unix_s, "good", action.text, "", action.number))
 
     def heard(self, host: str, message: Evidence | WorkerEnded, at: Now) -> None:
         """It is for reports only."""
 
-    def say(self, level: Level, text: str, unix_s: float, host: str = "") -> None:
+    def say(self, level: Level, text: str, unix_s: float, host: str = "", *, quotes: int = -1) -> None:
         """Keep something that is no action's."""
-        self._add(Told(0, unix_s, level, text, host))
+        self._add(Told(0, unix_s, level, text, host, quotes=quotes))
 
     def wrote(self, lines: Sequence[LogLine], at: Now) -> None:
         """Keep lines of ranks."""
         for line in lines:
             self._last += 1
             self._wrote.append(Wrote(self._last, at.unix_s, line.rank, line.text))
+            self._wrote_bytes += _bytes_of(line.text)
+        while self._wrote_bytes > self._most_bytes:
+            self._wrote_bytes -= _bytes_of(self._wrote.popleft().text)
         self._changed.set()
 
     def since(self, number: int) -> list[Item]:
@@ -140,3 +150,7 @@ class Hub:
         self._last += 1
         self._told.append(msgspec.structs.replace(told, number=self._last))
         self._changed.set()
+
+
+def _bytes_of(text: str) -> int:
+    return _ITEM_BYTES + len(text)

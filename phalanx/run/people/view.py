@@ -14,15 +14,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
 from phalanx.run.incidents.store import incidents_folder, page_of
 from phalanx.run.people import words
-from phalanx.run.people.hub import Item, Told
+from phalanx.run.people.hub import Item, Told, Wrote
 from phalanx.run.people.overview import Overview
 from phalanx.run.people.panel import Panel
 from phalanx.run.people.source import Source
@@ -34,8 +35,15 @@ REFRESH_S = 0.25
 STATUS_S = 30.0
 """Where there is no terminal, the job's state is a line so often at most, and only when it is another."""
 
-_MOST_WAITING = 4000
+_MOST_WAITING = 100_000
+_AT_ONCE = 500
+"""Lines that are drawn together: with each the panel below them is drawn anew."""
+
 _LAST_LOOK_S = 1.5
+"""A terminal that has taken nothing for so long takes no more."""
+
+LAST_LINES_S = 30.0
+"""In the end, to show all that is still to be shown."""
 
 
 async def show(source: Source, console: Console, *, ranks: Ranks = "0", folder: Path | None = None) -> None:
@@ -47,6 +55,7 @@ async def show(source: Source, console: Console, *, ranks: Ranks = "0", folder: 
         ranks: whose lines are shown.
         folder: of the run, to say what to read in the end; None: it is not on this machine.
     """
+    within_s = _LAST_LOOK_S  # of somebody who does not want to see more
     is_live = console.is_terminal and not console.is_dumb_terminal
     view: _Plain = _Live(console, ranks) if is_live else _Plain(console, ranks)
     reading = asyncio.create_task(_read(source, view))
@@ -56,10 +65,11 @@ async def show(source: Source, console: Console, *, ranks: Ranks = "0", folder: 
             await asyncio.wait([reading], timeout=REFRESH_S)
         await reading  # what is wrong with it is said
         await _look(source, view)
+        within_s = LAST_LINES_S
     finally:
         reading.cancel()
         view.end(folder)
-        await asyncio.to_thread(view.painter.close, _LAST_LOOK_S)
+        await asyncio.to_thread(view.painter.close, within_s, _LAST_LOOK_S)
 
 
 async def _look(source: Source, view: _Plain) -> None:
@@ -77,11 +87,21 @@ async def _read(source: Source, view: _Plain) -> None:
         view.trouble(f"the driver cannot be reached: {error}")
 
 
-class _Painter:
-    """Does what writes to the terminal, in order, in a thread; with very much of it what may be left out is."""
+_Line = Text | Told | Wrote
+"""What is printed; an item becomes text when it is its turn, for very many may wait."""
 
-    def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+class _Painter:
+    """Does what writes to the terminal, in order, in a thread; with very much of it what may be left out is.
+
+    Args:
+        print_lines: prints lines together.
+    """
+
+    def __init__(self, print_lines: Callable[[list[_Line]], None]) -> None:
+        self._print_lines = print_lines
+        self._waiting: queue.SimpleQueue[Callable[[], None] | _Line | None] = queue.SimpleQueue()
+        self._drawn = 0
         self._thread = threading.Thread(target=self._work, name="view", daemon=True)
         self._thread.start()
 
@@ -95,23 +115,44 @@ class _Painter:
         """Whether nothing waits."""
         return self._waiting.empty()
 
-    def put(self, paint: Callable[[], None]) -> None:
-        """Have it drawn."""
+    def put(self, paint: Callable[[], None] | _Line) -> None:
+        """Have it drawn, or a line printed."""
         self._waiting.put(paint)
 
-    def close(self, within_s: float) -> None:
-        """Draw what waits, for so long at most."""
+    def close(self, within_s: float, stuck_s: float) -> None:
+        """Draw what waits, for so long at most, or until the terminal has taken nothing for `stuck_s`."""
         self._waiting.put(None)
-        self._thread.join(within_s)
+        until_s = time.monotonic() + within_s
+        while self._thread.is_alive() and time.monotonic() < until_s:
+            drawn = self._drawn
+            self._thread.join(stuck_s)
+            if self._drawn == drawn:
+                return
 
     def _work(self) -> None:
-        while (paint := self._waiting.get()) is not None:
-            try:
-                paint()
-            except (OSError, ValueError):  # the terminal is gone: the job is not
-                pass
-            except Exception:
-                _log.exception("something cannot be shown")
+        lines: list[_Line] = []
+        while True:
+            paint = self._waiting.get()
+            if isinstance(paint, _Line):
+                lines.append(paint)
+                if len(lines) < _AT_ONCE and not self._waiting.empty():
+                    continue
+            if lines:
+                self._draw(partial(self._print_lines, lines))
+                lines = []
+            if paint is None:
+                return
+            if not isinstance(paint, _Line):
+                self._draw(paint)
+
+    def _draw(self, paint: Callable[[], None]) -> None:
+        try:
+            paint()
+        except (OSError, ValueError):  # the terminal is gone: the job is not
+            pass
+        except Exception:
+            _log.exception("something cannot be shown")
+        self._drawn += 1
 
 
 class _Plain:
@@ -122,7 +163,7 @@ class _Plain:
     """
 
     def __init__(self, console: Console, ranks: Ranks) -> None:
-        self.painter = _Painter()
+        self.painter = _Painter(self._print_lines)
         self._console, self._ranks = console, ranks
         self._now: Overview | None = None
         self._trouble = ""
@@ -139,7 +180,7 @@ class _Plain:
         if self._left_out:
             self._print(Text(f"({self._left_out} lines are not shown: the terminal is slow)", style="dim"))
             self._left_out = 0
-        self._print(words.line(item))
+        self._print(item)
 
     def see(self, now: Overview) -> None:
         """The job now."""
@@ -164,8 +205,11 @@ class _Plain:
         for hint in hints(self._now, folder):
             self._print(Text(hint))
 
-    def _print(self, text: Text) -> None:
-        self.painter.put(lambda: self._console.print(text, soft_wrap=True, highlight=False))
+    def _print(self, line: _Line) -> None:
+        self.painter.put(line)
+
+    def _print_lines(self, lines: list[_Line]) -> None:
+        self._console.print(_texts(lines), soft_wrap=True, highlight=False)
 
 
 class _Live(_Plain):
@@ -199,8 +243,12 @@ class _Live(_Plain):
             panel = Panel(self._now, tuple(self._events), words.harmless(self._trouble))
             self.painter.put(lambda: self._live.update(panel, refresh=True))
 
-    def _print(self, text: Text) -> None:
-        self.painter.put(lambda: self._console.print(text, highlight=False))
+    def _print_lines(self, lines: list[_Line]) -> None:
+        self._console.print(_texts(lines), highlight=False)
+
+
+def _texts(lines: list[_Line]) -> Group:
+    return Group(*(line if isinstance(line, Text) else words.line(line) for line in lines))
 
 
 def hints(now: Overview, folder: Path | None) -> list[str]:

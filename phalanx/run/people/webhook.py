@@ -72,7 +72,7 @@ class Webhook:
 
     def __init__(self, url: str, timeout_s: float = TIMEOUT_S, pauses_s: tuple[float, ...] = PAUSES_S) -> None:
         self._url, self._timeout_s, self._pauses_s = url, timeout_s, pauses_s
-        self.host = _host(url)
+        self.host = check_url(url)
         self.delivered = self.given_up = 0
         self._waiting: queue.Queue[bytes | None] = queue.Queue(MOST_WAITING)
         self._hurry = threading.Event()
@@ -148,7 +148,7 @@ def encoded(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode(errors="replace")
 
 
-def _host(url: str) -> str:
+def check_url(url: str) -> str:
     """Whom the URL is of.
 
     Raises:

@@ -47,8 +47,12 @@ def clock(unix_s: float) -> str:
 def is_shown(item: Item, ranks: Ranks) -> bool:
     """Whether somebody who wants the lines of these ranks wants this."""
     if isinstance(item, Wrote):
-        return ranks == "all" or (ranks == "0" and item.rank == 0)
-    return True
+        return _shows(ranks, item.rank)
+    return item.quotes < 0 or not _shows(ranks, item.quotes)
+
+
+def _shows(ranks: Ranks, rank: int) -> bool:
+    return ranks == "all" or (ranks == "0" and rank == 0)
 
 
 def line(item: Item) -> Text:
@@ -124,13 +128,20 @@ def ending(now: Overview) -> str:
     """How the job has ended, in one line."""
     if now.status is None:
         return f"the driver is not heard of any more; the job was {status(now)}"
-    took = f"after {duration(now.age_s)}" if now.age_s > 0 else ""
-    training = f"effective training time {100 * now.training_s / now.age_s:.1f} %" if now.age_s > 0 else ""
-    steps = f"{now.step:,} steps" if now.step >= 0 else ""
-    facts = ", ".join(part for part in (steps, _recoveries(now), training) if part)
+    took = f" after {duration(now.age_s)}" if now.age_s > 0 else ""
+    facts = ", ".join(_facts(now))
     if now.status == 0:
-        return f"done {took}: {facts}"
-    return f"ended with status {now.status} {took}: {harmless(scrub_text(now.ended))} ({facts})"
+        return f"done{took}: {facts}" if facts else f"done{took}"
+    why = f"ended with status {now.status}{took}: {harmless(scrub_text(now.ended))}"
+    return f"{why} ({facts})" if facts else why
+
+
+def _facts(now: Overview) -> list[str]:
+    """What was made of the time; a script that makes no steps is no training."""
+    if now.step <= 0:
+        return [_recoveries(now)] if now.recoveries else []
+    share = [f"effective training time {100 * now.training_s / now.age_s:.1f} %"] if now.age_s > 0 else []
+    return [f"{now.step:,} steps", _recoveries(now), *share]
 
 
 def _recoveries(now: Overview) -> str:

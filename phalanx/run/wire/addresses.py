@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+import textwrap
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from phalanx.core import files
 from phalanx.core.errors import UserError
+
+_WORDS_CHARS = 80
 
 
 class Address(NamedTuple):
@@ -37,6 +44,42 @@ def parse(text: str) -> Address:
             "not an address", cure="write host:port, or [host]:port for IPv6", field="driver address", value=text
         )
     return Address(host, int(port))
+
+
+def bound(address: Address, field: str) -> socket.socket:
+    """A socket that is bound there, so that nobody else can be; port 0 is any that is free.
+
+    Args:
+        field: of the job file, that names the address.
+
+    Raises:
+        UserError: it cannot be listened at, and who listens there as far as this process may know.
+    """
+    try:
+        kind, _, _, _, place = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listening = socket.socket(kind, socket.SOCK_STREAM)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(place)
+        except OSError:
+            listening.close()
+            raise
+    except OSError as error:
+        taken = f"; {_who_listens(address.port)}" if error.errno == errno.EADDRINUSE else ""
+        problem = f"cannot be listened at ({error.strerror or error}{taken})"
+        cure = "give another HOST:PORT, or port 0 for any"
+        raise UserError(problem, cure=cure, field=field, value=str(address)) from None
+    return listening
+
+
+def _who_listens(port: int) -> str:
+    """Who has a port, for people; other users' processes are told by their being unknown."""
+    with suppress(psutil.Error, OSError):
+        for one in psutil.net_connections("tcp"):
+            if one.status == psutil.CONN_LISTEN and one.laddr.port == port and one.pid:
+                words = textwrap.shorten(" ".join(psutil.Process(one.pid).cmdline()), _WORDS_CHARS, placeholder=" …")
+                return f"process {one.pid} has it: {words or 'no command line'}"
+    return "a process that cannot be seen from here has it, such as another user's job"
 
 
 def publish(path: Path, address: Address) -> None:

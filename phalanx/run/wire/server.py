@@ -12,7 +12,7 @@ from types import TracebackType
 from phalanx.core.throttle import LogThrottle, and_others
 from phalanx.run import messages
 from phalanx.run.secrets import require_tls_unless_loopback
-from phalanx.run.wire import codec, frames, proof
+from phalanx.run.wire import addresses, codec, frames, proof
 from phalanx.run.wire.addresses import Address
 from phalanx.run.wire.arrivals import Arrivals
 from phalanx.run.wire.channel import Ending, quiet_logger
@@ -84,7 +84,7 @@ class ExecutorServer:
         self.answers, self.frames = codec.Decoder(Answer), codec.Decoder(codec.FromExecutorFrame)
         self.logger = quiet_logger()
         self._listen_at = Address(host, port)
-        self._ssl = ssl
+        self._ssl, self._field = ssl, field
         self._on_hello, self._on_heartbeats = on_hello, on_heartbeats
         self._on_message, self._on_gone = on_message, on_gone
         self._silence_s, self._unix_s = silence_s, unix_s
@@ -104,15 +104,22 @@ class ExecutorServer:
     # Life
 
     async def start(self) -> Address:
-        """Listen; what others connect to is returned."""
+        """Listen; what others connect to is returned.
+
+        Raises:
+            UserError: the address cannot be listened at.
+        """
         loop = self._loop = asyncio.get_running_loop()
         limit_s = HANDSHAKE_S if self._ssl is not None else None
-        host, port = self._listen_at
         self._server = await loop.create_server(
-            self._connection, host, port, ssl=self._ssl, backlog=_BACKLOG, ssl_handshake_timeout=limit_s
+            self._connection,
+            sock=addresses.bound(self._listen_at, self._field),
+            ssl=self._ssl,
+            backlog=_BACKLOG,
+            ssl_handshake_timeout=limit_s,
         )
         self._sweep_again()
-        return Address(host, self._server.sockets[0].getsockname()[1])
+        return Address(self._listen_at.host, self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
         """Stop listening and end all connections; executors will try to come back. No callback is called any more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def import_config(folder: Path, config: Path, say: Say, *, check: bool = True) -
         write_bytes(config, text.encode())
     except OSError as error:
         raise UserError(f"cannot be written ({error.strerror})", cure="name another file", value=str(config)) from None
-    say(f"config written; name your text in it, then: phalanx train {config}")
+    say(f"config written; name your text in it, then: phalanx train {quote(str(config))}")
 
 
 def config_text(model: ModelConfig, folder: Path, *, has_tokenizer: bool) -> str:

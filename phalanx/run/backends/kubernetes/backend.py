@@ -25,6 +25,7 @@ from phalanx.run.backends.kubernetes.options import KubernetesOptions, read_opti
 from phalanx.run.backends.kubernetes.own import OwnJob
 from phalanx.run.backends.kubernetes.pods import executors
 from phalanx.run.backends.kubernetes.watching import DENIED, FIRST_WAIT_S, PodWatch
+from phalanx.run.config import RunConfig
 from phalanx.run.now import read_clocks
 
 _log = logging.getLogger(__name__)
@@ -37,6 +38,15 @@ UNCONFIRMED_S = 5.0
 
 YOUNG_S = 60.0
 """A Job this old may not be in a list that was asked for before it was made."""
+
+
+def check(config: RunConfig) -> None:
+    """For `phalanx.run.backends.choose`.
+
+    Raises:
+        UserError: an option is wrong.
+    """
+    read_options(config)
 
 
 def make(ordered: Ordered) -> KubernetesBackend:

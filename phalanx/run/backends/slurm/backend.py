@@ -28,6 +28,7 @@ from phalanx.run.backends.slurm import commands
 from phalanx.run.backends.slurm.commands import Allocation, SlurmError, StepList
 from phalanx.run.backends.slurm.nodes import Notes, Rests
 from phalanx.run.backends.slurm.options import SlurmOptions, read_options
+from phalanx.run.config import RunConfig
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +47,15 @@ Stages = tuple[tuple[float, str], ...]
 _ASKED: Stages = ((0.0, "TERM"), (GRACE_S, "KILL"))
 _TOLD: Stages = ((3.0, "TERM"), (GRACE_S, "KILL"))  # the driver has said it to the executors
 _AT_ONCE: Stages = ((0.0, "KILL"),)
+
+
+def check(config: RunConfig) -> None:
+    """For `phalanx.run.backends.choose`.
+
+    Raises:
+        UserError: an option is wrong.
+    """
+    read_options(config)
 
 
 def make(ordered: Ordered) -> SlurmBackend:

@@ -49,7 +49,8 @@ def submit(config: RunConfig) -> int | None:
     else:
         _say(f"job {job} of this folder is in the queue already")
     _say(f"what it says: {output_of(folder, job)}")
-    _say(f"to end it:    phalanx run stop --folder {folder}, or scancel {job} (nothing is saved then)")
+    stop = shlex.join(["phalanx", "run", "stop", "--folder", str(folder)])
+    _say(f"to end it:    {stop}, or scancel {job} (nothing is saved then)")
     return follow(folder, job, options.poll_s) if options.follow else 0
 
 

@@ -1,0 +1,85 @@
+"""What of a job is refused, before anything of it is made or anything of the job before is moved. Torch-free."""
+
+from __future__ import annotations
+
+import os
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+
+from phalanx.core.errors import UserError
+from phalanx.core.units import size
+from phalanx.run.backends.choose import check_backend
+from phalanx.run.config import RunConfig, workers_on
+from phalanx.run.executor.accelerators import Accelerators
+from phalanx.run.judge.rules import load_rules
+from phalanx.run.people.webhook import check_url
+from phalanx.run.secrets import server_context
+
+_RANK_BYTES = 8 << 20
+"""What a process of Python takes at least."""
+
+
+def refuse(config: RunConfig) -> None:
+    """See that the driver, which finds all of this too, would find nothing wrong.
+
+    Raises:
+        UserError: something is.
+    """
+    _see_script(config)
+    check_backend(config)
+    load_rules([Path(rule) for rule in config.rules])
+    if config.tls.files is not None:
+        server_context(config.tls.files)
+    if config.webhook:
+        check_url(config.webhook)
+    if config.backend == "local":
+        _see_ranks(config)
+    if "://" in config.journal:
+        from phalanx.run.journal.places import place_for  # SQLAlchemy is slow to import
+
+        place_for(config.journal, config.job_name, os.environ)
+
+
+def _see_script(config: RunConfig) -> None:
+    """Where the hosts are this machine, it is there."""
+    if config.backend != "local":
+        return
+    folder = Path(config.working_folder or ".")
+    if not folder.is_dir():
+        cure = "give a folder that is there"
+        raise UserError("is no folder", cure=cure, field="run.working_folder", value=config.working_folder)
+    path = folder / config.script
+    if config.module:
+        _see_module(config, folder)
+        return
+    if path.is_file():
+        return
+    cure = "give the path of a Python script, or a module with -m"
+    problem = "is a folder" if path.is_dir() else "there is no such file"
+    raise UserError(problem, cure=cure, field="script", value=config.script)
+
+
+def _see_module(config: RunConfig, folder: Path) -> None:
+    """It can be found, as far as its first part goes: to look for the rest imports that."""
+    name = config.script.partition(".")[0]
+    paths = config.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")).split(os.pathsep)
+    if PathFinder.find_spec(name, [str(folder), *filter(None, paths)]) is None and find_spec(name) is None:
+        cure = "give a module that this Python finds from the working folder, or the path of a script without -m"
+        raise UserError("there is no such module", cure=cure, field="script", value=config.script)
+
+
+def _see_ranks(config: RunConfig) -> None:
+    """The machine has room for all ranks, and the GPUs that are asked for."""
+    setting = config.workers_per_host
+    if not isinstance(setting, int):
+        workers_on(setting, 1, len(Accelerators().read()) if setting == "gpu" else 0)
+        return
+    least_bytes = config.hosts * setting * _RANK_BYTES
+    if least_bytes > (total_bytes := psutil.virtual_memory().total):
+        ranks, least, total = f"{config.hosts * setting:,} ranks", size(least_bytes), size(total_bytes)
+        cure = "give fewer, or cpu for one on each core"
+        problem = f"{ranks} take {least} and more, and this machine has {total}"
+        raise UserError(problem, cure=cure, field="run.workers_per_host", value=setting)
