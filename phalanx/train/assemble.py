@@ -12,7 +12,6 @@ import torch
 from phalanx.checkpoint.restoring.restore import SpoiltError
 from phalanx.checkpoint.restoring.source import Restored
 from phalanx.checkpoint.session.choosing import Saver
-from phalanx.checkpoint.storage.location import open_store
 from phalanx.core.errors import UserError
 from phalanx.core.points import NO_POINTS, Points
 from phalanx.data.loader import Loader
@@ -232,6 +231,9 @@ def take_up(run: Run, build: Callable[[], Run], say: Say, *, blank: bool) -> Run
 
     Returns:
         The run, or the one that was built instead.
+
+    Raises:
+        UserError: checkpoints are there, and none is good.
     """
     try:
         restored = run.restore()
@@ -245,17 +247,11 @@ def take_up(run: Run, build: Callable[[], Run], say: Say, *, blank: bool) -> Run
         return run
     if blank:
         run = build()
-    if run.ranks.is_first and open_store(destination(run.config, run.folder.path), _options(run)).names():
-        say("no checkpoint is whole: starting again from step 0")
     if run.config.train.init_from:
         source = Path(run.config.train.init_from)
         load_initial_weights(run.trainer, run.prepared.tokenizer, source, say)
     run.progress.micro_batch = choose_micro_batch(run)
     return run
-
-
-def _options(run: Run) -> dict[str, object]:
-    return dict(run.config.checkpoint.storage_options)
 
 
 def described_source(restored: Restored, url: str) -> str:

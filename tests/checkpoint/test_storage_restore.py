@@ -30,6 +30,7 @@ from phalanx.checkpoint.storage.base import Store, Stored
 from phalanx.checkpoint.storage.latest import advance, claim, read_latest
 from phalanx.checkpoint.storage.local import LocalStore
 from phalanx.checkpoint.storage.prune import prune
+from phalanx.core.errors import UserError
 
 
 @pytest.fixture(name="files", scope="module")
@@ -153,8 +154,10 @@ def test_harm_to_what_the_latest_does_without_is_said_and_it_is_used(
         open_checkpoint(Stored(store, names[1]))
     place.change(names[0], "SHA256SUMS", lambda content: flipped(content, 3))
     place.change(names[1], "__0_0.distcp", flipped)  # the one before, of whose manifest nobody knows the checksum
-    refused = (names[1], "is damaged"), (names[0], "SHA256SUMS does not match")
-    assert restored(store, (names[1], reason), *refused) is None
+    told: list[str] = []
+    with pytest.raises(UserError, match=f"{names[1]} is damaged .*; .*{names[0]} is damaged .SHA256SUMS does not"):
+        newest(store, told.append)
+    assert reason in told[0] and len(told) == 3
 
 
 def test_sums_gone(place: Place, files: dict[int, dict[str, bytes]]) -> None:

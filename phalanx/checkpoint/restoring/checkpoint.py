@@ -172,7 +172,8 @@ def newest(
         peers: the ranks.
 
     Raises:
-        UserError: it was written by a newer version, or storage refuses to say what there is.
+        UserError: it was written by a newer version, or storage refuses to say what there is, or there are checkpoints
+            and none is good.
     """
     store = LocalStore(place) if isinstance(place, Path) else place
     found: list[DurableSource] = []

@@ -31,6 +31,7 @@ from phalanx.core.errors import UserError
 from phalanx.core.peers import ALONE, Peers
 
 _HASH_BYTES = 1 << 20
+_NEXT = "; trying the one before it"
 _DAMAGES = (OSError, ValueError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, EOFError)
 
 
@@ -177,7 +178,7 @@ class Checkpoints:
         store: where they are.
         verify: see `DurableSource`.
         peers: the ranks; every method is called by all together.
-        refused: what was refused before is not tried again; grows. Rank 0's counts.
+        refused: what was refused before, which is not tried again, and why; grows. Rank 0's counts.
         tell: called on every rank with a line for each one that is passed over.
         note: called on every rank with a line for each damaged file of one that is used all the same.
     """
@@ -187,7 +188,7 @@ class Checkpoints:
         store: Store,
         verify: bool,
         peers: Peers,
-        refused: set[str],
+        refused: dict[str, str],
         tell: Callable[[str], None],
         note: Callable[[str], None],
     ) -> None:
@@ -233,6 +234,16 @@ class Checkpoints:
         for line in at_first(self._peers, refused):
             self._tell(line)
 
+    def unusable(self) -> list[str]:
+        """Why none can be used, a line for each that is there or was; empty: there never was one."""
+
+        def told() -> list[str]:
+            known = [(name, self._refused.get(self._identify(name))) for name, _ in self._listed()]
+            damaged = [refusal(name, cause) for name, cause in known if cause is not None]
+            return [line.removesuffix(_NEXT) for line in [*self._order.passed_over(), *damaged]]
+
+        return at_first(self._peers, told)
+
     def _look(self) -> dict[str, Any]:
         found = self._first()
         return {"found": found, "lines": self._told()}
@@ -260,7 +271,7 @@ class Checkpoints:
 
     def _refuse(self, identity: str, cause: str) -> None:
         """Tell of it, unless another has meanwhile taken its place, which is tried next, or it was deleted."""
-        self._refused.add(identity)
+        self._refused[identity] = cause
         name, _, rest = identity.partition(" ")
         if rest and self._identify(name) == identity:
             self._lines.append(refusal(name, cause))
@@ -280,7 +291,7 @@ class Checkpoints:
 
 def refusal(name: str, cause: str) -> str:
     """What to tell of a checkpoint that is not used."""
-    return f"checkpoint {name} is damaged ({cause}); trying the one before it"
+    return f"checkpoint {name} is damaged ({cause}){_NEXT}"
 
 
 def remark(name: str, cause: str) -> str:
