@@ -22,6 +22,7 @@ from storage_helpers import (  # noqa: F401
     s3_place_fixture,
     s3_server_fixture,
 )
+from support.odd_files import ODD_FILES
 
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError
@@ -108,6 +109,28 @@ HARMS: dict[str, tuple[str, Any, str]] = {
     "tensors gone": ("__0_0.distcp", None, "__0_0.distcp is missing"),
     "manifest gone": ("manifest.json", None, "manifest.json is missing"),
 }
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ODD_FILES)
+@pytest.mark.parametrize("file", ["manifest.json", "SHA256SUMS", "__0_0.distcp", ".metadata"])
+def test_what_is_no_file_neither_blocks_nor_fills_memory(
+    tmp_path: Path, files: dict[int, dict[str, bytes]], file: str, kind: str
+) -> None:
+    store = LocalStore(tmp_path)
+    names = [put(store, step, 1, files[step]) for step in (1, 2)]
+    path = tmp_path / names[1] / file
+    path.unlink()
+    ODD_FILES[kind][0](path)
+    told: list[str] = []
+    found = newest(store, told.append)
+    assert step_of(found) == (1 if file in ("manifest.json", "__0_0.distcp") else 2)
+    assert len(told) == 1 and file in told[0], told
+    if file in ("manifest.json", "SHA256SUMS"):
+        assert ODD_FILES[kind][1] in told[0]
+    with pytest.raises(DamagedCheckpointError, match=file):
+        open_checkpoint(tmp_path / names[1])
+    assert prune(store, CheckpointConfig(keep_last=5)) == []
 
 
 SPARED: dict[str, tuple[str, Any, str]] = {

@@ -58,7 +58,7 @@ class BlockingSession:
         self._layout, self._run_config = str(layout), dict(run_config or {})
         self._report, self._points = report, points
         self._store = open_store(folder)
-        self.attempt: int = at_first(peers, lambda: claim(self._store))
+        self.attempt: int = at_first(peers, lambda: claim(self._store, report=report))
         self._agenda = Agenda(config, AutoInterval(config), decides=peers.rank == 0)
         self._answer: Callable[[], int] | None = None
         self._tensors: Tensors = {}
@@ -163,6 +163,6 @@ class BlockingSession:
 
     def _published(self, step: int, path: Path) -> None:
         """Move the pointer, and delete what is no longer to be kept."""
-        digest = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
+        digest = hashlib.sha256(self._store.read(path.name, MANIFEST)).hexdigest()
         advance(self._store, self.attempt, step, path.name, digest)
         prune(self._folder, self._config, good_step=step)

@@ -40,6 +40,7 @@ _LOCK = ".lock"
 _REPLACED = ".replaced"
 _AT_FDCWD = -100  # <fcntl.h>
 _RENAME_EXCHANGE = 2  # <linux/fs.h>
+_TRIES = 100  # where each is in vain only because another process came between
 
 
 @dataclass(frozen=True, order=True)
@@ -110,12 +111,13 @@ def hold(aside: Path) -> int:
         FileExistsError: a living writer holds it (or it cannot be known, where the file system has no locks).
     """
     lock = Path(f"{aside}{_LOCK}")
-    while True:
+    for _ in range(_TRIES):
         _clean_writing(aside)
         descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
         if try_lock(descriptor) is not False and lock.exists():
             return descriptor
         os.close(descriptor)
+    raise _never_locked(lock)
 
 
 def release(aside: Path, lock: int) -> None:
@@ -140,9 +142,14 @@ def publish(aside: Path, points: Points = NO_POINTS) -> Path:
     final = published_path(aside)
     fsync_folder(aside)
     points.reach("checkpoint.before-rename", path=aside)
-    while not (_rename_to_free(aside, final) or exchange(aside, final)):
+    for _ in range(_TRIES):
+        if _rename_to_free(aside, final) or exchange(aside, final):
+            break
         _rename_to_free(final, Path(f"{aside}{_REPLACED}"))
         points.reach("checkpoint.between-renames", path=aside)
+    else:
+        problem = f"something lies there again after {_TRIES} tries to make room"
+        raise FileExistsError(errno.EEXIST, problem, str(final))
     points.reach("checkpoint.after-rename", path=final)
     fsync_folder(aside.parent)
     points.reach("checkpoint.published", path=final)
@@ -193,13 +200,18 @@ def _claim(folder: Path, step: int) -> tuple[Path, int]:
 
     Between creating the lock file and taking the lock, another process may judge it a leftover; then take a new name.
     """
-    while True:
+    for _ in range(_TRIES):
         aside = folder / f"{_WRITING}{checkpoint_name(step)}-{uuid.uuid4().hex[:12]}"
         lock = Path(f"{aside}{_LOCK}")
         descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
         if try_lock(descriptor) is not False and lock.exists():
             return aside, descriptor
         os.close(descriptor)
+    raise _never_locked(lock)
+
+
+def _never_locked(lock: Path) -> OSError:
+    return OSError(errno.EAGAIN, f"other processes took it for a leftover, {_TRIES} times", str(lock))
 
 
 def try_lock(descriptor: int) -> bool | None:
