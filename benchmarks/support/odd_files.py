@@ -1,4 +1,4 @@
-"""What can lie where a file is looked for, and is none: made by hand, by a broken copy, or by somebody who means harm."""
+"""What can lie where a file is looked for, and is none: by a mistake, a broken copy, or somebody who means harm."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import BinaryIO, Protocol
 
 from phalanx.core.files import open_regular, read_regular
 
-_MOST_BYTES = {"manifest.json": 4 << 30, "SHA256SUMS": 64 << 20}
+_MOST_BYTES = {"manifest.json": 4 << 30, "SHA256SUMS": 64 << 20, "evaluation.json": 1 << 20}
 _ELSE_BYTES = 1 << 30
 
 

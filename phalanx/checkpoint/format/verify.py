@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from phalanx.checkpoint.format import manifest as manifests
+from phalanx.checkpoint.format.evaluation import read_evaluation
 from phalanx.checkpoint.format.files import Files, files_of
 from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, DamagedCheckpointError, FileEntry, Manifest
 
@@ -24,6 +25,8 @@ def examine(
     place: Path | Files, *, checksums: bool = True, manifest_sha256: str = "", spare: Spare | None = None
 ) -> Manifest:
     """Read the manifest of the checkpoint at `place` and hold its files against it.
+
+    Its metrics are those of the evaluation that was made after it was written, too.
 
     Args:
         place: the folder of one checkpoint, or its files.
@@ -41,7 +44,8 @@ def examine(
         for file in manifest.files:
             with _sparing(manifest, file.name, spare):
                 check_file(files, file)
-    return manifest
+    found = read_evaluation(files, manifest.step).metrics
+    return manifest.model_copy(update={"metrics": manifest.metrics | found}) if found else manifest
 
 
 def read_manifest(files: Files, *, manifest_sha256: str = "", spare: Spare | None = None) -> tuple[bytes, Manifest]:

@@ -125,7 +125,8 @@ class Checkpoint:
 
     def _require_same(self) -> None:
         try:
-            is_same = manifests.decode(self.files.read(MANIFEST), self.files.url) == self.manifest
+            now = manifests.decode(self.files.read(MANIFEST), self.files.url)
+            is_same = now.model_copy(update={"metrics": self.manifest.metrics}) == self.manifest
         except OSError:
             is_same = False
         if not is_same:

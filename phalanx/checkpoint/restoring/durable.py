@@ -17,6 +17,7 @@ from typing_extensions import Buffer
 
 from phalanx.checkpoint.format import manifest as manifests
 from phalanx.checkpoint.format.archive import read_box
+from phalanx.checkpoint.format.evaluation import read_evaluation
 from phalanx.checkpoint.format.files import Files
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError, FileEntry, Manifest, TensorEntry
 from phalanx.checkpoint.format.runs import RUN_BYTES, BadSumError, CheckedFile, run_starts
@@ -45,18 +46,26 @@ class DurableSource:
             by one of the ranks.
         peers: the ranks that read.
         spared: files that are not needed, and known to be damaged.
+        later: values of its state that were learnt after it was written.
 
     Attributes:
         files, manifest: as given.
     """
 
     def __init__(
-        self, files: Files, manifest: Manifest, *, verify: bool = True, peers: Peers = ALONE, spared: Sequence[str] = ()
+        self,
+        files: Files,
+        manifest: Manifest,
+        *,
+        verify: bool = True,
+        peers: Peers = ALONE,
+        spared: Sequence[str] = (),
+        later: Mapping[str, Any] | None = None,
     ) -> None:
         self.files, self.manifest, self._verify, self._peers = files, manifest, verify, peers
         self._spared = frozenset(spared)
         self.name, self.step, self.attempt = files.name, manifest.step, manifest.attempt
-        self.state = manifest.state
+        self.state = {**manifest.state, **later} if later else manifest.state
         self._files = {file.name: file for file in manifest.files}
         self._numbers = {name: number for number, name in enumerate(self._files)}
         self.tensors = {key: _saved(entry, self._numbers) for key, entry in manifest.tensors.items()}
@@ -217,12 +226,17 @@ class Checkpoints:
         """After `peek` has found one: that one, which is found again until it is refused."""
         assert self._found is not None
         found, self._found = self._found, None
-        text = at_first(self._peers, lambda: pack(self._content.decode()))
         files = Stored(self._store, found.name)
+
+        def told() -> list[Any]:
+            return [pack(self._content.decode()), read_evaluation(files, found.step).state]
+
+        text, later = at_first(self._peers, told)
         for cause in found.spared.values():
             self._note(remark(found.name, cause))
         manifest = manifests.decode(unpack(text).encode(), files.url)
-        return DurableSource(files, manifest, verify=self._verify, peers=self._peers, spared=tuple(found.spared))
+        about = {"verify": self._verify, "peers": self._peers, "spared": tuple(found.spared)}
+        return DurableSource(files, manifest, **about, later=later)
 
     def refuse(self, cause: str) -> None:
         """The one that was taken last is damaged."""

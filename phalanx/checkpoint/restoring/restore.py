@@ -41,7 +41,6 @@ from phalanx.core.errors import UserError
 from phalanx.core.peers import ALONE, Copies, Peers
 from phalanx.core.shard import Shard
 
-
 _SHOWN = 8
 
 

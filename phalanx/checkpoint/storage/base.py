@@ -15,7 +15,6 @@ from typing_extensions import Buffer
 
 from phalanx.checkpoint.format.manifest import FileEntry
 
-
 KEY_MOST_BYTES = 1 << 20
 """Of a small file beside the checkpoints; an entry of the pointer has about 300 bytes, what failed a few lines."""
 

@@ -36,8 +36,8 @@ _LOOKS = 1000
 """Of one writer while others append, and come before it each time."""
 
 _STILL_LOOKS = 16
-"""That show the same row although nothing can be appended to it: with the pauses between, 10 s, more than a listing lags
-behind (NFS: 3 s)."""
+"""That show the same row although nothing can be appended to it: with the pauses between, 10 s, which is more than a
+listing lags behind (NFS: 3 s)."""
 
 _PAUSES_S = (0.01, 1.0)
 """After the first of them, doubled from then on, and the longest."""
