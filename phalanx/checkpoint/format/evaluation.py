@@ -41,7 +41,8 @@ def read_evaluation(files: Files, step: int) -> Evaluation:
     try:
         tree = json.loads(files.read(EVALUATION))
         if tree.pop("sha256") == _sum(tree) and tree["step"] == step:
-            return Evaluation(**tree)
+            metrics = {str(name): float(value) for name, value in tree["metrics"].items()}
+            return Evaluation(step, metrics, dict(tree["state"]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
     return Evaluation(step)
