@@ -101,6 +101,18 @@ def test_a_damaged_pointer_means_the_entry_before(place: Place, files: dict[int,
     assert step_of(found) == 1
 
 
+def test_a_manifest_of_another_step_than_its_name_says_is_refused(
+    place: Place, files: dict[int, dict[str, bytes]]
+) -> None:
+    """Whole by every checksum, and copied there by somebody: which step it is of would be anybody's guess."""
+    store = place.open()
+    names = [put(store, 1, 1, files[1]), put(store, 2, 1, files[3])]
+    words = (names[1], "manifest.json is of step 3, and the name says 2", "trying the one before")
+    assert step_of(restored(store, words)) == 1
+    with pytest.raises(DamagedCheckpointError, match="is of step 3"):
+        open_checkpoint(Stored(store, names[1]))
+
+
 HARMS: dict[str, tuple[str, Any, str]] = {
     "bit of the tensors": ("__0_0.distcp", flipped, "__0_0.distcp: bytes "),
     "bit of the manifest": ("manifest.json", flipped, "manifest.json does not match its checksum"),

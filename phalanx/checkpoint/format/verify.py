@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from phalanx.checkpoint.format.evaluation import read_evaluation
 from phalanx.checkpoint.format.files import Files, files_of
 from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, DamagedCheckpointError, FileEntry, Manifest
 
+_STEP = re.compile(r"(?:[a-z]+-)?step-([0-9]{8,})(?![0-9])")  # also of those kept aside
 _BLOCK_BYTES = 4 << 20  # of an object store, each is a request
 
 
@@ -78,6 +80,10 @@ def read_manifest(files: Files, *, manifest_sha256: str = "", spare: Spare | Non
             raise
         manifest = manifests.decode(content, files.url)
         spare(SUMS, damage)
+    named = _STEP.match(files.name)
+    if named is not None and int(named[1]) != manifest.step:
+        problem = f"{MANIFEST} is of step {manifest.step}, and the name says {int(named[1])}"
+        raise DamagedCheckpointError(files.url, problem)
     for file in manifest.files:
         with _sparing(manifest, file.name, spare):
             _check_size(files, file)

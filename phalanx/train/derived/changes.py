@@ -59,18 +59,10 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (ASKED, "optim.bad_step", "enabled sigma min_history max_in_a_row"),
     (HISTORY, "optim.bad_step", "history"),
     (FREE, "optim", "compile"),
-    (
-        ASKED,
-        "train",
-        "steps tokens global_batch seed precision init_from",
-    ),  # of the length: free where it is no shorter
+    (ASKED, "train", "steps tokens global_batch seed precision init_from"),  # a length that is no shorter is free
     (FREE, "train", "micro_batch device threads compile recompute deterministic garbage_collect_steps"),
-    (
-        FREE,
-        "parallel",
-        "devices pipeline replicate shard context tensor zero bucket_bytes reduce_dtype schedule chunks",
-    ),
-    (FREE, "parallel", "tensor_overlap tensor_chunks context_method host_loader timeout_s first_timeout_s"),
+    (FREE, "parallel", "devices pipeline replicate shard context tensor zero bucket_bytes reduce_dtype schedule"),
+    (FREE, "parallel", "chunks tensor_overlap tensor_chunks context_method host_loader timeout_s first_timeout_s"),
     (FREE, "evaluate", "every_steps tokens final_tokens sample_prompt sample_tokens"),
     (FREE, "checkpoint", "every_steps every_s auto mtbf_hours restart_s memory_every_steps mode wait folder"),
     (FREE, "checkpoint", "storage_options memory_slots replicas insecure_replicas rack keeper_ttl_s keep_last"),
