@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from phalanx.data.prepare import Progress as PrepareProgress
 from phalanx.data.prepare import prepare
 from phalanx.data.tokenizers.saved import save_tokenizer
 from phalanx.data.tokens.prepared import Prepared
+from phalanx.launch.cores import ignored_threads
 from phalanx.model.decoder import Decoder
 from phalanx.model.init import initialise
 from phalanx.model.shapes import parameter_table
@@ -269,6 +271,9 @@ def _keeps_micro_batch(run: Run) -> bool:
 
 
 def _note_ignored_settings(run: Run, say: Say) -> None:
+    problem = "" if run.config.train.threads else ignored_threads(os.environ)
+    if problem:
+        say(f"{problem} ({run.device.threads} here); set it to a whole number from 1, or unset it")
     for line in ignored_settings(run.config.parallel):
         say(line)
     if not _finds_the_best(run.config, run.total_steps):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_helpers import begin, configured
+from rich.console import Console
+from train_helpers import begin, configured, run_all
 
 from phalanx.core.errors import UserError
+from phalanx.train import start
 from phalanx.train.config import TrainConfig
 from phalanx.train.derived import memory
 from phalanx.train.derived.memory import host_available_bytes, require_memory, standing_bytes
@@ -97,6 +100,28 @@ def test_a_step_that_does_not_fit_says_what_to_set(tmp_path: Path, refusal: Call
     says = r"train.micro_batch = 2: 2 x 16 tokens at once do not fit.*set train.micro_batch=1 or train.recompute=full"
     with pytest.raises(UserError, match=says):
         run.accumulate_gradients(run.loader.batch(0, 4))
+
+
+@pytest.mark.parametrize("said", ["junk", "0", "-2", "2.5", "4x", ",2"])
+def test_a_number_of_threads_that_is_none_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    """In one process, and before ranks are started, each of which is given a number."""
+    monkeypatch.setenv("OMP_NUM_THREADS", said)
+    threads = len(os.sched_getaffinity(0))
+    before = torch.get_num_threads()
+    try:
+        printed = run_all(tmp_path, {"train.steps": 1, "train.threads": 0})
+        assert f"OMP_NUM_THREADS = {said!r} is no number of threads and is ignored" in printed
+        assert f"({threads} here); set it to a whole number from 1, or unset it" in " ".join(printed.split())
+        assert "OMP_NUM_THREADS" not in run_all(tmp_path, {"train.steps": 1, "train.threads": 1}, "told")
+        out = io.StringIO()
+        monkeypatch.setattr(start, "launch_local", lambda *args, **options: 0)
+        monkeypatch.setattr(start, "resolve_layout", lambda config, *args: config)
+        start.start_ranks(configured(tmp_path), Path("tiny.toml"), Console(file=out, width=200))
+        assert f"OMP_NUM_THREADS = {said!r} is no number of threads and is ignored" in out.getvalue()
+        monkeypatch.setenv("OMP_NUM_THREADS", "")
+        assert "OMP_NUM_THREADS" not in run_all(tmp_path, {"train.steps": 1, "train.threads": 0}, "unset")
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("said", "setting", "expected"), [("1", 0, 1), ("3,2", 0, 3), ("3", 2, 2), ("many", 0, None)])
