@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from train_helpers import begin, configured, run_all
+from train_helpers import begin, configured
 
 from phalanx.core.errors import UserError
+from phalanx.launch.cores import ignored_threads
 from phalanx.train import start
 from phalanx.train.config import TrainConfig
 from phalanx.train.derived import memory
@@ -103,25 +104,37 @@ def test_a_step_that_does_not_fit_says_what_to_set(tmp_path: Path, refusal: Call
 
 
 @pytest.mark.parametrize("said", ["junk", "0", "-2", "2.5", "4x", ",2"])
-def test_a_number_of_threads_that_is_none_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+def test_a_number_of_threads_that_is_none(said: str) -> None:
+    expected = f"OMP_NUM_THREADS = {said!r} is no number of threads and is ignored"
+    assert ignored_threads({"OMP_NUM_THREADS": said}) == expected
+
+
+@pytest.mark.parametrize("said", ["", " ", "3", "3,2", " 4 "])
+def test_a_number_of_threads_that_is_one_or_none_at_all(said: str) -> None:
+    assert ignored_threads({"OMP_NUM_THREADS": said}) == ignored_threads({}) == ""
+
+
+def test_threads_that_are_ignored_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one process, and before ranks are started, each of which is given a number."""
-    monkeypatch.setenv("OMP_NUM_THREADS", said)
-    threads = len(os.sched_getaffinity(0))
+    monkeypatch.setenv("OMP_NUM_THREADS", "junk")
+    notes: list[str] = []
     before = torch.get_num_threads()
     try:
-        printed = run_all(tmp_path, {"train.steps": 1, "train.threads": 0})
-        assert f"OMP_NUM_THREADS = {said!r} is no number of threads and is ignored" in printed
-        assert f"({threads} here); set it to a whole number from 1, or unset it" in " ".join(printed.split())
-        assert "OMP_NUM_THREADS" not in run_all(tmp_path, {"train.steps": 1, "train.threads": 1}, "told")
-        out = io.StringIO()
-        monkeypatch.setattr(start, "launch_local", lambda *args, **options: 0)
-        monkeypatch.setattr(start, "resolve_layout", lambda config, *args: config)
-        start.start_ranks(configured(tmp_path), Path("tiny.toml"), Console(file=out, width=200))
-        assert f"OMP_NUM_THREADS = {said!r} is no number of threads and is ignored" in out.getvalue()
-        monkeypatch.setenv("OMP_NUM_THREADS", "")
-        assert "OMP_NUM_THREADS" not in run_all(tmp_path, {"train.steps": 1, "train.threads": 0}, "unset")
+        begin(configured(tmp_path, {"train.threads": 0}), notes).folder.release()
     finally:
         torch.set_num_threads(before)
+    (line,) = [note for note in notes if "OMP_NUM_THREADS" in note]
+    assert line == (
+        "OMP_NUM_THREADS = 'junk' is no number of threads and is ignored "
+        f"({len(os.sched_getaffinity(0))} here); set it to a whole number from 1, or unset it"
+    )
+    begin(configured(tmp_path, {"train.threads": 1}, "told"), notes).folder.release()
+    assert [note for note in notes if "OMP_NUM_THREADS" in note] == [line]
+    out = io.StringIO()
+    monkeypatch.setattr(start, "launch_local", lambda *args, **options: 0)
+    monkeypatch.setattr(start, "resolve_layout", lambda config, *args: config)
+    start.start_ranks(configured(tmp_path), Path("tiny.toml"), Console(file=out, width=200))
+    assert "OMP_NUM_THREADS = 'junk' is no number of threads and is ignored (each rank has" in out.getvalue()
 
 
 @pytest.mark.parametrize(("said", "setting", "expected"), [("1", 0, 1), ("3,2", 0, 3), ("3", 2, 2), ("many", 0, None)])

@@ -235,8 +235,8 @@ class Checkpoints:
         for cause in found.spared.values():
             self._note(remark(found.name, cause))
         manifest = manifests.decode(unpack(text).encode(), files.url)
-        about = {"verify": self._verify, "peers": self._peers, "spared": tuple(found.spared)}
-        return DurableSource(files, manifest, **about, later=later)
+        spared = tuple(found.spared)
+        return DurableSource(files, manifest, verify=self._verify, peers=self._peers, spared=spared, later=later)
 
     def refuse(self, cause: str) -> None:
         """The one that was taken last is damaged."""

@@ -184,7 +184,7 @@ def _rows(store: Store, pause: Pause, report: Callable[[str], None] = ignore) ->
 
 def _after(looks: int) -> float:
     first, longest = _PAUSES_S
-    return min(first * 2 ** (looks - 1), longest)
+    return min(float(first * 2 ** (looks - 1)), longest)
 
 
 def _no_way(store: Store, number: int, why: str) -> UserError:
