@@ -17,7 +17,7 @@ _ELSE_BYTES = 1 << 30
 def most_bytes(file: str) -> int:
     """How large a file can be that is read as a whole, bytes; what is larger was never written by anybody.
 
-    A manifest has about 110 bytes for each chunk of a tensor: 4 GiB are enough for 2,200 tensors (weights and moments
+    A manifest has about 150 bytes for each chunk of a tensor: 4 GiB are enough for 2,200 tensors (weights and moments
     of 80 layers) in 10,000 parts each, with the state of training. ``SHA256SUMS`` has at most 330 for each file: 64 MiB
     are 200,000 files, two for each rank. What is left are records of a rank (``part-0.json``): 20 bytes for each run of
     its elements, and rank 0's state.
