@@ -26,10 +26,11 @@ from typing import IO, Any
 
 from phalanx.core.config import validate
 from phalanx.core.errors import UserError
-from phalanx.core.files import write_json
+from phalanx.core.files import OddFileError, read_regular, write_json
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.changes import LENGTH, Change, changes_between
 
+_CONFIG_MOST_BYTES = 64 << 20
 _PACKAGES = ("phalanx-train", "torch", "numpy", "tokenizers", "pydantic")
 
 
@@ -68,17 +69,17 @@ class RunFolder:
         """
         path = self.path / "config.json"
         try:
-            return validate(RunConfig, json.loads(path.read_text()))
+            return validate(RunConfig, json.loads(read_regular(path, _CONFIG_MOST_BYTES)))
         except FileNotFoundError:
             raise UserError(
                 "is no run folder (it has no config.json)",
                 cure="give the folder that `phalanx train` wrote",
                 value=str(self.path),
             ) from None
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"its config.json is damaged ({error})", cure="start a new run", value=str(self.path)
-            ) from None
+        except (OddFileError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OddFileError) else error
+            problem = f"its config.json is damaged ({why})"
+            raise UserError(problem, cure="start a new run", value=str(self.path)) from None
 
     def record_config(self, config: RunConfig) -> None:
         """Write the resolved config down: from now on the folder belongs to a run of this config."""

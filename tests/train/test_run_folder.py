@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.odd_files import ODD_FILES
 
 from phalanx.core.config import Config, known_keys, load, validate
 from phalanx.core.errors import UserError
@@ -205,6 +206,13 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="damaged"):
         RunFolder(tmp_path).config()
+    for make, words in ODD_FILES.values():
+        (tmp_path / "config.json").rmdir() if (tmp_path / "config.json").is_dir() else (
+            tmp_path / "config.json"
+        ).unlink()
+        make(tmp_path / "config.json")
+        with pytest.raises(UserError, match=rf"config.json is damaged .*{words}"):
+            RunFolder(tmp_path).config()
 
 
 def _float_keys() -> list[str]:

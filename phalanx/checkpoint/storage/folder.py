@@ -175,15 +175,18 @@ def clean(folder: Path) -> None:
 
     Does nothing to folders that a living process writes, and nothing where this process may not write.
     """
-    with suppress(OSError):
-        names = sorted(path.name for path in folder.iterdir() if path.name.startswith((_WRITING, _DELETING)))
-        for aside in {folder / name.removesuffix(_LOCK).removesuffix(_REPLACED) for name in names}:
-            if aside.name.startswith(_DELETING):
-                shutil.rmtree(aside, ignore_errors=True)
+    try:
+        names = sorted(path.name for path in folder.iterdir() if path.name.startswith((_WRITING, _DELETING, CREATING)))
+    except OSError:
+        return
+    for path in {folder / name.removesuffix(_LOCK).removesuffix(_REPLACED) for name in names}:
+        with suppress(OSError):  # what cannot be cleared up hinders no other
+            if path.name.startswith(CREATING):
+                _clean_file(path)
+            elif path.name.startswith(_DELETING):
+                shutil.rmtree(path, ignore_errors=True)
             else:
-                _clean_writing(aside)
-        for half_made in folder.glob(f"{CREATING}*"):
-            _clean_file(half_made)
+                _clean_writing(path)
 
 
 def delete(path: Path, points: Points = NO_POINTS) -> None:
