@@ -103,6 +103,9 @@ def summary(prepared: Prepared, config: DataConfig) -> Table:
             size = units.size(part.num_bytes) if part.num_bytes else "n/a"
             cells = (source.name, name, f"{part.num_tokens:,}", f"{part.num_documents:,}", size, ratio)
             table.add_row(*map(escape, cells), str(source.num_skipped))
-    table.caption = f"{prepared.vocab_size:,} token ids ({config.tokenizer.kind}), in {escape(config.folder)}"
+    caption = f"{prepared.vocab_size:,} token ids ({config.tokenizer.kind}), in {escape(config.folder)}"
+    sources = (*prepared.sources, *prepared.validation_sources)
+    left_out = [f"left out of {source.name}: {name}" for source in sources for name in source.skipped]
+    table.caption = "\n".join([caption, *map(escape, left_out)])
     table.caption_justify = "left"
     return table

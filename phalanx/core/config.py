@@ -22,14 +22,14 @@ from phalanx.core.errors import UserError
 
 
 class Config(BaseModel):
-    """Base of every component's config: frozen, unknown keys refused, defaults checked too.
+    """Base of every component's config: frozen, unknown keys and numbers that are not finite refused, defaults checked.
 
     Declare fields with ``Field(default, ..., description="what it is, with its unit")``. Cross-field checks go in a
     ``@model_validator(mode="after")`` that raises ``ValueError("heads = 6 does not divide hidden = 100: make hidden a
     multiple of heads")``: both fields with their values, then the cure.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 C = TypeVar("C", bound=Config)

@@ -1,14 +1,69 @@
-"""Writing files so that a reader, or the next run, never sees half of one."""
+"""Files as a whole: written so that a reader never sees half of one, and read so that nothing else is taken for one."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+_KINDS = ((stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"))
+
+
+class OddFileError(OSError):
+    """Where a file should be lies what is none, or what is larger than such a file can be; `strerror` says what."""
+
+
+def open_regular(path: Path, most_bytes: int | None = None) -> BinaryIO:
+    """Open a file for reading, without waiting for anybody, whatever lies there; links are followed.
+
+    Args:
+        path: of the file.
+        most_bytes: what such a file can have; None: any number.
+
+    Raises:
+        OddFileError: it is a directory, a FIFO, a socket, a device, a link to nothing, or larger.
+        OSError: it cannot be opened; FileNotFoundError: nothing lies there.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        if error.errno == errno.ENXIO or (error.errno in (errno.ENOENT, errno.ELOOP) and os.path.lexists(path)):
+            what = "a socket" if error.errno == errno.ENXIO else "a link to nothing"
+            raise _no_file(path, what) from None
+        raise
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise _no_file(path, next((what for is_it, what in _KINDS if is_it(found.st_mode)), "a device"))
+        if most_bytes is not None and found.st_size > most_bytes:
+            raise too_large(path, found.st_size, most_bytes)
+        os.set_blocking(descriptor, True)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """All of a small file; args and errors as of `open_regular`."""
+    with open_regular(path, most_bytes) as file:
+        return file.read(os.fstat(file.fileno()).st_size)
+
+
+def too_large(path: Path | str, size_bytes: int, most_bytes: int) -> OddFileError:
+    """What is said of a file that is larger than such a file can be, before any of it is read."""
+    problem = f"it has {size_bytes:,} bytes, more than the {most_bytes:,} that it can have"
+    return OddFileError(errno.EFBIG, problem, str(path))
+
+
+def _no_file(path: Path, what: str) -> OddFileError:
+    return OddFileError(errno.EINVAL, f"it is {what}, and no file", str(path))
 
 
 def fsync_folder(folder: Path) -> None:

@@ -23,10 +23,13 @@ HANDED_OUT = "job-secret"
 
 _LEAST_BYTES = 32
 _MOST_BYTES = 4096
+_PRINTABLE = range(0x20, 0x7F)
 
 
 def read_job_secret(environ: Mapping[str, str]) -> bytes | None:
     """The secret of this job, 32 bytes; None: it was given none.
+
+    Every byte of the file counts, but for the line break at the end of one that is text.
 
     Raises:
         UserError: the file cannot be read, others can read it too, or what it holds can be guessed.
@@ -38,11 +41,11 @@ def read_job_secret(environ: Mapping[str, str]) -> bytes | None:
         content = _read(Path(name))
     except OSError as error:
         raise _bad(name, f"cannot be read ({error.strerror})", "put the file there, on every host") from None
-    text = content.strip()
-    if len(text) < _LEAST_BYTES:
+    secret = _without_line_break(content)
+    if len(secret) < _LEAST_BYTES:
         cure = "make one that nobody can guess: openssl rand -hex 32 > FILE"
-        raise _bad(name, f"holds {len(text)} bytes, fewer than {_LEAST_BYTES}", cure)
-    return derive(text, "job secret")
+        raise _bad(name, f"holds {len(secret)} bytes, fewer than {_LEAST_BYTES}", cure)
+    return derive(secret, "job secret")
 
 
 def hand_out(folder: Path, secret: bytes) -> dict[str, str]:
@@ -70,6 +73,13 @@ def openness(descriptor: int) -> str:
         return "belongs to somebody else"
     mode = stat.S_IMODE(found.st_mode)
     return f"has the mode {mode:o}, others can read or write it" if mode & 0o077 else ""
+
+
+def _without_line_break(content: bytes) -> bytes:
+    """Of text (printable ASCII) what stands before the line break at its end, which editors add and copying loses; of
+    anything else every byte."""
+    text = content.removesuffix(b"\n").removesuffix(b"\r")
+    return text if all(byte in _PRINTABLE for byte in text) else content
 
 
 def _read(path: Path) -> bytes:

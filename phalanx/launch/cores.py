@@ -46,6 +46,13 @@ def wanted_threads(environ: Mapping[str, str]) -> int:
     return int(first) if first.isascii() and first.isdigit() else 0
 
 
+def ignored_threads(environ: Mapping[str, str]) -> str:
+    """What is wrong with ``OMP_NUM_THREADS``, so that it is not heeded; empty: nothing, or it is not set."""
+    said = environ.get("OMP_NUM_THREADS", "")
+    is_heeded = wanted_threads(environ) or not said.strip()
+    return "" if is_heeded else f"OMP_NUM_THREADS = {said!r} is no number of threads and is ignored"
+
+
 def read_cores(cpus: Iterable[int], system: Path = _SYSTEM) -> list[Core]:
     """The physical cores that `cpus` belong to, by NUMA node, package and number, holding those of `cpus` alone.
 

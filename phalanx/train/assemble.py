@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,6 @@ import torch
 from phalanx.checkpoint.restoring.restore import SpoiltError
 from phalanx.checkpoint.restoring.source import Restored
 from phalanx.checkpoint.session.choosing import Saver
-from phalanx.checkpoint.storage.location import open_store
 from phalanx.core.errors import UserError
 from phalanx.core.points import NO_POINTS, Points
 from phalanx.data.loader import Loader
@@ -20,6 +20,7 @@ from phalanx.data.prepare import Progress as PrepareProgress
 from phalanx.data.prepare import prepare
 from phalanx.data.tokenizers.saved import save_tokenizer
 from phalanx.data.tokens.prepared import Prepared
+from phalanx.launch.cores import ignored_threads
 from phalanx.model.decoder import Decoder
 from phalanx.model.init import initialise
 from phalanx.model.shapes import parameter_table
@@ -232,6 +233,9 @@ def take_up(run: Run, build: Callable[[], Run], say: Say, *, blank: bool) -> Run
 
     Returns:
         The run, or the one that was built instead.
+
+    Raises:
+        UserError: checkpoints are there, and none is good.
     """
     try:
         restored = run.restore()
@@ -245,17 +249,11 @@ def take_up(run: Run, build: Callable[[], Run], say: Say, *, blank: bool) -> Run
         return run
     if blank:
         run = build()
-    if run.ranks.is_first and open_store(destination(run.config, run.folder.path), _options(run)).names():
-        say("no checkpoint is whole: starting again from step 0")
     if run.config.train.init_from:
         source = Path(run.config.train.init_from)
         load_initial_weights(run.trainer, run.prepared.tokenizer, source, say)
     run.progress.micro_batch = choose_micro_batch(run)
     return run
-
-
-def _options(run: Run) -> dict[str, object]:
-    return dict(run.config.checkpoint.storage_options)
 
 
 def described_source(restored: Restored, url: str) -> str:
@@ -273,6 +271,9 @@ def _keeps_micro_batch(run: Run) -> bool:
 
 
 def _note_ignored_settings(run: Run, say: Say) -> None:
+    problem = "" if run.config.train.threads else ignored_threads(os.environ)
+    if problem:
+        say(f"{problem} ({run.device.threads} here); set it to a whole number from 1, or unset it")
     for line in ignored_settings(run.config.parallel):
         say(line)
     if not _finds_the_best(run.config, run.total_steps):

@@ -57,7 +57,7 @@ def _make_steps(run: Run, reporter: Reporter, stop: StopRequest) -> None:
     """All steps that are left, or until all agree to stop.
 
     One pass of the loop is one optimizer step: gradients of all micro-batches, the verdict of the bad-step policy,
-    the update, and, when due, figures, evaluation and a checkpoint. Nothing in a step waits for the device; figures
+    the update, and, when due, figures, a checkpoint and an evaluation. Nothing in a step waits for the device; figures
     are read back when they are shown.
     """
     config, progress, pulse, watch = run.config, run.progress, run.ranks.pulse, reporter.watch
@@ -95,10 +95,12 @@ def _make_steps(run: Run, reporter: Reporter, stop: StopRequest) -> None:
                 run.judge.raise_if_hopeless()
             pulse.step(step, _loss_at_hand(run, loss))
             watch.end_step(ending=ending)
+            _keep(run, reporter, record, ending=ending)
             if _evaluate_if_due(run, reporter, stop):
                 record.resume_clock()
-            ending = ending or stop.is_agreed
-            _keep(run, reporter, record, ending=ending)
+            if stop.is_agreed and not ending:
+                ending = True
+                _keep(run, reporter, record, ending=True)
             if ending:
                 break
     profiler.close()
@@ -166,7 +168,8 @@ def _write_down(reporter: Reporter, record: StepRecord) -> None:
 def _evaluate_if_due(run: Run, reporter: Reporter, stop: StopRequest) -> bool:
     """Look at held-out text if that is due at this step and was not done; says whether it was looked at now.
 
-    It is before the checkpoint of the step, which carries its figures. What is ended early is shown and not kept.
+    The checkpoint of the step is there before, so that whatever ends the process costs the evaluation alone, whose
+    figures are added to it. What is ended early is shown and not kept.
     """
     progress, tokens = run.progress, run.evaluation_due
     if tokens is None or stop.is_agreed:
@@ -176,5 +179,5 @@ def _evaluate_if_due(run: Run, reporter: Reporter, stop: StopRequest) -> bool:
         found = run.evaluate(text, lambda text: reporter.watched(text, stop.until_asked(text.batches)))
     reporter.evaluated(progress.step, found)
     if found.is_whole:
-        progress.evaluated, progress.evaluated_tokens, progress.metrics = progress.step, tokens, found.figures()
+        run.evaluated(tokens, found.figures())
     return True

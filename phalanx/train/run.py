@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.checkpoint.format import evaluation as kept
 from phalanx.checkpoint.restoring.source import Restored
 from phalanx.checkpoint.session.choosing import Saver
 from phalanx.core import units
@@ -153,6 +154,18 @@ class Run:
         self.saver.after_step(
             self.progress.step, state, stepped=self._has_stepped, metrics=self.progress.metrics_here, ending=ending
         )
+
+    def evaluated(self, tokens: int, metrics: dict[str, float]) -> None:
+        """Held-out text was looked at after the present step: kept with its checkpoint, if there is one.
+
+        Args:
+            tokens: as `evaluation_due` said.
+            metrics: what was found.
+        """
+        before, progress = self.progress.to_json(), self.progress
+        progress.evaluated, progress.evaluated_tokens, progress.metrics = progress.step, tokens, metrics
+        changed = {name: value for name, value in progress.to_json().items() if before[name] != value}
+        self.saver.evaluated(kept.Evaluation(progress.step, metrics, changed))
 
     def note_update(self, lr: float) -> None:
         """An update with this learning rate was made, or skipped by the bad-step policy."""

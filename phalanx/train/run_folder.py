@@ -24,34 +24,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-from phalanx.core.config import validate, walk
+from phalanx.core.config import validate
 from phalanx.core.errors import UserError
-from phalanx.core.files import write_json
-from phalanx.model.shapes import parameter_table
-from phalanx.optim.groups import assign
+from phalanx.core.files import OddFileError, read_regular, write_json
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.figures import complete_model, known_vocab_size, total_steps
+from phalanx.train.derived.changes import LENGTH, Change, changes_between
 
-# Settings that do not change what a step computes: a run may go on with other values of them.
-_FREE = (
-    "run.",
-    "logging.",
-    "checkpoint.",
-    "evaluate.",
-    "profile.",
-    "parallel.",  # numbers stay equal up to rounding
-    "data.folder",
-    "train.garbage_collect_steps",
-)
-# Settings that a run with steps behind it cannot change, and what they decide; where files lie may change, as the text
-# and the tokenizer in them are compared by themselves.
-_BOUND = {
-    "data.tokenizer.": "the tokenizer",
-    "data.sequence_length": "the order of the samples",
-    "data.seed": "the order of the samples",
-    "data.random_offset": "the order of the samples",
-}
-_LENGTH = ("train.steps", "train.tokens")
+_CONFIG_MOST_BYTES = 64 << 20
 _PACKAGES = ("phalanx-train", "torch", "numpy", "tokenizers", "pydantic")
 
 
@@ -90,17 +69,17 @@ class RunFolder:
         """
         path = self.path / "config.json"
         try:
-            return validate(RunConfig, json.loads(path.read_text()))
+            return validate(RunConfig, json.loads(read_regular(path, _CONFIG_MOST_BYTES)))
         except FileNotFoundError:
             raise UserError(
                 "is no run folder (it has no config.json)",
                 cure="give the folder that `phalanx train` wrote",
                 value=str(self.path),
             ) from None
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"its config.json is damaged ({error})", cure="start a new run", value=str(self.path)
-            ) from None
+        except (OddFileError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OddFileError) else error
+            problem = f"its config.json is damaged ({why})"
+            raise UserError(problem, cure="start a new run", value=str(self.path)) from None
 
     def record_config(self, config: RunConfig) -> None:
         """Write the resolved config down: from now on the folder belongs to a run of this config."""
@@ -140,62 +119,6 @@ def open_for_training(config: RunConfig, path: Path) -> RunFolder:
         folder.release()
         raise
     return folder
-
-
-@dataclass(frozen=True)
-class Change:
-    """A setting that differs between two configs; one that only one of them has is None in the other.
-
-    Attributes:
-        is_free: the numbers of a run do not depend on it.
-        bound: what it decides that a run cannot change on its way; empty: it can.
-    """
-
-    key: str
-    old: Any
-    new: Any
-    is_free: bool = False
-    bound: str = ""
-
-    def __str__(self) -> str:
-        why = f" ({self.bound})" if self.bound else ""
-        return f"{self.key}: {self.old!r} -> {self.new!r}{why}"
-
-
-def changes_between(old: RunConfig, new: RunConfig) -> list[Change]:
-    """Every setting that differs, but for those of ``[run]``; a run may always be made longer."""
-    before = {key: value for key, value, _ in walk(old)}
-    after = {key: value for key, value, _ in walk(new)}
-    keys = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
-    longer = total_steps(new) >= total_steps(old)
-    vocab_size = known_vocab_size(new) or 1  # for both: tokenizers are compared by themselves
-    shapes = [_shapes(config, vocab_size) for config in (old, new)]
-    other_weights, other_state = shapes[0] != shapes[1], _kinds(old, shapes[0]) != _kinds(new, shapes[1])
-
-    def change(key: str) -> Change:
-        bound = next((what for name, what in _BOUND.items() if key.startswith(name)), "")
-        if key.startswith("data.sources.") and key.endswith(".weight"):
-            bound = "the order of the samples"
-        if key == "data.tokenizer.path":
-            bound = ""
-        if key.startswith("model.") and other_weights:
-            bound = "the shapes of its weights"
-        if key.startswith("optim.") and other_state and not other_weights:
-            bound = "the state of its optimizer"
-        is_free = key.startswith(_FREE) or (key in _LENGTH and longer)
-        return Change(key, before.get(key), after.get(key), is_free, bound)
-
-    return [change(key) for key in keys if not key.startswith("run.")]
-
-
-def _shapes(config: RunConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    model = complete_model(config, config.model.vocab_size or vocab_size)
-    return {name: parameter.shape for name, parameter in parameter_table(model).items()}
-
-
-def _kinds(config: RunConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """The optimizer of every weight."""
-    return {n: group.kind for n, group in assign(config.optim, {n: len(s) for n, s in shapes.items()}).items()}
 
 
 def environment() -> dict[str, Any]:
@@ -238,7 +161,7 @@ def _accepted_changes(config: RunConfig, folder: RunFolder) -> tuple[str, ...]:
     if binding and config.run.resume == "same":
         cure = "set run.folder to a new name, or run.resume=changed to go on with the new values"
         raise UserError(f"holds a run of another config ({_listed(binding)})", cure=cure, **where)
-    told = changes if config.run.resume == "changed" else [change for change in changes if change.key in _LENGTH]
+    told = changes if config.run.resume == "changed" else [change for change in changes if change.key in LENGTH]
     return tuple(str(change) for change in told)
 
 

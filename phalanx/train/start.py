@@ -5,12 +5,14 @@ Whatever can be known to be wrong is refused here, before a process is started o
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from rich.console import Console
 
 from phalanx.checkpoint.keeper.start import prepare_keeper
 from phalanx.data.prepare import prepare
+from phalanx.launch.cores import ignored_threads
 from phalanx.launch.environment import worker_environment
 from phalanx.launch.local import launch_local
 from phalanx.launch.rank import load_target
@@ -65,6 +67,10 @@ def start_ranks(config: RunConfig, config_path: Path, console: Console, expected
         UserError: it is not.
     """
     count = wanted_ranks(config)
+    problem = ignored_threads(os.environ)
+    if problem:
+        cure = "set it to a whole number from 1, or unset it"
+        console.print(f"{problem} (each rank has as many as its share of the cores); {cure}", markup=False)
     with PrepareDisplay(console) as progress:
         prepared = prepare(config.data, progress=progress.show)
     chosen = resolve_layout(config, prepared.vocab_size, machines_here(config, count), count, lambda _: None)

@@ -110,7 +110,7 @@ def test_blank_weights_are_never_trained(tmp_path: Path) -> None:
         checkpoints.step(2)
     for path in tmp_path.glob("step-*"):
         shutil.rmtree(path)
-    with pytest.raises(UserError, match="gone or damaged, and its weights are blank; start again"):
+    with pytest.raises(UserError, match="no good state is left: checkpoint step-00000001, the latest, is gone"):
         checkpoints.restore()
     checkpoints.close(failed=True)
 

@@ -193,3 +193,31 @@ def test_a_file_that_is_not_there_or_can_be_guessed_is_refused(private: Path) ->
         read_job_secret({VARIABLE: str(path)})
     with pytest.raises(UserError, match="is no plain file"):
         read_job_secret({VARIABLE: str(private)})
+
+
+def _kept(path: Path, content: bytes) -> dict[str, str]:
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+        file.write(content)
+    return {VARIABLE: str(path)}
+
+
+@pytest.mark.parametrize("edge", [b"\n", b" ", b"\t", b"\r\n", b"\x0b\x0c"])
+def test_every_byte_of_a_binary_secret_counts(private: Path, edge: bytes) -> None:
+    """32 random bytes end in what is a space in text one time in 43, and are no shorter for it."""
+    middle = b"\xff" * (32 - 2 * len(edge))
+    told = read_job_secret(_kept(private / "mine", edge + middle + edge))
+    assert told is not None
+    assert told != read_job_secret(_kept(private / "mine", edge + b"\xff" * len(edge) + middle))
+    assert told != read_job_secret(_kept(private / "mine", edge + middle + edge + b"\n"))
+    with pytest.raises(UserError, match="holds 31 bytes"):
+        read_job_secret(_kept(private / "mine", edge + middle[:-1] + edge))
+
+
+def test_a_secret_of_text_is_the_same_with_and_without_its_last_line_break(private: Path) -> None:
+    text = secrets.token_hex(32).encode()
+    told = {read_job_secret(_kept(private / "mine", text + end)) for end in (b"", b"\n", b"\r\n")}
+    assert len(told) == 1
+    assert read_job_secret(_kept(private / "mine", b" " + text)) not in told
+    with pytest.raises(UserError, match="holds 31 bytes"):
+        read_job_secret(_kept(private / "mine", text[:31] + b"\n"))

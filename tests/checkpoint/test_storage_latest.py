@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,11 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from storage_contender import contend
 from storage_helpers import Place, flipped, place_fixture, s3_place_fixture, s3_server_fixture  # noqa: F401
+from support.odd_files import ODD_FILES
 
 from phalanx.checkpoint.storage import latest as pointer
 from phalanx.checkpoint.storage.base import Store, SupersededError
 from phalanx.checkpoint.storage.latest import Latest, advance, claim, read_latest
 from phalanx.checkpoint.storage.local import LocalStore
+from phalanx.core.errors import UserError
 
 
 def now(store: Store) -> tuple[int, int, str]:
@@ -157,6 +160,68 @@ def test_storage_that_fails_is_not_taken_for_damage_by_writers(place: Place) -> 
     assert latest is not None
     assert latest.attempt == 1
     assert "Input/output error" in told[0]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ODD_FILES)
+def test_whatever_lies_at_the_newest_place_is_passed_over_saying_so(tmp_path: Path, kind: str) -> None:
+    """It may have been the claim of an attempt; no writer waits for it to go away, and none removes it."""
+    store = LocalStore(tmp_path)
+    advance(store, 5, 1, "step-00000001", "")
+    make, words = ODD_FILES[kind]
+    odd = tmp_path / "latest-00000002.json"
+    make(odd)
+    told: list[str] = []
+    latest = read_latest(store, told.append)
+    assert latest is not None and (latest.attempt, latest.step) == (5, 1)
+    assert len(told) == 1 and odd.name in told[0] and words in told[0] and "remove it" in told[0]
+    assert claim(store, report=told.append) == 7
+    assert told[1:] == told[:1]
+    advance(store, 7, 2, "step-00000002", "")
+    assert now(store) == (7, 2, "step-00000002")
+    assert os.path.lexists(odd)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "name", ["latest-000000002.json", "latest-\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0662.json"]
+)
+def test_a_name_that_no_writer_gives_is_no_entry(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    store = LocalStore(tmp_path)
+    assert claim(store) == 1
+    assert read_latest(store, pytest.fail) is not None
+
+
+class Stuck:
+    """A store in which nothing can be made and nothing is to be seen, as no storage should be."""
+
+    url = "/stuck"
+
+    def __init__(self, listed: list[str]) -> None:
+        self.listed = listed
+
+    def keys(self, prefix: str) -> list[str]:
+        return self.listed
+
+    def create(self, key: str, content: bytes) -> bool:
+        return False
+
+    def get(self, key: str) -> bytes:
+        raise FileNotFoundError(2, "No such file or directory", key)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("listed", [[], ["latest-00000001.json"]])
+def test_no_writer_tries_for_ever(listed: list[str]) -> None:
+    pauses: list[float] = []
+    store: Any = Stuck(listed)
+    with pytest.raises(UserError, match=r"latest-0000000.\.json.*look at what lies there") as refused:
+        claim(store, pause=pauses.append)
+    assert refused.value.field == "/stuck"
+    with pytest.raises(UserError):
+        advance(store, 1, 1, "step-00000001", "", pause=pauses.append)
+    assert 5 < sum(pauses) / 2 < 30, "as long as a listing may lag behind, no longer"
 
 
 @pytest.fixture(name="wide_row")

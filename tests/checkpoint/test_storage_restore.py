@@ -22,6 +22,7 @@ from storage_helpers import (  # noqa: F401
     s3_place_fixture,
     s3_server_fixture,
 )
+from support.odd_files import ODD_FILES
 
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError
@@ -30,6 +31,7 @@ from phalanx.checkpoint.storage.base import Store, Stored
 from phalanx.checkpoint.storage.latest import advance, claim, read_latest
 from phalanx.checkpoint.storage.local import LocalStore
 from phalanx.checkpoint.storage.prune import prune
+from phalanx.core.errors import UserError
 
 
 @pytest.fixture(name="files", scope="module")
@@ -99,6 +101,18 @@ def test_a_damaged_pointer_means_the_entry_before(place: Place, files: dict[int,
     assert step_of(found) == 1
 
 
+def test_a_manifest_of_another_step_than_its_name_says_is_refused(
+    place: Place, files: dict[int, dict[str, bytes]]
+) -> None:
+    """Whole by every checksum, and copied there by somebody: which step it is of would be anybody's guess."""
+    store = place.open()
+    names = [put(store, 1, 1, files[1]), put(store, 2, 1, files[3])]
+    words = (names[1], "manifest.json is of step 3, and the name says 2", "trying the one before")
+    assert step_of(restored(store, words)) == 1
+    with pytest.raises(DamagedCheckpointError, match="is of step 3"):
+        open_checkpoint(Stored(store, names[1]))
+
+
 HARMS: dict[str, tuple[str, Any, str]] = {
     "bit of the tensors": ("__0_0.distcp", flipped, "__0_0.distcp: bytes "),
     "bit of the manifest": ("manifest.json", flipped, "manifest.json does not match its checksum"),
@@ -107,6 +121,28 @@ HARMS: dict[str, tuple[str, Any, str]] = {
     "tensors gone": ("__0_0.distcp", None, "__0_0.distcp is missing"),
     "manifest gone": ("manifest.json", None, "manifest.json is missing"),
 }
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ODD_FILES)
+@pytest.mark.parametrize("file", ["manifest.json", "SHA256SUMS", "__0_0.distcp", ".metadata"])
+def test_what_is_no_file_neither_blocks_nor_fills_memory(
+    tmp_path: Path, files: dict[int, dict[str, bytes]], file: str, kind: str
+) -> None:
+    store = LocalStore(tmp_path)
+    names = [put(store, step, 1, files[step]) for step in (1, 2)]
+    path = tmp_path / names[1] / file
+    path.unlink()
+    ODD_FILES[kind][0](path)
+    told: list[str] = []
+    found = newest(store, told.append)
+    assert step_of(found) == (1 if file in ("manifest.json", "__0_0.distcp") else 2)
+    assert len(told) == 1 and file in told[0], told
+    if file in ("manifest.json", "SHA256SUMS"):
+        assert ODD_FILES[kind][1] in told[0]
+    with pytest.raises(DamagedCheckpointError, match=file):
+        open_checkpoint(tmp_path / names[1])
+    assert prune(store, CheckpointConfig(keep_last=5)) == []
 
 
 SPARED: dict[str, tuple[str, Any, str]] = {
@@ -153,8 +189,10 @@ def test_harm_to_what_the_latest_does_without_is_said_and_it_is_used(
         open_checkpoint(Stored(store, names[1]))
     place.change(names[0], "SHA256SUMS", lambda content: flipped(content, 3))
     place.change(names[1], "__0_0.distcp", flipped)  # the one before, of whose manifest nobody knows the checksum
-    refused = (names[1], "is damaged"), (names[0], "SHA256SUMS does not match")
-    assert restored(store, (names[1], reason), *refused) is None
+    told: list[str] = []
+    with pytest.raises(UserError, match=f"{names[1]} is damaged .*; .*{names[0]} is damaged .SHA256SUMS does not"):
+        newest(store, told.append)
+    assert reason in told[0] and len(told) == 3
 
 
 def test_sums_gone(place: Place, files: dict[int, dict[str, bytes]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -68,21 +69,39 @@ def test_any_file_of_the_newest_is_gone_cut_or_anothers(door: tuple[Door, Path],
         require(door, tmp_path / "harmed", harm)
 
 
-def test_where_none_is_good_nothing_is_said_to_be(door: tuple[Door, Path], tmp_path: Path) -> None:
-    """Neither endless tries nor wrong bits: it begins anew, or ends with an error that says what is damaged."""
+def _other_bits(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    for place in range(0, len(content), 512):
+        content[place] ^= 1
+    file.write_bytes(content)
 
-    def harm(path: Path) -> str:
-        for step in STEPS:
-            file = path / f"step-{step:08d}" / "__0_0.distcp"
-            content = bytearray(file.read_bytes())
-            for place in range(0, len(content), 512):
-                content[place] ^= 1
-            file.write_bytes(content)
-        return "__0_0.distcp"
 
-    if door[0].name in ("Checkpointer.restore", "restore_checkpoint"):  # the model is somebody else's to make anew
-        with pytest.raises(UserError, match=r"no good state is left.*step-00000004 is damaged \(__0_0.distcp: bytes"):
-            door[0].harmed(door[1], tmp_path / "harmed", harm)
-    else:
-        file, step, said = door[0].harmed(door[1], tmp_path / "harmed", harm)
-        assert step == 0 and sum(file in line for line in said) == 2, said
+@pytest.mark.parametrize(("how", "why"), [(_other_bits, "bytes"), (Path.unlink, "is missing")])
+def test_where_none_is_good_nothing_begins_and_nothing_is_deleted(
+    door: tuple[Door, Path], tmp_path: Path, how: Callable[[Path], None], why: str
+) -> None:
+    """A run that began at step 0 there would delete what a person may still mend."""
+    checkpoints = tmp_path / "harmed" / door[0].checkpoints
+
+    def names() -> list[str]:
+        return sorted(str(path.relative_to(checkpoints)) for path in checkpoints.glob("step-*/*"))
+
+    shutil.copytree(door[1], tmp_path / "harmed")
+    for step in STEPS:
+        how(checkpoints / f"step-{step:08d}" / "__0_0.distcp")
+    before = names()
+    with pytest.raises(UserError) as refused:
+        door[0].resume(tmp_path / "harmed", lambda _: None)
+    for step in STEPS:
+        assert f"checkpoint step-{step:08d} is damaged (__0_0.distcp" in str(refused.value)
+    assert str(refused.value).count(why) >= 2 and "bring back" in refused.value.cure
+    assert names() == before
+
+
+def test_a_pointer_without_any_checkpoint_is_no_fresh_folder(door: tuple[Door, Path], tmp_path: Path) -> None:
+    shutil.copytree(door[1], tmp_path / "harmed")
+    for step in STEPS:
+        shutil.rmtree(tmp_path / "harmed" / door[0].checkpoints / f"step-{step:08d}")
+    with pytest.raises(UserError, match=f"step-{STEPS[1]:08d}, the latest, is gone") as refused:
+        door[0].resume(tmp_path / "harmed", lambda _: None)
+    assert "latest-*.json" in refused.value.cure

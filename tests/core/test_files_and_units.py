@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 
 import pytest
+from support.odd_files import ODD_FILES
 
 from phalanx.core import units
 from phalanx.core.errors import UserError
-from phalanx.core.files import atomic_writer, write_json
+from phalanx.core.files import OddFileError, atomic_writer, open_regular, read_regular, write_json
 from phalanx.core.hardware import table_peak
 
 
@@ -64,3 +66,29 @@ def test_known_and_unknown_devices() -> None:
     assert pcie is not None
     assert pcie.flops_per_s == 756e12
     assert table_peak("NVIDIA Z9000", bf16=True) is None
+
+
+@pytest.mark.parametrize("kind", ODD_FILES)
+@pytest.mark.timeout(30)
+def test_what_is_no_file_or_too_large_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    make, words = ODD_FILES[kind]
+    make(tmp_path / "x")
+    with pytest.raises(OddFileError, match=words) as refused:
+        read_regular(tmp_path / "x", 1 << 20)
+    assert refused.value.filename == str(tmp_path / "x")
+    if kind != "40 GB":
+        with pytest.raises(OddFileError, match=words):
+            open_regular(tmp_path / "x")
+
+
+def test_a_regular_file_is_read_through_links_too(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"12345")
+    (tmp_path / "link").symlink_to("x")
+    assert read_regular(tmp_path / "link", 5) == b"12345"
+    with pytest.raises(OddFileError, match="5 bytes, more than the 4 "):
+        read_regular(tmp_path / "x", 4)
+    with pytest.raises(FileNotFoundError):
+        read_regular(tmp_path / "y", 5)
+    with open_regular(tmp_path / "x") as file:
+        file.seek(3)
+        assert file.read() == b"45" and os.get_blocking(file.fileno())

@@ -1,7 +1,9 @@
 import gzip
 import json
+import random
 import sys
 import sysconfig
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -205,6 +207,12 @@ class TestBadText:
             run(tmp_path, SourceConfig(kind="parquet", path=str(tmp_path / "a.parquet")))
 
 
+def _zstd(body: bytes) -> bytes:
+    """As the command packs it, with a checksum."""
+    packed: bytes = pytest.importorskip("zstandard").ZstdCompressor(write_checksum=True).compress(body)
+    return packed
+
+
 class TestDamagedFiles:
     """A packed file that was cut off, as a broken download is, or that has wrong bytes in it."""
 
@@ -215,7 +223,7 @@ class TestDamagedFiles:
         if request.param == "gz":
             path.write_bytes(gzip.compress(body))
         else:
-            path.write_bytes(pytest.importorskip("zstandard").ZstdCompressor().compress(body))
+            path.write_bytes(_zstd(body))
         return path
 
     def test_a_file_that_was_cut_off_is_named(self, tmp_path: Path, packed: Path) -> None:
@@ -236,6 +244,41 @@ class TestDamagedFiles:
         assert 0 < len(found) < 2000
         assert found == [line + " and more of it" for line in lines(2000)][: len(found)]
         assert prepared.sources[0].num_skipped == 1
+
+    def _left(self, tmp_path: Path, packed: Path) -> tuple[list[str], tuple[str, ...]]:
+        """Documents of a packed file beside a good one, and the names of what was left out."""
+        write_jsonl(tmp_path / "b.jsonl", [{"text": "another file, long enough for a sample"}])
+        source = SourceConfig(kind="jsonl", path=(str(packed), str(tmp_path / "b.jsonl")), bad_utf8="skip")
+        prepared = prepare(make_config(tmp_path / uuid.uuid4().hex, source), workers=1)
+        return documents(prepared)[:-1], prepared.sources[0].skipped
+
+    def test_nothing_of_a_member_whose_check_fails_is_used(self, tmp_path: Path, packed: Path) -> None:
+        """Text that was unpacked from a flipped bit on may be anything; only the check at its end tells."""
+        good = [line + " and more of it" for line in lines(2000)]
+        content, chance = packed.read_bytes(), random.Random(1)
+        for _ in range(20):
+            harmed = bytearray(content)
+            harmed[chance.randrange(20, len(harmed))] ^= 1 << chance.randrange(8)
+            packed.write_bytes(harmed)
+            found, skipped = self._left(tmp_path, packed)
+            assert found == [] and len(skipped) == 1
+            with pytest.raises(UserError, match=rf"{packed.name}'.*(cannot be unpacked|is cut off)"):
+                run(tmp_path, SourceConfig(kind="jsonl", path=str(packed)))
+        packed.write_bytes(content)
+        assert self._left(tmp_path, packed) == (good, ())
+
+    @pytest.mark.parametrize("cut", [0, 7])
+    def test_members_before_a_damaged_one_are_used(self, tmp_path: Path, packed: Path, cut: int) -> None:
+        """A line that ends in the damaged one is not."""
+        content = packed.read_bytes()
+        first = b'{"text": "a line of the first member"}\n' * 3
+        pack = gzip.compress if packed.suffix == ".gz" else _zstd
+        damaged = bytearray(pack(first[len(first) - cut :]) + content if cut else content)
+        damaged[-len(content) // 2] ^= 16
+        packed.write_bytes(pack(first[: len(first) - cut]) + bytes(damaged))
+        found, (skipped,) = self._left(tmp_path, packed)
+        assert len(found) == 3
+        assert skipped.startswith(f"{packed.name}:{len(first)} and all that follows")
 
     def test_a_tokenizer_cannot_be_made_of_it_either(self, tmp_path: Path, packed: Path) -> None:
         packed.write_bytes(packed.read_bytes()[:-100])

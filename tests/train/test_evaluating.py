@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import signal
@@ -17,8 +16,21 @@ import pytest
 from rich.console import Console
 from support.tiny import write_corpus
 from torch import Tensor
-from train_helpers import begin, configured, copies, entries, figures, finish, run_all
+from train_helpers import (
+    Commands,
+    begin,
+    configured,
+    copies,
+    entries,
+    figures,
+    finish,
+    killed_in_evaluation,
+    overrides,
+    run_all,
+)
 
+from phalanx.checkpoint.format.evaluation import EVALUATION
+from phalanx.checkpoint.format.verify import examine
 from phalanx.cli import evaluate as command
 from phalanx.cli.main import group
 from phalanx.core.errors import UserError
@@ -32,6 +44,13 @@ from phalanx.train.run import Run
 from phalanx.train.signals import StopRequest
 
 pytestmark = pytest.mark.usefixtures("no_peak")
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "blocking": {"checkpoint.mode": "blocking"},
+    "waiting": {"checkpoint.mode": "background", "checkpoint.wait": True},
+    "background": {"checkpoint.mode": "background"},
+}
 
 
 def _signal_in_evaluation(run: Run, number: int = signal.SIGINT, evaluation: int = 1, batch: int = 3) -> list[int]:
@@ -56,27 +75,28 @@ def _signal_in_evaluation(run: Run, number: int = signal.SIGINT, evaluation: int
 
 def _metrics(run: Path) -> dict[int, dict[str, float]]:
     """Held-out figures of every checkpoint, by step."""
-    manifests = [json.loads((path / "manifest.json").read_text()) for path in copies(run)]
-    return {manifest["step"]: manifest["metrics"] for manifest in manifests}
+    found = [examine(path) for path in copies(run)]
+    return {manifest.step: manifest.metrics for manifest in found}
 
 
-def test_a_checkpoint_carries_the_evaluation_of_its_own_step(tmp_path: Path) -> None:
-    run_all(tmp_path, {"evaluate.every_steps": 10, "evaluate.tokens": 100})
+@pytest.mark.parametrize("mode", MODES)
+def test_a_checkpoint_carries_the_evaluation_of_its_own_step(tmp_path: Path, mode: str) -> None:
+    run_all(tmp_path, MODES[mode] | {"evaluate.every_steps": 10, "evaluate.tokens": 100})
     found = _metrics(tmp_path / "run")
     evaluated = {entry["step"]: entry["validation_loss"] for entry in entries(tmp_path / "run", "evaluation")}
-    assert {step: metrics.get("validation_loss") for step, metrics in found.items()} == {
-        5: None,
-        10: evaluated[10],
-        15: None,
-        20: evaluated[20],
-    }
+    expected = {5: None, 10: evaluated[10], 15: None, 20: evaluated[20]}
+    if mode == "background":  # it leaves some out where steps are this short
+        expected = {step: loss for step, loss in expected.items() if step in found}
+    assert {step: metrics.get("validation_loss") for step, metrics in found.items()} == expected
+    assert 20 in found
     assert list(evaluated) == [10, 20]  # the last step once, with the tokens of the end
 
 
-def test_the_best_are_found_among_the_evaluated_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["blocking", "waiting"])
+def test_the_best_are_found_among_the_evaluated_alone(tmp_path: Path, mode: str) -> None:
     """The loss falls: the best two are the last two that were evaluated, and not their neighbours."""
     changes = {"evaluate.every_steps": 4, "checkpoint.every_steps": 2, "checkpoint.keep_last": 1}
-    run_all(tmp_path, changes | {"checkpoint.keep_best": 3})
+    run_all(tmp_path, MODES[mode] | changes | {"checkpoint.keep_best": 3})
     assert list(_metrics(tmp_path / "run")) == [12, 16, 20]
 
 
@@ -144,6 +164,45 @@ def test_a_finished_run_is_not_evaluated_again_unless_more_is_asked_for(tmp_path
     looked = _signal_in_evaluation(run, batch=-1)
     assert finish(run).evaluation is not None
     assert len(looked) == 1
+
+
+@pytest.mark.parametrize("mode", ["blocking", "background"])
+@pytest.mark.parametrize("every_steps", [0, 10])
+def test_a_kill_in_an_evaluation_loses_no_step(tmp_path: Path, commands: Commands, mode: str, every_steps: int) -> None:
+    """The checkpoint of the step is there, or in memory, before held-out text is looked at."""
+    changes = {"checkpoint.every_steps": 10, "evaluate.every_steps": every_steps, "checkpoint.mode": mode}
+    run_all(tmp_path, changes, "straight")
+    step = every_steps or 20
+    killed = commands.call(killed_in_evaluation, overrides(tmp_path, changes), 2)
+    assert killed == -signal.SIGKILL
+    assert entries(tmp_path / "run", "evaluation") == []
+    if step == 20:
+        assert max(_metrics(tmp_path / "run")) == 20
+    notes: list[str] = []
+    again = begin(configured(tmp_path, changes), notes)
+    assert again.progress.step == step and any(f"(step {step} of 20)" in note for note in notes)
+    made: list[int] = []
+    again.updated = lambda updated=again.updated: made.append(1) or updated()  # type: ignore[method-assign, misc]
+    assert finish(again).evaluation is not None
+    assert len(made) == 20 - step
+    again.saver.finish(clean=True)
+    assert figures(tmp_path / "run") == figures(tmp_path / "straight")
+    found, straight = _metrics(tmp_path / "run"), _metrics(tmp_path / "straight")
+    assert {20: straight[20]}.items() <= found.items() <= straight.items()
+    assert "validation_loss" in found[20] and (mode == "background" or found == straight)
+
+
+@pytest.mark.parametrize("harm", [b"", b"{", b'{"step": 20, "metrics": {"validation_loss": 0}, "sha256": "00"}', None])
+def test_an_evaluation_beside_a_checkpoint_that_is_torn_is_none(tmp_path: Path, harm: bytes | None) -> None:
+    run_all(tmp_path)
+    path = tmp_path / "run" / "checkpoints" / "step-00000020" / EVALUATION
+    good = path.read_bytes()
+    path.write_bytes(good[:-30] if harm is None else harm)
+    assert _metrics(tmp_path / "run")[20] == {}
+    run = begin(configured(tmp_path))
+    looked = _signal_in_evaluation(run, batch=-1)
+    assert finish(run).evaluation is not None and len(looked) == 1
+    assert path.read_bytes() == good
 
 
 def test_figures_make_the_round_trip() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import subprocess
 import sys
@@ -11,9 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from train_helpers import begin, configured
 
 from phalanx.core.errors import UserError
+from phalanx.launch.cores import ignored_threads
+from phalanx.train import start
 from phalanx.train.config import TrainConfig
 from phalanx.train.derived import memory
 from phalanx.train.derived.memory import host_available_bytes, require_memory, standing_bytes
@@ -97,6 +101,40 @@ def test_a_step_that_does_not_fit_says_what_to_set(tmp_path: Path, refusal: Call
     says = r"train.micro_batch = 2: 2 x 16 tokens at once do not fit.*set train.micro_batch=1 or train.recompute=full"
     with pytest.raises(UserError, match=says):
         run.accumulate_gradients(run.loader.batch(0, 4))
+
+
+@pytest.mark.parametrize("said", ["junk", "0", "-2", "2.5", "4x", ",2"])
+def test_a_number_of_threads_that_is_none(said: str) -> None:
+    expected = f"OMP_NUM_THREADS = {said!r} is no number of threads and is ignored"
+    assert ignored_threads({"OMP_NUM_THREADS": said}) == expected
+
+
+@pytest.mark.parametrize("said", ["", " ", "3", "3,2", " 4 "])
+def test_a_number_of_threads_that_is_one_or_none_at_all(said: str) -> None:
+    assert ignored_threads({"OMP_NUM_THREADS": said}) == ignored_threads({}) == ""
+
+
+def test_threads_that_are_ignored_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process, and before ranks are started, each of which is given a number."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "junk")
+    notes: list[str] = []
+    before = torch.get_num_threads()
+    try:
+        begin(configured(tmp_path, {"train.threads": 0}), notes).folder.release()
+    finally:
+        torch.set_num_threads(before)
+    (line,) = [note for note in notes if "OMP_NUM_THREADS" in note]
+    assert line == (
+        "OMP_NUM_THREADS = 'junk' is no number of threads and is ignored "
+        f"({len(os.sched_getaffinity(0))} here); set it to a whole number from 1, or unset it"
+    )
+    begin(configured(tmp_path, {"train.threads": 1}, "told"), notes).folder.release()
+    assert [note for note in notes if "OMP_NUM_THREADS" in note] == [line]
+    out = io.StringIO()
+    monkeypatch.setattr(start, "launch_local", lambda *args, **options: 0)
+    monkeypatch.setattr(start, "resolve_layout", lambda config, *args: config)
+    start.start_ranks(configured(tmp_path), Path("tiny.toml"), Console(file=out, width=200))
+    assert "OMP_NUM_THREADS = 'junk' is no number of threads and is ignored (each rank has" in out.getvalue()
 
 
 @pytest.mark.parametrize(("said", "setting", "expected"), [("1", 0, 1), ("3,2", 0, 3), ("3", 2, 2), ("many", 0, None)])

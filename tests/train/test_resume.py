@@ -319,15 +319,18 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_said(tmp_path: Path, dam
     assert figures(tmp_path / "run") == figures(tmp_path / "straight")
 
 
-def test_when_all_are_damaged_the_run_starts_anew_and_says_so(tmp_path: Path) -> None:
-    run_all(tmp_path, run="straight")
+@pytest.mark.parametrize("how", [_flip, lambda path: (path / "__0_0.distcp").unlink()])
+def test_when_all_are_damaged_the_run_does_not_start_anew(tmp_path: Path, how: Callable[[Path], object]) -> None:
+    """It would delete what a person may still mend."""
     run_all(tmp_path)
     for path in copies(tmp_path / "run"):
-        _flip(path)
-    printed = run_all(tmp_path)
-    assert printed.count("is damaged") == 4
-    assert "no checkpoint is whole: starting again from step 0" in printed
-    assert figures(tmp_path / "run") == figures(tmp_path / "straight")
+        how(path)
+    before = list(copies(tmp_path / "run"))
+    with pytest.raises(UserError, match="no good state is left") as refused:
+        run_all(tmp_path)
+    for path in before:
+        assert f"checkpoint {path.name} is damaged" in refused.value.problem
+    assert list(copies(tmp_path / "run")) == before
 
 
 def test_weights_that_are_restored_are_not_drawn_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,11 +343,6 @@ def test_weights_that_are_restored_are_not_drawn_first(tmp_path: Path, monkeypat
     assert len(drawn) == 2
     finish(begin(configured(tmp_path)))
     assert len(drawn) == 2
-    assert figures(tmp_path / "run") == figures(tmp_path / "straight")
-    for path in copies(tmp_path / "run"):
-        (path / "manifest.json").write_text("{")
-    run_all(tmp_path)  # nothing good is found, before anything was read
-    assert len(drawn) == 3
     assert figures(tmp_path / "run") == figures(tmp_path / "straight")
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.odd_files import ODD_FILES
 
-from phalanx.core.config import validate
+from phalanx.core.config import Config, known_keys, load, validate
 from phalanx.core.errors import UserError
 from phalanx.train.config import RunConfig
-from phalanx.train.run_folder import RunFolder, changes_between, note_hardware, open_for_training
+from phalanx.train.derived.changes import ASKED, FREE, TABLE, changes_between, classes
+from phalanx.train.run_folder import RunFolder, note_hardware, open_for_training
 
 
 def _config(**sections: dict[str, object]) -> RunConfig:
@@ -53,8 +58,39 @@ def test_another_config_is_refused_with_both_ways_out(tmp_path: Path) -> None:
     assert RunFolder(tmp_path).config().model.layers == 3
 
 
+def test_every_setting_is_classed_once() -> None:
+    """A new one fails here until somebody has thought about what becomes of a run that goes on with another value."""
+
+    keys = list(known_keys(RunConfig))
+    sections = {key for key in keys if any(re.match(rf"{re.escape(key)}\.[^0]", other) for other in keys)}
+    settings = [key.replace(".0.", ".*.") for key in keys if key not in sections]
+    listed = [f"{section}.{name}" for _, section, names in TABLE for name in names.split()]
+    assert sorted(listed) == sorted(settings)
+    assert len(classes()) == len(listed)
+
+
+def test_nothing_covers_the_meaning_of_the_weights() -> None:
+    """Whatever of the model is not told to be free or of training alone."""
+    may = {"model.attention_backend", "model.merged_projections", "model.dropout", "model.attention_dropout"}
+    may |= {"model.z_loss", "model.residual", "model.init_std", "model.init_depth_scaled"}
+    assert {key for key, kind in classes().items() if key.startswith("model.") and kind in (FREE, ASKED)} == may
+
+
+def test_what_is_only_written_out_is_no_change() -> None:
+    """Derived sizes given by hand, and settings of what is switched off."""
+    other = _config(model={"kv_heads": 12, "head_size": 64, "mlp_hidden": 2048, "mlp_multiple": 8, "max_sequence": 256})
+    changes = changes_between(_config(), other)
+    assert len(changes) == 5 and all(change.is_free and not change.bound for change in changes)
+
+
 def test_settings_that_do_not_change_the_numbers_may_change(tmp_path: Path) -> None:
-    other = _config(logging={"every_steps": 3}, checkpoint={"keep_last": 5}, evaluate={"every_steps": 7})
+    other = _config(
+        logging={"every_steps": 3},
+        checkpoint={"keep_last": 5},
+        evaluate={"every_steps": 7},
+        model={"attention_backend": "math"},
+        train={"steps": 3, "micro_batch": 4, "threads": 1, "recompute": "full"},
+    )
     assert all(change.is_free for change in changes_between(_config(), other))
 
 
@@ -107,8 +143,17 @@ def test_a_run_is_made_shorter_only_when_that_is_asked_for(tmp_path: Path) -> No
         ("data", {"sequence_length": 16}, r"data.sequence_length: 256 -> 16 \(the order of the samples\)"),
         ("data", {"random_offset": False}, r"data.random_offset: True -> False \(the order of the samples\)"),
         ("data", {"sources": [{"kind": "python-stdlib", "weight": 2.0}]}, r"weight: 0.0 -> 2.0 \(the order"),
-        ("model", {"layers": 3}, r"model.layers: 12 -> 3 \(the shapes of its weights\)"),
-        ("model", {"activation": "gelu"}, r"model.activation: .* -> 'gelu' \(the shapes of its weights\)"),
+        ("model", {"layers": 3}, r"model.layers: 12 -> 3 \(the shapes or the meaning of its weights\)"),
+        ("model", {"activation": "gelu"}, r"model.activation: .* -> 'gelu' \(the shapes or"),
+        ("model", {"heads": 6}, r"model.heads: 12 -> 6 \(the shapes or the meaning"),  # of equal shapes
+        ("model", {"rope_theta": 5e5}, r"model.rope_theta: 10000.0 -> 500000.0 \(the shapes or the meaning"),
+        ("model", {"norm_eps": 1e-6}, r"model.norm_eps: 1e-05 -> 1e-06 \(the shapes or the meaning"),
+        ("model", {"tie_embeddings": True}, r"model.tie_embeddings: False -> True \(the shapes or the meaning"),
+        ("model", {"logit_softcap": 30.0}, r"model.logit_softcap: 0.0 -> 30.0 \(the shapes or the meaning"),
+        ("model", {"attention": ["window"], "window": 8}, r"model.window: 0 -> 8 \(the shapes or the meaning"),
+        ("model", {"block": "parallel"}, r"model.block: 'serial' -> 'parallel' \(the shapes or the meaning"),
+        ("model", {"rope_scaling": {"kind": "yarn"}}, r"model.rope_scaling.kind: 'none' -> 'yarn' \(the shapes or"),
+        ("optim", {"bad_step": {"history": 64}}, r"optim.bad_step.history: 128 -> 64 \(the history of its bad steps\)"),
         ("optim", {"name": "lamb"}, r"optim.name: 'adamw' -> 'lamb' \(the state of its optimizer\)"),
     ],
 )
@@ -161,3 +206,33 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="damaged"):
         RunFolder(tmp_path).config()
+    for make, words in ODD_FILES.values():
+        (tmp_path / "config.json").rmdir() if (tmp_path / "config.json").is_dir() else (
+            tmp_path / "config.json"
+        ).unlink()
+        make(tmp_path / "config.json")
+        with pytest.raises(UserError, match=rf"config.json is damaged .*{words}"):
+            RunFolder(tmp_path).config()
+
+
+def _float_keys() -> list[str]:
+    def floats(annotation: object) -> bool:
+        return annotation is float or any(floats(inner) for inner in typing.get_args(annotation))
+
+    def of(kind: type[Config], prefix: str) -> Iterator[str]:
+        for name, field in kind.model_fields.items():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Config):
+                yield from of(field.annotation, f"{prefix}{name}.")
+            elif floats(field.annotation):
+                yield prefix + name
+
+    return list(of(RunConfig, ""))
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+@pytest.mark.parametrize("key", [*_float_keys(), "data.sources.0.weight", "optim.groups.0.lr"])
+def test_a_number_that_is_not_finite_is_refused(key: str, value: str) -> None:
+    given = f"[{value}, 0.9]" if key == "optim.betas" else value
+    needed = ["train.steps=3", "data.sources.0.kind=python-stdlib", "optim.groups.0.pattern=x"]
+    with pytest.raises(UserError, match=rf"{key}.* = -?{value.strip('-')}: .*finite number; it is: "):
+        load(RunConfig, None, [*needed, f"{key}={given}"])

@@ -10,7 +10,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from support import tiny
 
 from phalanx.core.config import load
 from phalanx.core.points import NO_POINTS, Points
+from phalanx.data.batch import Batch
 from phalanx.train import assemble as assembling
 from phalanx.train import session
 from phalanx.train.config import RunConfig
@@ -125,6 +126,14 @@ class Commands:
         process.start()
         return process
 
+    def call(self, target: Callable[..., None], *arguments: Any) -> int:
+        """What ends a process that does `target`: its exit status (negative: killed by that signal)."""
+        process = self._context.Process(target=target, args=arguments)
+        process.start()
+        process.join(120)
+        assert process.exitcode is not None, "the process hangs"
+        return process.exitcode
+
     def run(self, folder: Path, *arguments: str, limits: Mapping[str, int] | None = None) -> Ended:
         process = self.start(folder, arguments, limits)
         process.join(120)
@@ -154,6 +163,21 @@ def _child(folder: str, arguments: list[str], limits: dict[str, int]) -> None:
     from phalanx.cli.main import main
 
     main(arguments)
+
+
+def killed_in_evaluation(arguments: list[str], batch: int) -> None:
+    """A target: a whole run of these settings, which SIGKILL ends while its first evaluation looks at that batch."""
+    run = begin(load(RunConfig, None, arguments).value)
+    original = run.trainer.held_out_loss
+
+    def watched(batches: Iterable[Batch]) -> Iterator[Batch]:
+        for number, one in enumerate(batches, 1):
+            if number == batch:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield one
+
+    run.trainer.held_out_loss = lambda batches: original(watched(batches))  # type: ignore[method-assign]
+    finish(run)
 
 
 def wait_for_step(process: Any, run: Path, step: int) -> int:

@@ -8,6 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from phalanx.core.files import open_regular, read_regular
+
+_MOST_BYTES = {"manifest.json": 4 << 30, "SHA256SUMS": 64 << 20, "evaluation.json": 1 << 20}
+_ELSE_BYTES = 1 << 30
+
+
+def most_bytes(file: str) -> int:
+    """How large a file can be that is read as a whole, bytes; what is larger was never written by anybody.
+
+    A manifest has about 150 bytes for each chunk of a tensor: 4 GiB are enough for 2,200 tensors (weights and moments
+    of 80 layers) in 10,000 parts each, with the state of training. ``SHA256SUMS`` has at most 330 for each file: 64 MiB
+    are 200,000 files, two for each rank. What is left are records of a rank (``part-0.json``): 20 bytes for each run of
+    its elements, and rank 0's state.
+    """
+    return _MOST_BYTES.get(file, _ELSE_BYTES)
+
 
 class Files(Protocol):
     """The files of one checkpoint. Refusals are `OSError`s."""
@@ -27,11 +43,11 @@ class Files(Protocol):
         ...
 
     def read(self, file: str) -> bytes:
-        """A small file."""
+        """A small file; OddFileError: it is none, or larger than `most_bytes`."""
         ...
 
     def open(self, file: str) -> BinaryIO:
-        """A file for reading anywhere in it (`seek`, `readinto`)."""
+        """A file for reading anywhere in it (`seek`, `readinto`); OddFileError: it is none."""
         ...
 
     def size_bytes(self, file: str) -> int:
@@ -65,11 +81,11 @@ class FolderFiles:
 
     def read(self, file: str) -> bytes:
         """See `Files`."""
-        return (self.path / file).read_bytes()
+        return read_regular(self.path / file, most_bytes(file))
 
     def open(self, file: str) -> BinaryIO:
         """See `Files`."""
-        return (self.path / file).open("rb")
+        return open_regular(self.path / file)
 
     def size_bytes(self, file: str) -> int:
         """See `Files`."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
 from phalanx.checkpoint.format import manifest as manifests
+from phalanx.checkpoint.format.evaluation import read_evaluation
 from phalanx.checkpoint.format.files import Files, files_of
 from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, DamagedCheckpointError, FileEntry, Manifest
 
+_STEP = re.compile(r"(?:[a-z]+-)?step-([0-9]{8,})(?![0-9])")  # also of those kept aside
 _BLOCK_BYTES = 4 << 20  # of an object store, each is a request
 
 
@@ -24,6 +27,8 @@ def examine(
     place: Path | Files, *, checksums: bool = True, manifest_sha256: str = "", spare: Spare | None = None
 ) -> Manifest:
     """Read the manifest of the checkpoint at `place` and hold its files against it.
+
+    Its metrics are those of the evaluation that was made after it was written, too.
 
     Args:
         place: the folder of one checkpoint, or its files.
@@ -41,7 +46,8 @@ def examine(
         for file in manifest.files:
             with _sparing(manifest, file.name, spare):
                 check_file(files, file)
-    return manifest
+    found = read_evaluation(files, manifest.step).metrics
+    return manifest.model_copy(update={"metrics": manifest.metrics | found}) if found else manifest
 
 
 def read_manifest(files: Files, *, manifest_sha256: str = "", spare: Spare | None = None) -> tuple[bytes, Manifest]:
@@ -74,6 +80,10 @@ def read_manifest(files: Files, *, manifest_sha256: str = "", spare: Spare | Non
             raise
         manifest = manifests.decode(content, files.url)
         spare(SUMS, damage)
+    named = _STEP.match(files.name)
+    if named is not None and int(named[1]) != manifest.step:
+        problem = f"{MANIFEST} is of step {manifest.step}, and the name says {int(named[1])}"
+        raise DamagedCheckpointError(files.url, problem)
     for file in manifest.files:
         with _sparing(manifest, file.name, spare):
             _check_size(files, file)

@@ -125,7 +125,8 @@ class Checkpoint:
 
     def _require_same(self) -> None:
         try:
-            is_same = manifests.decode(self.files.read(MANIFEST), self.files.url) == self.manifest
+            now = manifests.decode(self.files.read(MANIFEST), self.files.url)
+            is_same = now.model_copy(update={"metrics": self.manifest.metrics}) == self.manifest
         except OSError:
             is_same = False
         if not is_same:
@@ -172,7 +173,8 @@ def newest(
         peers: the ranks.
 
     Raises:
-        UserError: it was written by a newer version, or storage refuses to say what there is.
+        UserError: it was written by a newer version, or storage refuses to say what there is, or there are checkpoints
+            and none is good.
     """
     store = LocalStore(place) if isinstance(place, Path) else place
     found: list[DurableSource] = []

@@ -17,6 +17,7 @@ from typing_extensions import Buffer
 
 from phalanx.checkpoint.format import manifest as manifests
 from phalanx.checkpoint.format.archive import read_box
+from phalanx.checkpoint.format.evaluation import read_evaluation
 from phalanx.checkpoint.format.files import Files
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError, FileEntry, Manifest, TensorEntry
 from phalanx.checkpoint.format.runs import RUN_BYTES, BadSumError, CheckedFile, run_starts
@@ -31,6 +32,7 @@ from phalanx.core.errors import UserError
 from phalanx.core.peers import ALONE, Peers
 
 _HASH_BYTES = 1 << 20
+_NEXT = "; trying the one before it"
 _DAMAGES = (OSError, ValueError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, EOFError)
 
 
@@ -44,18 +46,26 @@ class DurableSource:
             by one of the ranks.
         peers: the ranks that read.
         spared: files that are not needed, and known to be damaged.
+        later: values of its state that were learnt after it was written.
 
     Attributes:
         files, manifest: as given.
     """
 
     def __init__(
-        self, files: Files, manifest: Manifest, *, verify: bool = True, peers: Peers = ALONE, spared: Sequence[str] = ()
+        self,
+        files: Files,
+        manifest: Manifest,
+        *,
+        verify: bool = True,
+        peers: Peers = ALONE,
+        spared: Sequence[str] = (),
+        later: Mapping[str, Any] | None = None,
     ) -> None:
         self.files, self.manifest, self._verify, self._peers = files, manifest, verify, peers
         self._spared = frozenset(spared)
         self.name, self.step, self.attempt = files.name, manifest.step, manifest.attempt
-        self.state = manifest.state
+        self.state = {**manifest.state, **later} if later else manifest.state
         self._files = {file.name: file for file in manifest.files}
         self._numbers = {name: number for number, name in enumerate(self._files)}
         self.tensors = {key: _saved(entry, self._numbers) for key, entry in manifest.tensors.items()}
@@ -177,7 +187,7 @@ class Checkpoints:
         store: where they are.
         verify: see `DurableSource`.
         peers: the ranks; every method is called by all together.
-        refused: what was refused before is not tried again; grows. Rank 0's counts.
+        refused: what was refused before, which is not tried again, and why; grows. Rank 0's counts.
         tell: called on every rank with a line for each one that is passed over.
         note: called on every rank with a line for each damaged file of one that is used all the same.
     """
@@ -187,7 +197,7 @@ class Checkpoints:
         store: Store,
         verify: bool,
         peers: Peers,
-        refused: set[str],
+        refused: dict[str, str],
         tell: Callable[[str], None],
         note: Callable[[str], None],
     ) -> None:
@@ -216,12 +226,17 @@ class Checkpoints:
         """After `peek` has found one: that one, which is found again until it is refused."""
         assert self._found is not None
         found, self._found = self._found, None
-        text = at_first(self._peers, lambda: pack(self._content.decode()))
         files = Stored(self._store, found.name)
+
+        def told() -> list[Any]:
+            return [pack(self._content.decode()), read_evaluation(files, found.step).state]
+
+        text, later = at_first(self._peers, told)
         for cause in found.spared.values():
             self._note(remark(found.name, cause))
         manifest = manifests.decode(unpack(text).encode(), files.url)
-        return DurableSource(files, manifest, verify=self._verify, peers=self._peers, spared=tuple(found.spared))
+        spared = tuple(found.spared)
+        return DurableSource(files, manifest, verify=self._verify, peers=self._peers, spared=spared, later=later)
 
     def refuse(self, cause: str) -> None:
         """The one that was taken last is damaged."""
@@ -232,6 +247,16 @@ class Checkpoints:
 
         for line in at_first(self._peers, refused):
             self._tell(line)
+
+    def unusable(self) -> list[str]:
+        """Why none can be used, a line for each that is there or was; empty: there never was one."""
+
+        def told() -> list[str]:
+            known = [(name, self._refused.get(self._identify(name))) for name, _ in self._listed()]
+            damaged = [refusal(name, cause) for name, cause in known if cause is not None]
+            return [line.removesuffix(_NEXT) for line in [*self._order.passed_over(), *damaged]]
+
+        return at_first(self._peers, told)
 
     def _look(self) -> dict[str, Any]:
         found = self._first()
@@ -260,7 +285,7 @@ class Checkpoints:
 
     def _refuse(self, identity: str, cause: str) -> None:
         """Tell of it, unless another has meanwhile taken its place, which is tried next, or it was deleted."""
-        self._refused.add(identity)
+        self._refused[identity] = cause
         name, _, rest = identity.partition(" ")
         if rest and self._identify(name) == identity:
             self._lines.append(refusal(name, cause))
@@ -280,7 +305,7 @@ class Checkpoints:
 
 def refusal(name: str, cause: str) -> str:
     """What to tell of a checkpoint that is not used."""
-    return f"checkpoint {name} is damaged ({cause}); trying the one before it"
+    return f"checkpoint {name} is damaged ({cause}){_NEXT}"
 
 
 def remark(name: str, cause: str) -> str:

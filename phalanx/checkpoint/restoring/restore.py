@@ -41,6 +41,22 @@ from phalanx.core.errors import UserError
 from phalanx.core.peers import ALONE, Copies, Peers
 from phalanx.core.shard import Shard
 
+_SHOWN = 8
+
+
+class NoneGoodError(UserError):
+    """Durable checkpoints are there, or were, and none can be used: to begin anew would in time delete what is left."""
+
+    def __init__(self, unusable: list[str], url: str, *, is_filled: bool) -> None:
+        told = "; ".join(unusable[:_SHOWN]) + (f"; and {len(unusable) - _SHOWN} more" if unusable[_SHOWN:] else "")
+        spoilt = ", and the tensors hold parts of a damaged one" if is_filled else ""
+        super().__init__(
+            f"no good state is left{spoilt}: {told}",
+            cure="bring back what is missing or damaged, or give another folder; to begin anew in this one, remove its "
+            "step-* and latest-*.json",
+            field=url,
+        )
+
 
 class SpoiltError(UserError):
     """All that was found is damaged, which was seen only while it was read: the tensors hold parts of it."""
@@ -194,12 +210,13 @@ def restore(
         refused: what calls before this one have refused, which is not tried again; grows.
 
     Returns:
-        What was restored, or None where there is nothing, or nothing good.
+        What was restored, or None where there is nothing, or nothing good in memory and never anything durable.
 
     Raises:
         UserError: what was found does not fit, listing what is missing, unexpected, or of another shape or dtype; or
             nothing good is in memory and the storage cannot be read.
-        SpoiltError: all that was found is damaged, and this was seen only while it was read.
+        NoneGoodError: durable checkpoints are there, or the pointer says that they were, and none can be used.
+        SpoiltError: all that was found, in memory only, is damaged, and this was seen only while it was read.
         ValueError: a shard has not the size of its tensor.
     """
     began_s = time.monotonic()
@@ -228,6 +245,9 @@ def restore(
         else:
             log.rates += filled.rates
             return _restored(source, differences, log, filled, time.monotonic() - began_s)
+    unusable = states.unusable()
+    if store is not None and unusable:
+        raise NoneGoodError(unusable, store.url, is_filled=log.filled_in_vain)
     if log.filled_in_vain:
         raise SpoiltError(log.refusals)
     return None
@@ -252,12 +272,13 @@ class Refused:
     """What was found to be damaged, so that it is not tried again, and what was said of it, so that it is said once.
 
     Attributes:
-        durable: checkpoints, as `phalanx.checkpoint.restoring.durable.Checkpoints` tells them from others; rank 0's.
+        durable: checkpoints, as `phalanx.checkpoint.restoring.durable.Checkpoints` tells them from others, and why they
+            were; rank 0's.
         copies: of shards in memory: snapshot, host, rank.
         told: lines for people.
     """
 
-    durable: set[str] = field(default_factory=set)
+    durable: dict[str, str] = field(default_factory=dict)
     copies: set[tuple[SnapshotId, str, int]] = field(default_factory=set)
     told: set[str] = field(default_factory=set)
 
@@ -328,6 +349,10 @@ class _States:
         else:
             assert self._durable is not None
             self._durable.refuse(faults[0].cause)
+
+    def unusable(self) -> list[str]:
+        """Why no durable checkpoint can be used, where there is or was one."""
+        return [] if self._durable is None else self._durable.unusable()
 
     def _bad(self, choice: Choice) -> set[tuple[str, int]]:
         """The copies of it that have been refused before."""

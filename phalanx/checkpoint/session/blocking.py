@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.config import CheckpointConfig
+from phalanx.checkpoint.format.evaluation import Evaluation
 from phalanx.checkpoint.format.manifest import MANIFEST, Meta
 from phalanx.checkpoint.policy.adapting import AutoInterval
 from phalanx.checkpoint.restoring.restore import Refused, Wanted, restore
@@ -21,7 +22,7 @@ from phalanx.checkpoint.session.session import Tensors
 from phalanx.checkpoint.snapshot.plans import Roles
 from phalanx.checkpoint.storage.latest import advance, claim
 from phalanx.checkpoint.storage.location import clean, has_names, open_store
-from phalanx.checkpoint.storage.prune import prune
+from phalanx.checkpoint.storage.prune import add_evaluation, prune
 from phalanx.checkpoint.together import at_first
 from phalanx.core.layout import Layout
 from phalanx.core.peers import ALONE, Copies, Peers
@@ -58,7 +59,7 @@ class BlockingSession:
         self._layout, self._run_config = str(layout), dict(run_config or {})
         self._report, self._points = report, points
         self._store = open_store(folder)
-        self.attempt: int = at_first(peers, lambda: claim(self._store))
+        self.attempt: int = at_first(peers, lambda: claim(self._store, report=report))
         self._agenda = Agenda(config, AutoInterval(config), decides=peers.rank == 0)
         self._answer: Callable[[], int] | None = None
         self._tensors: Tensors = {}
@@ -66,6 +67,7 @@ class BlockingSession:
         self._events: list[Event] = []
         self._asked: int | None = None
         self._saved: int | None = None
+        self._newest = (-1, "")
         self._refused = Refused()
 
     def has_states(self) -> bool:
@@ -75,7 +77,7 @@ class BlockingSession:
     def restore(self, wanted: Wanted, shards: Mapping[str, Shard] | None = None, **options: Any) -> Restored | None:
         """Fill tensors from the newest good checkpoint; see `phalanx.checkpoint.session.session.Session.restore`."""
         at_first(self._peers, partial(clean, self._store, self.attempt))
-        return restore(
+        restored = restore(
             wanted,
             keeper=None,
             store=self._store,
@@ -87,6 +89,8 @@ class BlockingSession:
             refused=self._refused,
             **options,
         )
+        self._newest = (-1, "") if restored is None else (restored.step, restored.name)
+        return restored
 
     def watch(
         self, tensors: Tensors, shards: Mapping[str, Shard] | None, roles: Roles, *, overlap: bool | None = None
@@ -122,6 +126,12 @@ class BlockingSession:
             self._agenda.took(step, persist=True)
             self._save(step, state, dict(metrics or {}))
             self._saved = step
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """As of `Session.evaluated`; the checkpoint, if one was taken, is durable."""
+        step, name = self._newest
+        if self._peers.rank == 0 and step == evaluation.step:
+            add_evaluation(self._store, name, evaluation, self._config, self._report)
 
     def events(self) -> list[Event]:
         """Checkpoints written since the last call."""
@@ -163,6 +173,7 @@ class BlockingSession:
 
     def _published(self, step: int, path: Path) -> None:
         """Move the pointer, and delete what is no longer to be kept."""
-        digest = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
+        self._newest = (step, path.name)
+        digest = hashlib.sha256(self._store.read(path.name, MANIFEST)).hexdigest()
         advance(self._store, self.attempt, step, path.name, digest)
         prune(self._folder, self._config, good_step=step)

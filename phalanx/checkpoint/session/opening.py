@@ -82,7 +82,7 @@ def open_session(
     hosts, racks, seen, marks = zip(*everywhere(peers, greet), strict=True)
 
     def begin() -> list[Any]:
-        return [_claimed(destination_url, options, max(seen)), secrets.token_hex(4)]
+        return [_claimed(destination_url, options, max(seen), report), secrets.token_hex(4)]
 
     attempt, nonce = at_first(peers, begin)
     secret = _secret(config, peers, hosts, marks, given[0], report)
@@ -138,9 +138,9 @@ def _linked(connect: Callable[[], Keeper], report: Callable[[str], None]) -> Lin
         raise UserError(f"no keeper can be started on this host ({error})", cure=cure) from error
 
 
-def _claimed(url: str, options: Mapping[str, Any], seen: int) -> int:
+def _claimed(url: str, options: Mapping[str, Any], seen: int, report: Callable[[str], None]) -> int:
     try:
-        return claim(open_store(url, options), seen)
+        return claim(open_store(url, options), seen, report)
     except OSError as error:
         mend = "see to bucket, credentials (in the environment) and network" if "://" in url else "make it writable"
         cure = f"{mend}, or set checkpoint.folder to another place"

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.checkpoint.format import manifest as manifests
+from phalanx.checkpoint.format.evaluation import Evaluation
 from phalanx.checkpoint.format.plan import JobPlan, ShardPlan
 from phalanx.checkpoint.format.record import SnapshotId
 from phalanx.checkpoint.keeper.contract import Keeper, Stage, Taken
@@ -30,7 +31,11 @@ from phalanx.checkpoint.session.pace import StepPace
 from phalanx.checkpoint.session.stall import Stall
 from phalanx.checkpoint.snapshot.copying import Copier, Copying
 from phalanx.checkpoint.snapshot.plans import Roles, make_plans
+from phalanx.checkpoint.storage.base import Store
+from phalanx.checkpoint.storage.latest import read_latest
 from phalanx.checkpoint.storage.location import clean, has_names, open_store
+from phalanx.checkpoint.storage.names import step_of
+from phalanx.checkpoint.storage.prune import add_evaluation
 from phalanx.checkpoint.together import at_first, everywhere
 from phalanx.core.errors import UserError
 from phalanx.core.shard import Shard
@@ -74,6 +79,7 @@ class Session:
         self._taken: int | None = None
         self._persisted: int | None = None
         self._refused = Refused()
+        self._evaluations: dict[int, Evaluation] = {}
         self._from = SnapshotId(-1, 0, "")  # training goes on from nothing that is in memory
 
     @property
@@ -129,6 +135,7 @@ class Session:
         if restored is not None:
             self._agenda.begin(restored.step)
             self._from = SnapshotId(restored.step, restored.attempt, "")
+            self._news.newest = restored.name or at_first(job.peers, lambda: _durable_name(store, restored))
         return restored
 
     def watch(
@@ -180,6 +187,7 @@ class Session:
             self._pace.began(step, self._agenda.auto, is_plain=not self.is_under_way)
             self._step = step
             self._news.collect()
+            self._add_evaluations()
 
     def fence(self) -> None:
         """Parameters and optimizer state may be changed after this; called by all ranks alike.
@@ -247,6 +255,27 @@ class Session:
                 if decision.persist and self.job.config.wait:
                     self._wait(step)
 
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """The state of a step was evaluated after `after_step`: kept with its checkpoint, if one is or becomes durable.
+
+        Called by all ranks alike; rank 0 writes.
+        """
+        if self.job.peers.rank == 0:
+            self._evaluations[evaluation.step] = evaluation
+            self._news.collect()
+            self._add_evaluations()
+
+    def _add_evaluations(self) -> None:
+        """Write down those whose checkpoints are durable, and forget those that have none any more."""
+        if not self._evaluations:
+            return
+        durable = step_of(self._news.newest) if self._news.newest else -1
+        job = self.job
+        if durable in self._evaluations:
+            store = open_store(job.destination.url, job.destination.options)
+            add_evaluation(store, self._news.newest, self._evaluations[durable], job.config, job.report)
+        self._evaluations = {s: e for s, e in self._evaluations.items() if durable < s == self._persisted}
+
     def events(self) -> list[Event]:
         """Snapshots of this rank that have ended since the last call, durable or not."""
         self._news.collect()
@@ -275,6 +304,9 @@ class Session:
         Args:
             clean: training has ended well, so that nothing in memory is needed any more.
         """
+        if clean and self._evaluations:
+            self._news.collect()
+            self._add_evaluations()
         if self._copying is not None:
             self._copying.wait()
         if self._copier is not None:
@@ -319,6 +351,9 @@ class Session:
     def _take(
         self, taken: Taken, state: Callable[[], Any], stepped: Stepped, *, persist: bool, hurry: bool = False
     ) -> None:
+        if persist and self._evaluations:  # the one before is durable by now, and is pruned by its figures
+            self._news.collect()
+            self._add_evaluations()
         skipped = self._agenda.skipped
         self._agenda.took(taken.step, persist=persist)
         text = self._text(state) if self.job.peers.rank == 0 else ""
@@ -397,3 +432,12 @@ class Session:
         if self._copying is not None:
             self._copying.wait()
             self._copying = None
+
+
+def _durable_name(store: Store, restored: Restored) -> str:
+    """Of the durable checkpoint of a state that came from memory; empty: it has none, as far as can be seen."""
+    try:
+        latest = read_latest(store)
+    except (OSError, UserError):
+        return ""
+    return latest.name if latest is not None and latest.step == restored.step else ""

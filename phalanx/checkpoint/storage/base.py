@@ -15,6 +15,9 @@ from typing_extensions import Buffer
 
 from phalanx.checkpoint.format.manifest import FileEntry
 
+KEY_MOST_BYTES = 1 << 20
+"""Of a small file beside the checkpoints; an entry of the pointer has about 300 bytes, what failed a few lines."""
+
 
 class SupersededError(RuntimeError):
     """An attempt with a higher number is in charge: this process is a leftover, and must discard what it wrote."""
@@ -45,7 +48,8 @@ class Store(Protocol):
         ...
 
     def read(self, name: str, file: str) -> bytes:
-        """A small file of a checkpoint or an area; FileNotFoundError if it is not there."""
+        """A small file of a checkpoint or an area; FileNotFoundError if it is not there, OddFileError if it is no file
+        or larger than it can be (`phalanx.checkpoint.format.files.most_bytes`)."""
         ...
 
     def open(self, name: str, file: str) -> BinaryIO:
@@ -108,11 +112,12 @@ class Store(Protocol):
         ...
 
     def keys(self, prefix: str) -> list[str]:
-        """Names of the small files that begin with `prefix`."""
+        """Names of the small files that begin with `prefix`, and of whatever else bears such a name."""
         ...
 
     def get(self, key: str) -> bytes:
-        """One of them; FileNotFoundError if it is not there."""
+        """One of them; FileNotFoundError if nothing is there, OddFileError if it is no file, or larger than
+        `KEY_MOST_BYTES`."""
         ...
 
     def remove(self, key: str) -> None:

@@ -40,6 +40,7 @@ _LOCK = ".lock"
 _REPLACED = ".replaced"
 _AT_FDCWD = -100  # <fcntl.h>
 _RENAME_EXCHANGE = 2  # <linux/fs.h>
+_TRIES = 100  # where each is in vain only because another process came between
 
 
 @dataclass(frozen=True, order=True)
@@ -110,12 +111,13 @@ def hold(aside: Path) -> int:
         FileExistsError: a living writer holds it (or it cannot be known, where the file system has no locks).
     """
     lock = Path(f"{aside}{_LOCK}")
-    while True:
+    for _ in range(_TRIES):
         _clean_writing(aside)
         descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
         if try_lock(descriptor) is not False and lock.exists():
             return descriptor
         os.close(descriptor)
+    raise _never_locked(lock)
 
 
 def release(aside: Path, lock: int) -> None:
@@ -140,9 +142,14 @@ def publish(aside: Path, points: Points = NO_POINTS) -> Path:
     final = published_path(aside)
     fsync_folder(aside)
     points.reach("checkpoint.before-rename", path=aside)
-    while not (_rename_to_free(aside, final) or exchange(aside, final)):
+    for _ in range(_TRIES):
+        if _rename_to_free(aside, final) or exchange(aside, final):
+            break
         _rename_to_free(final, Path(f"{aside}{_REPLACED}"))
         points.reach("checkpoint.between-renames", path=aside)
+    else:
+        problem = f"something lies there again after {_TRIES} tries to make room"
+        raise FileExistsError(errno.EEXIST, problem, str(final))
     points.reach("checkpoint.after-rename", path=final)
     fsync_folder(aside.parent)
     points.reach("checkpoint.published", path=final)
@@ -168,15 +175,18 @@ def clean(folder: Path) -> None:
 
     Does nothing to folders that a living process writes, and nothing where this process may not write.
     """
-    with suppress(OSError):
-        names = sorted(path.name for path in folder.iterdir() if path.name.startswith((_WRITING, _DELETING)))
-        for aside in {folder / name.removesuffix(_LOCK).removesuffix(_REPLACED) for name in names}:
-            if aside.name.startswith(_DELETING):
-                shutil.rmtree(aside, ignore_errors=True)
+    try:
+        names = sorted(path.name for path in folder.iterdir() if path.name.startswith((_WRITING, _DELETING, CREATING)))
+    except OSError:
+        return
+    for path in {folder / name.removesuffix(_LOCK).removesuffix(_REPLACED) for name in names}:
+        with suppress(OSError):  # what cannot be cleared up hinders no other
+            if path.name.startswith(CREATING):
+                _clean_file(path)
+            elif path.name.startswith(_DELETING):
+                shutil.rmtree(path, ignore_errors=True)
             else:
-                _clean_writing(aside)
-        for half_made in folder.glob(f"{CREATING}*"):
-            _clean_file(half_made)
+                _clean_writing(path)
 
 
 def delete(path: Path, points: Points = NO_POINTS) -> None:
@@ -193,13 +203,18 @@ def _claim(folder: Path, step: int) -> tuple[Path, int]:
 
     Between creating the lock file and taking the lock, another process may judge it a leftover; then take a new name.
     """
-    while True:
+    for _ in range(_TRIES):
         aside = folder / f"{_WRITING}{checkpoint_name(step)}-{uuid.uuid4().hex[:12]}"
         lock = Path(f"{aside}{_LOCK}")
         descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
         if try_lock(descriptor) is not False and lock.exists():
             return aside, descriptor
         os.close(descriptor)
+    raise _never_locked(lock)
+
+
+def _never_locked(lock: Path) -> OSError:
+    return OSError(errno.EAGAIN, f"other processes took it for a leftover, {_TRIES} times", str(lock))
 
 
 def try_lock(descriptor: int) -> bool | None:

@@ -19,15 +19,30 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 from phalanx.checkpoint.storage.base import Store, SupersededError
+from phalanx.core.errors import UserError
+from phalanx.core.files import OddFileError
 
 _PREFIX = "latest-"
-_KEY = re.compile(r"latest-(\d{8,})\.json")
+_KEY = re.compile(r"latest-([0-9]{8,})\.json")
 _KEPT = 16
 """Entries that stay; more than others can append while one writer looks whether its own is in the row."""
+
+_LOOKS = 1000
+"""Of one writer while others append, and come before it each time."""
+
+_STILL_LOOKS = 16
+"""That show the same row although nothing can be appended to it: with the pauses between, 10 s, which is more than a
+listing lags behind (NFS: 3 s)."""
+
+_PAUSES_S = (0.01, 1.0)
+"""After the first of them, doubled from then on, and the longest."""
+
+Pause = Callable[[float], None]
 
 
 @dataclass(frozen=True)
@@ -94,37 +109,38 @@ def read_latest(store: Store, report: Callable[[str], None] = ignore) -> Latest 
     return _look(store, report, forgive=True).entry
 
 
-def claim(store: Store, at_least: int = 0) -> int:
+def claim(store: Store, at_least: int = 0, report: Callable[[str], None] = ignore, pause: Pause = time.sleep) -> int:
     """Put a new attempt in charge.
 
     Args:
         store: where the pointer is.
         at_least: the highest attempt that is known from elsewhere.
+        report: as of `read_latest`.
+        pause: waits so many seconds.
 
     Returns:
         The number of the new attempt, higher than all before; no other claim gets it.
 
     Raises:
-        OSError: storage refuses.
+        OSError: storage refuses. UserError: nothing can be appended, whatever lies there.
     """
-    while True:
-        row = _look(store, ignore)
+    for row in _rows(store, pause, report):
         former = row.entry or Latest(0, 0)
         # Each entry that cannot be read may have been a claim.
         attempt = max(former.attempt + row.unread, at_least) + 1
         if _append(store, row, attempt, (former.step, former.name, former.manifest_sha256)):
             return attempt
+    raise AssertionError("unreachable")
 
 
-def advance(store: Store, attempt: int, step: int, name: str, manifest_sha256: str) -> None:
+def advance(store: Store, attempt: int, step: int, name: str, manifest_sha256: str, pause: Pause = time.sleep) -> None:
     """Point to the checkpoint `name` of `step`, which is there, for the attempt in charge.
 
     Raises:
         SupersededError: a higher attempt is in charge.
-        OSError: storage refuses.
+        OSError: storage refuses. UserError: nothing can be appended, whatever lies there.
     """
-    while True:
-        row = _look(store, ignore)
+    for row in _rows(store, pause):
         require_charge(row.entry, attempt)
         if _append(store, row, attempt, (step, name, manifest_sha256)):
             return
@@ -151,10 +167,38 @@ class _Row:
     unread: int
 
 
-def _look(store: Store, report: Callable[[str], None], *, forgive: bool = False) -> _Row:
+def _rows(store: Store, pause: Pause, report: Callable[[str], None] = ignore) -> Iterator[_Row]:
+    """What a writer sees each time it looks, for as long as there is hope that it may append: never for ever."""
+    highest, still = -1, 0
+    for looks in range(_LOOKS):
+        row = _look(store, ignore if looks else report, pause=pause)
+        still = still + 1 if row.highest == highest else 0
+        if still >= _STILL_LOOKS:
+            break
+        if still:
+            pause(_after(still))
+        highest = row.highest
+        yield row
+    raise _no_way(store, highest + 1, "no entry of the pointer can be made of this name, or read back")
+
+
+def _after(looks: int) -> float:
+    first, longest = _PAUSES_S
+    return min(float(first * 2 ** (looks - 1)), longest)
+
+
+def _no_way(store: Store, number: int, why: str) -> UserError:
+    cure = "look at what lies there, remove it if it is none of this run's, and start again"
+    return UserError(f"{_key(number)}: {why}", cure=cure, field=store.url)
+
+
+def _look(store: Store, report: Callable[[str], None], *, forgive: bool = False, pause: Pause = time.sleep) -> _Row:
     """Where an entry cannot be read because storage fails, rather than because it is damaged, a writer must not go on:
     it might be that of a higher attempt. A reader may (`forgive`)."""
-    while True:
+    number = 0
+    for looks in range(_STILL_LOOKS):
+        if looks:
+            pause(_after(looks))
         numbers = _numbers(store)
         unread = 0
         for number in numbers:
@@ -163,14 +207,17 @@ def _look(store: Store, report: Callable[[str], None], *, forgive: bool = False)
             except FileNotFoundError:
                 break  # cleared up since it was listed, so newer ones are there
             except (OSError, ValueError) as error:
-                if isinstance(error, OSError) and not forgive:
+                is_odd = isinstance(error, OddFileError)
+                if isinstance(error, OSError) and not (is_odd or forgive):
                     raise
                 unread += 1
-                report(f"{_key(number)} in {store.url} cannot be read ({error}); the entry before it is used")
+                why = f"{error.strerror}: remove it" if isinstance(error, OddFileError) else str(error)
+                report(f"{_key(number)} in {store.url} cannot be read ({why}); the entry before it is used")
             else:
                 return _Row(entry, numbers[0], unread)
         else:
             return _Row(None, numbers[0] if numbers else 0, unread)
+    raise _no_way(store, number, "it is listed, and cannot be opened")
 
 
 def _append(store: Store, row: _Row, attempt: int, target: tuple[int, str, str]) -> bool:
@@ -199,7 +246,7 @@ def _is_in_row(store: Store, entry: Latest, numbers: list[int]) -> bool:
 def _read(store: Store, number: int) -> Latest | None:
     try:
         return Latest.from_bytes(store.get(_key(number)), number)
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, OddFileError, ValueError):
         return None
 
 
@@ -212,9 +259,10 @@ def _clear_up(store: Store, numbers: list[int]) -> None:
 
 
 def _numbers(store: Store) -> list[int]:
-    """Highest first."""
-    matches = (_KEY.fullmatch(key) for key in store.keys(_PREFIX))
-    return sorted((int(match[1]) for match in matches if match is not None), reverse=True)
+    """Highest first; of names as `_key` gives them only."""
+    matches = ((key, _KEY.fullmatch(key)) for key in store.keys(_PREFIX))
+    found = [int(match[1]) for key, match in matches if match is not None and _key(int(match[1])) == key]
+    return sorted(found, reverse=True)
 
 
 def _key(number: int) -> str:

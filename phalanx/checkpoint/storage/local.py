@@ -18,14 +18,15 @@ from phalanx.checkpoint.format.files import FolderFiles
 from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, FileEntry
 from phalanx.checkpoint.storage import folder as folders
 from phalanx.checkpoint.storage import names
-from phalanx.checkpoint.storage.base import SupersededError
+from phalanx.checkpoint.storage.base import KEY_MOST_BYTES, SupersededError
 from phalanx.checkpoint.storage.direct import write_whole
 from phalanx.checkpoint.storage.latest import read_latest, require_charge
 from phalanx.core.errors import UserError
-from phalanx.core.files import fsync_folder
+from phalanx.core.files import fsync_folder, read_regular
 from phalanx.core.points import NO_POINTS, Points
 
 _LONGEST_WAIT_S = 0.5
+_TRIES = 100
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -182,21 +183,22 @@ class LocalStore:
         path = self.path / names.plain(key)
         self.path.mkdir(parents=True, exist_ok=True)
         with _naming(path):
-            made = None
-            while made is None:
+            for _ in range(_TRIES):
                 made = self._create(path, content)
-            fsync_folder(self.path)
-        return made
+                if made is not None:
+                    fsync_folder(self.path)
+                    return made
+        raise OSError(errno.EAGAIN, f"what was to become it vanished {_TRIES} times: something clears up here", path)
 
     def keys(self, prefix: str) -> list[str]:
         """See `Store`."""
         with suppress(FileNotFoundError, NotADirectoryError):
-            return sorted(e.name for e in os.scandir(self.path) if e.name.startswith(prefix) and e.is_file())
+            return sorted(entry.name for entry in os.scandir(self.path) if entry.name.startswith(prefix))
         return []
 
     def get(self, key: str) -> bytes:
         """See `Store`."""
-        return (self.path / names.plain(key)).read_bytes()
+        return read_regular(self.path / names.plain(key), KEY_MOST_BYTES)
 
     def remove(self, key: str) -> None:
         """See `Store`."""

@@ -18,12 +18,15 @@ from typing import Any, BinaryIO, cast
 import fsspec
 from typing_extensions import Buffer
 
+from phalanx.checkpoint.format.files import most_bytes
 from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, FileEntry
 from phalanx.checkpoint.storage import names
+from phalanx.checkpoint.storage.base import KEY_MOST_BYTES
 from phalanx.checkpoint.storage.conditional import creator
 from phalanx.checkpoint.storage.ranges import RangeFile
 from phalanx.checkpoint.storage.retry import retried
 from phalanx.checkpoint.storage.upload import abandon, upload
+from phalanx.core.files import too_large
 from phalanx.core.points import NO_POINTS, Points
 
 
@@ -76,7 +79,7 @@ class ObjectStore:
 
     def read(self, name: str, file: str) -> bytes:
         """See `Store`."""
-        return self._cat(self._path(name, file))
+        return self._whole(self._path(name, file), most_bytes(file))
 
     def open(self, name: str, file: str) -> BinaryIO:
         """See `Store`. Read by ranges: only what is asked for, and a little ahead."""
@@ -86,11 +89,7 @@ class ObjectStore:
 
     def size_bytes(self, name: str, file: str) -> int:
         """See `Store`."""
-        path = self._path(name, file)
-        info = retried(path, partial(self._fs.info, path))
-        if info["type"] != "file":
-            raise IsADirectoryError(path)
-        return int(info["size"])
+        return self._size(self._path(name, file))
 
     def begin(self, step: int, attempt: int, nonce: str) -> str:
         """See `Store`.
@@ -182,7 +181,7 @@ class ObjectStore:
 
     def get(self, key: str) -> bytes:
         """See `Store`."""
-        return self._cat(f"{self._root}/{names.plain(key)}")
+        return self._whole(f"{self._root}/{names.plain(key)}", KEY_MOST_BYTES)
 
     def remove(self, key: str) -> None:
         """See `Store`."""
@@ -217,6 +216,18 @@ class ObjectStore:
         except FileNotFoundError:
             return []
         return found
+
+    def _size(self, path: str) -> int:
+        info = retried(path, partial(self._fs.info, path))
+        if info["type"] != "file":
+            raise IsADirectoryError(path)
+        return int(info["size"])
+
+    def _whole(self, path: str, most: int) -> bytes:
+        size_bytes = self._size(path)
+        if size_bytes > most:
+            raise too_large(path, size_bytes, most)
+        return self._cat(path)
 
     def _cat(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
         return bytes(retried(path, partial(self._fs.cat_file, path, start=start, end=end)))

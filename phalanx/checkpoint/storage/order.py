@@ -27,21 +27,24 @@ class Order:
         names = self._store.names()
         if latest is None or not latest.name:
             return [(name, "") for name in names]
-        self._tell_others(names, latest)
+        for line in _passed_over(names, latest):
+            self._tell(line)
         older = [(name, "") for name in names if step_of(name) < latest.step]
         return ([(latest.name, latest.manifest_sha256)] if latest.name in names else []) + older
 
-    def _tell_others(self, names: list[str], latest: Latest) -> None:
-        for name in names:
-            if step_of(name) >= latest.step and name != latest.name:
-                self._tell(
-                    f"checkpoint {name} was not published by the attempt in charge, whose latest is {latest.name}; "
-                    "it is not used"
-                )
-        if latest.name not in names:
-            self._tell(f"checkpoint {latest.name}, the latest, is gone; trying the one before it")
+    def passed_over(self) -> list[str]:
+        """A line for each that `names` leaves out, as things stand now."""
+        latest = read_latest(self._store)
+        return [] if latest is None or not latest.name else _passed_over(self._store.names(), latest)
 
     def _tell(self, line: str) -> None:
         if line not in self._told:
             self._told.add(line)
             self._report(line)
+
+
+def _passed_over(names: list[str], latest: Latest) -> list[str]:
+    others = [name for name in names if step_of(name) >= latest.step and name != latest.name]
+    why = f"was not published by the attempt in charge, whose latest is {latest.name}; it is not used"
+    gone = [] if latest.name in names else [f"checkpoint {latest.name}, the latest, is gone; trying the one before it"]
+    return [*(f"checkpoint {name} {why}" for name in others), *gone]

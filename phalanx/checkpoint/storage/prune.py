@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from phalanx.checkpoint.format.evaluation import EVALUATION, Evaluation
 from phalanx.checkpoint.format.manifest import Manifest
 from phalanx.checkpoint.format.verify import examine
 from phalanx.checkpoint.policy.retention import Rules, Stocked, unkept
@@ -55,6 +57,21 @@ def prune(
     for name in doomed:
         store.delete(name)
     return [Stored(store, name) for name in doomed]
+
+
+def add_evaluation(
+    store: Store, name: str, evaluation: Evaluation, rules: Rules, report: Callable[[str], None]
+) -> None:
+    """Put what an evaluation found beside the checkpoint `name`, and delete what `rules` keep no longer for it.
+
+    Storage that refuses is reported: the checkpoint is as good without.
+    """
+    try:
+        store.write(name, EVALUATION, [evaluation.to_bytes()])
+        if rules.keep_best:
+            prune(store, rules, good_step=evaluation.step)
+    except OSError as error:
+        report(f"the evaluation of step {evaluation.step} is not kept with its checkpoint ({error})")
 
 
 def _doomed(store: Store, found: list[Stocked], rules: Rules, good_step: int | None) -> list[str]:

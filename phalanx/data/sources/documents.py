@@ -12,15 +12,17 @@ from phalanx.data.config import SourceConfig
 from phalanx.data.sources.files import Part
 from phalanx.data.sources.parquet import parquet_rows
 from phalanx.data.sources.text import (
-    DamagedFileError,
     Piece,
     Utf8,
     bad_byte,
+    damage_of,
+    is_packed,
     is_utf8,
     open_bytes,
     separated_pieces,
     split_text,
     text_pieces,
+    usable_bytes,
 )
 
 Reader = Callable[[SourceConfig, Part], Iterator[Piece]]
@@ -62,18 +64,16 @@ def _read_text(source: SourceConfig, part: Part) -> Iterator[Piece]:
 def _read_lines(source: SourceConfig, part: Part) -> Iterator[Piece]:
     """JSON lines that start in the part's range; the last is read to its end."""
     end = None if part.end == part.file_size else part.end
-    with open_bytes(part.path) as file:
+    usable, why = usable_bytes(part.path) if source.bad_utf8 == "skip" and is_packed(part.path) else (0, "")
+    with open_bytes(part.path, usable if why else None) as file:
         place = 0
         if part.begin:
             file.seek(part.begin - 1)
             place = part.begin - 1 + len(file.readline())
         while end is None or place < end:
-            try:
-                line = file.readline()
-            except DamagedFileError:
-                if source.bad_utf8 != "skip":
-                    raise
-                yield skipped(f"{part.name}:{place}")  # and all that comes after it
+            line = file.readline()
+            if why and not line.endswith(b"\n"):
+                yield skipped(f"{part.name}:{place} and all that follows: {why}, of {part.file_size:,} packed bytes")
                 return
             if not line:
                 return
@@ -149,7 +149,10 @@ def _record(source: SourceConfig, name: str, record: dict[str, Any], refuse: Ref
 
 
 def _bad_line(path: str, place: int, problem: str, cure: str) -> UserError:
-    """An error that names the line (from 1), counted only now that it is needed."""
+    """An error that names the line (from 1), counted only now that it is needed; or the file, where it is damaged."""
+    damage = damage_of(path)
+    if damage is not None:
+        return damage
     number, left = 1, place
     with open_bytes(path) as file:
         while left and (block := file.read(min(left, 1 << 20))):

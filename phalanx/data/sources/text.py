@@ -8,7 +8,6 @@ spaces) a piece ends between any two characters.
 
 from __future__ import annotations
 
-import gzip
 import importlib
 import io
 import re
@@ -22,6 +21,7 @@ from phalanx.core.errors import UserError
 PIECE_BYTES = 1 << 17
 SEARCH_BYTES = 1 << 16
 _PACKED_BYTES = 1 << 13  # at a time: what they unpack to is in memory
+_GZIP_WINDOW = 31  # zlib's name for members of gzip, with their checks
 _CUT = re.compile(rb"[A-Za-z0-9](?=[ \t\r\n])")
 
 Policy = Literal["error", "replace", "skip"]
@@ -44,8 +44,12 @@ class DamagedFileError(UserError):
     """A packed file that was cut off or holds wrong bytes: what comes after some place cannot be read."""
 
 
-def open_bytes(path: str) -> BinaryIO:
+def open_bytes(path: str, most_bytes: int | None = None) -> BinaryIO:
     """Open a plain, gzip or Zstandard file for reading; a packed one from its start on only.
+
+    Args:
+        path: of the file.
+        most_bytes: of a packed one only so much, unpacked; None: all.
 
     Raises:
         UserError: it cannot be opened, or the package for Zstandard is not installed.
@@ -54,17 +58,46 @@ def open_bytes(path: str) -> BinaryIO:
     file = open_raw(path)
     if not is_packed(path):
         return file
-    blocks = _gzip_blocks(file) if path.endswith(".gz") else _zstandard_blocks(file, path)
-    return io.BufferedReader(_Unpacked(path, file, blocks), 1 << 20)
+    return io.BufferedReader(_Unpacked(path, file, most_bytes), 1 << 20)
+
+
+def usable_bytes(path: str) -> tuple[int, str]:
+    """How many bytes of the text of a packed file can be used, and why no more; empty: that is all of it.
+
+    What was unpacked of a member (of gzip; a frame of Zstandard) may be anything from a wrong byte on, which only the
+    check at its end tells: a damaged member is not used at all, nor what follows it. A file that was cut off has no
+    such check for its last one, and nothing wrong in what is there: it is used up to the cut.
+    """
+    place = whole = 0
+    with open_raw(path) as file:
+        try:
+            for block, is_end in _blocks(path, file):
+                place += len(block)
+                whole = place if is_end else whole
+        except EOFError:
+            return place, "it is cut off there"
+        except _DAMAGES as error:
+            return whole, f"what is packed there is damaged ({error})"
+    return place, ""
+
+
+def damage_of(path: str) -> DamagedFileError | None:
+    """What is wrong with a packed file: what comes out of a damaged one looks like bad text, which it may not be."""
+    usable, why = usable_bytes(path) if is_packed(path) else (0, "")
+    return _damaged(path, f"cannot be unpacked after {usable} bytes of text ({why})") if why else None
+
+
+def _damaged(path: str, problem: str) -> DamagedFileError:
+    return DamagedFileError(problem, cure="copy or download it again, or unpack what is good of it", value=path)
 
 
 class _Unpacked(io.RawIOBase):
     """What a packed file holds, front to back; its damage is an error that names it."""
 
-    def __init__(self, path: str, file: BinaryIO, blocks: Iterator[bytes]) -> None:
-        self._path, self._file, self._blocks = path, file, blocks
+    def __init__(self, path: str, file: BinaryIO, most_bytes: int | None) -> None:
+        self._path, self._file, self._blocks = path, file, _blocks(path, file)
         self._rest = b""
-        self._place = 0
+        self._place, self._most_bytes = 0, most_bytes
 
     def readable(self) -> bool:
         return True
@@ -92,27 +125,50 @@ class _Unpacked(io.RawIOBase):
         super().close()
 
     def _next(self) -> bytes:
+        left = None if self._most_bytes is None else self._most_bytes - self._place
         try:
-            return next((block for block in self._blocks if block), b"")
+            return b"" if left == 0 else next((block for block, _ in self._blocks if block), b"")[:left]
         except EOFError:
             problem = f"is cut off after {self._place} bytes of text"
-        except (OSError, zlib.error, _BadZstandardError) as error:
+        except _DAMAGES as error:
             problem = f"cannot be unpacked after {self._place} bytes of text ({error})"
-        cure = "copy or download it again, or unpack what is good of it"
-        raise DamagedFileError(problem, cure=cure, value=self._path) from None
-
-
-def _gzip_blocks(file: BinaryIO) -> Iterator[bytes]:
-    with gzip.GzipFile(fileobj=file) as unpacked:
-        while block := unpacked.read1(PIECE_BYTES):
-            yield block
+        raise _damaged(self._path, problem) from None
 
 
 class _BadZstandardError(Exception):
     """What the optional package says, whose own error cannot be named without importing it."""
 
 
-def _zstandard_blocks(file: BinaryIO, path: str) -> Iterator[bytes]:
+_DAMAGES = (OSError, zlib.error, _BadZstandardError)
+
+
+def _blocks(path: str, file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
+    """What a packed file holds, and whether a member (a frame) ends after it whose check, if it has one, is right.
+
+    Raises:
+        EOFError: the file ends before a member does.
+        OSError, zlib.error, _BadZstandardError: it is damaged.
+    """
+    return _gzip_blocks(file) if path.endswith(".gz") else _zstandard_blocks(file, path)
+
+
+def _gzip_blocks(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
+    """Members are followed here: Python's reader does not tell where they end. Zeros between them are padding."""
+    member, is_first = None, True
+    while packed := file.read(_PACKED_BYTES):
+        while packed := packed if member is not None or is_first else packed.lstrip(b"\0"):
+            member, is_first = member or zlib.decompressobj(_GZIP_WINDOW), False
+            block = member.decompress(packed, PIECE_BYTES)
+            while len(block) == PIECE_BYTES and not member.eof:
+                yield block, False
+                block = member.decompress(member.unconsumed_tail, PIECE_BYTES)
+            yield block, member.eof
+            packed, member = (member.unused_data, None) if member.eof else (b"", member)
+    if member is not None:
+        raise EOFError
+
+
+def _zstandard_blocks(file: BinaryIO, path: str) -> Iterator[tuple[bytes, bool]]:
     """Its stream reader takes a frame without an end for the end of the file, so frames are followed here."""
     try:
         zstandard: Any = importlib.import_module("zstandard")
@@ -124,9 +180,10 @@ def _zstandard_blocks(file: BinaryIO, path: str) -> Iterator[bytes]:
         while packed:
             frame = frame or zstandard.ZstdDecompressor().decompressobj()
             try:
-                yield frame.decompress(packed)
+                block = frame.decompress(packed)
             except zstandard.ZstdError as error:
                 raise _BadZstandardError(error) from None
+            yield block, frame.eof
             packed, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
     if frame is not None:
         raise EOFError
@@ -226,8 +283,8 @@ class Utf8:
 
 
 def bad_byte(path: str, place: int, byte: int) -> UserError:
-    """The error for a byte that no UTF-8 text can have there."""
-    return UserError(
+    """The error for a byte that no UTF-8 text can have there; or for the file, where it is damaged."""
+    return damage_of(path) or UserError(
         f"is not UTF-8 text at byte {place} (0x{byte:02x})",
         cure="convert the file, or set bad_utf8 = 'replace' or 'skip' on the source",
         value=path,

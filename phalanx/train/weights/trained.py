@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from phalanx.checkpoint.fit import Differences
-from phalanx.checkpoint.restoring.restore import SpoiltError, Targets, Wanted, restore
+from phalanx.checkpoint.restoring.restore import Targets, Wanted, restore
 from phalanx.checkpoint.restoring.source import Restored
 from phalanx.checkpoint.storage.location import open_store
 from phalanx.core.errors import UserError
@@ -86,14 +86,11 @@ def take_newest(folder: RunFolder, wanted: Wanted, say: Callable[[str], None]) -
     """Fill what is `wanted` from the newest checkpoint of a run from which it can be read.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or none is good.
     """
     store = open_store(folder.checkpoints)
-    try:
-        with torch.no_grad():
-            restored = restore(wanted, keeper=None, store=store, report=say, strict=False)
-    except SpoiltError:
-        restored = None
+    with torch.no_grad():
+        restored = restore(wanted, keeper=None, store=store, report=say, strict=False)
     if restored is None:
         raise UserError(
             "has no good checkpoint yet", cure="train until the first one is written", value=str(folder.path)
