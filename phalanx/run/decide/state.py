@@ -276,7 +276,7 @@ class State(Value, frozen=True):
         checks: by host.
         checks_due_s: the limit of no check is before that; None: none is awaited, or the last one was answered.
         ways: by host that has tested them, in a recovery with `Rounds`.
-        history: times of faults by ``host NAME``, ``place N`` and ``group NAME``.
+        history: times of faults, by where they were; see `phalanx.run.decide.blame` and ``ladder``.
         leaving: hosts with `Host.leaves`, to find them quickly.
         asked: for how many hosts the back end was asked last.
         began_s: when the job did; None: it has not.
@@ -338,6 +338,11 @@ class State(Value, frozen=True):
         if not self.policy.advise_only or self.recovery is None or self.recovery.is_decided:
             return None
         return self.recovery.began_s + self.policy.settle_s if self.phase in ("starting", "running") else None
+
+    def count(self, mark: str) -> int:
+        """How often the history has this within `Policy.fault_window_s`."""
+        oldest_s = self.now_s - self.policy.fault_window_s
+        return sum(time_s >= oldest_s for time_s in self.history.get(mark, ()))
 
     def host_of(self, rank: int) -> str | None:
         """Whose rank it is in the present placement."""
