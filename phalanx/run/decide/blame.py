@@ -4,8 +4,8 @@
   stopped or does not answer. Its host is at fault.
 - What the **program** raises, or the status with which it leaves, is its own on whichever host it happens. No host is
   evicted for it; one on which it happens again is checked.
-- A rank that **dies** of a signal may do so for either. It is the program's if a rank of its number has died at the same
-  step before, or on another host in the same place. It is the host's if it comes there again and again, at different
+- A rank that **dies** of a signal may do so for either. It is the program's if the same rank has died at the same step
+  before, or in the same place on another host. It is the host's if it comes there again and again, at different
   steps, while all others have none.
 """
 
