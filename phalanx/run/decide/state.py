@@ -191,6 +191,8 @@ class Progress(Value, frozen=True):
         is_new: the present attempt has made an absolute step that none has made before.
         was_new: the attempt before had progressed.
         base: highest absolute step that an attempt has gone on after; -1: none is known.
+        after: the step of the training that the present attempt has gone on after, where whoever restored it has said
+            so; -1: nobody has.
         since_s: when the present attempt has made its first step; None: it has not.
         lived_s: seconds from then to the newest one that was heard of.
     """
@@ -203,6 +205,7 @@ class Progress(Value, frozen=True):
     is_new: bool = False
     was_new: bool = False
     base: int = -1
+    after: int = -1
     since_s: float | None = None
     lived_s: float = 0.0
 
@@ -210,6 +213,10 @@ class Progress(Value, frozen=True):
     def has_run(self) -> bool:
         """Any attempt has ever made a step."""
         return max(self.done, self.best, self.most) >= 0
+
+    def absolute(self, step: int) -> int:
+        """A step of the present attempt, as a rank counts it, as far as it is known as one of the training."""
+        return step if self.is_absolute or step < 0 else step + max(self.after, 0)
 
     @property
     def step(self) -> int:

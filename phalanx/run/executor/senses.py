@@ -120,9 +120,7 @@ class Reader:
         return self._matcher.by_name[finding.rule].severity != "note"
 
 
-def look(
-    means: Means, subjects: Sequence[Subject], attempt: int, within_s: float, since_s: float
-) -> messages.Evidence:
+def look(means: Means, subjects: Sequence[Subject], attempt: int, within_s: float, since_s: float) -> messages.Evidence:
     """Evidence of ranks, and what the kernel has said since; cut to what a message holds."""
     evidence = gather(
         subjects,
