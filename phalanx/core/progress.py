@@ -7,8 +7,8 @@ The reader never maps the file, so it gets no SIGBUS whatever becomes of that. A
 monotonic clock.
 
 Two may write to one page in one process: whoever counts steps for a script that knows nothing of this, and the script
-itself, which then claims the page so that the first stops (`ProgressWriter.is_claimed`). Whoever restores a state in that
-process says its step in a place of its own (`say_restored`).
+itself, which then claims the page so that the first stops (`ProgressWriter.is_claimed`). Whoever restores a state in
+that process says its step in a place of its own (`say_restored`).
 """
 
 from __future__ import annotations
