@@ -7,11 +7,13 @@ The reader never maps the file, so it gets no SIGBUS whatever becomes of that. A
 monotonic clock.
 
 Two may write to one page in one process: whoever counts steps for a script that knows nothing of this, and the script
-itself, which then claims the page so that the first stops (`ProgressWriter.is_claimed`).
+itself, which then claims the page so that the first stops (`ProgressWriter.is_claimed`). Whoever restores a state in
+that process says its step in a place of its own (`say_restored`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
@@ -40,6 +42,7 @@ _CLAIM_AT = 16
 _NUMBERS_AT = 18
 _SLOTS_AT = 64
 _SLOT_BYTES = 512
+_RESTORED_AT = 1152
 _RING_AT = 2048
 _RING = 128
 """Own times of the last so many steps, that of step n of this process at place n - 1 modulo this."""
@@ -50,6 +53,9 @@ _BODY = struct.Struct("<11qd?32p96p")
 _SEQUENCE = struct.Struct("<Q")
 _CHECK = struct.Struct("<I")
 _TIME = struct.Struct("<q")
+
+_RESTORED = struct.Struct("<qI")
+"""A step and its checksum."""
 
 _READS = 3
 
@@ -74,6 +80,8 @@ class Progress:
         message: a short one for people.
         broken_step: the first step of those in a row until now whose loss is no finite number; -1: the last one's is.
         is_absolute: the script gives `step` its numbers, so that they go on where an earlier process has ended.
+        restored: step of the state with which this process began, as whoever restored it says; 0: there was none; -1:
+            not known.
     """
 
     pid: int
@@ -91,6 +99,7 @@ class Progress:
     message: str = ""
     broken_step: int = UNKNOWN
     is_absolute: bool = False
+    restored: int = UNKNOWN
 
 
 class ProgressWriter:
@@ -280,6 +289,17 @@ def create_page(path: str | os.PathLike[str]) -> None:
     _open_page(path).close()
 
 
+def say_restored(environ: Mapping[str, str], step: int) -> None:
+    """The training of this process goes on from a state of this step (0: there was none to restore).
+
+    It does not number the steps of a script that does not, and so takes the page from nobody. Where none is read, or it
+    cannot be written, nothing happens.
+    """
+    if path := environ.get(PROGRESS_VARIABLE):
+        with contextlib.suppress(OSError), contextlib.closing(_open_page(path)) as page:
+            page[_RESTORED_AT : _RESTORED_AT + _RESTORED.size] = _RESTORED.pack(step, _checksum_of_restored(step))
+
+
 def own_progress(environ: Mapping[str, str], attempt: int = 0) -> ProgressWriter | None:
     """The page of this rank, claimed for the script that calls; None where nobody reads one.
 
@@ -294,12 +314,21 @@ def parse_page(block: bytes) -> Progress | None:
     """What the bytes of a page say: the newer of its whole slots."""
     if len(block) != PAGE_BYTES or _HEADER.unpack_from(block)[:3] != (_MAGIC, VERSION, _BODY.size):
         return None
-    is_absolute = block[_NUMBERS_AT] != 0
-    slots = [found for n in (0, 1) if (found := _parse_slot(block, _SLOTS_AT + n * _SLOT_BYTES, is_absolute))]
+    slots = [found for n in (0, 1) if (found := _parse_slot(block, _SLOTS_AT + n * _SLOT_BYTES))]
     return max(slots, key=lambda slot: slot[0])[1] if slots else None
 
 
-def _parse_slot(block: bytes, begin: int, is_absolute: bool) -> tuple[int, Progress] | None:
+def _parse_restored(block: bytes) -> int:
+    step, check = _RESTORED.unpack_from(block, _RESTORED_AT)
+    return step if check == _checksum_of_restored(step) and step >= 0 else UNKNOWN
+
+
+def _checksum_of_restored(step: int) -> int:
+    """Never that of an empty page."""
+    return zlib.crc32(_TIME.pack(step), 1)
+
+
+def _parse_slot(block: bytes, begin: int) -> tuple[int, Progress] | None:
     (sequence,) = _SEQUENCE.unpack_from(block, begin)
     (check,) = _CHECK.unpack_from(block, begin + _SEQUENCE.size)
     start = begin + _SEQUENCE.size + _CHECK.size
@@ -323,7 +352,8 @@ def _parse_slot(block: bytes, begin: int, is_absolute: bool) -> tuple[int, Progr
         loss=loss if known else None,
         message=message.decode(errors="replace"),
         broken_step=broken,
-        is_absolute=is_absolute,
+        is_absolute=block[_NUMBERS_AT] != 0,
+        restored=_parse_restored(block),
     )
 
 

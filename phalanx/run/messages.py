@@ -60,6 +60,7 @@ class WorkerState(Message, frozen=True):
             last one is, or it is not known.
         steps_here: how many steps this process has done.
         is_absolute: `step` counts from the beginning of the training, not of this process.
+        restored: step of the state with which this process began; 0: there was none; -1: not known.
         still_s: for how long nothing of it has moved, as `phalanx.run.judge.still` has it; -1: it makes steps, or has
             not been looked at.
         stopped_s: for how long its process has been stopped, or dead and not yet reaped; 0: it runs.
@@ -81,6 +82,7 @@ class WorkerState(Message, frozen=True):
     broken_step: int = -1
     steps_here: int = 0
     is_absolute: bool = False
+    restored: int = -1
     still_s: float = -1.0
     stopped_s: float = 0.0
 

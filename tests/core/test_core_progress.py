@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from phalanx.core.progress import (
     own_progress,
     parse_page,
     read_progress,
+    say_restored,
 )
 
 
@@ -93,6 +95,41 @@ def test_where_a_training_goes_on_is_known_before_its_first_step(tmp_path: Path)
     writer.step()
     found = read_progress(tmp_path / "page")
     assert found is not None and (found.step, found.steps_here) == (16, 1)
+
+
+def test_what_was_restored_is_said_beside_whoever_counts_the_steps(tmp_path: Path) -> None:
+    page = tmp_path / "page"
+    environ = {PROGRESS_VARIABLE: str(page)}
+    say_restored(environ, 40)
+    assert read_progress(page) is None, "of a rank that has said nothing else"
+    counting = ProgressWriter(page, 3)
+    counting.step()
+    assert read_progress(page) == replace(said(page), restored=40, step=1, is_absolute=False)
+    say_restored(environ, 0)
+    counting.step()
+    assert (said(page).restored, said(page).step) == (0, 2)
+    create_page(page)
+    ProgressWriter(page, 4).step()
+    assert said(page).restored == -1, "each attempt has a page of its own"
+    say_restored({}, 7)
+    say_restored({PROGRESS_VARIABLE: str(tmp_path / "no" / "page")}, 7)  # nobody reads it, and nothing fails for that
+
+
+@pytest.mark.parametrize("at", range(1152, 1164))
+def test_a_torn_word_of_what_was_restored_is_none(tmp_path: Path, at: int) -> None:
+    page = tmp_path / "page"
+    ProgressWriter(page).step()
+    say_restored({PROGRESS_VARIABLE: str(page)}, 40)
+    block = bytearray(page.read_bytes())
+    block[at] ^= 0x5A
+    page.write_bytes(block)
+    assert said(page).restored == -1
+
+
+def said(page: Path) -> Progress:
+    found = read_progress(page)
+    assert found is not None
+    return found
 
 
 def test_a_loss_of_nan_is_not_an_unknown_one(tmp_path: Path) -> None:

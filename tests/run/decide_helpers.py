@@ -85,6 +85,7 @@ class World:
         pool: further hosts that the back end can bring.
         resumes_every: steps between checkpoints; 0: an attempt begins at step 0 again.
         names_suspects: whether the judge of the evidence finds who hangs.
+        says_restored: a library that writes its checkpoints says of which step the state was that it has restored.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class World:
         resumes_every: int = 1,
         names_suspects: bool = True,
         is_absolute: bool = True,
+        says_restored: bool = False,
     ) -> None:
         self.job, self.policy, self.speeds = job, policy or Policy(), speeds or Speeds()
         self.state: State = initial(self.policy, job)
@@ -108,6 +110,7 @@ class World:
         self.pool = list(pool or [])
         self.racks = racks or {}
         self.resumes_every, self.names_suspects, self.is_absolute = resumes_every, names_suspects, is_absolute
+        self.says_restored = says_restored
         self.saved_step = 0
         self.base_step = 0
         self.running_since_s: float | None = None
@@ -245,6 +248,8 @@ class World:
             return
         self.base_step = self.saved_step
         self.running_since_s = self.now_s
+        if self.says_restored:
+            self.deliver(ev.Restored(self.now_s, attempt, self.saved_step))
         self.deliver(ev.Running(self.now_s, attempt, self._said_step(), self.is_absolute))
         self.on_attempt(self, attempt)
         self._report(attempt)

@@ -390,6 +390,16 @@ class Run:
                     found |= {m for m in members if (item.do.group, m, item.number) not in self._by_number}
         return found
 
+    def waited_for_at_last(self, ranks: Iterable[int]) -> set[int]:
+        """The same of what is the very last that one of these ranks has launched, so that every record of it tells."""
+        found: set[int] = set()
+        for rank in ranks:
+            item = next((one for one in reversed(self.launched[rank]) if one.do.kind in ("call", "move")), None)
+            if item is not None and item.do.kind == "call" and not item.done:
+                members = self.job.groups.members[item.do.group]
+                found |= {m for m in members if (item.do.group, m, item.number) not in self._by_number}
+        return found
+
     def is_idle(self, rank: int) -> bool:
         """It has nothing under way."""
         return all(item.done for item in self.launched[rank])

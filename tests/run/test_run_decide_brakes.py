@@ -198,6 +198,44 @@ def test_a_place_that_loses_its_host_again_and_again_is_one():
     assert finish(world).status == 4
 
 
+@pytest.mark.parametrize("way", ["signal", "raised", "status", "follows"])
+def test_a_script_that_numbers_no_steps_and_goes_on_from_newer_checkpoints_is_not_braked(way: str):
+    """It crashes every five seconds; what it restored is said by the library that wrote it."""
+    world = make(resumes_every=2, says_restored=True)
+    world.run_until(running)
+    for number in range(30):
+        live_and_fail(world, 5.2, way, number % 8)
+        assert running(world), finish(world)
+    assert world.state.progress.base > 100
+    assert replay(world.policy, world.job, world.journal) == world.state
+
+
+@pytest.mark.parametrize("way", ["signal", "status", "follows"])
+def test_one_whose_checkpoints_are_the_same_again_is_braked_after_three_restarts(way: str):
+    world = make(resumes_every=100, says_restored=True)
+    world.run_until(running)
+    while not ended(world):
+        live_and_fail(world, 6.2 - world.state.attempt, way, 3)
+    assert attempts(world) == 4 and finish(world).status == 4
+    assert "no newer checkpoint" in finish(world).reason
+
+
+def test_an_exception_that_comes_after_as_many_steps_of_a_newer_state_is_another_place():
+    world = make(resumes_every=2, says_restored=True)
+    world.run_until(running)
+    for attempt in range(2, 12):
+        world.run_for(5.2)
+        world.throw([3], "ValueError: as ever")
+        world.run_until(attempt_runs(attempt))
+    world = make(resumes_every=100, says_restored=True)
+    world.run_until(running)
+    for attempt in (2, 3):
+        world.run_for(5.5)
+        world.throw([3], "ValueError: as ever")
+        world.run_until(lambda w, after=attempt: ended(w) or attempt_runs(after)(w))
+    assert ended(world) and finish(world).status == 1
+
+
 def test_a_newer_checkpoint_that_it_went_on_from_is_progress_though_no_step_is_later_than_ever():
     # From step 3,600 it goes back to 600, and is struck again and again before it has come to 3,600.
     world = make(is_absolute=True, resumes_every=600)

@@ -76,6 +76,7 @@ def sample(kind: type, state: State) -> ev.Event:
         ev.CheckFailed: {"host": host, "number": number},
         ev.SlowHost: {"attempt": attempt, "host": host, "factor": 1.5},
         ev.StoreOpened: {"attempt": attempt, "port": 29500},
+        ev.Restored: {"attempt": attempt, "step": 400},
         ev.Running: {"attempt": attempt, "step": 500, "is_absolute": True},
         ev.Advanced: {"attempt": attempt, "step": 600, "is_absolute": True},
         ev.WorkerFailed: {"attempt": attempt, "rank": 3, "kind": "signal", "summary": "killed by SIGKILL"},

@@ -94,6 +94,36 @@ class TestFindings:
         town.until(running(2))
         assert checks(town, "b", before) == ["passive"]
 
+    @pytest.mark.parametrize("rank", [-1, 2])
+    def test_what_was_said_in_an_attempt_is_no_evidence_in_the_next(self, make: Make, rank: int) -> None:
+        """They come within seconds of each other."""
+        town = make()
+        town.until(running(1))
+        town.say("b", found("xid-lost", XID, rank))
+        town.hosts["b"].ranks = [3]
+        town.say("b", messages.WorkerEnded(1, 2, -9, "signal", "killed by SIGKILL"))
+        town.until(running(2))
+        assert report(town).count(XID) == 1
+        before = len(checks(town, "a")), len(checks(town, "b"))
+        town.say("b", found("xid-lost", XID, 2))  # of attempt 1: it was on its way
+        town.hosts["a"].ranks = [1]
+        town.say("a", messages.WorkerEnded(2, 0, -9, "signal", "killed by SIGKILL"))
+        town.until(running(3))
+        assert checks(town, "a", before[0]) == ["passive"]  # of a process, not of a host
+        assert report(town).count(XID) == 1
+
+    def test_what_is_said_again_in_the_next_attempt_is_evidence_of_that(self, make: Make) -> None:
+        town = make()
+        town.until(running(1))
+        for attempt in (1, 2):
+            before = len(checks(town, "b"))
+            town.say("b", messages.Found(attempt, found("xid-lost", XID).findings))
+            town.hosts["b"].ranks = [3]
+            town.say("b", messages.WorkerEnded(attempt, 2, -9, "signal", "killed by SIGKILL"))
+            town.until(lambda state, next=attempt + 1: running(next)(state) or state.hosts["b"].state == "evicted")
+            assert attempt == 2 or checks(town, "b", before) == ["quick"]
+        assert report(town).count(XID) == 2 and town.driver.state.hosts["b"].state == "evicted"
+
     def test_a_lost_device_without_a_death_is_suspected_in_the_hang(self, make: Make) -> None:
         town = make()
         town.until(running(1))

@@ -14,6 +14,7 @@ from phalanx.run.decide.events import (
     HostUnknown,
     LeftEarly,
     LossBroken,
+    Restored,
     Running,
     WorkerFailed,
     WorkersReturned,
@@ -88,6 +89,12 @@ class TestProgress:
         assert not attempt.is_running
         assert attempt.on_heartbeat(beat(3, worker(1, 41, steps_here=1)), at(3)) == [Running(5003.0, 3, 41)]
         assert attempt.is_running and attempt.step == 41
+
+    def test_what_was_restored_is_told_once_before_the_first_step_and_of_a_newer_attempt_again(self) -> None:
+        attempt = watch()
+        assert attempt.on_heartbeat(beat(3, worker(0, 0, restored=40), worker(1)), at(1)) == [Restored(5001.0, 3, 40)]
+        assert attempt.on_heartbeat(beat(3, worker(1, 1, restored=40)), at(2)) == []
+        assert attempt.on_heartbeat(beat(3, worker(0, 1, restored=40)), at(3)) == [Running(5003.0, 3, 1)]
 
     def test_steps_are_told_now_and_then(self) -> None:
         attempt = watch(1)

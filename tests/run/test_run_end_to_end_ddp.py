@@ -45,6 +45,31 @@ while step < steps:
 dist.destroy_process_group()
 """
 
+CRASHES = """
+import os, time
+import torch
+from phalanx.checkpoint import Checkpointer
+
+model = torch.nn.Linear(50, 50)
+optimizer = torch.optim.AdamW(model.parameters())
+with open("lives", "a+") as file:
+    file.seek(0)
+    life = len(file.read())
+    file.write("x")
+left = 10 - life if life < 6 else 5
+with Checkpointer("checkpoints", model=model, optimizer=optimizer, every_steps=1) as checkpoints:
+    step = checkpoints.restore()
+    while left:
+        step, left = step + 1, left - 1
+        model(torch.randn(8, 50)).square().mean().backward()
+        optimizer.step()
+        checkpoints.step(step)
+        print("step", step, flush=True)
+        time.sleep(0.3)
+    if life < 6:
+        os.kill(os.getpid(), 9)
+"""
+
 RAISES = """
 import torch.distributed as dist
 
@@ -166,6 +191,17 @@ def test_what_all_ranks_raise_ends_the_job_at_once(tmp_path: Path) -> None:
         log = job.run_folder / "logs" / "rank-0"
         assert 'raise ValueError("the data is wrong")' in "".join(path.read_text() for path in log.iterdir())
         assert {event.attempt for event in job.events("started")} == {1}
+
+
+@pytest.mark.slow
+def test_a_script_that_crashes_every_few_seconds_goes_on_as_long_as_its_checkpoints_get_newer(tmp_path: Path) -> None:
+    """It numbers no steps and no life is longer than the one before; only what it restores tells how far it is."""
+    (tmp_path / "crashes.py").write_text(CRASHES)
+    with Job(tmp_path, ["--hosts", "1", "--workers-per-host", "1", "--", "crashes.py"]) as job:
+        ends(job, 0)
+        steps = [event.fields["step"] for event in job.events("restored")]
+        assert len(steps) == 7 and steps == sorted(set(steps)) and steps[0] == 0, steps
+        assert not job.events("evict") and "no progress" not in job.output
 
 
 @pytest.mark.slow

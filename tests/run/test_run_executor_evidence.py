@@ -19,7 +19,9 @@ from phalanx.core.process_table import read_process
 from phalanx.core.stack_dump import dump_signal
 from phalanx.run.executor.evidence import Subject, gather
 from phalanx.run.executor.flight_recorder import FlightSource
+from phalanx.run.executor.senses import Reader
 from phalanx.run.executor.stacks import Stacks, format_py_spy, py_spy_program, stacks_of
+from phalanx.run.judge.rules import KERNEL_RANK, Matcher, load_rules
 from phalanx.run.judge.stack_text import main_stack
 from phalanx.run.messages import Accelerator
 
@@ -249,3 +251,18 @@ def test_a_process_that_is_gone_is_silent() -> None:
     assert stacks_of(2**22 + 1, time.monotonic() + 1, program=None) == Stacks(
         problem="the process is gone", is_silent=True
     )
+
+
+def test_what_the_kernel_said_before_the_attempt_is_no_evidence_of_it() -> None:
+    now = [1000.0]
+    reader = Reader(Matcher(load_rules()), clock=lambda: now[0])
+    line = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
+    assert reader.findings(KERNEL_RANK, [line]) and not reader.findings(KERNEL_RANK, [line])
+    assert reader.since_s() == 400.0, "no attempt has begun"
+    now[0] += 5.0
+    reader.forget()
+    now[0] += 5.0
+    assert reader.since_s() == 1005.0
+    assert reader.findings(KERNEL_RANK, [line]), "it says so again in this attempt"
+    now[0] += 5000.0
+    assert reader.since_s() == now[0] - 600.0

@@ -45,8 +45,8 @@ def keeping(folder: Path, **options: Any) -> Iterator[Keeper]:
         kept.close(30)
 
 
-def ended(rank: int = 3, text: str = "last line", **changes: Any) -> WorkerEnded:
-    return WorkerEnded(2, rank, -9, "signal", "killed by SIGKILL", text, **changes)
+def ended(rank: int = 3, text: str = "last line", attempt: int = 2, **changes: Any) -> WorkerEnded:
+    return WorkerEnded(attempt, rank, -9, "signal", "killed by SIGKILL", text, **changes)
 
 
 def test_what_is_seen_decided_timed_and_lost_stands_in_the_report(tmp_path: Path) -> None:
@@ -134,6 +134,26 @@ def test_evidence_is_bounded_and_that_of_suspects_comes_first() -> None:
     assert [one.text for one in exhibits.take([])] == ["of a newer attempt"]
     huge = evidence.of_evidence("../h", Evidence(1, [RankEvidence(0, "y" * (1 << 20))] * 20), str)
     assert len(huge.text) <= evidence.FILE_CHARS + 1 and "/" not in huge.name and not huge.name.startswith(".")
+
+
+def test_what_comes_late_of_an_attempt_that_is_reported_is_no_evidence_in_the_next_report(tmp_path: Path) -> None:
+    with keeping(tmp_path) as keeper:
+        keeper.tell(OpenIncident(1, 4, "executor of b", "rank 3 is dead"), at(0))
+        keeper.heard("b", ended(attempt=4), at(1))
+        keeper.tell(CloseIncident(1, "attempt 5 makes steps", {}), at(2))
+        keeper.heard("c", ended(rank=5, attempt=4), at(3))
+        keeper.tell(OpenIncident(2, 5, "back end", "host d is gone"), at(4))
+        keeper.heard("d", ended(rank=7, attempt=5), at(5))
+    assert (load(tmp_path, 1).evidence, load(tmp_path, 2).evidence) == (["rank-3.txt"], ["rank-7.txt"])
+
+
+def test_after_a_false_alarm_the_same_attempt_goes_on(tmp_path: Path) -> None:
+    with keeping(tmp_path) as keeper:
+        keeper.tell(OpenIncident(1, 4, "step limit", "nothing moves"), at(0))
+        keeper.tell(CloseIncident(1, "steps advance again", {}, result="false alarm"), at(2))
+        keeper.heard("b", ended(attempt=4), at(3))
+        keeper.tell(OpenIncident(2, 4, "executor of b", "rank 3 is dead"), at(4))
+    assert load(tmp_path, 2).evidence == ["rank-3.txt"]
 
 
 def test_a_report_of_very_many_hosts_stays_small(tmp_path: Path) -> None:

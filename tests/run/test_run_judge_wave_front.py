@@ -5,9 +5,10 @@ The one thing that never may be: an innocent named.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,13 @@ DUMPS = Path(__file__).parents[3] / "shared/data/traces/flight-recorder"
 real_dumps = pytest.mark.skipif(not DUMPS.exists(), reason="real dumps are not at hand")
 
 
-def judged(dumps: Mapping[int, Any], count: int) -> Blame:
+def judged(dumps: Mapping[int, Any], count: int, silent: Collection[int] = ()) -> Blame:
     """By whole dumps, by what is left of them on the way, and by text: always the same."""
     found = []
     for form in (dict, condense, lambda dump: json.loads(as_json(dump)), lambda dump: condense(condense(dump))):
         texts = MemberTexts()
         records = {rank: read_record(form(dump), texts) for rank, dump in dumps.items() if dump is not None}
-        found.append(blame(records, texts, range(count)))
+        found.append(blame(records, texts, range(count), silent))
     assert all(one == found[0] for one in found)
     return found[0]
 
@@ -42,8 +43,12 @@ def dumps_of(run: Run, **options: Any) -> dict[int, Any]:
     return {rank: run.dump(rank, **options) for rank in run.job.ranks}
 
 
-def verdict(dumps: Mapping[int, Any], count: int) -> Suspects:
-    evidence = [RankEvidence(rank, "", state="S", flight_record=as_json(d) if d else "") for rank, d in dumps.items()]
+def verdict(dumps: Mapping[int, Any], count: int, silent: Collection[int] = ()) -> Suspects:
+    evidence = [
+        RankEvidence(rank, "", state="S", flight_record=as_json(d) if d else "")
+        for rank, d in dumps.items()
+        if rank not in silent
+    ]
     return find_suspects(evidence, {rank: f"h{rank // 4}" for rank in range(count)})
 
 
@@ -119,10 +124,17 @@ EASY = settings(max_examples=20, deadline=None, suppress_health_check=list(Healt
 @given(hangs(["host", "empty", "dead"], 1), FORMS)
 @EASY
 def test_one_rank_whose_host_stops_is_named(run: Run, form: dict[str, Any]) -> None:
-    found = judged(dumps_of(run, **form), len(run.job.ranks))
+    """A rank that lives and has left no record may have lost it: only who is dead or answers is named."""
+    dumps, count = dumps_of(run, **form), len(run.job.ranks)
+    if None in dumps.values():
+        found = judged(dumps, count)
+        assert not found.guilty and not found.possible and str(min(run.struck)) in found.why
+        assert set(verdict(dumps, count, run.struck).ranks) == run.struck
+        return
+    found = judged(dumps, count)
     assert set(found.guilty) <= run.struck
     if not any(do.tag == "gradients" or do.tag == "bucket" for do in run.job.programs[0]):
-        assert set(found.guilty) == run.struck
+        assert set(found.guilty) == run.struck == set(verdict(dumps, count).ranks)
     else:  # what it has launched and does not wait for may look as if it waited
         assert run.struck <= {*found.guilty, *found.possible} or not found.guilty
 
@@ -161,6 +173,93 @@ def test_a_healthy_job_blames_nobody(rank: int, steps: int) -> None:
     run = Run(data_parallel(8, steps=steps))
     assert not run.has_hung()
     assert judged(dumps_of(run), 8) == Blame()
+
+
+# Rings that are too short, and dumps that are lost
+
+DAMAGE = st.fixed_dictionaries(
+    {
+        "kept": st.dictionaries(st.integers(0, 23), st.integers(1, 12), max_size=24),
+        "lost": st.frozensets(st.integers(0, 23), max_size=6),
+    }
+)
+"""How many of its newest entries are left of a rank's record, and whose record is lost though the rank lives."""
+
+
+def newest(dump: dict[str, Any], count: int) -> dict[str, Any]:
+    """The same of a ring of so many entries."""
+    return {**dump, "entries": dump["entries"][-count:]}
+
+
+def damaged(run: Run, form: dict[str, Any], kept: Mapping[int, int], lost: Iterable[int] = ()) -> dict[int, Any]:
+    dumps = dumps_of(run, **form)
+    cut = {rank: newest(dump, kept[rank]) for rank, dump in dumps.items() if dump is not None and rank in kept}
+    return {**dumps, **cut, **{rank: None for rank in lost if rank in dumps}}
+
+
+@given(hangs(["host", "empty", "dead", "gpu", "blind"]), FORMS, DAMAGE)
+@settings(EASY, max_examples=100)
+def test_whatever_is_lost_of_their_records_no_innocent_is_named(
+    run: Run, form: dict[str, Any], damage: dict[str, Any]
+) -> None:
+    dumps, count = damaged(run, form, **damage), len(run.job.ranks)
+    dead = {rank for rank in run.struck if run.dump(rank) is None}
+    found = judged(dumps, count, dead)
+    assert set(found.guilty) <= run.struck, found
+    if found.possible:
+        assert run.struck & {*found.possible, *found.guilty}, found
+    said = verdict(dumps, count, dead)
+    assert run.struck & {*said.ranks} if said.is_group else {*said.ranks} <= run.struck, said
+
+
+@given(hangs(["host", "empty"], 1), FORMS, DAMAGE)
+@settings(EASY, max_examples=100)
+def test_who_is_idle_by_its_own_record_is_named_whatever_the_others_have_lost(
+    run: Run, form: dict[str, Any], damage: dict[str, Any]
+) -> None:
+    (guilty,) = run.struck
+    kept = {rank: count for rank, count in damage["kept"].items() if rank != guilty}
+    lost = damage["lost"] - {guilty}
+    assume(run.is_idle(guilty) and guilty in run.waited_for_at_last(set(run.job.ranks) - lost))
+    dumps = damaged(run, form, kept, lost)
+    assert tuple(judged(dumps, len(run.job.ranks)).guilty) == (guilty,)
+    assert verdict(dumps, len(run.job.ranks)).ranks == (guilty,)
+
+
+@real_dumps
+@pytest.mark.parametrize(("incident", "guilty"), [("gpu_error_1st", {12, 14}), ("lock_gil_1st", {9, 14})])
+def test_of_real_incidents_any_one_record_may_be_cut(incident: str, guilty: set[int]) -> None:
+    dumps = {rank: read_dump(DUMPS / incident / f"_dump_{rank}") for rank in range(16)}
+    for rank, count in itertools.product(range(16), range(1, 16)):
+        found = judged({**dumps, rank: newest(dumps[rank], count)}, 16)
+        assert guilty - {rank} <= set(found.guilty) <= guilty, (rank, count, found)
+        assert not set(verdict({**dumps, rank: newest(dumps[rank], count)}, 16).ranks) - guilty
+
+
+@real_dumps
+@pytest.mark.parametrize(("incident", "guilty"), [("gpu_error_1st", {12, 14}), ("lock_gil_1st", {9, 14})])
+def test_of_real_incidents_any_two_dumps_may_be_lost(incident: str, guilty: set[int]) -> None:
+    """Those ranks live: they answer, and have written none."""
+    dumps = {rank: read_dump(DUMPS / incident / f"_dump_{rank}") for rank in range(16)}
+    for lost in itertools.combinations(range(16), 2):
+        found = verdict({**dumps, **dict.fromkeys(lost)}, 16)
+        assert set(found.ranks) <= guilty, (lost, found)
+        if not guilty & set(lost) and incident == "lock_gil_1st":
+            assert set(found.ranks) == guilty, (lost, found)
+
+
+@real_dumps
+@given(DAMAGE)
+@settings(EASY, max_examples=40)
+@pytest.mark.parametrize(("incident", "guilty"), [("gpu_error_1st", {12, 14}), ("lock_gil_1st", {9, 14})])
+def test_of_real_incidents_many_records_may_be_cut_and_lost(
+    incident: str, guilty: set[int], damage: dict[str, Any]
+) -> None:
+    dumps = {rank: read_dump(DUMPS / incident / f"_dump_{rank}") for rank in range(16)}
+    cut = {rank: newest(dumps[rank], count) for rank, count in damage["kept"].items() if rank in dumps}
+    left = {**dumps, **cut, **{rank: None for rank in damage["lost"] if rank in dumps}}
+    assert set(judged(left, 16).guilty) <= guilty
+    assert set(verdict(left, 16).ranks) <= guilty
 
 
 # Cases

@@ -26,6 +26,7 @@ from phalanx.checkpoint.storage.location import open_store
 from phalanx.checkpoint.together import everywhere
 from phalanx.core.config import validate
 from phalanx.core.errors import UserError
+from phalanx.core.progress import say_restored
 
 
 class Checkpointer:
@@ -144,6 +145,7 @@ class Checkpointer:
         strict = strict or self._is_blank
         restored = put_back(self._saving.restore, self._training, self.peers, self._say, strict=strict)
         self._step = 0 if restored is None else restored.step
+        say_restored(os.environ, self._step)
         if self._is_blank and not self._step:
             problem = "the state that was there when the model was made is gone or damaged, and its weights are blank"
             raise UserError(problem, cure="start again: without a state the model is made as ever")
@@ -272,7 +274,10 @@ def restore_checkpoint(
 
     restored = put_back(take, training, peers, report or say, strict=strict)
     leave(peers)
-    return 0 if restored is None else restored.step
+    step = 0 if restored is None else restored.step
+    if optimizer is not None:  # else it takes over weights, and goes on from nothing
+        say_restored(os.environ, step)
+    return step
 
 
 def _settings(config: CheckpointConfig | None, settings: Mapping[str, Any], folder: str | Path) -> CheckpointConfig:

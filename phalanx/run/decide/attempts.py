@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from phalanx.run.decide import advice, brakes, endings, faults, recovery
 from phalanx.run.decide.actions import AskForHosts, OpenStore, Start, Where
-from phalanx.run.decide.events import Advanced, Running, Started, Stopped, StoreOpened, WorkersReturned
+from phalanx.run.decide.events import Advanced, Restored, Running, Started, Stopped, StoreOpened, WorkersReturned
 from phalanx.run.decide.placement import count_ready, missing_hosts, place, ready_hosts, size_to_start
 from phalanx.run.decide.state import Ending, Failure, Recovery, State
 from phalanx.run.decide.turn import Turn
@@ -129,6 +131,13 @@ def on_started(turn: Turn, event: Started) -> None:
         turn.all_started()
         turn.set(deadline_s=None)
     turn.no_longer_awaited(event.host)
+
+
+def on_restored(turn: Turn, event: Restored) -> None:
+    """It is known from where the attempt goes on, also of a script that does not number its steps."""
+    if turn.state.phase in ("starting", "running", "diagnosing", "stopping"):
+        turn.state = brakes.went_on_from(turn.state, event.step)
+        turn.set(progress=replace(turn.state.progress, after=event.step))
 
 
 def on_running(turn: Turn, event: Running) -> None:

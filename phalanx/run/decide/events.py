@@ -181,6 +181,17 @@ class StartFailed(EventBase, frozen=True, tag="start-failed"):
     problem: str = ""
 
 
+class Restored(EventBase, frozen=True, tag="restored"):
+    """The attempt goes on from a state that a library of checkpoints has restored in it.
+
+    Attributes:
+        step: of the training, that the state was taken after; 0: there was none.
+    """
+
+    attempt: int
+    step: int
+
+
 class Running(EventBase, frozen=True, tag="running"):
     """Every rank has made its first step in this attempt.
 
@@ -388,6 +399,7 @@ Event = (
     | StoreFailed
     | Started
     | StartFailed
+    | Restored
     | Running
     | Advanced
     | WorkerFailed

@@ -22,7 +22,7 @@ def on_worker_failed(turn: Turn, event: WorkerFailed) -> None:
     host = turn.state.host_of(event.rank)
     if host is None:
         return
-    step = event.step
+    step = turn.state.progress.absolute(event.step)
     failure = Failure(event.rank, event.kind, event.fault, event.summary, event.follows, step)
     of_host(turn, host, failure, f"executor of {host}")
 

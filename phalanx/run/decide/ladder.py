@@ -1,5 +1,7 @@
 """What to do about a fault, by how often it has come: the ladder. Pure; torch-free.
 
+Who is at fault, and how often it was, says `phalanx.run.decide.blame`.
+
 Restart in place → active checks of the suspect → evict it → evict the group that shares the fault → the previous
 version of the code. When to stop is the brakes' to say (`phalanx.run.decide.brakes`).
 """
@@ -9,11 +11,10 @@ from __future__ import annotations
 import msgspec
 
 from phalanx.run.decide import brakes
+from phalanx.run.decide.blame import Blame, culprits
 from phalanx.run.decide.placement import can_spare
 from phalanx.run.decide.policy import CheckKind
-from phalanx.run.decide.state import Failure, Recovery, State
-
-OF_THE_HOST = ("host", "network", "storage")
+from phalanx.run.decide.state import Recovery, State
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -57,34 +58,16 @@ def _by_history(state: State, recovery: Recovery, leave: dict[str, str]) -> Plan
         why = f"{len(blamed)} of {len(state.placement)} hosts at once: a common cause, no host is blamed"
         what = "all of them restart in place after a passive check"
         return Plan(what, why, dict.fromkeys(blamed, "passive"), leave)
-    levels = {host: base + seen_before(state, recovery, host) for host, base in blamed.items()}
-    marks = _marks(state, recovery, blamed)
-    top = max(levels.values())
-    if top >= 3:
-        return _shared(state, recovery, levels, leave, marks)
-    return _each(state, levels, leave, marks)
+    marks = tuple(dict.fromkeys(mark for blame in blamed.values() for mark in blame.marks))
+    if max(blame.level for blame in blamed.values()) >= 3:
+        return _shared(state, recovery, blamed, leave, marks)
+    return _each(state, blamed, leave, marks)
 
 
 def is_stillness(recovery: Recovery) -> bool:
     """Whether nothing is known but that the job stood still."""
     told = recovery.suspects or recovery.failures or recovery.lost or recovery.stuck or recovery.evict
     return recovery.cause == "hang" and not told
-
-
-def culprits(state: State, recovery: Recovery) -> dict[str, int]:
-    """Hosts that are to blame and still there, each with the rung that the first such fault deserves."""
-    going = {*recovery.lost, *recovery.stuck, *recovery.evict}
-    found = dict.fromkeys(recovery.suspects, 1)
-    for host, failures in recovery.failures.items():
-        own = [f for f in failures if not f.follows and not _is_everybodys(f)]
-        if own and host not in found:
-            found[host] = _base(state, host, own)
-    return {host: base for host, base in found.items() if host not in going}
-
-
-def _is_everybodys(failure: Failure) -> bool:
-    """A loss that is the same on all ranks tells of none of them, and a rank that ends well tells of no host."""
-    return failure.kind == "left" or (failure.kind == "loss" and failure.fault == "process")
 
 
 def most_to_blame(state: State) -> int:
@@ -95,16 +78,6 @@ def most_to_blame(state: State) -> int:
 def is_driver_cut_off(state: State, silent: int) -> bool:
     """Whether so many hosts that do not answer say more of the driver's own network, in a job that goes on."""
     return state.ending is None and silent > most_to_blame(state) and 2 * silent > len(state.placement)
-
-
-def seen_before(state: State, recovery: Recovery, host: str) -> int:
-    """How often the host, its place or its group has been at fault within the window."""
-    return max(_count(state, mark) for mark in _marks(state, recovery, [host]))
-
-
-def _base(state: State, host: str, failures: list[Failure]) -> int:
-    """0: restart in place; 1: check it actively, since the fault is of the host, or it has never run anything well."""
-    return int(any(failure.fault in OF_THE_HOST for failure in failures) or not state.hosts[host].is_proven)
 
 
 def _nobody(state: State, recovery: Recovery, leave: dict[str, str]) -> Plan:
@@ -118,7 +91,7 @@ def _nobody(state: State, recovery: Recovery, leave: dict[str, str]) -> Plan:
     if any(failure.kind == "left" for failures in recovery.failures.values() for failure in failures):
         return Plan(what, "the script let it go, so no host is at fault", checks)
     mark = "stillness" if is_stillness(recovery) else "everyone"
-    count = _count(state, mark)
+    count = state.count(mark)
     if count == 0:
         return Plan(what, "nobody stands out", checks, marks=(mark,))
     if count == 1:
@@ -133,12 +106,13 @@ def _nobody(state: State, recovery: Recovery, leave: dict[str, str]) -> Plan:
     return _last_rungs(state, Plan("", "nobody stands out, more than twice", marks=("everyone",)))
 
 
-def _each(state: State, levels: dict[str, int], leave: dict[str, str], marks: tuple[str, ...]) -> Plan:
+def _each(state: State, blamed: dict[str, Blame], leave: dict[str, str], marks: tuple[str, ...]) -> Plan:
     """Restart in place, check, or evict, each suspect for itself."""
+    levels = {host: blame.level for host, blame in blamed.items()}
     bad = {host for host, level in levels.items() if level == 2}
     if bad and not can_spare(state, bad | set(leave)):
         levels = {host: min(level, 1) for host, level in levels.items()}
-    words = {host: _words(state, host, level, host in bad) for host, level in levels.items()}
+    words = {host: _words(state, host, level, blamed[host].why, host in bad) for host, level in levels.items()}
     checks: dict[str, CheckKind] = {
         host: "passive" if level == 0 else state.policy.active_check for host, level in levels.items() if level < 2
     }
@@ -147,30 +121,31 @@ def _each(state: State, levels: dict[str, int], leave: dict[str, str], marks: tu
     return Plan(what, why, checks, {**leave, **evict}, marks=marks)
 
 
-def _words(state: State, host: str, level: int, is_bad: bool) -> tuple[str, str]:
+def _words(state: State, host: str, level: int, why: str, is_bad: bool) -> tuple[str, str]:
     """What is done with a host, and why."""
     if level == 0:
-        return f"{host} restarts in place after a passive check", f"{host}: first fault, and only of a process"
+        what = f"{host} restarts in place after a passive check"
+        return what, why or f"{host}: first fault, and only of a process"
     if level == 2:
-        return f"{host} is replaced", f"{host}: at fault again although its checks passed"
+        return f"{host} is replaced", why or f"{host}: at fault again although its checks passed"
     if is_bad:
         why = f"{host}: at fault again although its checks passed, but nothing can replace it"
         return f"{host} is checked once more", why
-    return f"a {state.policy.active_check} check of {host} comes first", f"{host}: suspected"
+    return f"a {state.policy.active_check} check of {host} comes first", why or f"{host}: suspected"
 
 
 def _shared(
-    state: State, recovery: Recovery, levels: dict[str, int], leave: dict[str, str], marks: tuple[str, ...]
+    state: State, recovery: Recovery, blamed: dict[str, Blame], leave: dict[str, str], marks: tuple[str, ...]
 ) -> Plan:
     """The fault came back on another host: it is of the group, or of the code."""
     group = [host for host in recovery.group_hosts if state.hosts[host].state not in ("gone", "evicted")]
-    is_first = _count(state, f"evicted group {recovery.group}") == 0
+    is_first = state.count(f"evicted group {recovery.group}") == 0
     if group and is_first and 2 * len(group) <= len(state.placement) and can_spare(state, {*group, *leave}):
         why = f"the fault stays with {recovery.group} whichever host it has"
         evict = {**leave, **dict.fromkeys(group, why)}
         what = f"all hosts of {recovery.group} are replaced"
         return Plan(what, why, evict=evict, marks=(*marks, f"evicted group {recovery.group}"))
-    checks: dict[str, CheckKind] = {host: state.policy.active_check for host in levels if host not in leave}
+    checks: dict[str, CheckKind] = {host: state.policy.active_check for host in blamed if host not in leave}
     return _last_rungs(state, Plan("", "the fault stays whichever host it meets", checks, leave, marks=marks))
 
 
@@ -184,20 +159,6 @@ def _last_rungs(state: State, so_far: Plan) -> Plan:
 def _with_previous(state: State, so_far: Plan) -> Plan:
     what = f"back to the previous version of the code ({state.job.previous_version})"
     return msgspec.structs.replace(so_far, what="; ".join(filter(None, (so_far.what, what))), use_previous=True)
-
-
-def _marks(state: State, recovery: Recovery, hosts: dict[str, int] | list[str]) -> tuple[str, ...]:
-    """Keys of the history for these hosts."""
-    marks = [f"host {host}" for host in hosts]
-    marks += [f"place {state.place_of(host)}" for host in hosts if state.has_place(host)]
-    if recovery.group and any(host in recovery.group_hosts for host in hosts):
-        marks.append(f"group {recovery.group}")
-    return tuple(marks)
-
-
-def _count(state: State, mark: str) -> int:
-    oldest_s = state.now_s - state.policy.fault_window_s
-    return sum(time_s >= oldest_s for time_s in state.history.get(mark, ()))
 
 
 def with_marks(state: State, marks: tuple[str, ...]) -> dict[str, tuple[float, ...]]:

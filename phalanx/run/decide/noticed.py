@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from phalanx.run.decide import endings, faults, orders, user_code
 from phalanx.run.decide.actions import Where
+from phalanx.run.decide.blame import OF_THE_HOST
 from phalanx.run.decide.events import Noticed, StartFailed, Unprepared
-from phalanx.run.decide.ladder import OF_THE_HOST
 from phalanx.run.decide.state import Ending
 from phalanx.run.decide.turn import Turn
 

@@ -193,6 +193,8 @@ class Progress(Value, frozen=True):
         is_new: the present attempt has made an absolute step that none has made before.
         was_new: the attempt before had progressed.
         base: highest absolute step that an attempt has gone on after; -1: none is known.
+        after: the step of the training that the present attempt has gone on after, where whoever restored it has said
+            so; -1: nobody has.
         since_s: when the present attempt has made its first step; None: it has not.
         lived_s: seconds from then to the newest one that was heard of.
     """
@@ -205,6 +207,7 @@ class Progress(Value, frozen=True):
     is_new: bool = False
     was_new: bool = False
     base: int = -1
+    after: int = -1
     since_s: float | None = None
     lived_s: float = 0.0
 
@@ -212,6 +215,10 @@ class Progress(Value, frozen=True):
     def has_run(self) -> bool:
         """Any attempt has ever made a step."""
         return max(self.done, self.best, self.most) >= 0
+
+    def absolute(self, step: int) -> int:
+        """A step of the present attempt, as a rank counts it, as far as it is known as one of the training."""
+        return step if self.is_absolute or step < 0 else step + max(self.after, 0)
 
     @property
     def step(self) -> int:
@@ -278,7 +285,7 @@ class State(Value, frozen=True):
         checks: by host.
         checks_due_s: the limit of no check is before that; None: none is awaited, or the last one was answered.
         ways: by host that has tested them, in a recovery with `Rounds`.
-        history: times of faults by ``host NAME``, ``place N`` and ``group NAME``.
+        history: times of faults, by where they were; see `phalanx.run.decide.blame` and ``ladder``.
         leaving: hosts with `Host.leaves`, to find them quickly.
         asked: for how many hosts the back end was asked last.
         began_s: when the job did; None: it has not.
@@ -340,6 +347,11 @@ class State(Value, frozen=True):
         if not self.policy.advise_only or self.recovery is None or self.recovery.is_decided:
             return None
         return self.recovery.began_s + self.policy.settle_s if self.phase in ("starting", "running") else None
+
+    def count(self, mark: str) -> int:
+        """How often the history has this within `Policy.fault_window_s`."""
+        oldest_s = self.now_s - self.policy.fault_window_s
+        return sum(time_s >= oldest_s for time_s in self.history.get(mark, ()))
 
     def host_of(self, rank: int) -> str | None:
         """Whose rank it is in the present placement."""

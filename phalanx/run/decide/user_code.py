@@ -9,6 +9,9 @@ from phalanx.run.decide.state import Ending, Failure, LastWord, State
 
 _OWN_WORD = ("user", "syntax", "raised", "status", "usage", "start", "loss", "left")
 _NOT_BY_ITSELF = ("host", "network", "storage")
+_ERRORS = ("SIGSEGV", "SIGFPE", "SIGSYS")
+"""What a program does to itself: other signals come from outside, or from a machine that differs."""
+
 _DIFFERENT_WORDS = 64
 _DIFFERS_BY_RANK = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 
@@ -61,14 +64,34 @@ def of_one(state: State, failure: Failure) -> Ending | None:
     """What follows from one failure, whatever the other ranks say."""
     if failure.kind == "syntax" and has_never_run(state):
         return Ending(1, f"the source is wrong, whichever host runs it: {failure.summary}")
+    if failure.kind == "signal" and failure.fault == "process" and any(name in failure.summary for name in _ERRORS):
+        is_again = state.progress.done >= 0 and came_before(state, failure)
+        return _again(failure) if is_again else None
     if not speaks_of_itself(failure):
         return None
     if failure.kind == "user" and has_never_run(state):
         return Ending(2, f"bad input: rank {failure.rank} said so before the first step: {failure.summary}")
     if not _is_again(state.last_word, failure):
         return None
+    return _again(failure)
+
+
+def _again(failure: Failure) -> Ending:
     where = f"step {failure.step}" if failure.step >= 0 else "the beginning"
     return Ending(1, f"it came back in the next attempt at the same place, {where}: {failure.summary}")
+
+
+def step_mark(failure: Failure) -> str:
+    """Key of the history for where a rank has died."""
+    return f"rank {failure.rank} at step {failure.step}"
+
+
+def came_before(state: State, failure: Failure) -> bool:
+    """Whether a rank has died where it has died before.
+
+    That of two attempts none came beyond its first step says nothing: on a bad host it is so too.
+    """
+    return failure.step > max(state.progress.base, 0) + 1 and state.count(step_mark(failure)) > 0
 
 
 def last_word(state: State) -> LastWord | None:

@@ -20,6 +20,7 @@ from phalanx.run.decide.events import (
     LeftEarly,
     LossBroken,
     NoProgress,
+    Restored,
     Running,
     WorkerFailed,
     WorkersReturned,
@@ -93,6 +94,7 @@ class AttemptWatch:
         self._broken: dict[int, int] = {}
         """Steps from which on the losses of ranks have been no numbers."""
         self._step = self._first = -1
+        self._restored = self._told_restored = -1
         self._is_running = False
         self._is_broken = False
         self._told_s = -math.inf
@@ -144,7 +146,12 @@ class AttemptWatch:
             self._note_report(beat, now)
         if self._step > before:
             self._count(now)
-        told = [] if self._is_running or self._to_step else self._begin_running(now)
+        told: list[Event] = []
+        if self._restored > self._told_restored:
+            self._told_restored = self._restored
+            told.append(Restored(now.unix_s, self.attempt, self._restored))
+        if not self._is_running and not self._to_step:
+            told += self._begin_running(now)
         if self._step > self._told_step and now.monotonic_s - self._told_s >= ADVANCED_S:
             told += self.catch_up(now)
         return told + self._break(now) if self._broken and not self._is_broken else told
@@ -247,6 +254,7 @@ class AttemptWatch:
         self._recall(beat.rank)
         if not self._is_running:
             for worker in workers:
+                self._restored = max(self._restored, worker.restored)
                 self._note_first(worker)
         if self._broken or not all(math.isfinite(worker.loss) for worker in workers):
             self._note_losses(workers)

@@ -281,7 +281,7 @@ class Driver:
             case messages.Prepared():
                 return self._preparing.answered(host, message, self.state.version, now)
             case messages.Found():
-                return self._findings.take(host, message.findings, self._report, now)
+                return self._findings.take(host, message, self._report, now)
             case messages.Evidence():
                 self._people.heard(host, message, now)
                 self._take_evidence(host, message)
@@ -437,3 +437,4 @@ class Driver:
             limits = limits.model_copy(update={"floor_s": floor_s})
             self.attempt = AttemptWatch(attempt, world_size, per_host, began, self._fault_of, limits)
             self._gathering, self._told_hang_s, self._peers = None, None, None
+            self._findings.begin(attempt)

@@ -1,17 +1,17 @@
 """What log rules have said lately: which of it becomes an event, and what it says of a rank that ends. Torch-free.
 
 Alarms are told at once, and the same of the same host not again within a minute. What is fatal mostly comes with the
-end of a rank: it is kept, classes the failure that follows, and becomes part of the report of what it led to.
+end of a rank: it is kept, classes the failure that follows, and becomes part of the report of what it led to. All of
+that within one attempt: what was said in an earlier one has been answered then, and is no evidence of what comes now.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from typing import NamedTuple, get_args
 
 from phalanx.run.decide.events import Event, Fault, Noticed
-from phalanx.run.messages import Finding, WorkerEnded
+from phalanx.run.messages import Finding, Found, WorkerEnded
 from phalanx.run.now import Now
 
 AGAIN_S = 60.0
@@ -49,14 +49,22 @@ class Findings:
     def __init__(self) -> None:
         self._by_host: dict[str, deque[_Kept]] = {}
         self._told_s: dict[tuple[str, str], float] = {}
+        self._attempt = 0
         self._report = 0
         self._in_report = 0
 
-    def take(self, host: str, findings: Iterable[Finding], report: int, now: Now) -> list[Event]:
+    def begin(self, attempt: int) -> None:
+        """An attempt begins."""
+        self._attempt = attempt
+        self._by_host.clear()
+        self._told_s.clear()
+
+    def take(self, host: str, found: Found, report: int, now: Now) -> list[Event]:
         """New ones of a host; `report`: number of the incident that is open, 0: none."""
         events: list[Event] = []
-        for finding in findings:
-            if finding.severity == "note":
+        for finding in found.findings:
+            # A host that has no ranks does not know of the attempt, and its kernel speaks all the same.
+            if finding.severity == "note" or (finding.rank >= 0 and found.attempt < self._attempt):
                 continue
             kept = _Kept(now.monotonic_s, host, finding)
             self._by_host.setdefault(host, deque(maxlen=_KEPT_PER_HOST)).append(kept)

@@ -95,7 +95,7 @@ class Senses:
         check: tests the host: the kind, addresses of peers, and process ids that are the job's own.
         findings: what rules say of lines of a rank.
         hello: what the host has.
-        forget: a new attempt begins: its ranks may say again what those before have said.
+        forget: a new attempt begins: what was said before is no evidence of it, and may be said again.
         stillness: to look at the ranks of one attempt that make no step.
     """
 

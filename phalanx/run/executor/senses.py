@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,9 @@ from phalanx.run.judge.rules import KERNEL_RANK, Matcher, Watcher, load_rules
 from phalanx.run.now import unix_s
 
 _log = logging.getLogger(__name__)
+
+_KERNEL_S = 600.0
+"""Of the kernel's log no older lines are evidence."""
 
 _EVIDENCE_BYTES = 900_000
 """Of stacks and flight records together; a message holds 1 MiB."""
@@ -81,7 +85,7 @@ def make_senses(means: Means) -> Senses:
     reader = Reader(Matcher(load_rules(list(means.rules))))
     return Senses(
         state=sensors.read,
-        look=lambda subjects, attempt, within_s: look(means, subjects, attempt, within_s),
+        look=lambda subjects, attempt, within_s: look(means, subjects, attempt, within_s, reader.since_s()),
         check=lambda kind, peers, own: check(means, kind, peers, own),
         findings=reader.findings,
         hello=lambda: hello(means),
@@ -93,30 +97,36 @@ def make_senses(means: Means) -> Senses:
 class Reader:
     """Turns lines into findings; what is only noted stays in the log."""
 
-    def __init__(self, matcher: Matcher) -> None:
-        self._matcher, self._watcher = matcher, Watcher(matcher)
+    def __init__(self, matcher: Matcher, clock: Callable[[], float] = time.monotonic) -> None:
+        self._matcher, self._watcher, self._clock = matcher, Watcher(matcher), clock
+        self._began_s = -math.inf
 
     def findings(self, rank: int, lines: Sequence[str]) -> list[messages.Finding]:
         """What rules say of lines of a rank, or of the kernel."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         found = [self._watcher.look(rank, line, now_s) for line in lines]
         return [one for one in found if one is not None and self._counts(one)]
 
     def forget(self) -> None:
         """A new attempt begins."""
         self._watcher.forget()
+        self._began_s = self._clock()
+
+    def since_s(self) -> float:
+        """Since when lines of the kernel may be evidence of the attempt."""
+        return max(self._began_s, self._clock() - _KERNEL_S)
 
     def _counts(self, finding: messages.Finding) -> bool:
         return self._matcher.by_name[finding.rule].severity != "note"
 
 
-def look(means: Means, subjects: Sequence[Subject], attempt: int, within_s: float) -> messages.Evidence:
-    """Evidence of ranks; cut to what a message holds."""
+def look(means: Means, subjects: Sequence[Subject], attempt: int, within_s: float, since_s: float) -> messages.Evidence:
+    """Evidence of ranks, and what the kernel has said since; cut to what a message holds."""
     evidence = gather(
         subjects,
         attempt=attempt,
         within_s=within_s,
-        kernel_lines=lambda: means.kernel.since(time.monotonic() - 600.0),
+        kernel_lines=lambda: means.kernel.since(since_s),
         accelerators=means.accelerators.read,
         start=means.reaper.helper,
     )

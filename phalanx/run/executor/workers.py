@@ -330,6 +330,7 @@ class Workers:
             broken_step=progress.broken_step,
             steps_here=progress.steps_here,
             is_absolute=progress.is_absolute,
+            restored=progress.restored,
             still_s=still_s,
             stopped_s=stopped_s,
         )

@@ -75,17 +75,17 @@ class Exhibits:
     """Those of the present attempt, that an incident may want."""
 
     def __init__(self) -> None:
-        self._attempt = 0
+        self._attempt = self._over = 0
         self._all: dict[str, Exhibit] = {}
         self._wanted: set[str] = set()
         self._written: set[str] = set()
 
     def add(self, attempt: int, exhibit: Exhibit) -> None:
-        """Keep it; a newer attempt's takes the place of all."""
+        """Keep it; a newer attempt's takes the place of all, and of one that is over nothing is kept."""
         if attempt > self._attempt:
             self.clear()
             self._attempt = attempt
-        if attempt == self._attempt and (exhibit.name in self._all or len(self._all) < _MOST_KEPT):
+        if attempt == self._attempt > self._over and (exhibit.name in self._all or len(self._all) < _MOST_KEPT):
             self._all[exhibit.name] = exhibit
             self._written.discard(exhibit.name)
 
@@ -93,8 +93,9 @@ class Exhibits:
         """What this host has gathered matters."""
         self._wanted.add(f"{_file_name(host)}.txt")
 
-    def clear(self) -> None:
-        """Forget all."""
+    def clear(self, over: int = 0) -> None:
+        """Forget all; and what still comes of attempts up to `over` belongs to no report any more."""
+        self._over = max(self._over, over)
         self._all.clear()
         self._wanted.clear()
         self._written.clear()

@@ -146,6 +146,8 @@ class Keeper:
         is_news = not isinstance(action, AddToIncident) and incident is not before
         self._open[action.number] = incident
         self._unsaved[action.number] = is_news or self._unsaved.get(action.number, False)
+        if incident.outcome is not None:  # what is heard after this belongs to the next one
+            self._store(action.number)
 
     def _recall(self, told: Sequence[tuple[IncidentAction, float]]) -> None:
         """Store at once what is missing: nothing that is heard from now on belongs to what is over."""
@@ -198,7 +200,8 @@ class Keeper:
         is_news = self._unsaved.pop(number)
         if incident.outcome is not None:
             del self._open[number]
-            self._exhibits.clear()
+            goes_on = incident.outcome.result == "false alarm"
+            self._exhibits.clear(over=0 if goes_on else incident.attempt)
         if is_news:
             self._tell_stored(incident, page)
 

@@ -8,6 +8,10 @@ look:
 - Without ``TORCH_NCCL_ENABLE_TIMING`` nothing is ever ``started``: ``scheduled`` only says that it is not complete.
 - What is launched as a bundle (``batch_isend_irecv``) has one closing entry whose state is that of all; the entries of
   its parts stay ``scheduled`` for ever.
+
+The recorder is a ring: it forgets the oldest, done or not. So that something is missing before the oldest entry says
+nothing. What it has forgotten may still be known: collectives of a group end in order, the watchdog counts them, and a
+rank that has finished what it launched later was not held up by it.
 """
 
 from __future__ import annotations
@@ -30,8 +34,14 @@ _KEPT = (
     *("is_p2p", "input_sizes", "input_dtypes", "time_discovered_started_ns"),
 )
 _MOST_RANKS = 1 << 20
-_SHORTEST_RING = 1000  # of entries, that anybody is likely to have chosen
 _LONGEST_RING = 10_000_000
+
+UNKNOWN_CALL = "coalesced"
+"""Name of a launch of which parts may be missing."""
+
+AT_ONCE = 4
+"""Transfers that a rank may launch before it waits for the first of them: both ways with both neighbours. A ring has at
+least as many places."""
 
 
 class GroupId(NamedTuple):
@@ -94,6 +104,12 @@ class Part:
     has_transfers: bool = False
     is_unused: bool = False
 
+    @property
+    def counts_calls(self) -> bool:
+        """Whether `status` may count collectives: it may lag behind what is launched while it is read."""
+        near = not self.launches or self.status is None or self.newest - 1 <= self.status[0] <= self.newest
+        return not self.has_transfers and near
+
 
 @dataclass
 class FlightRecord:
@@ -101,17 +117,22 @@ class FlightRecord:
 
     Attributes:
         passed: order of the newest launch that is done; what was launched before it and is not done held up nothing.
-        is_whole: it holds all that the rank has launched.
-        is_cut: the ring was too short for what is not done, so that it does not tell where the rank stands.
+        oldest: order of the oldest entry that was in the ring; nothing is known of what was launched before it.
+        lacks: something that is not done is known not to be here, or cannot be made out.
         has_groups: it names all groups that the rank has used.
     """
 
     parts: dict[GroupId, Part] = field(default_factory=dict)
     passed: int = -1
+    oldest: int = 0
     has_timing: bool = False
-    is_whole: bool = False
-    is_cut: bool = False
+    lacks: bool = False
     has_groups: bool = False
+
+    @property
+    def tells_all(self) -> bool:
+        """Whether it holds everything that may hold up the rank."""
+        return not self.lacks and (self.oldest <= 0 or self.oldest + AT_ONCE - 1 <= self.passed)
 
 
 class MemberTexts:
@@ -139,14 +160,16 @@ def read_record(dump: Mapping[str, Any], texts: MemberTexts) -> FlightRecord:
     """What a dump says, or a condensed one.
 
     Raises:
-        ValueError, TypeError, KeyError, AttributeError, IndexError: it is no dump.
+        ValueError, TypeError, KeyError, AttributeError, IndexError: it is no dump, or nothing is left of it.
     """
-    entries = dump["entries"]
+    entries, left_out = dump["entries"], dump.get("left_out", 0)
+    if left_out and not entries:
+        raise ValueError("all entries were left out")
     ids = _group_ids(dump, texts)
     # A name that is in no `pg_config` still is the same group on the ranks that have it.
     found = FlightRecord({group: Part() for group in ids.values()})
     extent = dump["extent"] if "extent" in dump else _extent(entries)
-    found.passed, found.is_whole, found.is_cut = extent["newest_completed"], extent["is_whole"], extent["is_cut"]
+    found.passed, found.oldest, found.lacks = extent["newest_completed"], extent["oldest"], left_out > 0
     found.has_timing = any(e.get("state") == "started" or e.get("time_discovered_started_ns") for e in entries)
     found.has_groups = bool(ids)
     statuses = _statuses(dump, entries)
@@ -154,10 +177,13 @@ def read_record(dump: Mapping[str, Any], texts: MemberTexts) -> FlightRecord:
         name = _name(entries[bundle[0]])
         group = ids.setdefault(name, GroupId(_description(entries[bundle[0]]), ""))
         part = found.parts.setdefault(group, Part())
-        launch = _launch([entries[place] for place in bundle], texts.ranks(group.members), extent["is_active"])
+        launch = _launch([entries[place] for place in bundle], texts.ranks(group.members), extent)
         part.newest = max(part.newest, launch.number)
         part.has_transfers |= bool(launch.transfers) or any(_int(entries[i], "p2p_seq_id") > 0 for i in bundle)
-        part.launches.append(launch)
+        if launch.transfers or not _is_transfer(entries[bundle[-1]]):
+            part.launches.append(launch)
+        else:  # with whom is not known: the ring has forgotten it, or the version does not say it
+            found.lacks |= not launch.is_done
     here = {_order(entry, place) for place, entry in enumerate(entries)}
     for name, group in ids.items():
         part = found.parts.setdefault(group, Part())
@@ -166,6 +192,7 @@ def read_record(dump: Mapping[str, Any], texts: MemberTexts) -> FlightRecord:
             not part.launches and name not in statuses and len(statuses) == len(_dict(dump, "pg_status")) > 0
         )
         _settle(part, found.passed, here if extent["is_active"] else set(), statuses.get(name, (-1, -1)))
+        found.lacks |= _is_behind(part)
     return found
 
 
@@ -228,22 +255,35 @@ def _bundles(entries: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     return sorted(bundles.values(), key=lambda bundle: bundle[-1])
 
 
-def _launch(bundle: Sequence[Mapping[str, Any]], members: Sequence[int], is_active: bool) -> Launch:
+def _launch(bundle: Sequence[Mapping[str, Any]], members: Sequence[int], extent: Mapping[str, Any]) -> Launch:
     closing = bundle[-1]
     state = closing.get("state")
     is_closed = len(bundle) == 1 or _op(closing) == "coalesced"
     parts = bundle[: len(bundle) - (len(bundle) > 1 and is_closed)]
+    # Of the oldest bundle the ring may have forgotten the first parts.
+    is_known = _op(closing) != "coalesced" or _order(bundle[0], 0) > extent["oldest"] or extent["oldest"] <= 0
     return Launch(
         _order(closing, 0),
         max(map(_number, bundle)),
         _int(closing, "p2p_seq_id"),
-        " and ".join(dict.fromkeys(map(_op, parts))),
-        ", ".join(filter(None, map(_shape, parts))),
+        " and ".join(dict.fromkeys(map(_op, parts))) if is_known else UNKNOWN_CALL,
+        ", ".join(filter(None, map(_shape, parts))) if is_known else "",
         # A dump of what is active has lost a closing entry only because it is done.
-        state == "completed" or (not is_closed and is_active),
+        state == "completed" or (not is_closed and extent["is_active"]),
         state == "started",
         tuple(filter(None, (_transfer(entry, members) for entry in parts))),
     )
+
+
+def _is_behind(part: Part) -> bool:
+    """Whether the watchdog has something under way that is not here."""
+    if part.status is None:
+        return False
+    launched, done = part.status
+    pending = [one.number for one in part.launches if not one.is_done and not one.transfers]
+    if not pending:
+        return launched > done and not any(not one.is_done for one in part.launches)
+    return part.counts_calls and min(pending) > done + 1
 
 
 def _settle(part: Part, passed: int, here: Collection[int], status: tuple[int, int]) -> None:
@@ -274,15 +314,7 @@ def _extent(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         not done and last - first < _LONGEST_RING
     ):  # what a dump of what is active leaves out between its entries is done
         newest = next((order for order in range(last, first, -1) if order not in here), -1)
-    oldest = min(_bundles(entries), key=min, default=[])
-    oldest_is_done = bool(oldest) and entries[oldest[-1]].get("state") == "completed"
-    is_long = bool(done) or (newest < 0 and len(orders) >= _SHORTEST_RING)
-    return {
-        "newest_completed": newest,
-        "is_active": not done,
-        "is_whole": first == 0,
-        "is_cut": first > 0 and not oldest_is_done and is_long,
-    }
+    return {"newest_completed": newest, "is_active": not done, "oldest": max(first, 0)}
 
 
 def _group_ids(dump: Mapping[str, Any], texts: MemberTexts) -> dict[str, GroupId]:

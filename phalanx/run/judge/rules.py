@@ -233,6 +233,6 @@ class Watcher:
             self._said.popitem(last=False)
         return Finding(rank, rule.name, rule.fault, shorten(line), rule.severity)
 
-    def forget(self, is_kernel_too: bool = False) -> None:
-        """A new attempt begins: its ranks may say again what those before have said."""
-        self._said = OrderedDict(item for item in self._said.items() if item[0][0] == KERNEL_RANK and not is_kernel_too)
+    def forget(self) -> None:
+        """A new attempt begins: what is said again is said of that."""
+        self._said.clear()

@@ -116,7 +116,7 @@ def find_suspects(
     words = [first.why, *(["so by " + " and ".join(agree)] if agree else [])]
     words += [f"but by {other.by} {other.why}" for other in others if not set(other.ranks) <= set(first.ranks)]
     if kind == "collective" and waits.guilty and waits.why:
-        words.append(f"one more of these too: {waits.why}")
+        words.append(f"one more of these too: {waits.why}" if waits.possible else waits.why)
     return replace(first, why="; ".join(words)[:_WHY_CHARACTERS])
 
 

@@ -7,11 +7,14 @@ is behind in one group may wait in another one itself; whoever follows the waiti
 - a rank that is waited for and has nothing under way: it never came;
 - a rank whose record stands still at what others have finished with its help: its GPU, or who watches it, is dead;
 - a rank that called something else than the others of its group;
-- a rank that has launched what the others have begun on their GPUs, and has not begun it on its own;
-- a rank without a record, where all of its group that have one have come.
+- a rank that has launched what the others have begun on their GPUs, and has not begun it on its own.
 
 Where waiting ends in a collective that all have launched, or goes in a circle, one of these ranks is at fault, and the
-records do not say which.
+records do not say which. Where it ends at a rank that lives and has left no record, that is said, and nobody is named:
+dumps get lost for many reasons, and that rank may wait for another one.
+
+A record tells of what its ring still holds (see `phalanx.run.judge.flight`). What a rank has not launched, or is not
+held up by, is only taken for true where the record shows that nothing it has forgotten could say otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 
-from phalanx.run.judge.flight import FlightRecord, GroupId, Launch, MemberTexts, Part
+from phalanx.run.judge.flight import AT_ONCE, UNKNOWN_CALL, FlightRecord, GroupId, Launch, MemberTexts, Part
 
 _IN_STEP = frozenset(
     (
@@ -31,9 +34,6 @@ _IN_STEP = frozenset(
 )
 """None ends on any rank before it has begun on all."""
 
-_AT_ONCE = 4
-"""Transfers that a rank may launch before it waits for the first of them: both ways with both neighbours."""
-
 
 @dataclass(frozen=True)
 class Blame:
@@ -42,7 +42,7 @@ class Blame:
     Attributes:
         guilty: by rank, what it did or did not, in words that follow its name.
         possible: one of these is at fault too, and it cannot be told which.
-        why: of `possible`, or why nobody is named.
+        why: of `possible`, or why nobody is named, or who is not known of.
     """
 
     guilty: Mapping[int, str] = field(default_factory=dict)
@@ -66,16 +66,16 @@ def blame(
 
 @dataclass(eq=False)
 class _Group:
-    """A process group and the parts of its members in it; `cut`: ranks whose records have lost the oldest."""
+    """A process group and the parts of its members in it; `whole`: ranks whose records hold all they have launched."""
 
     id: GroupId
     members: tuple[int, ...]
     parts: dict[int, Part]
-    cut: frozenset[int]
+    whole: frozenset[int]
 
     def __post_init__(self) -> None:
         # Of a group that has transfers too, the watchdog's numbers may be those of transfers.
-        self.has_status = not any(part.has_transfers for part in self.parts.values())
+        self.has_status = all(part.counts_calls for part in self.parts.values())
         self.pending = {
             rank: pending
             for rank, part in self.parts.items()
@@ -93,12 +93,11 @@ class _Group:
         return min(self.pending.get(rank, ()), key=lambda one: one.number, default=None)
 
     def _done(self, rank: int, part: Part) -> int:
-        front = None if rank in self.cut else self.front(rank)
+        """Number of the last collective that a rank is known to have finished; -1: none is."""
+        front = self.front(rank) if rank in self.whole else None
         known = max((one.number for one in part.launches if one.is_done and not one.transfers), default=-1)
-        if front is not None:
-            return max(known, front.number - 1)
-        newest = part.newest if part.launches and rank not in self.pending else -1
-        return max(known, newest, part.status[1] if part.status and self.has_status else -1)
+        before = -1 if front is None else front.number - 1
+        return max(known, before, part.status[1] if part.status and self.has_status else -1)
 
     def __str__(self) -> str:
         return f"{self.id.description} ({_ranks(self.members)})"
@@ -166,7 +165,7 @@ class _WaveFront:
 
     def _join(self, texts: MemberTexts) -> Iterator[_Group]:
         parts: dict[GroupId, dict[int, Part]] = defaultdict(dict)
-        cut = frozenset(rank for rank, record in self._records.items() if record.is_cut)
+        whole = frozenset(rank for rank, record in self._records.items() if record.oldest <= 0 and not record.lacks)
         for rank, record in self._records.items():
             for group, part in record.parts.items():
                 parts[group][rank] = part
@@ -175,7 +174,7 @@ class _WaveFront:
             members = tuple(rank for rank in named if rank in self._ranks) or tuple(sorted(parts[group]))
             here = frozenset(members)
             if len(members) > 1 and any(part.launches or part.status for part in parts[group].values()):
-                yield _Group(group, members, {rank: part for rank, part in parts[group].items() if rank in here}, cut)
+                yield _Group(group, members, {rank: part for rank, part in parts[group].items() if rank in here}, whole)
 
     def _collectives(self, group: _Group) -> Iterator[_Front]:
         fronts: dict[int, dict[int, Launch]] = defaultdict(dict)
@@ -205,9 +204,9 @@ class _WaveFront:
             return True
         part = group.parts.get(rank)
         is_unused = record.has_groups if part is None else part.is_unused
-        # A ring forgets the oldest; whoever has nothing under way has not come, whatever the ring has forgotten.
-        is_known = newest >= 0 or is_unused or record.is_whole or not self._is_waiting(record)
-        return False if is_known else None
+        # Whoever has nothing under way has not come, whatever the ring has forgotten.
+        is_idle = record.tells_all and not self._is_waiting(record)
+        return False if newest >= 0 or is_unused or record.oldest <= 0 or is_idle else None
 
     @staticmethod
     def _is_waiting(record: FlightRecord) -> bool:
@@ -224,7 +223,7 @@ class _WaveFront:
     @staticmethod
     def _is_passed(record: FlightRecord, launch: Launch) -> bool:
         """Whether the rank went on without it."""
-        at_once = _AT_ONCE if launch.transfers else 1
+        at_once = AT_ONCE if launch.transfers else 1
         return launch.order + at_once <= record.passed
 
     def _transfers(self, group: _Group) -> Iterator[_Front]:
@@ -284,13 +283,12 @@ class _WaveFront:
         for found in (self._strangers(), self._frozen.items(), self._not_begun(), self._never_came()):
             for rank, why in found:
                 guilty.setdefault(rank, why)
-        for look in (self._without_record, self._held_by_none):
-            explained = self._explained(guilty)
-            for rank, why in list(look(explained)):
-                guilty.setdefault(rank, why)
+        for rank, why in list(self._held_by_none(self._explained(guilty))):
+            guilty.setdefault(rank, why)
         guilty = {rank: why for rank, why in guilty.items() if rank not in self._silent}
-        possible, why = self._circles(guilty)
-        return Blame(dict(sorted(guilty.items())), tuple(sorted(possible)), why)
+        possible, words = self._circles(guilty)
+        words += self._without_record(self._explained({*guilty, *possible}))
+        return Blame(dict(sorted(guilty.items())), tuple(sorted(possible)), "; ".join(words[:3]))
 
     def _strangers(self) -> Iterator[tuple[int, str]]:
         """Who called something else than most of its group."""
@@ -310,7 +308,7 @@ class _WaveFront:
                     rank: f"{one.name} of {one.shape}" if one.shape else one.name
                     for rank, part in front.group.parts.items()
                     for one in part.launches
-                    if one.number == first.number and not one.transfers
+                    if one.number == first.number and not one.transfers and one.name != UNKNOWN_CALL
                 }
                 if len(set(calls.values())) > 1:
                     yield front, calls
@@ -350,7 +348,7 @@ class _WaveFront:
         """Who is waited for and has nothing under way."""
         for front in self._fronts:
             for rank in front.absent:
-                if rank not in self._waits:
+                if rank not in self._waits and self._records[rank].tells_all:
                     yield rank, self._absent(front)
 
     def _absent(self, front: _Front) -> str:
@@ -359,24 +357,31 @@ class _WaveFront:
         verb = "waits" if len(front.waiting) == 1 else "wait"
         return f"never came to {front.name} of {front.group}, in which {_ranks(front.waiting)} {verb}"
 
-    def _without_record(self, explained: set[int]) -> Iterator[tuple[int, str]]:
+    def _without_record(self, explained: set[int]) -> list[str]:
+        """Where waiting ends at ranks that have left no record."""
+        words = []
         for front in self._fronts:
-            if front.unknown and not front.absent and not explained >= front.waiting.keys():
-                for rank in front.unknown - self._records.keys() - self._silent:
-                    yield rank, f"left no record, and all others have come to {front.name} of {front.group}"
+            unknown = front.unknown - self._records.keys() - self._silent
+            if unknown and not front.absent and not explained >= front.waiting.keys():
+                words.append(f"{_ranks(unknown)} left no record, and {_ranks(front.waiting)} wait in {front.name}")
+        return words
 
     def _held_by_none(self, explained: set[int]) -> Iterator[tuple[int, str]]:
         """Who is waited for, and what it has under way did not hold it up, or is done on all others."""
         for front in self._fronts:
-            if not explained >= front.waiting.keys():
+            is_known = not next(iter(front.waiting.values())).transfers or self._tell_all(front.waiting)
+            if is_known and not explained >= front.waiting.keys():
                 for rank in front.absent - self._silent:
-                    if not any(self._holds(one, rank) for one in self._waits[rank]):
+                    if self._tell_all([rank]) and not any(self._holds(one, rank) for one in self._waits[rank]):
                         yield rank, self._absent(front)
 
     def _holds(self, front: _Front, rank: int) -> bool:
         """Whether a rank may wait in this for others."""
-        waits = bool(front.stops() - {rank}) or self._is_stuck(front) or rank in front.group.cut
+        waits = bool(front.stops() - {rank}) or self._is_stuck(front) or not self._tell_all(front.members)
         return waits and not self._is_passed(self._records[rank], front.waiting[rank])
+
+    def _tell_all(self, ranks: Iterable[int]) -> bool:
+        return all(rank in self._records and self._records[rank].tells_all for rank in ranks)
 
     def _explained(self, guilty: Iterable[int]) -> set[int]:
         """All who wait for these, through whomever."""
@@ -400,10 +405,11 @@ class _WaveFront:
             and not front.ended
             and not front.late
             and front.waiting.keys() >= set(front.members)
+            and self._tell_all(front.members)
             and all(one.order == self._heads[rank] for rank, one in front.waiting.items())
         )
 
-    def _circles(self, guilty: Collection[int]) -> tuple[set[int], str]:
+    def _circles(self, guilty: Collection[int]) -> tuple[set[int], list[str]]:
         """Where waiting ends that leads to nobody known: in a collective that is stuck, in a circle, in a mismatch."""
         possible: set[int] = set()
         words: list[str] = []
@@ -416,28 +422,28 @@ class _WaveFront:
                 )
         known = {*guilty, *self._silent}
         for front in self._fronts:
-            is_cut = front.group.cut.intersection(front.waiting)
-            if self._is_stuck(front) and not is_cut and not known.union(possible) & set(front.members):
+            if self._is_stuck(front) and not known.union(possible) & set(front.members):
                 possible |= set(front.members)
                 words.append(
                     f"{_ranks(front.members)} have all come to {front.name} of {front.group}, and it does not end"
                 )
         left = self._waits.keys() - self._explained({*guilty, *possible})
-        edges = {rank: {to for front in self._waits[rank] for to in front.stops()} & left for rank in left}
+        edges = {rank: {to for front in self._waits[rank] for to in front.stops()} for rank in left}
+        edges |= {to: set() for ends in list(edges.values()) for to in ends - left}  # of whom too little is known
         for circle in _sinks(edges):
-            if len(circle) > 1:
+            if len(circle) > 1 and self._tell_all(circle):
                 possible |= circle
                 words.append(f"{_ranks(circle)} wait for each other")
-        return possible, "; ".join(words[:3])
+        return possible, words
 
     def _who_is_behind(self) -> Blame:
         """Nobody waits: who has launched less than most of its group."""
         guilty = {}
         for group in self._groups:
-            newest = {rank: group.newest(rank) for rank in group.members if rank in self._records}
-            common, count = Counter(newest.values()).most_common(1)[0]
+            newest = {rank: part.newest for rank, part in group.parts.items() if part.launches or part.is_unused}
+            common, count = Counter(newest.values()).most_common(1)[0] if newest else (-1, 0)
             for rank, number in newest.items():
-                if number < common and 2 * count > len(newest):
+                if number < common and 2 * count > len(group.members) and self._tell_all([rank]):
                     guilty[rank] = f"has launched collective {number} of {group}, most {common}"
         return Blame(guilty)
 
