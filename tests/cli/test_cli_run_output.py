@@ -11,7 +11,7 @@ import pytest
 
 GUARD_S = 180.0
 
-COUNT = 20_000
+COUNT = 5_000
 
 SCRIPT = f"""
 import os, sys
