@@ -32,7 +32,7 @@ from phalanx.train.run_folder import open_for_training
 from support import tiny
 
 STEPS = (4, 8)
-SPARED = (".metadata", "SHA256SUMS", "part-0.json")
+SPARED = (".metadata", "SHA256SUMS", "part-0.json", "evaluation.json")
 """Files of the newest checkpoint from which nothing is restored: damage to them is said, and step 8 is used."""
 
 Say = Callable[[str], None]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.doors import DOORS, STEPS, Door, a_keeper_at, expected_step, flip, made, newest_files
+from support.odd_files import ODD_FILES
 
 from phalanx.core.errors import UserError
 
@@ -64,8 +65,9 @@ def test_any_file_of_the_newest_is_gone_cut_or_anothers(door: tuple[Door, Path],
             HARMS[how](file)
             return file.name
 
-        if how == "swapped" and newest_files(door[1] / door[0].checkpoints)[number].name == ".metadata":
-            continue  # the same in both
+        name = newest_files(door[1] / door[0].checkpoints)[number].name
+        if (how == "swapped" and name == ".metadata") or (how in ("swapped", "deleted") and name == "evaluation.json"):
+            continue  # the same in both; and the other one was not evaluated, which is no damage
         require(door, tmp_path / "harmed", harm)
 
 
@@ -105,3 +107,21 @@ def test_a_pointer_without_any_checkpoint_is_no_fresh_folder(door: tuple[Door, P
     with pytest.raises(UserError, match=f"step-{STEPS[1]:08d}, the latest, is gone") as refused:
         door[0].resume(tmp_path / "harmed", lambda _: None)
     assert "latest-*.json" in refused.value.cure
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", ["dangling link", "directory", "FIFO"])
+def test_whatever_lies_where_the_next_entry_of_the_pointer_goes(
+    door: tuple[Door, Path], tmp_path: Path, kind: str
+) -> None:
+    make, words = ODD_FILES[kind]
+
+    def harm(path: Path) -> str:
+        newest = max(path.glob("latest-*.json"))
+        odd = newest.with_name(f"latest-{int(newest.stem.partition('-')[2]) + 1:08d}.json")
+        make(odd)
+        return odd.name
+
+    file, step, said = door[0].harmed(door[1], tmp_path / "harmed", harm)
+    assert step == STEPS[1]
+    assert any(file in line and words in line for line in said), said

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -36,15 +37,28 @@ class Evaluation:
         return json.dumps(tree | {"sha256": _sum(tree)}, indent=1).encode() + b"\n"
 
 
-def read_evaluation(files: Files, step: int) -> Evaluation:
-    """What lies beside the checkpoint of `step`; one that says nothing where there is none, or a damaged one."""
+def read_evaluation(files: Files, step: int, note: Callable[[str], None] = lambda _: None) -> Evaluation:
+    """What lies beside the checkpoint of `step`; one that says nothing where there is none, or a damaged one.
+
+    Args:
+        files: of the checkpoint.
+        step: of it.
+        note: is given what is wrong with a damaged one.
+    """
     try:
         tree = json.loads(files.read(EVALUATION))
-        if tree.pop("sha256") == _sum(tree) and tree["step"] == step:
-            metrics = {str(name): float(value) for name, value in tree["metrics"].items()}
-            return Evaluation(step, metrics, dict(tree["state"]))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        if tree.pop("sha256") != _sum(tree):
+            raise ValueError("does not match its checksum")
+        if tree["step"] != step:
+            raise ValueError(f"is of step {tree['step']}")
+        metrics = {str(name): float(value) for name, value in tree["metrics"].items()}
+        return Evaluation(step, metrics, dict(tree["state"]))
+    except FileNotFoundError:
         pass
+    except OSError as error:
+        note(f"{EVALUATION} cannot be read ({error.strerror or error})")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        note(f"{EVALUATION} is damaged ({error})")
     return Evaluation(step)
 
 

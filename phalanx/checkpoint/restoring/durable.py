@@ -229,10 +229,12 @@ class Checkpoints:
         files = Stored(self._store, found.name)
 
         def told() -> list[Any]:
-            return [pack(self._content.decode()), read_evaluation(files, found.step).state]
+            notes: list[str] = []
+            later = read_evaluation(files, found.step, notes.append).state
+            return [pack(self._content.decode()), later, notes]
 
-        text, later = at_first(self._peers, told)
-        for cause in found.spared.values():
+        text, later, notes = at_first(self._peers, told)
+        for cause in [*found.spared.values(), *notes]:
             self._note(remark(found.name, cause))
         manifest = manifests.decode(unpack(text).encode(), files.url)
         spared = tuple(found.spared)
