@@ -412,6 +412,14 @@ def test_what_is_sent_is_small_and_keeps_the_front() -> None:
     assert short["entries"][0]["record_id"] == 0 and short["entries"][-1]["record_id"] == len(deep["entries"]) - 1
 
 
+def test_a_record_of_which_nothing_could_be_sent_is_no_record_of_a_rank_with_nothing_under_way() -> None:
+    run = Run(data_parallel(4, steps=40), [Fault(2, 351, "host")])
+    texts = {rank: as_json(dump, 10 if rank == 0 else 1 << 16) for rank, dump in dumps_of(run).items()}
+    assert json.loads(texts[0]) == {"entries": [], "left_out": len(run.dump(0)["entries"])}  # type: ignore[index]
+    evidence = [RankEvidence(rank, flight_record=text, state="S") for rank, text in texts.items()]
+    assert find_suspects(evidence, {rank: f"h{rank}" for rank in run.job.ranks}).ranks == (2,)
+
+
 # With other evidence
 
 
