@@ -44,11 +44,11 @@ def dumps_of(run: Run, **options: Any) -> dict[int, Any]:
 
 
 def verdict(dumps: Mapping[int, Any], count: int, silent: Collection[int] = ()) -> Suspects:
-    evidence = [
-        RankEvidence(rank, "", state="S", flight_record=as_json(d) if d else "")
-        for rank, d in dumps.items()
-        if rank not in silent
-    ]
+    return verdict_of({rank: as_json(d) if d else "" for rank, d in dumps.items() if rank not in silent}, count)
+
+
+def verdict_of(texts: Mapping[int, str], count: int) -> Suspects:
+    evidence = [RankEvidence(rank, "", state="S", flight_record=text) for rank, text in texts.items()]
     return find_suspects(evidence, {rank: f"h{rank // 4}" for rank in range(count)})
 
 
@@ -230,10 +230,10 @@ def test_who_is_idle_by_its_own_record_is_named_whatever_the_others_have_lost(
 @pytest.mark.parametrize(("incident", "guilty"), [("gpu_error_1st", {12, 14}), ("lock_gil_1st", {9, 14})])
 def test_of_real_incidents_any_one_record_may_be_cut(incident: str, guilty: set[int]) -> None:
     dumps = {rank: read_dump(DUMPS / incident / f"_dump_{rank}") for rank in range(16)}
+    texts = {rank: as_json(dump) for rank, dump in dumps.items()}
     for rank, count in itertools.product(range(16), range(1, 16)):
-        found = judged({**dumps, rank: newest(dumps[rank], count)}, 16)
-        assert guilty - {rank} <= set(found.guilty) <= guilty, (rank, count, found)
-        assert not set(verdict({**dumps, rank: newest(dumps[rank], count)}, 16).ranks) - guilty
+        found = verdict_of({**texts, rank: as_json(newest(dumps[rank], count))}, 16)
+        assert guilty - {rank} <= set(found.ranks) <= guilty, (rank, count, found)
 
 
 @real_dumps
@@ -241,8 +241,9 @@ def test_of_real_incidents_any_one_record_may_be_cut(incident: str, guilty: set[
 def test_of_real_incidents_any_two_dumps_may_be_lost(incident: str, guilty: set[int]) -> None:
     """Those ranks live: they answer, and have written none."""
     dumps = {rank: read_dump(DUMPS / incident / f"_dump_{rank}") for rank in range(16)}
+    texts = {rank: as_json(dump) for rank, dump in dumps.items()}
     for lost in itertools.combinations(range(16), 2):
-        found = verdict({**dumps, **dict.fromkeys(lost)}, 16)
+        found = verdict_of({**texts, **dict.fromkeys(lost, "")}, 16)
         assert set(found.ranks) <= guilty, (lost, found)
         if not guilty & set(lost) and incident == "lock_gil_1st":
             assert set(found.ranks) == guilty, (lost, found)
@@ -410,6 +411,14 @@ def test_what_is_sent_is_small_and_keeps_the_front() -> None:
     short = json.loads(as_json(deep, 4_000))
     assert len(json.dumps(short)) < 6_000 and short["left_out"] > 60
     assert short["entries"][0]["record_id"] == 0 and short["entries"][-1]["record_id"] == len(deep["entries"]) - 1
+
+
+def test_a_record_of_which_nothing_could_be_sent_is_no_record_of_a_rank_with_nothing_under_way() -> None:
+    run = Run(data_parallel(4, steps=40), [Fault(2, 351, "host")])
+    texts = {rank: as_json(dump, 10 if rank == 0 else 1 << 16) for rank, dump in dumps_of(run).items()}
+    assert json.loads(texts[0]) == {"entries": [], "left_out": len(run.dump(0)["entries"])}  # type: ignore[index]
+    evidence = [RankEvidence(rank, flight_record=text, state="S") for rank, text in texts.items()]
+    assert find_suspects(evidence, {rank: f"h{rank}" for rank in run.job.ranks}).ranks == (2,)
 
 
 # With other evidence

@@ -2,8 +2,9 @@
 
 A restart was worth it if the attempt got further than all before it. Where a script numbers its steps from the
 beginning of the training that is seen: a step that none has made, or a newer checkpoint that the next attempt goes on
-from. Where it does not, more steps than any attempt has made are; and one that has made steps for `Policy.healthy_s`
-has lived too long for a crash loop: it may well have written checkpoints that nobody here can see.
+from. Where it does not, a newer checkpoint is seen if our library restores it (`Restored`), and more steps than any
+attempt has made are; and one that has made steps for `Policy.healthy_s` has lived too long for a crash loop: it may
+well have written checkpoints that nobody here can see.
 """
 
 from __future__ import annotations
