@@ -26,6 +26,7 @@ from phalanx.optim.build import OptimizerSet
 from phalanx.optim.state_shards import state_shards
 from phalanx.train.batches import Stream
 from phalanx.train.config import RunConfig
+from phalanx.train.derived.changes import WEIGHTS, Change, meaning
 from phalanx.train.derived.figures import batch_sizes
 from phalanx.train.device import Device
 from phalanx.train.evaluate import Evaluation, HeldOut, Watched, evaluate, held_out
@@ -39,6 +40,7 @@ from phalanx.train.trainer import Trainer
 _TEXT = "data_fingerprint"
 _TOKENIZER = "tokenizer"
 _TOKENS = "train_tokens"
+_MODEL = "model"
 _TOLD = {_TEXT: "tokens", _TOKENIZER: "tokenizer"}
 _COSTS = "checkpoint_costs"
 _ENDED = "ended"  # well, or when asked to; otherwise the attempt failed after it
@@ -179,7 +181,7 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """What decides how training goes on besides `state_tensors`, as JSON values."""
-        return self.progress.to_json() | self._text()
+        return self.progress.to_json() | self._text() | {_MODEL: meaning(self.trainer.config)}
 
     def _text(self) -> dict[str, Any]:
         """What a state is bound to besides the settings: the tokenizer and every token of the text."""
@@ -208,6 +210,7 @@ class Run:
         return restored
 
     def _accept(self, state: Any) -> None:
+        self._require_same_meaning(state)
         now = self._text()
         changed = [name for name in (_TOKENIZER, _TEXT) if state.get(name, now[name]) != now[name]]
         if not changed:
@@ -224,3 +227,17 @@ class Run:
             cure=cure,
             field="data.sources",
         )
+
+    def _require_same_meaning(self, state: Any) -> None:
+        """Of shapes that are equal too; `run.folder` has compared configs only where the former one was there."""
+        now, was = meaning(self.trainer.config), state.get(_MODEL, {})
+        changes = [
+            Change(key, was.get(key), value, bound=WEIGHTS) for key, value in now.items() if was.get(key) != value
+        ]
+        if was and changes:
+            told = ", ".join(map(str, changes))
+            raise UserError(
+                f"the weights at step {state.get('step')} are another model's: {told}",
+                cure="put that back, or set run.folder to a new name and checkpoint.folder to another place",
+                field="model",
+            )

@@ -333,6 +333,18 @@ def test_when_all_are_damaged_the_run_does_not_start_anew(tmp_path: Path, how: C
     assert list(copies(tmp_path / "run")) == before
 
 
+@pytest.mark.parametrize("resume", ["same", "changed"])
+def test_weights_of_another_meaning_are_refused_wherever_the_run_folder_is(tmp_path: Path, resume: str) -> None:
+    """Of equal shapes; and the config of the former run lies in another folder, which is not here."""
+    shared = {"checkpoint.folder": str(tmp_path / "shared"), "run.resume": resume}
+    run_all(tmp_path, shared | {"train.steps": 5})
+    with pytest.raises(UserError, match=r"model.rope_theta: 10000.0 -> 5000.0 .*put that back") as refused:
+        run_all(tmp_path, shared | {"model.rope_theta": 5000.0}, "other")
+    assert "model.heads" not in str(refused.value)
+    printed = run_all(tmp_path, shared | {"model.dropout": 0.1}, "other")
+    assert "(step 5 of 20)" in printed
+
+
 def test_weights_that_are_restored_are_not_drawn_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
     monkeypatch.setattr(assemble, "initialise", lambda *given: (drawn.append(1), initialise(*given)))

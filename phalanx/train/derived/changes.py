@@ -128,6 +128,13 @@ def changes_between(old: RunConfig, new: RunConfig) -> list[Change]:
     return [change(key) for key in keys if not key.startswith("run.")]
 
 
+def meaning(model: ModelConfig) -> dict[str, Any]:
+    """What weights are bound to besides themselves, as JSON values by key: whoever trains on them has the same."""
+    table, resolved = classes(), _resolved(model)
+    values = {key: list(value) if isinstance(value, tuple) else value for key, value in _leaves(resolved)}
+    return {key: value for key, value in values.items() if class_of(key, table) == WEIGHTS}
+
+
 def _settings(config: RunConfig) -> dict[str, Any]:
     return {key: value for key, value, _ in walk(config)}
 
