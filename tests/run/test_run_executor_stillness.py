@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.run.executor.sockets import CarriedBytes, tcp_bytes
-from phalanx.run.executor.stillness import QuietRank, StillnessWatch, _ready, _Threads
+from phalanx.run.executor.stillness import QUIET_S, QuietRank, StillnessWatch, _ready, _Threads, quiet_after_s
+from phalanx.run.judge.limits import LimitConfig
+from phalanx.run.judge.still import LOOK_S
 from phalanx.run.messages import Accelerator
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
@@ -125,6 +127,11 @@ def test_who_wants_a_core_and_gets_none_does_not_stand_still(watch: StillnessWat
     """Its main thread waits for others, and these for a core that other processes have, and for each other."""
     with script(THREADS) as process, script(WALKS), script(WALKS), script(WALKS):
         assert still_s(process, watch, clock) <= 2.0
+
+
+def test_a_rank_whose_steps_are_long_is_seen_before_it_may_count_as_hung() -> None:
+    assert [quiet_after_s(took_s) for took_s in (0.0, 0.1, 8.0)] == [QUIET_S, QUIET_S, 12.0]
+    assert quiet_after_s(3600.0) + 4 * LOOK_S < LimitConfig().floor_s
 
 
 def schedstat(proc: Path, thread: int, used_s: float, turns: int) -> None:

@@ -23,8 +23,9 @@ from phalanx.run.judge.stack_text import Frame, main_stack
 from phalanx.run.judge.still import LOOK_S, RankStillness, Sample
 from phalanx.run.messages import Accelerator
 
-QUIET_S = 5.0
-"""A rank that has made no step for so long is looked at, and for one and a half times as long as its last step took."""
+QUIET_S, QUIET_MOST_S = 5.0, 20.0
+"""A rank that has made no step for one and a half times as long as its last one took is looked at; not before the first
+of these, and from the second on whatever it took: by the time that a job may count as hung its ranks have been seen."""
 
 GPU_WORKS = 0.02
 """Share of a second in which the memory of a GPU that works is read or written; kernels that wait leave it alone."""
@@ -38,6 +39,11 @@ _POLLS_S = 100e-6
 that take turns at Python's lock for half of one, however busy the machine is."""
 _SECTOR_BYTES = 512
 _GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render")
+
+
+def quiet_after_s(last_step_s: float) -> float:
+    """For how long a rank makes no step before it is looked at, by what its last step took."""
+    return min(max(QUIET_S, 1.5 * last_step_s), QUIET_MOST_S)
 
 
 @dataclass(frozen=True)
