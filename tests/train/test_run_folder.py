@@ -208,6 +208,14 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
         RunFolder(tmp_path).config()
 
 
+def test_a_setting_that_is_none_in_the_config_of_a_run(tmp_path: Path) -> None:
+    _open(_config(), tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"every_steps"', '"evry_steps"', 1))
+    with pytest.raises(UserError, match=rf"{path}.*evry_steps: there is no such setting; undo what was edited"):
+        open_for_training(_config(), tmp_path)
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ODD_FILES)
 def test_a_config_that_is_no_file(tmp_path: Path, kind: str) -> None:
