@@ -15,10 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from phalanx.core.errors import UserError
+
+MOST = 1 << 62
+"""The largest whole number of a setting, either way: sums of two still fit into 64 bits."""
 
 
 class Config(BaseModel):
@@ -30,6 +34,18 @@ class Config(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Where a number is wanted, true is none, and a whole one has to fit into 64 bits."""
+        kinds = set(_kinds(cls.model_fields[str(info.field_name)].annotation))
+        items = value if isinstance(value, list | tuple) else [value]
+        if bool not in kinds and kinds & {int, float} and any(isinstance(item, bool) for item in items):
+            raise PydanticCustomError("number", "Must be a number, not true or false")
+        if int in kinds and any(isinstance(item, int) and abs(item) > MOST for item in items):
+            raise PydanticCustomError("number", "Must not be above 2^62")
+        return value
 
 
 C = TypeVar("C", bound=Config)
@@ -90,7 +106,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise UserError("is not of the form key=value", cure="write for example train.steps=100", value=text)
     try:
         return key, tomllib.loads(f"value = {raw}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # Python reads no number of thousands of digits
         return key, raw
 
 
@@ -154,7 +170,7 @@ def _read(path: Path) -> str:
 def _parse(text: str, path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise UserError(f"is not valid TOML: {error}", cure="correct that line", value=str(path)) from None
     except RecursionError:
         raise UserError("has brackets within brackets without end", cure="close them", value=str(path)) from None
@@ -248,6 +264,14 @@ def _describe(kind: type[Config], dotted: str) -> str:
     if field is None or not field.description:
         return "see `phalanx explain` for what it takes"
     return f"it is: {field.description}"
+
+
+def _kinds(annotation: Any) -> Iterator[type]:
+    """The plain types that an annotation names, at any depth."""
+    if isinstance(annotation, type):
+        yield annotation
+    for argument in typing.get_args(annotation):
+        yield from _kinds(argument)
 
 
 def _config_inside(annotation: Any) -> tuple[type[Config] | None, bool]:

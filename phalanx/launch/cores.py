@@ -12,8 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.core.errors import UserError
 from phalanx.core.kernel_files import read_number
 
+MOST_PER_CPU = 16
 _SYSTEM = Path("/sys/devices/system")
 
 
@@ -44,6 +46,22 @@ def wanted_threads(environ: Mapping[str, str]) -> int:
     """Arithmetic threads that ``OMP_NUM_THREADS`` asks for, the first number of a list; 0: it asks for none."""
     first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isascii() and first.isdigit() else 0
+
+
+def require_threads(threads: int, field: str) -> None:
+    """Refuse a number of arithmetic threads that would take what others need, and be slower than one per core.
+
+    Raises:
+        UserError: it is more than `MOST_PER_CPU` times the CPUs of this machine.
+    """
+    cpus = os.cpu_count() or 1
+    if threads > MOST_PER_CPU * cpus:
+        raise UserError(
+            f"is more than {MOST_PER_CPU} times the {cpus} CPUs of this machine",
+            cure=f"set it to {cpus} or less",
+            field=field,
+            value=threads,
+        )
 
 
 def ignored_threads(environ: Mapping[str, str]) -> str:

@@ -71,7 +71,7 @@ class CameConfig(Config):
     """CAME's own settings; the defaults are those of the authors' code."""
 
     beta3: float = Field(0.9999, ge=0, lt=1, description="decay rate of the instability statistics, per step")
-    eps_residual: float = Field(1e-16, ge=0, description="added to the squared instability")
+    eps_residual: float = Field(1e-16, gt=0, description="added to the squared instability")
     clip_threshold: float = Field(1.0, gt=0, description="bound of an update's root mean square")
 
 
@@ -167,7 +167,7 @@ class OptimConfig(Config):
         None, description="decay rates of the moments, per step; empty: adamw 0.9, 0.95, lamb and came 0.9, 0.999"
     )
     eps: float | None = Field(
-        None, ge=0, description="guards divisions; empty: adamw 1e-8, lamb 1e-6, came 1e-30 (on squares), muon 1e-7"
+        None, gt=0, description="guards divisions; empty: adamw 1e-8, lamb 1e-6, came 1e-30 (on squares), muon 1e-7"
     )
     weight_decay: float | None = Field(
         None, ge=0, description="decoupled decay of matrices; empty: adamw and muon 0.1, lamb and came 0.01"

@@ -39,7 +39,7 @@ from phalanx.train.micro_batch import choose_micro_batch
 from phalanx.train.pulse import START_S
 from phalanx.train.ranks import Ranks
 from phalanx.train.run import Run
-from phalanx.train.run_folder import RunFolder, note_hardware
+from phalanx.train.run_folder import RunFolder, note_hardware, told_changes
 from phalanx.train.saving import open_saver
 from phalanx.train.trainer import LocalTrainer, SpreadTrainer, Trainer
 from phalanx.train.weights.initial import load_initial_weights
@@ -245,6 +245,8 @@ def take_up(run: Run, build: Callable[[], Run], say: Say, *, blank: bool) -> Run
         if run.config.run.resume == "changed" or not _keeps_micro_batch(run):
             run.progress.micro_batch = choose_micro_batch(run)  # it, or the layout, may be what was changed
         where = described_source(restored, destination(run.config, run.folder.path))
+        if run.changes:
+            say(told_changes(run.changes))
         say(f"going on from {where} (step {restored.step} of {run.total_steps})")
         return run
     if blank:

@@ -39,7 +39,7 @@ class Evaluation:
     @property
     def perplexity(self) -> float:
         """exp(loss); infinite where that overflows."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return math.inf if self.loss >= 700 else math.exp(self.loss)
 
     @property
     def bits_per_byte(self) -> float:
@@ -61,7 +61,21 @@ class Evaluation:
         """What `figures` made of it."""
         loss, tokens = figures["validation_loss"], int(figures["validation_tokens"])
         bits = figures.get("validation_bits_per_byte")
-        return cls(loss, tokens, round(loss * tokens / (math.log(2) * bits)) if bits else 0, held_out_tokens)
+        text_bytes = loss * tokens / (math.log(2) * bits) if bits else 0.0
+        return cls(loss, tokens, round(text_bytes) if math.isfinite(text_bytes) else 0, held_out_tokens)
+
+    def require_finite(self, step: int) -> None:
+        """Refuse to go on from weights that nothing can be made of.
+
+        Raises:
+            UserError: the loss is not finite.
+        """
+        if self.tokens and not math.isfinite(self.loss):
+            raise UserError(
+                f"the loss on held-out text is not finite ({self.loss}): the weights of step {step} are of no use",
+                cure="begin again from an earlier checkpoint (`phalanx checkpoint ls`), or anew in another run.folder, "
+                "with a lower optim.lr",
+            )
 
 
 class HeldOut:

@@ -17,13 +17,19 @@ _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR,
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that the device, or the host, has no memory left."""
-    # The host's allocator raises a plain RuntimeError; a thread that gets no stack is the same trouble.
-    words = ("can't allocate memory", "Cannot allocate memory", "can't start new thread")
+    # The host's allocator raises a plain RuntimeError.
+    words = ("can't allocate memory", "Cannot allocate memory")
     # oneDNN's word for it; what it does not support is a "primitive descriptor" that it could not create.
     onednn = str(error).strip().endswith("could not create a primitive")
     return (
         isinstance(error, torch.OutOfMemoryError | MemoryError) or onednn or any(word in str(error) for word in words)
     )
+
+
+def out_of_threads(error: BaseException) -> bool:
+    """Whether an error says that no thread or process can be started: a limit of their number, seldom of memory."""
+    refused = isinstance(error, OSError) and error.errno == errno.EAGAIN and error.filename is None
+    return refused or (isinstance(error, RuntimeError) and "can't start new thread" in str(error))
 
 
 def too_big(config: RunConfig, micro_batch: int, error: BaseException) -> UserError:
@@ -53,18 +59,29 @@ def explained(what: str, cure: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
+        if out_of_threads(error):
+            raise _no_more_threads(what, error) from error
         if not out_of_memory(error):
             raise
         raise UserError(f"there is no memory left for {what} ({first_line(error)})", cure=cure) from error
     except OSError as error:
         if error.errno == errno.ENOMEM:
             raise UserError(f"there is no memory left for {what}", cure=cure) from error
+        if out_of_threads(error):
+            raise _no_more_threads(what, error) from error
         full = error.errno in _FULL
         if error.errno not in _REFUSED or (error.filename is None and not full):
             raise
         cure = "free some space" if full else "make it readable and writable, or choose another place"
         where = {} if error.filename is None else {"value": str(error.filename)}
         raise UserError(f"cannot be read or written ({error.strerror})", cure=cure, **where) from error
+
+
+def _no_more_threads(what: str, error: BaseException) -> UserError:
+    return UserError(
+        f"there are no more threads or processes to be had for {what} ({first_line(error)})",
+        cure="end what takes them, raise their limit (ulimit -u, pids.max of the cgroup), or set train.threads lower",
+    )
 
 
 def first_line(error: BaseException) -> str:

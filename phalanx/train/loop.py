@@ -39,7 +39,7 @@ def train(run: Run, reporter: Reporter) -> Outcome:
     """Train from where `run` stands to its last step and look at held-out text, or until a signal asks to stop.
 
     Raises:
-        UserError: too many bad steps in a row, no memory or disk left.
+        UserError: too many bad steps in a row, weights that make no finite loss, no memory or disk left.
     """
     run.ranks.pulse.resume(run.progress.step)
     _keep_the_last_step(run, reporter)
@@ -122,7 +122,9 @@ def _outcome(run: Run, stop: StopRequest) -> Outcome:
     if progress.step < run.total_steps or progress.evaluated < progress.step:
         return Outcome(stop.name, None)
     text = run.held_out(run.config.evaluate.final_tokens)
-    return Outcome("", Evaluation.from_figures(progress.metrics, text.of_tokens))
+    evaluation = Evaluation.from_figures(progress.metrics, text.of_tokens)
+    evaluation.require_finite(progress.step)
+    return Outcome("", evaluation)
 
 
 def _loss_at_hand(run: Run, loss: Tensor) -> float | None:
@@ -180,4 +182,6 @@ def _evaluate_if_due(run: Run, reporter: Reporter, stop: StopRequest) -> bool:
     reporter.evaluated(progress.step, found)
     if found.is_whole:
         run.evaluated(tokens, found.figures())
+        reporter.flush()
+    found.require_finite(progress.step)
     return True

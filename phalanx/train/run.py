@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.format import evaluation as kept
+from phalanx.checkpoint.restoring.restore import Opened
 from phalanx.checkpoint.restoring.source import Restored
 from phalanx.checkpoint.session.choosing import Saver
 from phalanx.core import units
@@ -26,21 +27,20 @@ from phalanx.optim.build import OptimizerSet
 from phalanx.optim.state_shards import state_shards
 from phalanx.train.batches import Stream
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.changes import WEIGHTS, Change, meaning
-from phalanx.train.derived.figures import batch_sizes
+from phalanx.train.derived.changes import changes_between, require_allowed
+from phalanx.train.derived.figures import batch_sizes, destination
 from phalanx.train.device import Device
 from phalanx.train.evaluate import Evaluation, HeldOut, Watched, evaluate, held_out
 from phalanx.train.failures import out_of_memory, too_big
 from phalanx.train.progress import Progress
 from phalanx.train.ranks import Ranks
-from phalanx.train.run_folder import RunFolder
+from phalanx.train.run_folder import RunFolder, kept_config
 from phalanx.train.saving import role_of
 from phalanx.train.trainer import Trainer
 
 _TEXT = "data_fingerprint"
 _TOKENIZER = "tokenizer"
 _TOKENS = "train_tokens"
-_MODEL = "model"
 _TOLD = {_TEXT: "tokens", _TOKENIZER: "tokenizer"}
 _COSTS = "checkpoint_costs"
 _ENDED = "ended"  # well, or when asked to; otherwise the attempt failed after it
@@ -66,6 +66,8 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     only_in_memory: bool = False
     """The state that was taken up lies in the memory of hosts, and perhaps nowhere else."""
+    changes: tuple[str, ...] = ()
+    """Settings that were others when the state that was taken up was kept, where the run folder has not told them."""
     _updates: int = 0
     _made: int = 0
 
@@ -181,7 +183,7 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """What decides how training goes on besides `state_tensors`, as JSON values."""
-        return self.progress.to_json() | self._text() | {_MODEL: meaning(self.trainer.config)}
+        return self.progress.to_json() | self._text()
 
     def _text(self) -> dict[str, Any]:
         """What a state is bound to besides the settings: the tokenizer and every token of the text."""
@@ -192,7 +194,8 @@ class Run:
         """Take up the newest good state there is, if there is one, and go on where it stands.
 
         Raises:
-            UserError: it is of another model or optimizer, or was made with other text; nothing is changed then.
+            UserError: it is of another model or optimizer, was made with other text or settings, or is past the last
+                step; nothing is changed then.
         """
         tensors = self.state_tensors()
         with torch.no_grad():  # in place: these are the tensors that training works on
@@ -209,9 +212,11 @@ class Run:
         self.saver.recall(restored.state.get(_COSTS), failed=not restored.state.get(_ENDED, True))
         return restored
 
-    def _accept(self, state: Any) -> None:
-        self._require_same_meaning(state)
-        now = self._text()
+    def _accept(self, opened: Opened) -> None:
+        if opened.config and self.ranks.is_first:  # the others do not know what the run folder held
+            self.changes = self._allowed_changes(opened.config)
+        self._require_steps_left(opened.step)
+        state, now = opened.state, self._text()
         changed = [name for name in (_TOKENIZER, _TEXT) if state.get(name, now[name]) != now[name]]
         if not changed:
             return
@@ -228,16 +233,29 @@ class Run:
             field="data.sources",
         )
 
-    def _require_same_meaning(self, state: Any) -> None:
-        """Of shapes that are equal too; `run.folder` has compared configs only where the former one was there."""
-        now, was = meaning(self.trainer.config), state.get(_MODEL, {})
-        changes = [
-            Change(key, was.get(key), value, bound=WEIGHTS) for key, value in now.items() if was.get(key) != value
-        ]
-        if was and changes:
-            told = ", ".join(map(str, changes))
+    def _allowed_changes(self, kept: Mapping[str, Any]) -> tuple[str, ...]:
+        """What differs from the config of a state, whatever has become of the run folder."""
+        config, path = self.config, self.folder.path
+        given, url = config.checkpoint.folder, destination(config, path)
+        where = {"field": "checkpoint.folder", "value": given} if given else {"field": "run.folder", "value": str(path)}
+        if config.run.resume == "never":
+            cure = "choose another place, or set run.resume=same to go on with it"
+            raise UserError("already holds the checkpoints of a run", cure=cure, **where)
+        changes = changes_between(kept_config(kept, f"the newest checkpoint in {url}"), config)
+        former = self.folder.former
+        if former is not None and destination(former, path) == url:
+            # What only a step behind this state was allowed, perhaps by a start before this one, is in config.json.
+            changes = [change for change in changes if change.bound]
+        elsewhere = "set run.folder to a new name" + (" and checkpoint.folder to another place" if given else "")
+        return require_allowed(changes, config.run.resume, has_steps=True, elsewhere=elsewhere, **where)
+
+    def _require_steps_left(self, step: int) -> None:
+        if step > self.total_steps:
+            train = self.config.train
+            name, value = ("train.steps", train.steps) if train.steps else ("train.tokens", train.tokens)
             raise UserError(
-                f"the weights at step {state.get('step')} are another model's: {told}",
-                cure="put that back, or set run.folder to a new name and checkpoint.folder to another place",
-                field="model",
+                f"the run is at step {step} already, and this makes {self.total_steps}",
+                cure=f"set train.steps={step} or more, or run.folder to a new name",
+                field=name,
+                value=value,
             )

@@ -18,7 +18,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -28,7 +28,7 @@ from phalanx.core.config import validate
 from phalanx.core.errors import UserError
 from phalanx.core.files import OddFileError, read_regular, write_json
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.changes import LENGTH, Change, changes_between
+from phalanx.train.derived.changes import changes_between, require_allowed
 
 _CONFIG_MOST_BYTES = 64 << 20
 _PACKAGES = ("phalanx-train", "torch", "numpy", "tokenizers", "pydantic")
@@ -39,12 +39,17 @@ class RunFolder:
     """Paths of a run. Holding an object made by `open_for_training` holds the run's lock.
 
     Attributes:
+        former: config of the run that was in it, with which this start may go on; None: there was none, or it cannot
+            be read.
         changes: settings that a run goes on with and that were others before, as ``key: old -> new``.
+        note: what is wrong with it and stops nothing.
     """
 
     path: Path
     lock: IO[str] | None = None
+    former: RunConfig | None = None
     changes: tuple[str, ...] = ()
+    note: str = ""
 
     @property
     def checkpoints(self) -> Path:
@@ -69,17 +74,21 @@ class RunFolder:
         """
         path = self.path / "config.json"
         try:
-            return validate(RunConfig, json.loads(read_regular(path, _CONFIG_MOST_BYTES)))
+            tree = json.loads(read_regular(path, _CONFIG_MOST_BYTES))
         except FileNotFoundError:
             raise UserError(
                 "is no run folder (it has no config.json)",
                 cure="give the folder that `phalanx train` wrote",
                 value=str(self.path),
             ) from None
-        except (OddFileError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (OddFileError, ValueError, RecursionError) as error:
             why = error.strerror if isinstance(error, OddFileError) else error
-            problem = f"its config.json is damaged ({why})"
-            raise UserError(problem, cure="start a new run", value=str(self.path)) from None
+            raise _TornError(
+                f"its config.json is damaged ({why})",
+                cure="delete it and train on in the folder: the newest checkpoint has the config too",
+                value=str(self.path),
+            ) from None
+        return kept_config(tree, str(path))
 
     def record_config(self, config: RunConfig) -> None:
         """Write the resolved config down: from now on the folder belongs to a run of this config."""
@@ -109,7 +118,7 @@ def open_for_training(config: RunConfig, path: Path) -> RunFolder:
     try:
         _take(lock, path)
         if (path / "config.json").exists():
-            folder = replace(folder, changes=_accepted_changes(config, folder))
+            folder = _compared(config, folder)
         folder.checkpoints.mkdir(exist_ok=True)
         _append_environment(path / "environment.json")
     except OSError as error:
@@ -145,28 +154,58 @@ def note_hardware(folder: RunFolder, hardware: Mapping[str, Any]) -> None:
         write_json(path, starts)
 
 
-def _accepted_changes(config: RunConfig, folder: RunFolder) -> tuple[str, ...]:
-    """What differs from the config of the run in `folder`, once it is known that the run may go on with it."""
+def told_changes(changes: Iterable[str]) -> str:
+    """For a person, a line each."""
+    return "\n  ".join(["going on with other settings than before:", *changes])
+
+
+def kept_config(tree: Any, where: str) -> RunConfig:
+    """The config that a run, or a checkpoint of it, was kept with.
+
+    Args:
+        tree: as it was read.
+        where: it was read.
+
+    Raises:
+        UserError: it has settings that are none of this version's.
+    """
+    try:
+        if not isinstance(tree, dict):
+            raise UserError("is no table of settings", cure="put back the one that was written")
+        return validate(RunConfig, tree)
+    except UserError as error:
+        raise UserError(
+            f"does not hold the settings of a run: {error.field + ': ' if error.field else ''}{error.problem}",
+            cure="undo what was edited there, or use the version of phalanx that wrote it",
+            value=where,
+        ) from None
+
+
+class _TornError(UserError):
+    """A config.json that does not hold what was written."""
+
+
+def _compared(config: RunConfig, folder: RunFolder) -> RunFolder:
+    """`folder` with the config of the run in it, once it is known that the run may go on with the present one."""
     where = {"field": "run.folder", "value": str(folder.path)}
     if config.run.resume == "never":
         cure = "set run.folder to a new name, or run.resume=same to go on with it"
         raise UserError("already holds a run", cure=cure, **where)
-    changes = changes_between(folder.config(), config)
-    bound = [change for change in changes if change.bound]
-    if bound and _has_steps(folder):
-        cure = "put that back, or set run.folder to a new name, "
-        cure += f"with train.init_from={folder.path} to begin with its weights"
-        raise UserError(f"holds a run that cannot go on with {_listed(bound)}", cure=cure, **where)
-    binding = [change for change in changes if not change.is_free]
-    if binding and config.run.resume == "same":
-        cure = "set run.folder to a new name, or run.resume=changed to go on with the new values"
-        raise UserError(f"holds a run of another config ({_listed(binding)})", cure=cure, **where)
-    told = changes if config.run.resume == "changed" else [change for change in changes if change.key in LENGTH]
-    return tuple(str(change) for change in told)
-
-
-def _listed(changes: Sequence[Change]) -> str:
-    return ", ".join(str(change) for change in changes)
+    try:
+        former = folder.config()
+    except _TornError as error:
+        return replace(
+            folder, note=f"{folder.path}: {error.problem}; the config of its newest checkpoint takes its place"
+        )
+    changes = require_allowed(
+        changes_between(former, config),
+        config.run.resume,
+        has_steps=_has_steps(folder),
+        elsewhere="set run.folder to a new name",
+        begin_with=f"with train.init_from={folder.path} to begin with its weights",
+        **where,
+    )
+    return replace(folder, former=former, changes=changes)
 
 
 def _has_steps(folder: RunFolder) -> bool:

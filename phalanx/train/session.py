@@ -34,7 +34,7 @@ from phalanx.train.reports.display import Display, make_display
 from phalanx.train.reports.preparing import PrepareDisplay
 from phalanx.train.reports.reporting import Reporter, describe
 from phalanx.train.run import Run
-from phalanx.train.run_folder import RunFolder, open_for_training
+from phalanx.train.run_folder import RunFolder, open_for_training, told_changes
 from phalanx.train.signals import exit_status
 from phalanx.train.weights.sampling import continue_text
 from phalanx.train.weights.trained import open_trained
@@ -90,8 +90,10 @@ def train_session(
     folder = open_for_training(config, path) if ranks.is_first else RunFolder(path)
     ranks.peers.barrier()
     display = make_display(console)
+    if folder.note:
+        display.note(folder.note)
     if folder.changes:
-        display.note("\n  ".join(["going on with other settings than before:", *folder.changes]))
+        display.note(told_changes(folder.changes))
     try:
         with explained("the run", _LESS):
             with PrepareDisplay(console) as progress:

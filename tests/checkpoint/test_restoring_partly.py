@@ -12,7 +12,7 @@ from thread_ranks import ThreadPeers, run_ranks
 from torch import Tensor
 
 from phalanx.checkpoint.fit import Differences
-from phalanx.checkpoint.restoring.restore import Restored, restore
+from phalanx.checkpoint.restoring.restore import Opened, Restored, restore
 from phalanx.checkpoint.storage.local import LocalStore
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
@@ -104,8 +104,8 @@ def test_if_one_rank_does_not_fit_nothing_is_changed_on_any(source: dict[str, An
 def test_a_state_that_is_not_accepted_changes_nothing(source: dict[str, Any]) -> None:
     targets = zeros()
 
-    def accept(state: Any) -> None:
-        assert state == {"step": 1}
+    def accept(opened: Opened) -> None:
+        assert opened.state == {"step": 1}
         raise UserError("is of another run", cure="give another folder")
 
     with pytest.raises(UserError, match="is of another run"):

@@ -140,6 +140,19 @@ def test_a_killed_worker_goes_on_from_the_last_step_in_memory(runner: Runner) ->
         assert compare(run, straight) == []
 
 
+def test_what_lies_in_memory_is_bound_as_well(runner: Runner) -> None:
+    """Whatever has become of the run folder."""
+    with runner.kept(runner.run("bound", IN_MEMORY)) as run:
+        process = runner.start(run)
+        until(lambda: in_memory(run) > 1, process, run)
+        os.kill(process.pid, signal.SIGKILL)
+        end_killed(process)
+        (run.path / "config.json").unlink()
+        other = runner.run("bound", IN_MEMORY | {"data.seed": 3})
+        end_killed(runner.start(other))
+        assert "data.seed: 0 -> 3 (the order of the samples)" in run.log.read_text()
+
+
 def test_training_goes_on_without_its_keeper_and_with_the_next(runner: Runner) -> None:
     straight = runner.straight()
     with runner.kept(runner.run("keeper", WAITING)) as run:

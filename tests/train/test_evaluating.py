@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import os
 import re
 import signal
@@ -13,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from click.testing import CliRunner
 from rich.console import Console
 from support.tiny import write_corpus
 from torch import Tensor
@@ -29,7 +33,9 @@ from train_helpers import (
     run_all,
 )
 
-from phalanx.checkpoint.format.evaluation import EVALUATION
+from phalanx.checkpoint.format import evaluation as kept
+from phalanx.checkpoint.format.evaluation import EVALUATION, read_evaluation
+from phalanx.checkpoint.format.files import FolderFiles
 from phalanx.checkpoint.format.verify import examine
 from phalanx.cli import evaluate as command
 from phalanx.cli.main import group
@@ -340,3 +346,39 @@ def test_what_cannot_be_sampled_in_the_end_is_refused_in_the_beginning(tmp_path:
     config = configured(tmp_path, {"evaluate.sample_prompt": "word " * 9})
     with pytest.raises(UserError, match=r"evaluate.sample_prompt: it takes 46 tokens.*longest sequence is 16; shorten"):
         begin(config)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_that_is_not_finite_is_an_error_with_a_cure(tmp_path: Path, mode: str) -> None:
+    changes = MODES[mode] | {"train.steps": 5, "checkpoint.keep_best": 1}
+    run = begin(configured(tmp_path, changes))
+    run.trainer.held_out_loss = lambda batches: sum(0 for _ in batches) + torch.tensor(torch.nan)  # type: ignore
+    says = r"held-out text is not finite \(nan\): the weights of step 5 are of no use; .*lower optim.lr"
+    try:
+        with pytest.raises(UserError, match=says):
+            finish(run)
+    finally:
+        run.saver.finish(clean=True)
+    assert str(entries(tmp_path / "run", "evaluation")[-1]["validation_loss"]).lower() in ("nan", "none")
+    result = CliRunner().invoke(group, ["checkpoint", "ls", str(tmp_path / "run")])
+    assert result.exit_code == 0 and "step-00000005" in result.output
+    with pytest.raises(UserError, match=says):  # the next start neither looks again nor calls it done
+        run_all(tmp_path, changes)
+
+
+@pytest.mark.parametrize("loss", [np.nan, np.inf])
+def test_figures_that_are_not_finite_are_read_again(loss: float) -> None:
+    evaluation = Evaluation(loss, 10, 30)
+    again = Evaluation.from_figures(evaluation.figures())
+    assert str(again.loss) == str(loss) and again.tokens == 10
+
+
+def test_a_figure_too_large_is_damage(tmp_path: Path) -> None:
+    run_all(tmp_path, {"train.steps": 5})
+    (path,) = [one for one in copies(tmp_path / "run") if one.name.endswith("5")]
+    tree = {"step": 5, "metrics": {"validation_loss": 10**400}, "state": {}}
+    digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+    (path / EVALUATION).write_text(json.dumps(tree | {"sha256": digest}))
+    notes: list[str] = []
+    assert read_evaluation(FolderFiles(path), 5, notes.append) == kept.Evaluation(5)
+    assert "is damaged" in notes[0]

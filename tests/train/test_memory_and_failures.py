@@ -18,8 +18,9 @@ from train_helpers import begin, configured
 from phalanx.core.errors import UserError
 from phalanx.launch.cores import ignored_threads
 from phalanx.train import start
-from phalanx.train.config import TrainConfig
+from phalanx.train.config import RunConfig, TrainConfig
 from phalanx.train.derived import memory
+from phalanx.train.derived.figures import check_early
 from phalanx.train.derived.memory import host_available_bytes, require_memory, standing_bytes
 from phalanx.train.device import choose_device
 from phalanx.train.failures import explained, out_of_memory
@@ -90,6 +91,28 @@ def test_refusals_of_the_system_name_the_file_and_the_cure(number: int, cure: st
         raise OSError(number, "No", "/some/file")
     with pytest.raises(BrokenPipeError), explained("x", "y"):
         raise BrokenPipeError(errno.EPIPE, "closed")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), BlockingIOError(errno.EAGAIN, "try again")])
+def test_threads_that_cannot_be_started_are_no_lack_of_memory(error: Exception) -> None:
+    assert not out_of_memory(error)
+    says = r"no more threads or processes .*for the run .*ulimit -u"
+    with pytest.raises(UserError, match=says) as refusal, explained("the run", "set train.micro_batch lower"):
+        raise error
+    assert "micro_batch" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("field", ["train.threads", "OMP_NUM_THREADS"])
+def test_more_threads_than_any_machine_has_use_for(field: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+
+    def config(threads: int) -> RunConfig:
+        monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
+        return configured(tmp_path, {"train.threads": threads if field == "train.threads" else 0})
+
+    check_early(config(32))
+    with pytest.raises(UserError, match=rf"{field} = 33: is more than 16 times the 2 CPUs.*set it to 2 or less"):
+        check_early(config(33))
 
 
 @pytest.mark.usefixtures("no_peak")

@@ -34,6 +34,7 @@ from phalanx.data.batch import Batch
 from phalanx.model.init import initialise
 from phalanx.train import assemble
 from phalanx.train.run import Run
+from phalanx.train.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("no_peak")
 
@@ -135,7 +136,7 @@ def test_a_changed_micro_batch_is_taken_up(tmp_path: Path) -> None:
 
 def test_a_changed_model_cannot_be_resumed_and_nothing_is_spoilt(tmp_path: Path) -> None:
     run_all(tmp_path, {"train.steps": 5})
-    with pytest.raises(UserError, match=r"model.layers: 2 -> 3 \(the shapes of its weights\)"):
+    with pytest.raises(UserError, match=r"model.layers: 2 -> 3 \(the shapes or the meaning"):
         run_all(tmp_path, {"train.steps": 5, "model.layers": 3, "run.resume": "changed"})
     assert "step 5 of 5" in run_all(tmp_path, {"train.steps": 5})
 
@@ -333,16 +334,72 @@ def test_when_all_are_damaged_the_run_does_not_start_anew(tmp_path: Path, how: C
     assert list(copies(tmp_path / "run")) == before
 
 
+BOUND = {
+    "model.rope_theta": (5000.0, r"model.rope_theta: 10000.0 -> 5000.0 \(the shapes or"),  # of equal shapes
+    "data.seed": (3, r"data.seed: 0 -> 3 \(the order of the samples\)"),
+    "optim.bad_step.history": (64, r"optim.bad_step.history: 128 -> 64 \(the history"),
+}
+
+
+def _kept(folder: Path, mode: str = "blocking") -> dict[str, Any]:
+    """Settings of a run of 5 steps whose checkpoints are outside its folder."""
+    shared = {"checkpoint.folder": str(folder / "shared"), "checkpoint.mode": mode}
+    run_all(folder, shared | {"train.steps": 5})
+    return shared
+
+
 @pytest.mark.parametrize("resume", ["same", "changed"])
-def test_weights_of_another_meaning_are_refused_wherever_the_run_folder_is(tmp_path: Path, resume: str) -> None:
-    """Of equal shapes; and the config of the former run lies in another folder, which is not here."""
-    shared = {"checkpoint.folder": str(tmp_path / "shared"), "run.resume": resume}
-    run_all(tmp_path, shared | {"train.steps": 5})
-    with pytest.raises(UserError, match=r"model.rope_theta: 10000.0 -> 5000.0 .*put that back") as refused:
-        run_all(tmp_path, shared | {"model.rope_theta": 5000.0}, "other")
+@pytest.mark.parametrize("key", BOUND)
+def test_what_a_run_is_bound_to_is_kept_with_its_checkpoints(tmp_path: Path, key: str, resume: str) -> None:
+    """The config of the former run lies in another folder, which need not be here."""
+    shared, (value, told) = _kept(tmp_path), BOUND[key]
+    with pytest.raises(UserError, match=f"checkpoint.folder = .*{told}.*put that back") as refused:
+        run_all(tmp_path, shared | {"run.resume": resume, "optim.lr": 0.5, key: value}, "other")
     assert "model.heads" not in str(refused.value)
-    printed = run_all(tmp_path, shared | {"model.dropout": 0.1}, "other")
+
+
+def test_what_a_run_may_change_is_asked_for_wherever_its_folder_is(tmp_path: Path) -> None:
+    shared = _kept(tmp_path)
+    other = {"optim.lr": 0.5, "logging.every_steps": 3}
+    with pytest.raises(UserError, match=r"optim.lr: [^,]* -> 0.5\).*run.resume=changed"):
+        run_all(tmp_path, shared | other, "other")
+    with pytest.raises(UserError, match="already holds the checkpoints of a run"):
+        run_all(tmp_path, shared | {"run.resume": "never"}, "other")
+    printed = run_all(tmp_path, shared | other | {"run.resume": "changed"}, "other")
+    assert all(printed.count(told) == 1 for told in ("-> 0.5", "train.steps: 5 -> 20", "logging.every_steps: "))
     assert "(step 5 of 20)" in printed
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 100), lambda path: path.write_text("")])
+def test_without_a_config_the_one_of_the_checkpoint_counts(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    run_all(tmp_path, {"train.steps": 5})
+    damage(tmp_path / "run" / "config.json")
+    with pytest.raises(UserError, match=r"run.folder = .*data.seed: 0 -> 3"):
+        run_all(tmp_path, {"data.seed": 3})
+    printed = run_all(tmp_path)
+    assert printed.count("train.steps: 5 -> 20") == 1
+    assert ("config.json is damaged" in printed) == (damage is not Path.unlink)
+    assert RunFolder(tmp_path / "run").config() == configured(tmp_path)
+
+
+def test_what_is_in_both_is_told_once_and_asked_for_once(tmp_path: Path) -> None:
+    """Also where a start with other settings ended before any checkpoint knew of them."""
+    run_all(tmp_path, {"train.steps": 5})
+    changed = {"optim.lr": 0.5, "train.steps": 10}
+    notes: list[str] = []
+    run = begin(configured(tmp_path, changed | {"run.resume": "changed"}), notes)
+    run.saver.finish(clean=False)
+    run.folder.release()
+    assert sum("-> 0.5" in line for line in [*run.folder.changes, *notes]) == 1
+    printed = run_all(tmp_path, changed)
+    assert "-> 0.5" not in printed and "(step 5 of 10)" in printed
+
+
+def test_a_run_is_not_made_shorter_than_it_is(tmp_path: Path) -> None:
+    run_all(tmp_path, {"train.steps": 5})
+    with pytest.raises(UserError, match=r"train.steps = 3: the run is at step 5 already.*set train.steps=5 or more"):
+        run_all(tmp_path, {"train.steps": 3, "run.resume": "changed"})
+    assert RunFolder(tmp_path / "run").config().train.steps == 5
 
 
 def test_weights_that_are_restored_are_not_drawn_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

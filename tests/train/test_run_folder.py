@@ -208,6 +208,14 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
         RunFolder(tmp_path).config()
 
 
+def test_a_setting_that_is_none_in_the_config_of_a_run(tmp_path: Path) -> None:
+    _open(_config(), tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"every_steps"', '"evry_steps"', 1))
+    with pytest.raises(UserError, match=rf"{path}.*evry_steps: there is no such setting; undo what was edited"):
+        open_for_training(_config(), tmp_path)
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ODD_FILES)
 def test_a_config_that_is_no_file(tmp_path: Path, kind: str) -> None:
@@ -238,3 +246,28 @@ def test_a_number_that_is_not_finite_is_refused(key: str, value: str) -> None:
     needed = ["train.steps=3", "data.sources.0.kind=python-stdlib", "optim.groups.0.pattern=x"]
     with pytest.raises(UserError, match=rf"{key}.* = -?{value.strip('-')}: .*finite number; it is: "):
         load(RunConfig, None, [*needed, f"{key}={given}"])
+
+
+@pytest.mark.parametrize("key", ["train.steps", "train.tokens", "train.seed", "data.seed", "checkpoint.every_steps"])
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("true", "number, not true"),
+        ("99999999999999999999", r"above 2\^62"),
+        ("9" * 5000, "integer"),
+        (f"{1 << 62}", ""),
+    ],
+)
+def test_a_whole_number_is_one_and_fits(key: str, value: str, why: str) -> None:
+    given = ["train.steps=3"] if key != "train.tokens" else []
+    if not why:
+        assert load(RunConfig, None, [*given, f"{key}={value}"])
+        return
+    with pytest.raises(UserError, match=rf"{key}.* = .*: .*{why}.*; it is: "):
+        load(RunConfig, None, [*given, f"{key}={value}"])
+
+
+@pytest.mark.parametrize("key", ["optim.eps", "optim.came.eps_residual", "model.norm_eps"])
+def test_what_guards_a_division_is_not_zero(key: str) -> None:
+    with pytest.raises(UserError, match=rf"{key} = 0: .*greater than 0; it is: "):
+        load(RunConfig, None, ["train.steps=3", f"{key}=0"])

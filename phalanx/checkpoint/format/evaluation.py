@@ -57,7 +57,7 @@ def read_evaluation(files: Files, step: int, note: Callable[[str], None] = lambd
         pass
     except OSError as error:
         note(f"{EVALUATION} cannot be read ({error.strerror or error})")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, ArithmeticError, TypeError, KeyError, AttributeError, RecursionError) as error:
         note(f"{EVALUATION} is damaged ({error})")
     return Evaluation(step)
 

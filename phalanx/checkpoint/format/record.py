@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 CHUNK_BYTES = 4 << 20
 """The elements of a slot are summed in runs of this many bytes."""
+
+
+_CONFIG = "run_config"
 
 
 class SnapshotId(NamedTuple):
@@ -69,6 +73,18 @@ class Record:
         """The reverse of `to_text`."""
         tree = json.loads(text)
         return Record(**tree | {"sums": tuple(tree["sums"]), "sick": tuple(tree["sick"])})
+
+
+def state_text(state: Any, config: Mapping[str, Any]) -> str:
+    """What a record keeps as `state`: with the config of the run, which in durable storage the manifest has."""
+    return json.dumps(state | {_CONFIG: config} if config and isinstance(state, dict) else state)
+
+
+def parse_state(text: str) -> tuple[Any, dict[str, Any]]:
+    """The state, and the config; that is empty where it was not kept."""
+    state = json.loads(text)
+    config = state.pop(_CONFIG, {}) if isinstance(state, dict) else {}
+    return state, config if isinstance(config, dict) else {}
 
 
 def is_stale(records: list[Record]) -> bool:

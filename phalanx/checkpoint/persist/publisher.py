@@ -6,7 +6,6 @@ Torch-free.
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -16,7 +15,7 @@ from datetime import UTC, datetime
 from phalanx import __version__
 from phalanx.checkpoint.format import manifest as manifests
 from phalanx.checkpoint.format.manifest import FORMAT_VERSION, MANIFEST, SUMS, FileEntry, Manifest, TensorEntry
-from phalanx.checkpoint.format.record import is_stale, sick_tensors
+from phalanx.checkpoint.format.record import is_stale, parse_state, sick_tensors
 from phalanx.checkpoint.persist.contract import Task
 from phalanx.checkpoint.persist.ending import (
     NotPublishedError,
@@ -212,7 +211,7 @@ def _manifest(task: Task, files: list[FileEntry]) -> Manifest:
         attempt=record.attempt,
         config_sha256=manifests.config_sha256(job.config),
         config=dict(job.config),
-        state=json.loads(record.state) if record.state else None,
+        state=parse_state(record.state)[0] if record.state else None,
         metrics=record.metrics,
         layout=job.layout,
         tensors={name: TensorEntry.model_validate(entry) for name, entry in job.tensors.items()},

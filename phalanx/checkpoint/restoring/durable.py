@@ -66,6 +66,7 @@ class DurableSource:
         self._spared = frozenset(spared)
         self.name, self.step, self.attempt = files.name, manifest.step, manifest.attempt
         self.state = {**manifest.state, **later} if later else manifest.state
+        self.config = manifest.config
         self._files = {file.name: file for file in manifest.files}
         self._numbers = {name: number for number, name in enumerate(self._files)}
         self.tensors = {key: _saved(entry, self._numbers) for key, entry in manifest.tensors.items()}

@@ -82,6 +82,7 @@ class MemorySource:
         choice: which, and where its copies are.
         tensors: what it holds.
         state: of training.
+        config: of the run that kept it.
     """
 
     kind = "memory"
@@ -95,10 +96,11 @@ class MemorySource:
         peers: Peers,
         tables: Mapping[int, Table],
         state: Any,
+        config: Mapping[str, Any],
     ) -> None:
         self.choice, self._hosts, self._keeper, self._remote, self._peers = choice, hosts, keeper, remote, peers
         self.tensors = _tensors(tables)
-        self.state = state
+        self.state, self.config = state, config
         self.step, self.attempt, self.name = choice.snapshot.step, choice.snapshot.attempt, ""
 
     def distance(self, rank: int, holder: int) -> int:

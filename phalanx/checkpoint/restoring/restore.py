@@ -7,7 +7,6 @@ what was written is refused with one line that says where and why, and all that 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from phalanx.checkpoint.fit import SOURCE, Differences, require_fit
 from phalanx.checkpoint.format.blocks import Block, held
-from phalanx.checkpoint.format.record import SnapshotId
+from phalanx.checkpoint.format.record import SnapshotId, parse_state
 from phalanx.checkpoint.keeper.contract import Keeper
 from phalanx.checkpoint.restoring.choices import Choice, newest_first, restorable
 from phalanx.checkpoint.restoring.durable import Checkpoints
@@ -105,6 +104,11 @@ class Opened:
         return self.source.state
 
     @property
+    def config(self) -> Mapping[str, Any]:
+        """The resolved config of the run that kept it; empty where that is not known."""
+        return self.source.config
+
+    @property
     def tensors(self) -> Mapping[str, SavedTensor]:
         """What it holds."""
         return self.source.tensors
@@ -178,7 +182,7 @@ def restore(
     peers: Peers = ALONE,
     copies: Copies | None = None,
     remote: RemoteCopies | None = None,
-    accept: Callable[[Any], None] | None = None,
+    accept: Callable[[Opened], None] | None = None,
     strict: bool = True,
     cast: bool = False,
     select: Callable[[str], bool] | None = None,
@@ -201,8 +205,8 @@ def restore(
         copies: the data-parallel group of this rank: what all its members need is read by one of them; None on all
             ranks: each reads for itself.
         remote: reads what keepers of other hosts hold; None on all ranks: only own hosts' copies are used.
-        accept: is given what training had given besides tensors, on every rank alike, before anything is changed; what
-            it raises ends the restore.
+        accept: is given each state that is tried, on every rank alike, before anything else; what it raises ends the
+            restore.
         strict: every name must be on both sides, see `Differences`.
         cast: convert where dtypes differ instead of refusing.
         select: restore only the tensors whose names it accepts (weights only …); others are neither changed nor missed.
@@ -228,13 +232,13 @@ def restore(
     while (source := states.next()) is not None:
         opened, is_filling = Opened(source, peers, log.note), False
         try:
+            if accept is not None:
+                everywhere(peers, partial(accept, opened))
             targets = wanted(opened) if callable(wanted) else Targets(wanted, shards)
             blocks, sharing, is_any = _blocks(targets, select, peers, copies)
             differences = fit(_title(source), source.tensors, blocks, peers)
             if targets.check is not None:
                 everywhere(peers, partial(targets.check, differences))
-            if accept is not None:
-                everywhere(peers, partial(accept, source.state))
             opened.check()
             is_filling = is_any
             filled = opened.fill(blocks, sharing)
@@ -380,9 +384,9 @@ class _States:
         if faults:
             self._refuse_copies(choice, faults)
             return None
-        state = next((json.loads(text) for _, _, text in rows if text), None)
+        state, config = next((parse_state(text) for _, _, text in rows if text), (None, {}))
         tables = {rank: table for rank, table, _ in rows}
-        source = MemorySource(choice, self._hosts, self._keeper, self._remote, self._peers, tables, state)
+        source = MemorySource(choice, self._hosts, self._keeper, self._remote, self._peers, tables, state, config)
         problem = hole(source.tensors)
         if problem is None:
             return source

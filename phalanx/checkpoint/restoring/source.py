@@ -108,6 +108,11 @@ class Source(Protocol):
         ...
 
     @property
+    def config(self) -> Mapping[str, Any]:
+        """The resolved config of the run that kept it; empty where that is not known."""
+        ...
+
+    @property
     def tensors(self) -> Mapping[str, SavedTensor]:
         """What it holds."""
         ...

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,7 +12,7 @@ from torch import Tensor
 from phalanx.checkpoint.format import manifest as manifests
 from phalanx.checkpoint.format.evaluation import Evaluation
 from phalanx.checkpoint.format.plan import JobPlan, ShardPlan
-from phalanx.checkpoint.format.record import SnapshotId
+from phalanx.checkpoint.format.record import SnapshotId, state_text
 from phalanx.checkpoint.keeper.contract import Keeper, Stage, Taken
 from phalanx.checkpoint.replicas.contract import Slot
 from phalanx.checkpoint.restoring.restore import Refused, Wanted, restore
@@ -385,7 +384,7 @@ class Session:
     def _text(self, state: Callable[[], Any]) -> str:
         value = state()
         manifests.check_state(value)
-        return json.dumps(value)
+        return state_text(value, self.job.run_config)
 
     def _copied(self, given: tuple[Keeper, Slot], taken: Taken, event: Event, seconds: float) -> None:
         """Comes from whatever thread has ended the copy; there may be another keeper by now."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from phalanx.core.config import walk
+from phalanx.core.errors import UserError
 from phalanx.model.config import ModelConfig, RopeScaling
 from phalanx.model.shapes import parameter_table
 from phalanx.optim.groups import assign
@@ -128,11 +129,38 @@ def changes_between(old: RunConfig, new: RunConfig) -> list[Change]:
     return [change(key) for key in keys if not key.startswith("run.")]
 
 
-def meaning(model: ModelConfig) -> dict[str, Any]:
-    """What weights are bound to besides themselves, as JSON values by key: whoever trains on them has the same."""
-    table, resolved = classes(), _resolved(model)
-    values = {key: list(value) if isinstance(value, tuple) else value for key, value in _leaves(resolved)}
-    return {key: value for key, value in values.items() if class_of(key, table) == WEIGHTS}
+def require_allowed(
+    changes: Sequence[Change], resume: str, *, has_steps: bool, elsewhere: str, begin_with: str = "", **where: Any
+) -> tuple[str, ...]:
+    """Refuse to go on with changes that a run cannot make, or that nobody has asked for.
+
+    Args:
+        changes: all of them.
+        resume: as ``run.resume``.
+        has_steps: the run has made some, which bind it.
+        elsewhere: how to train as a run of its own.
+        begin_with: how that one begins with the weights of this; empty: it cannot.
+        where: field and value of what holds the run.
+
+    Returns:
+        Those that a person is told of.
+
+    Raises:
+        UserError: naming every change that stands against it.
+    """
+    bound = [change for change in changes if change.bound]
+    if bound and has_steps:
+        cure = f"put that back, or {elsewhere}{begin_with and ', '}{begin_with}"
+        raise UserError(f"holds a run that cannot go on with {_listed(bound)}", cure=cure, **where)
+    binding = [change for change in changes if not change.is_free]
+    if binding and resume != "changed":
+        cure = f"{elsewhere}, or run.resume=changed to go on with the new values"
+        raise UserError(f"holds a run of another config ({_listed(binding)})", cure=cure, **where)
+    return tuple(str(change) for change in changes if resume == "changed" or change.key in LENGTH)
+
+
+def _listed(changes: Sequence[Change]) -> str:
+    return ", ".join(str(change) for change in changes)
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:

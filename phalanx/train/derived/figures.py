@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.core.errors import UserError
 from phalanx.data.tokenizers.vocabulary import configured_vocab_size
+from phalanx.launch.cores import require_threads, wanted_threads
 from phalanx.model.config import ModelConfig
 from phalanx.model.shapes import flops_per_token, num_parameters, parameter_table
 from phalanx.optim.groups import assign
@@ -68,8 +70,12 @@ def check_early(config: RunConfig) -> None:
 
     Raises:
         UserError: the schedule or the batch warm-up does not fit the run, sizes do not fit the tokenizer's, a group of
-            the optimizer fits no parameter, or the file of a tokenizer cannot be read.
+            the optimizer fits no parameter, the file of a tokenizer cannot be read, or more threads are asked for than
+            any machine of so many CPUs has use for.
     """
+    require_threads(config.train.threads, "train.threads")
+    if not config.train.threads:
+        require_threads(wanted_threads(os.environ), "OMP_NUM_THREADS")
     model = complete_model(config, known_vocab_size(config) or config.model.vocab_size or 1)
     assign(config.optim, {name: len(parameter.shape) for name, parameter in parameter_table(model).items()})
     lr_factor(config.optim.schedule, 0, total_steps(config))
