@@ -1042,3 +1042,35 @@ def test_a_host_that_comes_back_when_time_is_over_hears_of_the_next_attempt_only
     assert after.attempt == 2
     told = [action.attempt for action in actions if isinstance(action, act.OpenStore | act.Start | act.Stop)]
     assert told and set(told) == {2}
+
+
+@pytest.mark.parametrize("seconds", [45.0, 200.0])
+def test_a_check_that_is_only_late_is_asked_once_more_before_its_host_loses_its_place(seconds: float):
+    world = four_hosts()
+    usual_s = world.policy.check_s("quick")
+    for attempt in (2, 3):  # the second time that a host loses a rank it has to pass a quick check
+        world.run_for(20)
+        if attempt == 3:
+            world.speeds.check["quick"] = seconds
+        since, began_s = len(world.log), world.now_s
+        world.kill(3)
+        world.run_until(attempt_runs(attempt))
+    asked = [one for one in checks(world, since) if one == ("b", "quick")]
+    assert len(asked) == 2
+    late = [action for action in world.taken("Release") if action.host == "b"]
+    assert bool(late) == (seconds > 3 * usual_s)
+    assert world.now_s - began_s < 3 * usual_s + 60
+
+
+def test_a_late_check_of_a_host_that_is_not_heard_of_is_not_asked_again():
+    world = four_hosts()
+    world.kill(3)
+    world.run_until(attempt_runs(2))
+    world.run_for(20)
+    world.speeds.check["quick"] = 1000.0
+    since = len(world.log)
+    world.kill(3)
+    world.run_until(lambda w: ("b", "quick") in checks(w, since))
+    world.deliver(ev.HostUnknown(world.now_s, "b"))
+    world.run_until(lambda w: w.taken("Release"))
+    assert checks(world, since).count(("b", "quick")) == 1

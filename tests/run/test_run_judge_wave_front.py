@@ -313,7 +313,7 @@ def test_who_does_not_say_its_groups_is_not_taken_for_one_that_never_came(
 def test_whose_record_has_holes_is_not_taken_for_one_that_never_came(
     run: Run, form: dict[str, Any], data: st.DataObject
 ) -> None:
-    """What is missing of a record of what is active is done, as far as can be seen: there only whole ones are judged."""
+    """What is missing of a record of what is active is done, as far as can be seen: so only whole ones."""
     dumps, count = dumps_of(run, **{**form, "only_active": False}), len(run.job.ranks)
     dead = {rank for rank, dump in dumps.items() if dump is None}
     seeds = data.draw(st.dictionaries(st.sampled_from([*run.job.ranks]), st.integers(0, 999), min_size=1))

@@ -365,9 +365,8 @@ class _WaveFront:
         for front in self._fronts:
             unknown = front.unknown - self._records.keys() - self._silent
             if unknown and not front.absent and not explained >= front.waiting.keys():
-                words.append(
-                    f"{_ranks(unknown)} left no record that can be used, and {_ranks(front.waiting)} wait in {front.name}"
-                )
+                left = f"{_ranks(unknown)} left no record that can be used"
+                words.append(f"{left}, and {_ranks(front.waiting)} wait in {front.name}")
         return words
 
     def _held_by_none(self, explained: set[int]) -> Iterator[tuple[int, str]]:
