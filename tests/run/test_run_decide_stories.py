@@ -12,6 +12,8 @@ from phalanx.run.decide import events as ev
 from phalanx.run.decide.decide import decide
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.decide.state import initial
+from phalanx.run.incidents.facts import Incident
+from phalanx.run.incidents.report import after
 
 WAITS = Policy(give_up_s=0)
 
@@ -207,6 +209,60 @@ def test_a_rank_that_leaves_with_status_0_before_the_others_is_named_and_no_host
     assert said in world.story() and "the script let it go" in world.story()
     assert checks(world, since) == [(host, "passive") for host in "abcd"]
     assert world.state.history == {}
+
+
+def report_of(world: World) -> Incident:
+    """The first of its reports, as it is written."""
+    report: Incident | None = None
+    for _, action in world.log:
+        if isinstance(action, act.OpenIncident | act.AddToIncident | act.CloseIncident) and action.number == 1:
+            report = after(report, action, "j", world.now_s, lambda text: text)
+    assert report is not None
+    return report
+
+
+def advice_of(world: World) -> list[str]:
+    outcome = report_of(world).outcome
+    assert outcome is not None
+    return outcome.to_do
+
+
+def test_the_title_and_the_advice_are_of_the_rank_that_left_and_not_of_those_that_noticed():
+    world = four_hosts()
+    left_early(world)
+    world.run_until(attempt_runs(2))
+    report = report_of(world)
+    assert report.title.startswith("rank 3 on b: left with exit status 0 while others had not ended; ")
+    assert [text for text in advice_of(world) if text.endswith("phalanx run logs 3")]
+    assert not [text for text in advice_of(world) if "logs 0" in text]
+
+
+def test_the_title_is_of_the_rank_that_was_killed_also_where_others_of_its_host_were_heard_first():
+    world = four_hosts()
+    world.deliver(ev.WorkerFailed(world.now_s, 1, 2, "raised", "network", "closed by peer", True, world.step))
+    world.deliver(ev.WorkerFailed(world.now_s, 1, 3, "signal", "process", "killed by SIGKILL", False, world.step))
+    world._freeze()
+    world.run_until(attempt_runs(2))
+    report = report_of(world)
+    assert report.title.startswith("rank 3 on b: killed by SIGKILL; ")
+    assert advice_of(world) == []  # it came from outside
+
+
+def test_a_hang_of_the_others_is_titled_with_the_rank_that_left():
+    world = four_hosts()
+    world.deliver(ev.LeftEarly(world.now_s, 1, (3,), (world.step,)))
+    world.hang(6)
+    world.run_until(attempt_runs(2))
+    assert ", rank 3 on b left with exit status 0" in report_of(world).title
+    assert "suspected" not in report_of(world).title
+
+
+def test_an_exception_of_the_script_is_advised_to_be_read_after_the_restart_too():
+    world = four_hosts()
+    world.throw([5], "IndexError: index 7 is out of range")
+    world.run_until(attempt_runs(2))
+    advice = "read the log of rank 5 (IndexError: index 7 is out of range): phalanx run logs 5"
+    assert advice_of(world) == [advice]
 
 
 def test_a_rank_that_leaves_early_at_the_same_step_again_is_the_users_code():
@@ -992,3 +1048,35 @@ def test_a_host_that_comes_back_when_time_is_over_hears_of_the_next_attempt_only
     assert after.attempt == 2
     told = [action.attempt for action in actions if isinstance(action, act.OpenStore | act.Start | act.Stop)]
     assert told and set(told) == {2}
+
+
+@pytest.mark.parametrize("seconds", [45.0, 200.0])
+def test_a_check_that_is_only_late_is_asked_once_more_before_its_host_loses_its_place(seconds: float):
+    world = four_hosts()
+    usual_s = world.policy.check_s("quick")
+    for attempt in (2, 3):  # the second time that a host loses a rank it has to pass a quick check
+        world.run_for(20)
+        if attempt == 3:
+            world.speeds.check["quick"] = seconds
+        since, began_s = len(world.log), world.now_s
+        world.kill(3)
+        world.run_until(attempt_runs(attempt))
+    asked = [one for one in checks(world, since) if one == ("b", "quick")]
+    assert len(asked) == 2
+    late = [a for a in world.taken("Release") if isinstance(a, act.Release) and a.host == "b"]
+    assert bool(late) == (seconds > 3 * usual_s)
+    assert world.now_s - began_s < 3 * usual_s + 60
+
+
+def test_a_late_check_of_a_host_that_is_not_heard_of_is_not_asked_again():
+    world = four_hosts()
+    world.kill(3)
+    world.run_until(attempt_runs(2))
+    world.run_for(20)
+    world.speeds.check["quick"] = 1000.0
+    since = len(world.log)
+    world.kill(3)
+    world.run_until(lambda w: ("b", "quick") in checks(w, since))
+    world.deliver(ev.HostUnknown(world.now_s, "b"))
+    world.run_until(lambda w: w.taken("Release"))
+    assert checks(world, since).count(("b", "quick")) == 1

@@ -221,6 +221,27 @@ def test_the_page_of_a_hang_blames_nobody_and_advises_the_setting(tmp_path: Path
     assert "waits for a pipe" in page and "allow for it: --set run.limits.floor_s=120" in page
 
 
+def test_who_only_noticed_is_neither_the_title_nor_whose_log_is_to_be_read(tmp_path: Path) -> None:
+    with keeping(tmp_path) as kept:
+        kept.tell(OpenIncident(1, 1, "executor of a", "rank 0 on a: Connection closed by peer", Where("a", 0)), at(0))
+        kept.tell(AddToIncident(1, "log rules", "a: rank 0 says: closed (gloo)", Where("a", 0)), at(0))
+        killed = "rank 1 on a: killed by SIGKILL"
+        kept.tell(AddToIncident(1, "executor of a", killed, Where("a", 1), is_own=True), at(1))
+        kept.tell(CloseIncident(1, "over", {}, result="gave up", status=4), at(2))
+    incident = load(tmp_path, 1)
+    assert incident.title.startswith("rank 1 on a: killed by SIGKILL; ") and incident.outcome is not None
+    assert incident.outcome.to_do[1:] == ["read the log of rank 1: phalanx run logs 1"]
+
+
+def test_the_advice_of_the_driver_to_read_a_log_is_not_given_twice(tmp_path: Path) -> None:
+    read = "read the log of rank 3 (KeyError: 'x'): phalanx run logs 3"
+    with keeping(tmp_path) as kept:
+        kept.tell(OPEN, at(0))
+        kept.tell(CloseIncident(1, "over", {}, result="gave up", status=4, to_do=(read,)), at(2))
+    outcome = load(tmp_path, 1).outcome
+    assert outcome is not None and outcome.to_do[1:] == [read]
+
+
 def test_a_job_that_its_own_code_has_ended_says_what_to_mend_and_with_what_words(tmp_path: Path) -> None:
     with keeping(tmp_path) as kept:
         kept.heard("a", ended(0, "Connection closed by peer", follows=True), at(0))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -247,6 +248,80 @@ def test_of_real_incidents_any_two_dumps_may_be_lost(incident: str, guilty: set[
         assert set(found.ranks) <= guilty, (lost, found)
         if not guilty & set(lost) and incident == "lock_gil_1st":
             assert set(found.ranks) == guilty, (lost, found)
+
+
+def without_groups(dump: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The same of a recorder that does not know who is in these groups."""
+    lost = set(names)
+    return {**dump, "pg_config": {name: one for name, one in dump["pg_config"].items() if name not in lost}}
+
+
+def with_holes(dump: dict[str, Any], seed: int, share: float = 0.1) -> dict[str, Any]:
+    """The same with some entries between the first and the last gone."""
+    chance, entries = Random(seed), dump["entries"]
+    here = [one for one in entries[1:-1] if chance.random() >= share]
+    return {**dump, "entries": [*entries[:1], *here, *entries[1:][-1:]]}
+
+
+def parts_lost(dump: dict[str, Any]) -> Iterable[tuple[str, dict[str, Any]]]:
+    """What may be left of a record in which something is missing."""
+    yield "no pg_config", {key: value for key, value in dump.items() if key != "pg_config"}
+    yield from ((f"no group {name}", without_groups(dump, [name])) for name in dump["pg_config"])
+    yield from ((f"holes {seed}", with_holes(dump, seed)) for seed in range(8))
+
+
+@real_dumps
+@pytest.mark.parametrize(("incident", "guilty"), [("gpu_error_1st", {12, 14}), ("lock_gil_1st", {9, 14})])
+def test_of_real_incidents_any_one_record_may_lack_its_groups_or_have_holes(incident: str, guilty: set[int]) -> None:
+    dumps = {rank: read_dump(DUMPS / incident / f"_dump_{rank}") for rank in range(16)}
+    texts = {rank: as_json(dump) for rank, dump in dumps.items()}
+    for rank, dump in dumps.items():
+        for what, left in parts_lost(dump):
+            found = verdict_of({**texts, rank: as_json(left)}, 16)
+            assert guilty - {rank} <= set(found.ranks) <= guilty, (rank, what, found)
+
+
+@real_dumps
+@pytest.mark.parametrize(("incident", "guilty"), [("gpu_error_1st", {12, 14}), ("lock_gil_1st", {9, 14})])
+def test_of_real_incidents_any_two_records_may_lack_their_groups(incident: str, guilty: set[int]) -> None:
+    dumps = {rank: read_dump(DUMPS / incident / f"_dump_{rank}") for rank in range(16)}
+    texts = {rank: as_json(dump) for rank, dump in dumps.items()}
+    bare = {rank: as_json(without_groups(dump, dump["pg_config"])) for rank, dump in dumps.items()}
+    for one, other in itertools.combinations(range(16), 2):
+        found = verdict_of({**texts, one: bare[one], other: bare[other]}, 16)
+        assert set(found.ranks) <= guilty, (one, other, found)
+
+
+@given(hangs(["host", "empty", "dead", "gpu", "blind"]), FORMS, st.data())
+@settings(EASY, max_examples=100)
+def test_who_does_not_say_its_groups_is_not_taken_for_one_that_never_came(
+    run: Run, form: dict[str, Any], data: st.DataObject
+) -> None:
+    dumps, count = dumps_of(run, **form), len(run.job.ranks)
+    dead = {rank for rank, dump in dumps.items() if dump is None}
+    names = st.sets(st.sampled_from([*run.job.groups.members]), min_size=1)
+    lost = data.draw(st.dictionaries(st.sampled_from([*run.job.ranks]), names, min_size=1, max_size=count - 1))
+    bare = {rank: without_groups(dumps[rank], names) for rank, names in lost.items() if rank not in dead}
+    found = judged({**dumps, **bare}, count, dead)
+    assert set(found.guilty) <= run.struck, found
+    if found.possible:
+        assert run.struck & {*found.possible, *found.guilty}, found
+
+
+@given(hangs(["host", "empty", "dead", "gpu", "blind"]), FORMS, st.data())
+@settings(EASY, max_examples=100)
+def test_whose_record_has_holes_is_not_taken_for_one_that_never_came(
+    run: Run, form: dict[str, Any], data: st.DataObject
+) -> None:
+    """What is missing of a record of what is active is done, as far as can be seen: so only whole ones."""
+    dumps, count = dumps_of(run, **{**form, "only_active": False}), len(run.job.ranks)
+    dead = {rank for rank, dump in dumps.items() if dump is None}
+    seeds = data.draw(st.dictionaries(st.sampled_from([*run.job.ranks]), st.integers(0, 999), min_size=1))
+    torn = {rank: with_holes(dumps[rank], seed, 0.2) for rank, seed in seeds.items() if rank not in dead}
+    found = judged({**dumps, **torn}, count, dead)
+    assert set(found.guilty) <= run.struck, found
+    if found.possible:
+        assert run.struck & {*found.possible, *found.guilty}, found
 
 
 @real_dumps

@@ -124,6 +124,7 @@ class OpenIncident(ActionBase, frozen=True, tag="open-incident"):
         attempt: which was hit.
         seen_by: who saw it, such as ``executor of node7``.
         text: what was seen, with the place where it was.
+        is_own: it does not only follow from something else.
     """
 
     number: int
@@ -131,6 +132,7 @@ class OpenIncident(ActionBase, frozen=True, tag="open-incident"):
     seen_by: str
     text: str
     where: Where = Where()
+    is_own: bool = False
 
 
 class AddToIncident(ActionBase, frozen=True, tag="add-to-incident"):
@@ -139,6 +141,7 @@ class AddToIncident(ActionBase, frozen=True, tag="add-to-incident"):
     Attributes:
         is_decision: it was decided, not seen.
         why: it was decided; empty: there is nothing to say.
+        is_own: it is what is wrong with the attempt, and does not only follow from something else.
     """
 
     number: int
@@ -147,6 +150,7 @@ class AddToIncident(ActionBase, frozen=True, tag="add-to-incident"):
     where: Where = Where()
     is_decision: bool = False
     why: str = ""
+    is_own: bool = False
 
 
 class CloseIncident(ActionBase, frozen=True, tag="close-incident"):

@@ -8,6 +8,7 @@ from phalanx.run.decide import brakes, ladder, user_code
 from phalanx.run.decide.state import Failure, State
 
 _NAMES_SHOWN = 5
+_SAID_CHARACTERS = 160
 
 
 def names(hosts: Iterable[str]) -> str:
@@ -21,6 +22,11 @@ def of_failure(host: str, failure: Failure) -> str:
     """Such as ``rank 3 on node7: killed by SIGKILL (step 12)``."""
     who = f"rank {failure.rank} on {host}" if failure.rank >= 0 else host
     return f"{who}: {failure.summary}" + (f" (step {failure.step})" if failure.step >= 0 else "")
+
+
+def read_log(rank: int, said: str = "") -> str:
+    """What a person should do about a rank that its own script has ended; `said`: its last words, in one line."""
+    return f"read the log of rank {rank}{f' ({said[:_SAID_CHARACTERS]})' if said else ''}: phalanx run logs {rank}"
 
 
 def together(state: State) -> str:

@@ -13,7 +13,7 @@ from phalanx.run.decide.events import (
     TrafficSilent,
     WorkerFailed,
 )
-from phalanx.run.decide.state import Failure
+from phalanx.run.decide.state import Failure, State
 from phalanx.run.decide.turn import Turn
 
 
@@ -31,12 +31,18 @@ def of_host(turn: Turn, host: str, failure: Failure, seen_by: str) -> None:
     """A rank of a host has failed, or (rank -1) all of them."""
     state = turn.state
     going_on = state.recovery is not None and not state.recovery.is_decided
-    if going_on and state.has_workers and (failure.follows or host in state.recovery.failures):  # type: ignore[union-attr]
+    if going_on and state.has_workers and (failure.follows or _has_spoken(state, host)):
         recovery.add_failure(turn, host, failure)  # without a line in the report for each of many ranks
         return
     where = Where(host, failure.rank, failure.step)
-    if recovery.see(turn, "failure", seen_by, advice.of_failure(host, failure), where):
+    if recovery.see(turn, "failure", seen_by, advice.of_failure(host, failure), where, follows=failure.follows):
         recovery.add_failure(turn, host, failure)
+
+
+def _has_spoken(state: State, host: str) -> bool:
+    """Whether a rank of this host has failed by itself."""
+    failures = state.recovery.failures if state.recovery is not None else {}
+    return any(not failure.follows for failure in failures.get(host, ()))
 
 
 def on_left_early(turn: Turn, event: LeftEarly) -> None:

@@ -154,13 +154,30 @@ def are_late(turn: Turn, late: list[str]) -> None:
         why = f"{len(asked)} of {len(state.placement)} hosts do not answer their checks"
         turn.alert("error", f"{why}; it may be the driver that is cut off: it waits {wait_s:.0f} s")
         turn.decided("no host is given back yet", f"{why}: a common cause")
-        for name in asked:
-            check = replace(state.checks[name], deadline_s=turn.now_s + wait_s, is_extended=True)
-            turn.await_check(name, check)
-            turn.act(Check(name, check.number, check.kind, check.peers))
-        late = [name for name in late if name not in asked]
+        waits_s = dict.fromkeys(asked, wait_s)
+    else:
+        heard = [name for name in asked if _may_be_busy(turn, name)]
+        waits_s = dict.fromkeys(heard, 2 * state.policy.quick_check_s)
+        for name in heard:
+            why = "its quick check is late, and its executor is heard of: it is asked again, with twice the time"
+            turn.decided(f"{name} is not given back yet", why)
+    for name, wait_s in waits_s.items():
+        _wait_longer(turn, name, wait_s)
     for name in late:
-        not_checked(turn, name)
+        if name not in waits_s:
+            not_checked(turn, name)
+
+
+def _may_be_busy(turn: Turn, name: str) -> bool:
+    """Whether an executor lives and only its measurement is late: seconds of work on a machine that others use too."""
+    return turn.state.checks[name].kind == "quick" and turn.state.hosts[name].state != "unknown"
+
+
+def _wait_longer(turn: Turn, name: str, wait_s: float) -> None:
+    """Ask for the same check once more."""
+    check = replace(turn.state.checks[name], deadline_s=turn.now_s + wait_s, is_extended=True)
+    turn.await_check(name, check)
+    turn.act(Check(name, check.number, check.kind, check.peers))
 
 
 def not_checked(turn: Turn, name: str) -> None:

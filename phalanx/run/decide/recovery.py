@@ -13,17 +13,27 @@ from phalanx.run.decide.turn import Turn
 
 _DECISIVE = ("signal", "interrupted", "start", "silent", "loss")
 _SUMMARY_CHARACTERS = 500
-_LEFT = "left with exit status 0 while others had not ended"
+LEFT = "left with exit status 0 while others had not ended"
 _NOWHERE = Where()
 
 # Collect
 
 
-def see(turn: Turn, cause: Cause, seen_by: str, text: str, where: Where = _NOWHERE, *, late_s: float = 0.0) -> bool:
+def see(
+    turn: Turn,
+    cause: Cause,
+    seen_by: str,
+    text: str,
+    where: Where = _NOWHERE,
+    *,
+    late_s: float = 0.0,
+    follows: bool = False,
+) -> bool:
     """Something is wrong with the present attempt: begin a recovery, or add to the one that goes on.
 
     Args:
         late_s: how long it was so before it was noticed, as far as that is known.
+        follows: it only says that a peer is gone.
 
     Returns:
         False: the attempt is over anyway, and this changes nothing.
@@ -31,7 +41,7 @@ def see(turn: Turn, cause: Cause, seen_by: str, text: str, where: Where = _NOWHE
     state = turn.state
     is_calm = state.phase in ("opening", "starting", "running")
     if state.recovery is not None and not state.recovery.is_decided and not (is_calm and cause == "planned"):
-        turn.note(seen_by, text, where)
+        turn.note(seen_by, text, where, is_own=cause == "failure" and not follows)
         return state.has_workers
     if not is_calm:
         return False
@@ -41,7 +51,7 @@ def see(turn: Turn, cause: Cause, seen_by: str, text: str, where: Where = _NOWHE
         turn.set(recovery=replace(state.recovery, cause=cause, began_s=turn.now_s, why=text, is_decided=False))
     if state.policy.advise_only and cause != "planned":
         return True
-    turn.open_incident(seen_by, text, where, late_s)
+    turn.open_incident(seen_by, text, where, late_s, is_own=not follows)
     _first_phase(turn, cause)
     return True
 
@@ -197,6 +207,8 @@ def _judge(turn: Turn) -> None:
     is_stillness = ladder.is_stillness(recovery)
     pressed = brakes.counted(state) if is_stillness else brakes.pressed(state)
     turn.set(last_word=user_code.last_word(state))
+    if script := user_code.first_own(state):
+        turn.advise(advice.read_log(script.rank, script.summary))
     ending = user_code.verdict(state) or brakes.verdict(state.policy, pressed)
     if ending is not None:
         turn.decided(f"the job ends with status {ending.status}", ending.reason)
@@ -221,10 +233,10 @@ def _name_who_left(turn: Turn) -> None:
     for rank, step in state.left.items():
         host = state.host_of(rank)
         if host is not None:
-            failure = Failure(rank, "left", "process", f"rank {rank} {_LEFT}", step=step)
+            failure = Failure(rank, "left", "process", f"rank {rank} {LEFT}", step=step)
             add_failure(turn, host, failure)
             text = failure.summary + (f" (step {step})" if step >= 0 else "")
-            turn.note(f"executor of {host}", text, Where(host, rank, step))
+            turn.note(f"executor of {host}", text, Where(host, rank, step), is_own=True)
 
 
 def _climb(turn: Turn, plan: ladder.Plan) -> None:

@@ -49,7 +49,7 @@ class PendingCheck(Value, frozen=True):
     """A check whose answer is awaited.
 
     Attributes:
-        is_extended: most hosts have not answered theirs, so it was asked again, with more time.
+        is_extended: it was late, and asked again, with more time.
     """
 
     number: int

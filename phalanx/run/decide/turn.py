@@ -166,23 +166,30 @@ class Turn:
         """Tell people."""
         self.act(Alert(level, text, host))
 
-    def open_incident(self, seen_by: str, text: str, where: Where = _NOWHERE, late_s: float = 0.0) -> None:
-        """Begin a report, or add to the one that is open; `late_s`: how long it was so before it was noticed."""
+    def open_incident(
+        self, seen_by: str, text: str, where: Where = _NOWHERE, late_s: float = 0.0, *, is_own: bool = True
+    ) -> None:
+        """Begin a report, or add to the one that is open.
+
+        Args:
+            late_s: how long it was so before it was noticed.
+            is_own: it does not only follow from something else.
+        """
         state = self.state
         if state.incident is not None:
-            self.note(seen_by, text, where)
+            self.note(seen_by, text, where, is_own=is_own)
             return
         number = state.incident_count + 1
         step = state.progress.done if state.progress.is_absolute else -1
         spent = {"detecting": round(late_s, 6)} if late_s > 0 else {}
         incident = Incident(number, state.now_s, spent, step, ranks=state.world_size)
         self.set(incident=incident, incident_count=number)
-        self.act(OpenIncident(number, state.attempt, seen_by, text, where))
+        self.act(OpenIncident(number, state.attempt, seen_by, text, where, is_own))
 
-    def note(self, by: str, text: str, where: Where = _NOWHERE) -> None:
-        """Add to the report what was seen, if one is open."""
+    def note(self, by: str, text: str, where: Where = _NOWHERE, *, is_own: bool = False) -> None:
+        """Add to the report what was seen, if one is open; `is_own`: it is what is wrong with the attempt."""
         if self.state.incident is not None:
-            self.act(AddToIncident(self.state.incident.number, by, text, where))
+            self.act(AddToIncident(self.state.incident.number, by, text, where, is_own=is_own))
 
     def advise(self, text: str) -> None:
         """Add to the report what people should do, if one is open."""

@@ -101,6 +101,12 @@ def last_word(state: State) -> LastWord | None:
     return None if first is None else LastWord(words_of(first), first.step, first.kind)
 
 
+def first_own(state: State) -> Failure | None:
+    """The first rank that says something of itself for which no host can be blamed, other than a broken loss."""
+    own = (failure for failure in _own(state) if failure.kind not in ("start", "loss") and failure.rank >= 0)
+    return next(own, None)
+
+
 def has_never_run(state: State) -> bool:
     """No attempt has ever made a step."""
     return not state.progress.has_run

@@ -32,6 +32,7 @@ class Seen(Fact, frozen=True, tag="seen"):
         what: such as ``killed by SIGKILL``.
         host, rank: where; empty and -1: not at one place.
         step: that the rank was at; -1: not known.
+        is_own: it is what is wrong with the attempt, and does not only follow from something else.
     """
 
     by: str
@@ -39,6 +40,7 @@ class Seen(Fact, frozen=True, tag="seen"):
     host: str = ""
     rank: int = -1
     step: int = -1
+    is_own: bool = False
 
     @property
     def place(self) -> str:
@@ -143,11 +145,16 @@ class Incident(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return sum(fact.steps for fact in self.facts if isinstance(fact, Lost))
 
     @property
+    def seen(self) -> list[Seen]:
+        """What was seen: first what is wrong by itself, then the rest; of each in order."""
+        return sorted((fact for fact in self.facts if isinstance(fact, Seen)), key=lambda fact: not fact.is_own)
+
+    @property
     def title(self) -> str:
         """In a few words."""
         if self.outcome is not None:
             return self.outcome.summary
-        seen = next((fact for fact in self.facts if isinstance(fact, Seen)), None)
+        seen = next(iter(self.seen), None)
         return "something went wrong" if seen is None else f"{seen.place}: {seen.what}" if seen.place else seen.what
 
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from phalanx.run.decide import endings
+from phalanx.run.decide import advice, endings
 from phalanx.run.decide.actions import AddToIncident, CloseIncident, OpenIncident, Where
 from phalanx.run.decide.hangs import HELD_UP
+from phalanx.run.decide.recovery import LEFT
 from phalanx.run.incidents.facts import AnyFact, Decided, Incident, Lost, Outcome, Seen, Took
 
 MOST_FACTS = 300
@@ -54,7 +55,7 @@ def after(before: Incident | None, action: IncidentAction, job: str, unix_s: flo
 
 def opened(action: OpenIncident, job: str, unix_s: float, scrub: Scrub) -> Incident:
     """A report that begins."""
-    seen = _seen(action.seen_by, action.text, action.where, unix_s, scrub)
+    seen = _seen(action.seen_by, action.text, action.where, unix_s, scrub, is_own=action.is_own)
     return Incident(number=action.number, job=job, attempt=action.attempt, facts=[seen])
 
 
@@ -65,7 +66,7 @@ def added(incident: Incident, action: AddToIncident, unix_s: float, scrub: Scrub
     if action.is_decision:
         fact: AnyFact = Decided(unix_s=unix_s, what=scrub(action.text), why=scrub(action.why), by=action.by)
     else:
-        fact = _seen(action.by, action.text, action.where, unix_s, scrub)
+        fact = _seen(action.by, action.text, action.where, unix_s, scrub, is_own=action.is_own)
     return incident if fact in incident.facts else _with(incident, fact)
 
 
@@ -91,19 +92,28 @@ def _with(incident: Incident, *facts: AnyFact) -> Incident:
     return replace(incident, facts=[*incident.facts, *facts])
 
 
-def _seen(by: str, text: str, where: Where, unix_s: float, scrub: Scrub) -> Seen:
+def _seen(by: str, text: str, where: Where, unix_s: float, scrub: Scrub, *, is_own: bool) -> Seen:
     """What stands in columns of its own is not said twice."""
     what = text.removeprefix("suspected: ").removeprefix(f"rank {where.rank} on ") if where.rank >= 0 else text
     what = what.removeprefix(f"{where.host}: ").removeprefix(f"rank {where.rank} says: ") if where.host else what
-    what = what.removesuffix(f" (step {where.step})")
-    return Seen(unix_s=unix_s, by=by, what=scrub(what), host=where.host, rank=where.rank, step=where.step)
+    what = what.removesuffix(f" (step {where.step})").removeprefix(f"rank {where.rank} ")
+    return Seen(
+        unix_s=unix_s, by=by, what=scrub(what), host=where.host, rank=where.rank, step=where.step, is_own=is_own
+    )
 
 
 def _suspect(incident: Incident) -> str:
-    """Who was named, where the report begins without a name; who only holds up others is not suspected."""
-    seen = [fact for fact in incident.facts if isinstance(fact, Seen)]
+    """Who was named, where the title does not begin with a name; who only holds up others is not suspected.
+
+    Where a rank has left early, the others wait for it and look guilty of that.
+    """
+    seen = incident.seen
+    if not seen or seen[0].rank >= 0:
+        return ""
+    if left := next((fact for fact in seen if fact.what.startswith(LEFT)), None):
+        return f", {left.place} {left.what}"
     named = [fact for fact in seen if fact.by == "judge of the evidence" and fact.rank >= 0]
-    if not named or seen[0].rank >= 0:
+    if not named:
         return ""
     return f", {HELD_UP} {named[-1].place}" if named[-1].what.startswith(HELD_UP) else f", {named[-1].place} suspected"
 
@@ -139,9 +149,9 @@ def _to_do(incident: Incident, action: CloseIncident) -> list[str]:
     ]
     if action.result != "gave up":
         return to_do
-    first = next((fact for fact in incident.facts if isinstance(fact, Seen) and fact.rank >= 0), None)
-    if first is not None:
-        to_do.insert(0, f"read the log of rank {first.rank}: phalanx run logs {first.rank}")
+    first = next((fact for fact in incident.seen if fact.rank >= 0), None)
+    if first is not None and not any(text.endswith(f"phalanx run logs {first.rank}") for text in to_do):
+        to_do.insert(0, advice.read_log(first.rank))
     return [_ADVICE[action.status], *to_do] if action.status in _ADVICE else to_do
 
 

@@ -120,6 +120,7 @@ class FlightRecord:
         oldest: order of the oldest entry that was in the ring; nothing is known of what was launched before it.
         lacks: something that is not done is known not to be here, or cannot be made out.
         has_groups: it names all groups that the rank has used.
+        has_strays: it has launches of a group and does not say who is in it.
     """
 
     parts: dict[GroupId, Part] = field(default_factory=dict)
@@ -128,6 +129,7 @@ class FlightRecord:
     has_timing: bool = False
     lacks: bool = False
     has_groups: bool = False
+    has_strays: bool = False
 
     @property
     def tells_all(self) -> bool:
@@ -166,16 +168,16 @@ def read_record(dump: Mapping[str, Any], texts: MemberTexts) -> FlightRecord:
     if left_out and not entries:
         raise ValueError("all entries were left out")
     ids = _group_ids(dump, texts)
-    # A name that is in no `pg_config` still is the same group on the ranks that have it.
     found = FlightRecord({group: Part() for group in ids.values()})
     extent = dump["extent"] if "extent" in dump else _extent(entries)
     found.passed, found.oldest, found.lacks = extent["newest_completed"], extent["oldest"], left_out > 0
     found.has_timing = any(e.get("state") == "started" or e.get("time_discovered_started_ns") for e in entries)
-    found.has_groups = bool(ids)
+    found.has_groups = 0 < len(ids) >= len(_dict(dump, "pg_status"))
     statuses = _statuses(dump, entries)
     for bundle in _bundles(entries):
         name = _name(entries[bundle[0]])
         group = ids.setdefault(name, GroupId(_description(entries[bundle[0]]), ""))
+        found.has_strays |= not group.members
         part = found.parts.setdefault(group, Part())
         launch = _launch([entries[place] for place in bundle], texts.ranks(group.members), extent)
         part.newest = max(part.newest, launch.number)

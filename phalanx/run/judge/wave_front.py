@@ -13,6 +13,8 @@ Where waiting ends in a collective that all have launched, or goes in a circle, 
 records do not say which. Where it ends at a rank that lives and has left no record, that is said, and nobody is named:
 dumps get lost for many reasons, and that rank may wait for another one.
 
+So it is with a record that does not say who is in a group that it has used: its waiting cannot be seen by the others.
+
 A record tells of what its ring still holds (see `phalanx.run.judge.flight`). What a rank has not launched, or is not
 held up by, is only taken for true where the record shows that nothing it has forgotten could say otherwise.
 """
@@ -142,7 +144,7 @@ class _WaveFront:
     ) -> None:
         self._ranks = frozenset(ranks)
         self._silent = frozenset(silent) & self._ranks
-        self._records = {rank: records[rank] for rank in sorted(records) if rank in self._ranks}
+        self._records = _joinable({rank: records[rank] for rank in sorted(records) if rank in self._ranks})
         self._groups = list(self._join(texts))
         self._fronts: list[_Front] = []
         for group in self._groups:
@@ -363,7 +365,8 @@ class _WaveFront:
         for front in self._fronts:
             unknown = front.unknown - self._records.keys() - self._silent
             if unknown and not front.absent and not explained >= front.waiting.keys():
-                words.append(f"{_ranks(unknown)} left no record, and {_ranks(front.waiting)} wait in {front.name}")
+                left = f"{_ranks(unknown)} left no record that can be used"
+                words.append(f"{left}, and {_ranks(front.waiting)} wait in {front.name}")
         return words
 
     def _held_by_none(self, explained: set[int]) -> Iterator[tuple[int, str]]:
@@ -446,6 +449,15 @@ class _WaveFront:
                 if number < common and 2 * count > len(group.members) and self._tell_all([rank]):
                     guilty[rank] = f"has launched collective {number} of {group}, most {common}"
         return Blame(guilty)
+
+
+def _joinable(records: Mapping[int, FlightRecord]) -> dict[int, FlightRecord]:
+    """Those whose groups are known to be those of the others: another one is as good as lost.
+
+    Where no record says who is in its groups, as old versions do not, a name is the same group on all ranks.
+    """
+    by_members = any(group.members for record in records.values() for group in record.parts)
+    return {rank: record for rank, record in records.items() if not (by_members and record.has_strays)}
 
 
 def _sinks(edges: Mapping[int, Collection[int]]) -> Iterator[set[int]]:
