@@ -241,6 +241,14 @@ class TestEnds:
         assert seen.catch_up(at(60)) == [LeftEarly(at(60).unix_s, 3, (1,), (7,))]
         assert seen.catch_up(at(61)) == []
 
+    def test_who_is_done_while_others_still_work_has_not_left_early(self) -> None:
+        """The last rank saves or evaluates while heartbeats go on."""
+        seen = watch(2)
+        seen.on_heartbeat(beat(3, worker(0, 27), worker(1, 27)), at(1))
+        seen.on_ended(ended(1, kind="returned", code=0, step=30), at(20))
+        told = seen.on_heartbeat(beat(3, worker(0, 30)), at(21))
+        assert [type(event).__name__ for event in told] == ["Advanced"]
+
     def test_steps_that_no_heartbeat_has_told_count_at_the_end(self) -> None:
         attempt = watch()
         attempt.on_heartbeat(beat(3, worker(0, 27), worker(1, 27)), at(1))

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.run.executor.sockets import CarriedBytes, tcp_bytes
-from phalanx.run.executor.stillness import QuietRank, StillnessWatch
+from phalanx.run.executor.stillness import QUIET_S, QuietRank, StillnessWatch, _ready, _Threads, quiet_after_s
+from phalanx.run.judge.limits import LimitConfig
+from phalanx.run.judge.still import LOOK_S
 from phalanx.run.messages import Accelerator
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
@@ -125,6 +127,35 @@ def test_who_wants_a_core_and_gets_none_does_not_stand_still(watch: StillnessWat
     """Its main thread waits for others, and these for a core that other processes have, and for each other."""
     with script(THREADS) as process, script(WALKS), script(WALKS), script(WALKS):
         assert still_s(process, watch, clock) <= 2.0
+
+
+def test_a_rank_whose_steps_are_long_is_seen_before_it_may_count_as_hung() -> None:
+    assert [quiet_after_s(took_s) for took_s in (0.0, 0.1, 8.0)] == [QUIET_S, QUIET_S, 12.0]
+    assert quiet_after_s(3600.0) + 4 * LOOK_S < LimitConfig().floor_s
+
+
+def schedstat(proc: Path, thread: int, used_s: float, turns: int) -> None:
+    """As the kernel tells it of a thread that waited for a core most of the time."""
+    folder = proc / "7" / "task" / str(thread)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "schedstat").write_text(f"{int(used_s * 1e9)} 4000000000 {turns}\n")
+    (folder / "stat").write_text(f"{thread} (a) R 1\n")
+
+
+def test_a_thread_that_wakes_up_to_look_at_something_does_not_compute_though_it_waits_for_a_core(
+    tmp_path: Path,
+) -> None:
+    threads = _Threads()
+    for thread in (7, 8, 9, 10):
+        schedstat(tmp_path, thread, 1.0, 1000)
+    assert threads.polling([7], tmp_path) == set()
+    schedstat(tmp_path, 7, 1.3, 1200)
+    schedstat(tmp_path, 8, 1.0025, 1120)  # a busy machine: 21 us each time, 120 times
+    schedstat(tmp_path, 9, 1.1, 1230)  # one of several that hand the interpreter's lock to each other
+    polling = threads.polling([7], tmp_path)  # 10 got no core at all
+    assert polling == {8}
+    assert _ready([7], polling, tmp_path) == (True, True)
+    assert _ready([7], {8, 9, 10}, tmp_path) == (True, False)
 
 
 DOWNLOADS = """

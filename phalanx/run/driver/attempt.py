@@ -153,7 +153,7 @@ class AttemptWatch:
         if not self._is_running and not self._to_step:
             told += self._begin_running(now)
         if self._step > self._told_step and now.monotonic_s - self._told_s >= ADVANCED_S:
-            told += self.catch_up(now)
+            told += self._advance(now)
         return told + self._break(now) if self._broken and not self._is_broken else told
 
     def on_ended(self, ended: WorkerEnded, now: Now) -> list[Event]:
@@ -192,17 +192,24 @@ class AttemptWatch:
         ]
 
     def catch_up(self, now: Now, step: int = -1) -> list[Event]:
-        """The newest step, for whoever has to know what is lost; `step`: what a rank said at its end."""
+        """What is to be known before something that ended is judged: the newest step, and who has left before.
+
+        Args:
+            step: what a rank said at its end.
+        """
         left = self._left_early(now)
+        return [*self._advance(now, step), *left]
+
+    def _advance(self, now: Now, step: int = -1) -> list[Event]:
         if self._is_running:
             self._step = max(self._step, step)
         newest = self._step
         if not self._is_running or newest <= self._told_step:
-            return left
+            return []
         self._told_s, self._told_step = now.monotonic_s, newest
         quiet_s = now.monotonic_s - self._past[-1][0] if self._past else 0.0
         age_s = quiet_s if quiet_s > ADVANCED_S else 0.0
-        return [Advanced(now.unix_s, self.attempt, newest, self.is_absolute, age_s), *left]
+        return [Advanced(now.unix_s, self.attempt, newest, self.is_absolute, age_s)]
 
     def _left_early(self, now: Now) -> list[Event]:
         """Who has ended with status 0, if more have since this was told last; of most ranks it is the usual end."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +23,9 @@ from phalanx.run.judge.stack_text import Frame, main_stack
 from phalanx.run.judge.still import LOOK_S, RankStillness, Sample
 from phalanx.run.messages import Accelerator
 
-QUIET_S = 5.0
-"""A rank that has made no step for so long is looked at, and for one and a half times as long as its last step took."""
+QUIET_S, QUIET_MOST_S = 5.0, 20.0
+"""A rank that has made no step for one and a half times as long as its last one took is looked at; not before the first
+of these, and from the second on whatever it took: by the time that a job may count as hung its ranks have been seen."""
 
 GPU_WORKS = 0.02
 """Share of a second in which the memory of a GPU that works is read or written; kernels that wait leave it alone."""
@@ -33,8 +34,16 @@ _STACKS_S = 2.0
 _NATIVE_S = 10.0
 _READY_LOOKS = 4
 _READY_S = 0.02
+_POLLS_S = 100e-6
+"""Whoever gives a core back sooner has only looked at something. What computes keeps it for milliseconds, and threads
+that take turns at Python's lock for half of one, however busy the machine is."""
 _SECTOR_BYTES = 512
 _GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render")
+
+
+def quiet_after_s(last_step_s: float) -> float:
+    """For how long a rank makes no step before it is looked at, by what its last step took."""
+    return min(max(QUIET_S, 1.5 * last_step_s), QUIET_MOST_S)
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,7 @@ class _Watched:
     stillness: RankStillness
     looked_s: float
     sockets: CarriedBytes = field(default_factory=CarriedBytes)
+    threads: _Threads = field(default_factory=lambda: _Threads())
 
 
 @dataclass(frozen=True)
@@ -116,7 +126,7 @@ class StillnessWatch:
             if watched is None or watched.since != one.since:
                 stillness = RankStillness(lambda pid=one.pid: self._native_library(pid))  # type: ignore[misc]
                 watched = self._watched[one.rank] = _Watched(one.since, stillness, self.clock())
-            sample = self._sample(one, watched.sockets, around)
+            sample = self._sample(one, watched, around)
             if sample is not None:
                 watched.stillness.observe(sample)
                 watched.looked_s = sample.at_s
@@ -128,7 +138,7 @@ class StillnessWatch:
             return -1.0
         return watched.stillness.still_s + min(max(self.clock() - watched.looked_s, 0.0), LOOK_S)
 
-    def _sample(self, one: QuietRank, sockets: CarriedBytes, around: _Around) -> Sample | None:
+    def _sample(self, one: QuietRank, watched: _Watched, around: _Around) -> Sample | None:
         """What there is to be seen of a rank; None: it is gone."""
         table = around.table
         process = table.get(one.pid)
@@ -137,7 +147,8 @@ class StillnessWatch:
         below = descendants(table, [one.pid])
         cpu_s, ended_s, file_bytes, rss_bytes = _counters(one.pid)
         main_s, waited_s = _scheduled_s(one.pid, self.proc)
-        main_ready, threads_ready = _ready([one.pid], self.proc)
+        polling = watched.threads.polling([one.pid, *below], self.proc)
+        main_ready, threads_ready = _ready([one.pid], polling, self.proc)
         for pid in below:
             of_child = _counters(pid)
             file_bytes, rss_bytes = file_bytes + of_child[2], rss_bytes + of_child[3]
@@ -149,11 +160,11 @@ class StillnessWatch:
             threads_cpu_s=cpu_s - main_s,
             threads_want_core=threads_ready,
             children_cpu_s=ended_s + sum(table[pid].cpu_ticks for pid in below) / os.sysconf("SC_CLK_TCK"),
-            children_want_core=any(_ready([pid for pid in below if table[pid].state == "R"], self.proc)),
+            children_want_core=any(_ready([pid for pid in below if table[pid].state == "R"], polling, self.proc)),
             output_bytes=one.output_bytes,
             file_bytes=file_bytes,
             rss_bytes=rss_bytes,
-            socket_bytes=sockets.add([one.pid, *below], around.sockets, self.proc),
+            socket_bytes=watched.sockets.add([one.pid, *below], around.sockets, self.proc),
             rdma_bytes=around.rdma_bytes,
             disk_bytes=around.disk_bytes,
             uses_gpu=_uses_gpu(one.pid, self.proc),
@@ -203,12 +214,42 @@ def _scheduled_s(pid: int, proc: Path) -> tuple[float, float]:
     return int(words[0]) * 1e-9, int(words[1]) * 1e-9
 
 
-def _ready(pids: Sequence[int], proc: Path) -> tuple[bool, bool]:
+class _Threads:
+    """How long the threads of a rank and of its descendants keep a core when they get one."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[float, int]] = {}
+
+    def polling(self, pids: Sequence[int], proc: Path) -> set[int]:
+        """Threads that since the last look have only woken up now and then: see `_POLLS_S`.
+
+        On a busy machine these wait for a core most of the time, as threads do that compute.
+        """
+        now = {int(task.name): _turns(task) for pid in pids for task in list_folder(proc / str(pid) / "task")}
+        last, self._last = self._last, now
+        since = {
+            thread: (used_s - last[thread][0], turns - last[thread][1])
+            for thread, (used_s, turns) in now.items()
+            if thread in last
+        }
+        return {thread for thread, (used_s, turns) in since.items() if turns > 0 and used_s < turns * _POLLS_S}
+
+
+def _turns(task: Path) -> tuple[float, int]:
+    """CPU seconds of a thread, and how often it has got a core."""
+    words = (read_text(task / "schedstat") or "").split()
+    return (int(words[0]) * 1e-9, int(words[2])) if len(words) >= 3 else (0.0, 0)
+
+
+def _ready(pids: Sequence[int], polling: Collection[int], proc: Path) -> tuple[bool, bool]:
     """Whether the main thread of the first of these was ready at each of some looks, and whether any other thread was.
 
     The others count together: threads that hand the interpreter's lock to each other are ready in turn.
+
+    Args:
+        polling: threads that do not count.
     """
-    tasks = [task for pid in pids for task in list_folder(proc / str(pid) / "task")]
+    tasks = [task for pid in pids for task in list_folder(proc / str(pid) / "task") if int(task.name) not in polling]
     main = others = bool(tasks)
     for number in range(_READY_LOOKS):
         if not (main or others):

@@ -31,7 +31,7 @@ from phalanx.run.decide.events import USAGE
 from phalanx.run.executor.evidence import Subject
 from phalanx.run.executor.flight_recorder import FlightSource, recorder_variables, source_of
 from phalanx.run.executor.parts import SUMMARY_CHARS, sendable
-from phalanx.run.executor.stillness import QUIET_S, QuietRank, StillnessWatch
+from phalanx.run.executor.stillness import QuietRank, StillnessWatch, quiet_after_s
 from phalanx.run.logs.files import RankLog
 from phalanx.run.logs.pump import Pump
 
@@ -194,8 +194,8 @@ class Workers:
             if rank.pid and not rank.is_over:
                 progress = rank.progress(self.attempt)
                 since = _since(progress)
-                took_ns = 0 if progress is None else max(progress.step_took_ns, 0)
-                if not since or now_ns - max(since) > max(QUIET_S * 1e9, 1.5 * took_ns):
+                took_s = 0.0 if progress is None else progress.step_took_ns * _NS
+                if not since or (now_ns - max(since)) * _NS > quiet_after_s(took_s):
                     written = self.pump.taken_bytes(rank.rank)
                     found.append(QuietRank(rank.rank, rank.pid, since, written, dump_beside(rank.page)))
         return found
