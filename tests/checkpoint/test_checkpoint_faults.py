@@ -263,6 +263,18 @@ def test_damage_to_what_is_not_needed_is_said_and_discards_nothing(
         open_checkpoint(path)  # whoever verifies one is told
 
 
+def test_what_a_link_in_the_way_leads_to_is_left_as_it_is(tmp_path: Path) -> None:
+    other = save(tmp_path / "larger disk", 2, make_tensors(1), {"version": 1})
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / other.name).symlink_to(other)
+    assert found(folder).state == {"version": 1}
+    save(folder, 2, make_tensors(2), {"version": 2})
+    assert found(folder).state == {"version": 2}
+    [aside] = folder.glob("odd-*")
+    assert found(other.parent).state == {"version": 1} and aside.samefile(other)
+
+
 def test_none_is_whole(tmp_path: Path) -> None:
     for step in (1, 2):
         flip(save(tmp_path, step, make_tensors(step)) / "__0_0.distcp", 99)

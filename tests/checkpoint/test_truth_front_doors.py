@@ -8,11 +8,14 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.doors import DOORS, STEPS, Door, a_keeper_at, expected_step, flip, made, newest_files
+from support.doors import DOORS, STEPS, Door, Loop, a_keeper_at, expected_step, flip, made, newest_files
 from support.odd_files import ODD_FILES
 
+from phalanx.checkpoint import Checkpointer
+from phalanx.checkpoint.format.verify import examine
 from phalanx.core.errors import UserError
 
 HARMS: dict[str, Callable[[Path], None]] = {
@@ -125,3 +128,55 @@ def test_whatever_lies_where_the_next_entry_of_the_pointer_goes(
     file, step, said = door[0].harmed(door[1], tmp_path / "harmed", harm)
     assert step == STEPS[1]
     assert any(file in line and words in line for line in said), said
+
+
+def _go_on(folder: Path, keeper: Path, until: int, told: list[str], **settings: Any) -> None:
+    """A loop of somebody else's, checkpointed every other step; `keeper` knows nothing of it, as after a reboot."""
+    loop = Loop(0)
+    with (
+        a_keeper_at(keeper),
+        Checkpointer(folder, **loop.given, every_steps=2, keep_last=3, report=told.append, **settings) as checkpoints,
+    ):
+        for step in range(checkpoints.restore() + 1, until + 1):
+            loop.train(step)
+            checkpoints.step(step)
+
+
+MODES = pytest.mark.parametrize("settings", [{"mode": "blocking"}, {"wait": True}], ids=["blocking", "background"])
+
+
+@MODES
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", ["file", "dangling link", "link to itself", "FIFO", "socket"])
+def test_whatever_bears_the_name_of_a_checkpoint_is_moved_out_of_its_way(
+    tmp_path: Path, kind: str, settings: dict[str, Any]
+) -> None:
+    folder, told = tmp_path / "c", list[str]()
+    _go_on(folder, tmp_path / "k1", 6, told, **settings)
+    newest = folder / "step-00000006"
+    shutil.rmtree(newest)
+    make, words = (lambda path: path.write_text("mine"), "a file") if kind == "file" else ODD_FILES[kind]
+    make(newest)
+    was = newest.lstat()
+    _go_on(folder, tmp_path / "k2", 6, told, **settings)
+    assert [path.name for path in sorted(folder.glob("step-*"))] == [f"step-{step:08d}" for step in (2, 4, 6)]
+    assert examine(newest).step == 6
+    [aside] = folder.glob("odd-step-00000006-*")
+    assert os.path.samestat(aside.lstat(), was), "what a person may need is gone"
+    assert any("step-00000006" in line and words in line and "moved aside" in line for line in told), told
+
+
+@MODES
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("how", ["truncated", "deleted"])
+def test_a_checkpoint_that_was_just_used_counts_as_kept(tmp_path: Path, how: str, settings: dict[str, Any]) -> None:
+    folder, told = tmp_path / "c", list[str]()
+    _go_on(folder, tmp_path / "k1", 6, told, **settings)
+    HARMS[how](folder / "step-00000006" / "SHA256SUMS")
+    _go_on(folder, tmp_path / "k2", 8, told, **settings)
+    assert any("used all the same" in line for line in told), told
+    assert [path.name for path in sorted(folder.glob("step-*"))] == [f"step-{step:08d}" for step in (4, 6, 8)]
+    shutil.rmtree(folder / "step-00000008")
+    told.clear()
+    _go_on(folder, tmp_path / "k3", 6, told, **settings)
+    assert any("step-00000006" in line and "used all the same" in line for line in told), told

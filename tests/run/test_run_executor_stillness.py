@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from phalanx.run.executor.sockets import CarriedBytes, tcp_bytes
+from phalanx.run.executor.sockets import RECEIVING, CarriedBytes, open_files, tcp_bytes, waits_for
 from phalanx.run.executor.stillness import QUIET_S, QuietRank, StillnessWatch, _ready, _Threads, quiet_after_s
 from phalanx.run.judge.limits import LimitConfig
 from phalanx.run.judge.still import LOOK_S
@@ -192,6 +194,118 @@ def test_a_word_now_and_then_on_a_socket_is_no_movement(watch: StillnessWatch, c
 def test_what_other_processes_receive_is_no_movement(watch: StillnessWatch, clock: Clock) -> None:
     with script(SLEEPS) as process, script(DOWNLOADS.format(bytes=80_000, where=IN_A_CHILD)):
         assert still_s(process, watch, clock) == 2.0 * (LOOKS - 1)
+
+
+TALKS = """
+import subprocess, sys
+talks = "import time\\nwhile True:\\n    print('x' * 99, flush=True)\\n    time.sleep({every_s})"
+child = subprocess.Popen([sys.executable, "-c", talks], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(1, flush=True)
+for line in child.stdout:
+    pass
+"""
+
+
+def test_words_of_a_child_that_sleeps_in_between_are_movement(watch: StillnessWatch, clock: Clock) -> None:
+    with script(TALKS.format(every_s=0.1)) as process:
+        assert still_s(process, watch, clock, looks=8) == 0.0
+
+
+def test_who_waits_for_words_of_a_child_that_is_silent_stands_still(watch: StillnessWatch, clock: Clock) -> None:
+    with script(TALKS.format(every_s=600)) as process:
+        assert still_s(process, watch, clock) == 2.0 * (LOOKS - 1)
+
+
+RECEIVES = """
+import socket, threading
+made = socket.socket(socket.AF_{family}, socket.SOCK_{kind})
+if "{kind}" == "DGRAM":
+    made.bind({address!r})
+    print("1", made.getsockname()[1], flush=True)
+else:
+    made.connect({address!r})
+    print("1 0", flush=True)
+lock = threading.Lock()
+def poll():
+    while not lock.acquire(timeout=0.05):
+        pass
+lock.acquire()
+threading.Thread(target=poll, daemon=True).start()
+while made.recv(1 << 16):
+    pass
+"""
+
+
+@contextmanager
+def sender(kind: str, every_s: float) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that receives 4 kB every so often, and not from its own children."""
+    ended = threading.Event()
+
+    def send(far: socket.socket) -> None:
+        while not ended.wait(every_s):
+            far.send(bytes(4000))
+
+    with ExitStack() as stack:
+        if kind == "UDP":
+            text = RECEIVES.format(family="INET", kind="DGRAM", address=("127.0.0.1", 0))
+            process = stack.enter_context(script(text))
+            assert process.stdout is not None
+            far = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+            far.connect(("127.0.0.1", int(process.stdout.readline())))
+        else:
+            address = f"\0phalanx-{os.getpid()}-{every_s}"
+            server = stack.enter_context(socket.socket(socket.AF_UNIX))
+            server.bind(address), server.listen()
+            text = RECEIVES.format(family="UNIX", kind="STREAM", address=address)
+            process = stack.enter_context(script(text))
+            far = stack.enter_context(server.accept()[0])
+        thread = threading.Thread(target=send, args=[far])
+        thread.start()
+        try:
+            yield process
+        finally:
+            ended.set()
+            thread.join()
+
+
+@pytest.mark.parametrize("kind", ["unix", "UDP"])
+def test_what_comes_by_a_socket_that_no_counter_has_is_movement(kind: str, watch: StillnessWatch, clock: Clock) -> None:
+    with sender(kind, every_s=0.01) as process:
+        assert still_s(process, watch, clock, looks=8) == 0.0
+
+
+@pytest.mark.parametrize("kind", ["unix", "UDP"])
+def test_who_waits_for_a_socket_and_is_looked_at_stands_still(kind: str, watch: StillnessWatch, clock: Clock) -> None:
+    with sender(kind, every_s=600) as process:
+        assert still_s(process, watch, clock, looks=6) == 2.0 * 5
+
+
+@pytest.mark.skipif(platform.machine() not in RECEIVING, reason="numbers of system calls are not known here")
+@pytest.mark.parametrize("kind", ["unix", "UDP"])
+def test_where_the_kernel_does_not_name_what_is_waited_for_the_call_tells(kind: str, tmp_path: Path) -> None:
+    def without_wchan(process: subprocess.Popen[bytes]) -> Path:
+        found, pid = tmp_path / str(process.pid), str(process.pid)
+        (found / "task" / pid).mkdir(parents=True)
+        (found / "task" / pid / "wchan").write_text("0")
+        (found / "fd").symlink_to(f"/proc/{pid}/fd")
+        for _ in range(100):  # until it has come as far
+            shutil.copyfile(f"/proc/{pid}/task/{pid}/syscall", found / "task" / pid / "syscall")
+            if waits_for(process.pid, {}, tmp_path):
+                break
+            time.sleep(0.05)
+        return found
+
+    with sender(kind, every_s=600) as process:
+        found = without_wchan(process)
+        assert waits_for(process.pid, {}, tmp_path) == "socket"
+        [inode] = [int(link[8:-1]) for link in open_files(process.pid) if link.startswith("socket:[")]
+        assert waits_for(process.pid, {inode: 1}, tmp_path) == "", "TCP has counters of its own"
+        (found / "task" / str(process.pid) / "syscall").write_text("230 0x0 0x0 0x7ffde100")
+        assert waits_for(process.pid, {}, tmp_path) == ""
+    with script(TALKS.format(every_s=600)) as process:
+        without_wchan(process)
+        assert waits_for(process.pid, {}, tmp_path) == "pipe"
 
 
 def test_bytes_of_a_socket_are_counted_as_they_are_sent() -> None:

@@ -86,6 +86,15 @@ EVALUATES = [
         ("sleeps, and a watchdog asks the store", grown("socket_bytes", 5_000), "libc.so.6"),
         ("is asked for its figures now and then", lambda n, s: replace(s, socket_bytes=n // 3 * 200_000), "libc.so.6"),
         ("waits in a collective, and a thread sends figures", grown("socket_bytes", 500_000, frames=WAITS), ""),
+        ("waits for a pipe that nobody writes", lambda _, s: replace(s, waits_for="pipe"), "libc.so.6"),
+        (
+            "hears a word from a pipe now and then",
+            lambda n, s: replace(s, waits_for="pipe", main_read_bytes=100 * (n // 2)),
+            "libc.so.6",
+        ),
+        ("sleeps, and reads a file of figures again", grown("main_read_bytes", 4096), "libc.so.6"),
+        ("waits for a socket, and is looked at", grown("main_turns", 8, waits_for="socket"), "libc.so.6"),
+        ("waits for a lock that other threads poll", grown("main_turns", 500), "libc.so.6"),
         ("is stopped while others send to it", grown("socket_bytes", 4e6, state="T"), ""),
         ("goes round in three lines of a function", at(*lines(31, 32, 33)), ""),
         ("goes round, as Python is a library", at(*lines(31, 32)), "libpython3.11.so.1.0"),
@@ -129,6 +138,8 @@ def test_it_stands_still(name: str, change: Change, native: str | None) -> None:
         ("moves bytes in a collective by its sockets", grown("socket_bytes", 1e7, frames=WAITS), ""),
         ("downloads into a hash", grown("socket_bytes", 4e6), "libc.so.6"),
         ("downloads from a slow server", grown("socket_bytes", 160_000), "libc.so.6"),
+        ("reads what its child prints", grown("main_read_bytes", 5_000, waits_for="pipe"), "libc.so.6"),
+        ("receives datagrams", grown("main_turns", 500, waits_for="socket"), "libc.so.6"),
         ("is in one collective, then in the next", lambda n, s: replace(s, frames=WAITS[:1] * (1 + n)), ""),
         ("saves beside a collective", grown("main_cpu_s", 4.0, frames=WAITS), ""),
         ("gets no core at all", lambda n, s: replace(s, frames=BACKWARD, main_wants_core=True), ""),
@@ -173,6 +184,13 @@ def test_what_was_seen_late_counts_for_one_look_only() -> None:
     assert rank.still_s == 15.0
 
 
+def test_who_looks_late_takes_no_heartbeat_for_a_stream() -> None:
+    rank = RankStillness()
+    for number in range(10):  # one word a second
+        rank.observe(Sample(30.0 * number, frames=SLEEPS, waits_for="socket", main_turns=30 * number))
+    assert rank.still_s == 9 * LOOK_S
+
+
 def test_movement_is_asked_for_once_it_is_needed() -> None:
     asked: list[int] = []
 
@@ -198,6 +216,8 @@ SAMPLES = st.builds(
     st.booleans(),
     st.sampled_from([None, True, False]),
     st.sampled_from([None, (), WAITS, BACKWARD, SLEEPS, SAVES]),
+    st.sampled_from(["", "pipe", "socket"]),
+    *[st.integers(0, 10**12)] * 2,
 )
 
 

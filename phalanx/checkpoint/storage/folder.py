@@ -7,6 +7,7 @@
                                          (only where two folders cannot change names in one step)
     .deleting-step-00001000-9a…          one being deleted
     stale-step-00001100.a3-3f…           one that is kept aside and never used (also ``sick-…``)
+    odd-step-00001200-7c…                what bore the name of a checkpoint and was no folder, and so in the way of one
     latest-00000007.json                 the pointer, see `phalanx.checkpoint.storage.latest`
     .creating-latest-00000007.json-5c…   a small file being made; locked like the above
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -32,9 +34,12 @@ from phalanx.core.errors import UserError
 from phalanx.core.files import fsync_folder
 from phalanx.core.points import NO_POINTS, Points
 
+_log = logging.getLogger(__name__)
+
 _FINAL = re.compile(r"step-(\d{8,})")
 _WRITING = ".writing-"
 _DELETING = ".deleting-"
+_ODD = "odd-"
 CREATING = ".creating-"
 _LOCK = ".lock"
 _REPLACED = ".replaced"
@@ -137,12 +142,13 @@ def publish(aside: Path, points: Points = NO_POINTS) -> Path:
 
     A checkpoint of the same step changes names with it in one call of the system, so that one of the two is there at
     every moment. File systems that cannot do that (NFS) need two renames: between them neither is there, and should
-    this process die there, `clean` puts the former one back.
+    this process die there, `clean` puts the former one back. What bears the name and is no folder is moved aside.
     """
     final = published_path(aside)
     fsync_folder(aside)
     points.reach("checkpoint.before-rename", path=aside)
     for _ in range(_TRIES):
+        _make_way(final)
         if _rename_to_free(aside, final) or exchange(aside, final):
             break
         _rename_to_free(final, Path(f"{aside}{_REPLACED}"))
@@ -211,6 +217,16 @@ def _claim(folder: Path, step: int) -> tuple[Path, int]:
             return aside, descriptor
         os.close(descriptor)
     raise _never_locked(lock)
+
+
+def _make_way(final: Path) -> None:
+    """Move what is no folder (a link, even to one) out of the way of a checkpoint; a person may need it."""
+    if not os.path.lexists(final) or (final.is_dir() and not final.is_symlink()):
+        return
+    aside = final.with_name(f"{_ODD}{final.name}-{uuid.uuid4().hex[:12]}")
+    with suppress(FileNotFoundError):  # another process was faster
+        final.rename(aside)
+        _log.warning("%s was no folder, and in the way of a checkpoint: it is kept as %s", final, aside.name)
 
 
 def _never_locked(lock: Path) -> OSError:

@@ -1,11 +1,11 @@
-"""In which order the checkpoints of a store are tried when one is to be restored. Torch-free."""
+"""Which checkpoints of a store may be used, in which order: one judgement for restoring and deleting. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from phalanx.checkpoint.storage.base import Store
-from phalanx.checkpoint.storage.latest import Latest, read_latest
+from phalanx.checkpoint.storage.latest import Latest, published, read_latest
 from phalanx.checkpoint.storage.names import step_of
 
 
@@ -27,7 +27,7 @@ class Order:
         names = self._store.names()
         if latest is None or not latest.name:
             return [(name, "") for name in names]
-        for line in _passed_over(names, latest):
+        for line in _passed_over(self._store, names, latest):
             self._tell(line)
         older = [(name, "") for name in names if step_of(name) < latest.step]
         return ([(latest.name, latest.manifest_sha256)] if latest.name in names else []) + older
@@ -35,7 +35,14 @@ class Order:
     def passed_over(self) -> list[str]:
         """A line for each that `names` leaves out, as things stand now."""
         latest = read_latest(self._store)
-        return [] if latest is None or not latest.name else _passed_over(self._store.names(), latest)
+        return [] if latest is None or not latest.name else _passed_over(self._store, self._store.names(), latest)
+
+    def was_published(self, manifest_sha256: str) -> bool:
+        """Whether the pointer knows that manifest, though it may name a later checkpoint by now."""
+        try:
+            return manifest_sha256 in published(self._store)
+        except OSError:
+            return False
 
     def _tell(self, line: str) -> None:
         if line not in self._told:
@@ -43,8 +50,20 @@ class Order:
             self._report(line)
 
 
-def _passed_over(names: list[str], latest: Latest) -> list[str]:
+def _passed_over(store: Store, names: list[str], latest: Latest) -> list[str]:
     others = [name for name in names if step_of(name) >= latest.step and name != latest.name]
     why = f"was not published by the attempt in charge, whose latest is {latest.name}; it is not used"
-    gone = [] if latest.name in names else [f"checkpoint {latest.name}, the latest, is gone; trying the one before it"]
+    gone = [] if latest.name in names else [f"checkpoint {latest.name}, the latest, {_why_gone(store, latest.name)}"]
     return [*(f"checkpoint {name} {why}" for name in others), *gone]
+
+
+def _why_gone(store: Store, name: str) -> str:
+    before = "; trying the one before it"
+    if name not in store.keys(name):
+        return f"is gone{before}"
+    try:
+        store.get(name)
+        what = "it is a file"
+    except OSError as error:
+        what = error.strerror or str(error)
+    return f"is none ({what}): that is moved aside when the step is written again{before}"

@@ -1,18 +1,21 @@
-"""Bytes that TCP sockets of processes have carried, as the kernel's sock_diag(7) tells. Linux, torch-free.
+"""What processes are sent: bytes of their TCP sockets by sock_diag(7), and what they wait for. Linux, torch-free.
 
-What a process receives with ``recv`` is in no counter of /proc/PID/io, and those of interfaces are of all processes.
+What a process receives with ``recv`` is in no counter of /proc/PID/io, and those of interfaces are of all processes. Of
+sockets that are none of TCP nobody counts bytes.
 """
 
 from __future__ import annotations
 
 import os
+import platform
+import re
 import socket
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from phalanx.core.kernel_files import PROC
+from phalanx.core.kernel_files import PROC, read_text
 
 _SOCK_DIAG = 4  # the protocol of netlink
 _BY_FAMILY = 20
@@ -28,6 +31,13 @@ _ANSWER_BYTES = 1 << 18
 _PATIENCE_S = 1.0
 _CHATTER_BYTES = 16 << 10
 """Heartbeats on one socket in the seconds between two looks are less."""
+
+_IN_PIPE = re.compile(r"pipe_read")
+_IN_SOCKET = re.compile(r"unix_stream_(?:read|data_wait)|skb_wait_for_more_packets|datagram")
+"""Functions of the kernel in which a thread waits to be sent something: all but those of TCP."""
+
+RECEIVING = {"x86_64": frozenset({0, 19, 45, 47}), "aarch64": frozenset({63, 65, 207, 212})}
+"""Numbers of read, readv, recvfrom and recvmsg by machine, whose first argument is a descriptor."""
 
 
 def tcp_bytes() -> dict[int, int] | None:
@@ -92,6 +102,30 @@ def open_files(pid: int, proc: Path = PROC) -> Iterator[str]:
         for entry in entries:
             with suppress(OSError):
                 yield str(Path(entry.path).readlink())
+
+
+def waits_for(pid: int, tcp: Container[int], proc: Path = PROC) -> str:
+    """What the main thread of a process waits to be sent something by: "pipe", "socket" or nothing of these.
+
+    Args:
+        tcp: inodes of TCP sockets, which do not count.
+    """
+    task = proc / str(pid) / "task" / str(pid)
+    where = read_text(task / "wchan") or "0"
+    if where != "0":
+        return "pipe" if _IN_PIPE.search(where) else "socket" if _IN_SOCKET.search(where) else ""
+    link = _received_from(read_text(task / "syscall") or "", proc / str(pid) / "fd")
+    kind, _, inode = link.rstrip("]").partition(":[")
+    return kind if kind == "pipe" or (kind == "socket" and int(inode) not in tcp) else ""
+
+
+def _received_from(call: str, descriptors: Path) -> str:
+    """What the descriptor stands for from which a thread reads, by the line of /proc/PID/syscall; else empty."""
+    number, descriptor, *_ = (*call.split(), "", "")
+    if number.isdigit() and int(number) in RECEIVING.get(platform.machine(), ()):
+        with suppress(OSError):
+            return str((descriptors / str(int(descriptor, 16))).readlink())
+    return ""
 
 
 class CarriedBytes:

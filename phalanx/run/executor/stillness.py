@@ -17,7 +17,7 @@ import psutil
 
 from phalanx.core.kernel_files import PROC, list_folder, read_text
 from phalanx.core.process_table import Process, descendants, processes
-from phalanx.run.executor.sockets import CarriedBytes, open_files, tcp_bytes
+from phalanx.run.executor.sockets import CarriedBytes, open_files, tcp_bytes, waits_for
 from phalanx.run.executor.stacks import Start, native_library, py_spy_program, stacks_of
 from phalanx.run.judge.stack_text import Frame, main_stack
 from phalanx.run.judge.still import LOOK_S, RankStillness, Sample
@@ -169,6 +169,9 @@ class StillnessWatch:
             disk_bytes=around.disk_bytes,
             uses_gpu=_uses_gpu(one.pid, self.proc),
             is_gpu_active=around.is_gpu_active,
+            waits_for=waits_for(one.pid, around.sockets, self.proc),
+            main_read_bytes=_read_bytes(one.pid, self.proc),
+            main_turns=_turns(self.proc / str(one.pid) / "task" / str(one.pid))[1],
             frames=self._frames(one),
         )
 
@@ -263,6 +266,12 @@ def _ready(pids: Sequence[int], polling: Collection[int], proc: Path) -> tuple[b
 
 def _is_ready(task: Path) -> bool:
     return (read_text(task / "stat") or "").rpartition(")")[2].split()[:1] == ["R"]
+
+
+def _read_bytes(pid: int, proc: Path) -> int:
+    """What the main thread has read, of files and pipes; 0 where it is not told."""
+    words = (read_text(proc / str(pid) / "task" / str(pid) / "io") or "").split()
+    return int(words[1]) if words[:1] == ["rchar:"] else 0
 
 
 def _disk_bytes(proc: Path) -> int:

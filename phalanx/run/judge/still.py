@@ -8,6 +8,7 @@ No step for a while is no hang. A rank moves when any of this is seen between tw
 - its GPU reads or writes its memory (a kernel that only waits for a peer keeps a GPU "100 % busy", but moves nothing);
 - it writes output, reads or writes files, its memory grows, or the disk works for which it waits;
 - its own sockets carry bytes all the time, as of a download; where it waits in a collective, so many as that may move;
+- its main thread waits for a pipe or a socket, and is sent something all the time;
 - it saves or loads, compiles or imports, by its stack: for half an hour that may be a file system that nobody can see.
 
 What is left is a rank that sleeps, waits for a lock or for its peers, or goes round in one place: an endless loop. That
@@ -37,6 +38,8 @@ THREADS_COMPUTE = 0.25
 _WIRE_BYTES_PER_S = _DISK_BYTES_PER_S = 1e6
 _SOCKET_BYTES_PER_S = 16e3
 """At two looks running: watchdogs and stores say less, and who is asked for figures says so much only now and then."""
+_WAKES_PER_S = 4.0
+"""Of a main thread that waits for a socket, at two looks running; py-spy causes a few when it looks."""
 _FILE_BYTES = 256 << 10
 """What a rank writes when it is asked for its stacks is less."""
 _GROWTH_BYTES = 4 << 20
@@ -83,6 +86,9 @@ class Sample:
         uses_gpu: it has a GPU.
         is_gpu_active: whether that reads or writes its memory; None: not known.
         frames: of the main thread, innermost first; None: not known.
+        waits_for: what its main thread waits to be sent something by: "pipe", or "socket" where that is none of TCP.
+        main_read_bytes: that its main thread has read, of whatever.
+        main_turns: how often its main thread has got a core.
     """
 
     at_s: float
@@ -102,6 +108,9 @@ class Sample:
     uses_gpu: bool = False
     is_gpu_active: bool | None = None
     frames: tuple[Frame, ...] | None = None
+    waits_for: str = ""
+    main_read_bytes: int = 0
+    main_turns: int = 0
 
 
 class RankStillness:
@@ -124,6 +133,7 @@ class RankStillness:
         self._largest_bytes = 0
         self._waited_s = 0.0
         self._socket_rate = 0.0
+        self._was_fed = False
         self._can_tell = False
         self.still_s = 0.0
         self.why = ""
@@ -163,6 +173,7 @@ class RankStillness:
         main = _share(now.main_wants_core, now.main_cpu_s - before.main_cpu_s, elapsed_s)
         threads = _share(now.threads_want_core, now.threads_cpu_s - before.threads_cpu_s, elapsed_s)
         carries = self._carries((now.socket_bytes - before.socket_bytes) / elapsed_s)
+        was_fed, self._was_fed = self._was_fed, _is_fed(before, now, elapsed_s)
         if now.frames and waits_for_peers(now.frames[:1]):
             rdma_rate = (now.rdma_bytes - before.rdma_bytes) / elapsed_s
             return _beside(now, main, threads, rdma_rate, carries)
@@ -170,6 +181,8 @@ class RankStillness:
             return "its threads compute"
         if carries >= _SOCKET_BYTES_PER_S:
             return "its sockets carry bytes"
+        if was_fed and self._was_fed:
+            return f"a {now.waits_for} brings it something"
         return self._output(before, now) or self._computes(now, main) or self._is_patient(now, elapsed_s)
 
     def _carries(self, bytes_per_s: float) -> float:
@@ -226,6 +239,14 @@ def _beside(now: Sample, main: float, threads: float, rdma_bytes_per_s: float, s
         return "bytes are on the wire"
     least = COMPUTES if is_in_backward(now.frames or ()) else THREADS_COMPUTE
     return "computes beside" if (main >= COMPUTES or threads >= least) and not now.uses_gpu else ""
+
+
+def _is_fed(before: Sample, now: Sample, elapsed_s: float) -> bool:
+    """Whether its main thread was sent something since the look before, as far as that can be told of what it is at."""
+    if now.waits_for == "pipe":
+        return now.main_read_bytes > before.main_read_bytes
+    wakes = now.main_turns - before.main_turns
+    return now.waits_for == "socket" and wakes >= _WAKES_PER_S * max(elapsed_s, LOOK_S)
 
 
 def _waits_for_gpu(now: Sample) -> bool:
