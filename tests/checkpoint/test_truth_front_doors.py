@@ -164,19 +164,3 @@ def test_whatever_bears_the_name_of_a_checkpoint_is_moved_out_of_its_way(
     [aside] = folder.glob("odd-step-00000006-*")
     assert os.path.samestat(aside.lstat(), was), "what a person may need is gone"
     assert any("step-00000006" in line and words in line and "moved aside" in line for line in told), told
-
-
-@MODES
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("how", ["truncated", "deleted"])
-def test_a_checkpoint_that_was_just_used_counts_as_kept(tmp_path: Path, how: str, settings: dict[str, Any]) -> None:
-    folder, told = tmp_path / "c", list[str]()
-    _go_on(folder, tmp_path / "k1", 6, told, **settings)
-    HARMS[how](folder / "step-00000006" / "SHA256SUMS")
-    _go_on(folder, tmp_path / "k2", 8, told, **settings)
-    assert any("used all the same" in line for line in told), told
-    assert [path.name for path in sorted(folder.glob("step-*"))] == [f"step-{step:08d}" for step in (4, 6, 8)]
-    shutil.rmtree(folder / "step-00000008")
-    told.clear()
-    _go_on(folder, tmp_path / "k3", 6, told, **settings)
-    assert any("step-00000006" in line and "used all the same" in line for line in told), told

@@ -22,17 +22,9 @@ _BLOCK_BYTES = 4 << 20  # of an object store, each is a request
 Spare = Callable[[str, DamagedCheckpointError], None]
 """Is given the name of a file that the tensors do without, and what is wrong with it."""
 
-WasPublished = Callable[[str], bool]
-"""Whether a manifest of this checksum has been published, as far as anybody but `SUMS` knows."""
-
 
 def examine(
-    place: Path | Files,
-    *,
-    checksums: bool = True,
-    manifest_sha256: str = "",
-    spare: Spare | None = None,
-    was_published: WasPublished = lambda _: False,
+    place: Path | Files, *, checksums: bool = True, manifest_sha256: str = "", spare: Spare | None = None
 ) -> Manifest:
     """Read the manifest of the checkpoint at `place` and hold its files against it.
 
@@ -43,14 +35,13 @@ def examine(
         checksums: read and hash every byte; otherwise only names, sizes and the manifest itself are checked.
         manifest_sha256: what the manifest's checksum has to be, where that is known.
         spare: told of damage to files that nothing is restored from; None: they count like all others.
-        was_published: asked where `SUMS` is damaged and the manifest's checksum need not be any.
 
     Raises:
         DamagedCheckpointError: with the first thing found wrong.
         UserError: the format is newer than this program.
     """
     files = files_of(place)
-    _, manifest = read_manifest(files, manifest_sha256=manifest_sha256, spare=spare, was_published=was_published)
+    _, manifest = read_manifest(files, manifest_sha256=manifest_sha256, spare=spare)
     if checksums:
         for file in manifest.files:
             with _sparing(manifest, file.name, spare):
@@ -59,13 +50,7 @@ def examine(
     return manifest.model_copy(update={"metrics": manifest.metrics | found}) if found else manifest
 
 
-def read_manifest(
-    files: Files,
-    *,
-    manifest_sha256: str = "",
-    spare: Spare | None = None,
-    was_published: WasPublished = lambda _: False,
-) -> tuple[bytes, Manifest]:
+def read_manifest(files: Files, *, manifest_sha256: str = "", spare: Spare | None = None) -> tuple[bytes, Manifest]:
     """The manifest of a checkpoint, as it was written and decoded, held against names and sizes of the files.
 
     ``SHA256SUMS`` is needed only where the checksum of the manifest is not known from elsewhere.
@@ -73,13 +58,14 @@ def read_manifest(
     Args:
         files: of the checkpoint.
         manifest_sha256: what the manifest's checksum has to be, where that is known.
-        spare, was_published: see `examine`.
+        spare: see `examine`.
 
     Raises:
         DamagedCheckpointError, UserError: as `examine`.
     """
     content = _read(files, MANIFEST)
     digest = hashlib.sha256(content).hexdigest()
+    is_known = spare is not None and digest == manifest_sha256
     try:
         sums = _read(files, SUMS)
         if not sums.endswith(f"{digest}  {MANIFEST}\n".encode()):
@@ -90,7 +76,7 @@ def read_manifest(
         if sums != manifests.sums_text(manifest.files, digest):
             raise DamagedCheckpointError(files.url, f"{SUMS} does not match {MANIFEST}")
     except DamagedCheckpointError as damage:
-        if spare is None or not (digest == manifest_sha256 if manifest_sha256 else was_published(digest)):
+        if spare is None or not is_known:
             raise
         manifest = manifests.decode(content, files.url)
         spare(SUMS, damage)

@@ -279,7 +279,6 @@ class Checkpoints:
                     Stored(self._store, name),
                     manifest_sha256=sha256,
                     spare=lambda file, damage: spared.update({file: damage.reason}),  # noqa: B023
-                    was_published=self._order.was_published,
                 )
             except DamagedCheckpointError as damage:
                 self._refuse(self._identity, damage.reason)

@@ -109,12 +109,6 @@ def read_latest(store: Store, report: Callable[[str], None] = ignore) -> Latest 
     return _look(store, report, forgive=True).entry
 
 
-def published(store: Store) -> set[str]:
-    """Checksums of the manifests that the entries of the pointer tell of, as far as they can be read."""
-    found = (_read(store, number) for number in _numbers(store))
-    return {entry.manifest_sha256 for entry in found if entry is not None and entry.manifest_sha256}
-
-
 def claim(store: Store, at_least: int = 0, report: Callable[[str], None] = ignore, pause: Pause = time.sleep) -> int:
     """Put a new attempt in charge.
 

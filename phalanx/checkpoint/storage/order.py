@@ -1,11 +1,11 @@
-"""Which checkpoints of a store may be used, in which order: one judgement for restoring and deleting. Torch-free."""
+"""In which order the checkpoints of a store are tried when one is to be restored. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from phalanx.checkpoint.storage.base import Store
-from phalanx.checkpoint.storage.latest import Latest, published, read_latest
+from phalanx.checkpoint.storage.latest import Latest, read_latest
 from phalanx.checkpoint.storage.names import step_of
 
 
@@ -36,13 +36,6 @@ class Order:
         """A line for each that `names` leaves out, as things stand now."""
         latest = read_latest(self._store)
         return [] if latest is None or not latest.name else _passed_over(self._store, self._store.names(), latest)
-
-    def was_published(self, manifest_sha256: str) -> bool:
-        """Whether the pointer knows that manifest, though it may name a later checkpoint by now."""
-        try:
-            return manifest_sha256 in published(self._store)
-        except OSError:
-            return False
 
     def _tell(self, line: str) -> None:
         if line not in self._told:

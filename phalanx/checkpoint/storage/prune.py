@@ -14,7 +14,6 @@ from phalanx.checkpoint.storage.base import Store, Stored
 from phalanx.checkpoint.storage.latest import read_latest
 from phalanx.checkpoint.storage.local import LocalStore
 from phalanx.checkpoint.storage.names import step_of
-from phalanx.checkpoint.storage.order import Order
 from phalanx.core.errors import UserError
 from phalanx.core.peers import ALONE, Peers
 from phalanx.core.points import NO_POINTS, Points
@@ -53,8 +52,8 @@ def prune(
     store.clean(0)
     for name in store.quarantined()[KEPT_QUARANTINED:]:
         store.delete(name)
-    judge = _Judge(store, rules, good_step)
-    doomed = _doomed(judge, [judge.stocked(name) for name in store.names()])
+    found = [_stocked(Stored(store, name), rules) for name in store.names()]
+    doomed = _doomed(store, found, rules, good_step)
     for name in doomed:
         store.delete(name)
     return [Stored(store, name) for name in doomed]
@@ -75,50 +74,31 @@ def add_evaluation(
         report(f"the evaluation of step {evaluation.step} is not kept with its checkpoint ({error})")
 
 
-class _Judge:
-    """Holds usable what `phalanx.checkpoint.restoring.restore` would use, were all that is newer gone."""
-
-    def __init__(self, store: Store, rules: Rules, good_step: int | None) -> None:
-        self.store, self.rules, self._good_step = store, rules, good_step
-        self._order = Order(store, lambda _: None)
-        self._usable = dict(self._order.names())
-
-    def stocked(self, name: str) -> Stocked:
-        """What there is to know of a checkpoint, at first sight."""
-        manifest = self._manifest(name, checksums=False)
-        if manifest is not None:
-            return Stocked(name, manifest.step, True, manifest.size_bytes, tuple(manifest.metrics.items()))
-        size_bytes = 0
-        if self.rules.budget_bytes:
-            with suppress(OSError):
-                size_bytes = sum(self.store.size_bytes(name, file) for file in self.store.files(name))
-        return Stocked(name, step_of(name), is_sound=False, size_bytes=size_bytes)
-
-    def is_whole(self, one: Stocked) -> bool:
-        """Whether all of it is good, by every byte unless it was just written."""
-        return one.step == self._good_step or self._manifest(one.name, checksums=True) is not None
-
-    def _manifest(self, name: str, *, checksums: bool) -> Manifest | None:
-        """None: it cannot be restored, because it is damaged, of a later version, or of nobody in charge."""
-        if name not in self._usable:
-            return None
-        try:
-            return examine(
-                Stored(self.store, name),
-                checksums=checksums,
-                manifest_sha256=self._usable[name],
-                spare=lambda *_: None,
-                was_published=self._order.was_published,
-            )
-        except UserError:
-            return None
-
-
-def _doomed(judge: _Judge, found: list[Stocked]) -> list[str]:
+def _doomed(store: Store, found: list[Stocked], rules: Rules, good_step: int | None) -> list[str]:
     sound = [one for one in found if one.is_sound]
-    latest = read_latest(judge.store) if sound else None
+    latest = read_latest(store) if sound else None
     spared = () if latest is None else (latest.name,)
-    if not sound or not unkept(found, sound[0].name, judge.rules, spared):
+    if not sound or not unkept(found, sound[0].name, rules, spared):
         return []  # without reading every byte of anything
-    good = next((one.name for one in sound if judge.is_whole(one)), None)
-    return [] if good is None else [one.name for one in unkept(found, good, judge.rules, spared)]
+    whole = (one.name for one in sound if one.step == good_step or _manifest(Stored(store, one.name), checksums=True))
+    good = next(whole, None)
+    return [] if good is None else [one.name for one in unkept(found, good, rules, spared)]
+
+
+def _stocked(stored: Stored, rules: Rules) -> Stocked:
+    manifest = _manifest(stored, checksums=False)
+    if manifest is not None:
+        return Stocked(stored.name, manifest.step, True, manifest.size_bytes, tuple(manifest.metrics.items()))
+    size_bytes = 0
+    if rules.budget_bytes:
+        with suppress(OSError):
+            size_bytes = sum(stored.size_bytes(file) for file in stored.store.files(stored.name))
+    return Stocked(stored.name, step_of(stored.name), is_sound=False, size_bytes=size_bytes)
+
+
+def _manifest(stored: Stored, *, checksums: bool) -> Manifest | None:
+    """None: it cannot be restored, because it is damaged or of a later version."""
+    try:
+        return examine(stored, checksums=checksums, spare=lambda *_: None)
+    except UserError:
+        return None
