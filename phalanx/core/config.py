@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 
 from phalanx.core.errors import UserError
 
-MOST = 1 << 62
+MOST = (1 << 63) - 1
 """The largest whole number of a setting, either way: sums of two still fit into 64 bits."""
 
 
@@ -44,7 +44,7 @@ class Config(BaseModel):
         if bool not in kinds and kinds & {int, float} and any(isinstance(item, bool) for item in items):
             raise PydanticCustomError("number", "Must be a number, not true or false")
         if int in kinds and any(isinstance(item, int) and abs(item) > MOST for item in items):
-            raise PydanticCustomError("number", "Must not be above 2^62")
+            raise PydanticCustomError("number", "Must fit into 64 bits")
         return value
 
 

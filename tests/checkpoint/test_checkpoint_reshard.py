@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from thread_ranks import ThreadPeers, run_ranks, succeed
 from torch import Tensor
 
-from phalanx.checkpoint.format import archive
+from phalanx.checkpoint.format import archive, files
 from phalanx.checkpoint.format.manifest import Meta
 from phalanx.checkpoint.restoring.checkpoint import Checkpoint, newest, open_checkpoint
 from phalanx.checkpoint.save import save
@@ -221,18 +221,18 @@ def test_only_the_bytes_needed_are_read(tmp_path: Path, monkeypatch: pytest.Monk
     checkpoint = open_checkpoint(save_as(tmp_path, 1, tensors, layout))
     opened: list[str] = []
     read_bytes: list[int] = []
-    read_into, path_open = archive._read_into, Path.open
+    read_into, open_file = archive._read_into, files.open_regular
 
     def counted(file: object, tensor: Tensor) -> None:
         read_bytes.append(tensor.nbytes)
         read_into(file, tensor)  # type: ignore[arg-type]
 
-    def noted(self: Path, *args: object, **options: object) -> object:
-        opened.append(self.name)
-        return path_open(self, *args, **options)  # type: ignore[call-overload]
+    def noted(path: Path, most_bytes: int | None = None) -> object:
+        opened.append(path.name)
+        return open_file(path, most_bytes)
 
     monkeypatch.setattr(archive, "_read_into", counted)
-    monkeypatch.setattr(Path, "open", noted)
+    monkeypatch.setattr(files, "open_regular", noted)
     target = {"big": torch.zeros(100, 500)}
     shards = {"big": Shard.whole((1000, 500)).rows(300, 100, ("shard",))}
     checkpoint.load_into(target, shards=shards, strict=False)

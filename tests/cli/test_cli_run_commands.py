@@ -311,7 +311,7 @@ def test_a_script_may_be_called_as_a_command(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     taken = CliRunner().invoke(group, ["run", "status"])
     assert "no job under runs/" in str(taken.exception)
-    for name in ("status", "stop"):
+    for name in ("status", "stop", "logs.py"):
         (tmp_path / name).touch()
     seen: list[str] = []
     monkeypatch.setattr("phalanx.cli.run_start._supervise", lambda given: seen.append(given.config.script) or 0)

@@ -121,7 +121,8 @@ def test_training_tells_its_steps_and_phases(tmp_path: Path) -> None:
     assert [one[0] for one in told if isinstance(one, tuple)] == list(range(1, 7))
     assert all(one[1] for one in told if isinstance(one, tuple))
     phases = [one if isinstance(one, str) else one[0] for one in told]
-    assert phases[phases.index(3) + 1] == "evaluate" and phases[phases.index(4) + 1] == "checkpoint"
+    assert "evaluate" in phases[phases.index(3) : phases.index(4)]
+    assert "checkpoint" in phases[phases.index(4) : phases.index(5)]
     assert phases[-1] == "end"
     last = read_progress(tmp_path / "page")
     assert last is not None and (last.step, last.phase, last.is_absolute) == (6, "end", True)
