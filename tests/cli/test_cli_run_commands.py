@@ -238,7 +238,7 @@ def kill_driver(place: Place, *, alone: bool = False) -> None:
 @pytest.mark.slow
 def test_a_job_whose_driver_is_dead_can_be_stopped_and_has_ended_then(place: Place) -> None:
     place.begin("--hosts", "2", "--detach").wait(GUARD_S)
-    place.until(lambda: sum("hello" in line for line in place.lines()) == 1 and len(place.processes()) >= 8)
+    place.until(lambda: sum("hello" in line for line in place.lines()) >= 1 and len(place.processes()) >= 8)
     place.until(lambda: len(list(place.run.glob("logs/rank-*"))) == 2)
     time_s = time.monotonic()
     place.until(lambda: sum("hello" in line for line in place.lines()) == 2 or time.monotonic() - time_s > 20)
