@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -63,6 +64,36 @@ class QuietRank:
     dump: Path | None = None
 
 
+class _Scheduled(NamedTuple):
+    """Of a thread, since it began: seconds on a core, seconds ready while others had it, and turns on a core."""
+
+    used_s: float = 0.0
+    waited_s: float = 0.0
+    turns: int = 0
+
+
+class _Threads:
+    """How long the threads of a rank and of its descendants keep a core when they get one."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, _Scheduled] = {}
+
+    def polling(self, pids: Sequence[int], proc: Path) -> set[int]:
+        """Threads that since the last look have only woken up now and then: see `_POLLS_S`.
+
+        On a busy machine these wait for a core most of the time, as threads do that compute.
+        """
+        tasks = [task for pid in pids for task in list_folder(proc / str(pid) / "task")]
+        last, self._last = self._last, {int(task.name): _scheduled(task) for task in tasks}
+        found = set()
+        for thread in last.keys() & self._last.keys():
+            before, now = last[thread], self._last[thread]
+            turns = now.turns - before.turns
+            if turns > 0 and now.used_s - before.used_s < turns * _POLLS_S:
+                found.add(thread)
+        return found
+
+
 @dataclass
 class _Watched:
     """A rank while it is quiet."""
@@ -71,7 +102,7 @@ class _Watched:
     stillness: RankStillness
     looked_s: float
     sockets: CarriedBytes = field(default_factory=CarriedBytes)
-    threads: _Threads = field(default_factory=lambda: _Threads())
+    threads: _Threads = field(default_factory=_Threads)
 
 
 @dataclass(frozen=True)
@@ -146,7 +177,7 @@ class StillnessWatch:
             return None
         below = descendants(table, [one.pid])
         cpu_s, ended_s, file_bytes, rss_bytes = _counters(one.pid)
-        main_s, waited_s = _scheduled_s(one.pid, self.proc)
+        main = _scheduled(self.proc / str(one.pid) / "task" / str(one.pid))
         polling = watched.threads.polling([one.pid, *below], self.proc)
         main_ready, threads_ready = _ready([one.pid], polling, self.proc)
         for pid in below:
@@ -155,9 +186,9 @@ class StillnessWatch:
         return Sample(
             at_s=self.clock(),
             state=process.state,
-            main_cpu_s=main_s + waited_s,
+            main_cpu_s=main.used_s + main.waited_s,
             main_wants_core=main_ready,
-            threads_cpu_s=cpu_s - main_s,
+            threads_cpu_s=cpu_s - main.used_s,
             threads_want_core=threads_ready,
             children_cpu_s=ended_s + sum(table[pid].cpu_ticks for pid in below) / os.sysconf("SC_CLK_TCK"),
             children_want_core=any(_ready([pid for pid in below if table[pid].state == "R"], polling, self.proc)),
@@ -171,7 +202,7 @@ class StillnessWatch:
             is_gpu_active=around.is_gpu_active,
             waits_for=waits_for(one.pid, around.sockets, self.proc),
             main_read_bytes=_read_bytes(one.pid, self.proc),
-            main_turns=_turns(self.proc / str(one.pid) / "task" / str(one.pid))[1],
+            main_turns=main.turns,
             frames=self._frames(one),
         )
 
@@ -206,42 +237,15 @@ def _counters(pid: int) -> tuple[float, float, int, int]:
     return 0.0, 0.0, 0, 0
 
 
-def _scheduled_s(pid: int, proc: Path) -> tuple[float, float]:
-    """What the main thread has used, and for how long it was ready while others had the cores; 0 where it is not told.
+def _scheduled(task: Path) -> _Scheduled:
+    """All zero where the kernel does not tell.
 
-    Of other threads that says nothing: one that wakes up often waits often, and need not compute.
+    That a thread has waited for a core says of the main one that it computes; others may wake up and wait often.
     """
-    words = (read_text(proc / str(pid) / "task" / str(pid) / "schedstat") or "").split()
-    if len(words) < 2 or not (words[0].isdigit() and words[1].isdigit()):
-        return 0.0, 0.0
-    return int(words[0]) * 1e-9, int(words[1]) * 1e-9
-
-
-class _Threads:
-    """How long the threads of a rank and of its descendants keep a core when they get one."""
-
-    def __init__(self) -> None:
-        self._last: dict[int, tuple[float, int]] = {}
-
-    def polling(self, pids: Sequence[int], proc: Path) -> set[int]:
-        """Threads that since the last look have only woken up now and then: see `_POLLS_S`.
-
-        On a busy machine these wait for a core most of the time, as threads do that compute.
-        """
-        now = {int(task.name): _turns(task) for pid in pids for task in list_folder(proc / str(pid) / "task")}
-        last, self._last = self._last, now
-        since = {
-            thread: (used_s - last[thread][0], turns - last[thread][1])
-            for thread, (used_s, turns) in now.items()
-            if thread in last
-        }
-        return {thread for thread, (used_s, turns) in since.items() if turns > 0 and used_s < turns * _POLLS_S}
-
-
-def _turns(task: Path) -> tuple[float, int]:
-    """CPU seconds of a thread, and how often it has got a core."""
     words = (read_text(task / "schedstat") or "").split()
-    return (int(words[0]) * 1e-9, int(words[2])) if len(words) >= 3 else (0.0, 0)
+    if len(words) < 3 or not all(word.isdigit() for word in words):
+        return _Scheduled()
+    return _Scheduled(int(words[0]) * 1e-9, int(words[1]) * 1e-9, int(words[2]))
 
 
 def _ready(pids: Sequence[int], polling: Collection[int], proc: Path) -> tuple[bool, bool]:
