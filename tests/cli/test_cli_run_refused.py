@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import socket
@@ -149,6 +150,8 @@ def test_a_module_is_found_where_its_ranks_will_find_it(
     started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a folder" / "package").mkdir()
+    with contextlib.chdir("a folder"):  # another working folder of the same process, which Python must not remember
+        refused("-m", "t")
     for words in (["-m", "json.tool"], ["-m", "t"], ["-m", "file"], ["-m", "package.train"]):
         result = CliRunner().invoke(group, ["run", "--fresh", *words])
         assert isinstance(result.exception, UserError) == (words[1] in ("file", "package.train"))
