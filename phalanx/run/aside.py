@@ -31,6 +31,7 @@ _OURS = (
     "logs",
     "driver.log",
     "driver",
+    "executors",
     "http",
     SUPERVISOR,
 )

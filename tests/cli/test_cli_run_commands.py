@@ -170,6 +170,7 @@ def test_a_detached_job_outlives_its_terminal_and_its_driver_and_can_be_given_ag
     again = place.call("-d", "--", "wait.py")
     assert again.returncode == 0 and "earlier/0001" in again.stderr
     place.until(lambda: sum("hello" in line for line in place.lines()) == 1)
+    assert (place.run / "executors" / "host-1.json").exists()  # hosts are counted anew
     assert place.call("status", "--folder", "runs/wait/earlier/0001").stdout.startswith("wait  ended with status 0")
     stopped = place.call("stop", "--wait")
     assert stopped.returncode == 0 and "ended with status 5" in stopped.stdout

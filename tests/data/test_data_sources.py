@@ -1,5 +1,6 @@
 import gzip
 import json
+import os
 import random
 import sys
 import sysconfig
@@ -56,6 +57,11 @@ class TestCutting:
 
     def test_json_lines(self, tmp_path: Path) -> None:
         path = write_jsonl(tmp_path / "a.jsonl", [{"text": line} for line in lines(150)])
+        assert run(tmp_path, SourceConfig(kind="jsonl", path=str(path))) == lines(150)
+
+    def test_a_byte_order_mark_is_no_part_of_the_first_line(self, tmp_path: Path) -> None:
+        path = write_jsonl(tmp_path / "a.jsonl", [{"text": line} for line in lines(150)])
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
         assert run(tmp_path, SourceConfig(kind="jsonl", path=str(path))) == lines(150)
 
     def test_text_without_a_space_is_cut_between_characters(self, tmp_path: Path) -> None:
@@ -337,6 +343,12 @@ def test_a_path_that_is_not_there(tmp_path: Path) -> None:
 def test_a_corpus_without_a_byte(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(UserError, match="is empty: 1 files, none with a byte"):
+        run(tmp_path, SourceConfig(kind="text", path=str(tmp_path / "a.txt")))
+
+
+def test_a_pipe_is_no_source(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.txt")
+    with pytest.raises(UserError, match="is no regular file.*into a file first"):
         run(tmp_path, SourceConfig(kind="text", path=str(tmp_path / "a.txt")))
 
 

@@ -27,6 +27,9 @@ from phalanx.data.sources.text import (
 
 Reader = Callable[[SourceConfig, Part], Iterator[Piece]]
 Refuse = Callable[[str, str], UserError]  # a problem and its cure
+_BYTE_ORDER_MARK = "\ufeff"
+"""At the beginning of files that some editors write; JSON's RFC 8259 lets readers pass over it."""
+
 _HALF = re.compile("[\ud800-\udfff]")
 _ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -85,7 +88,8 @@ def _read_lines(source: SourceConfig, part: Part) -> Iterator[Piece]:
 def _line(source: SourceConfig, part: Part, place: int, line: bytes) -> Iterator[Piece]:
     name = f"{part.name}:{place}"
     try:
-        record = json.loads(line.decode("utf-8", "replace" if source.bad_utf8 == "replace" else "strict"))
+        text = line.decode("utf-8", "replace" if source.bad_utf8 == "replace" else "strict")
+        record = json.loads(text if place else text.removeprefix(_BYTE_ORDER_MARK))
     except UnicodeDecodeError as error:
         if source.bad_utf8 == "skip":
             yield skipped(name)

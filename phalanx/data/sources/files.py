@@ -186,6 +186,9 @@ def _matches(pattern: str, source: SourceConfig) -> Iterator[tuple[Path, str]]:
         found = [Path(folder, file) for folder, _, files in os.walk(path) for file in files]
         root = path
     elif path.exists():
+        if not path.is_file():
+            cure = "write what it gives into a file first, since text is read several times and in parts"
+            raise UserError("is no regular file", cure=cure, field="data.sources.path", value=str(path))
         found, root = [path], path.parent
     elif source.kind == "megatron" and path.with_name(path.name + ".bin").exists():
         found, root = [path.with_name(path.name + ".bin")], path.parent
