@@ -348,7 +348,7 @@ def test_a_corpus_without_a_byte(tmp_path: Path) -> None:
 
 def test_a_pipe_is_no_source(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.txt")
-    with pytest.raises(UserError, match="is no regular file.*into a file first"):
+    with pytest.raises(UserError, match=r"is no regular file.*into a file first"):
         run(tmp_path, SourceConfig(kind="text", path=str(tmp_path / "a.txt")))
 
 
