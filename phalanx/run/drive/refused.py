@@ -66,7 +66,8 @@ def _see_module(config: RunConfig, folder: Path) -> None:
     """It can be found, as far as its first part goes: to look for the rest imports that."""
     name = config.script.partition(".")[0]
     paths = config.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")).split(os.pathsep)
-    folders = [str(Path(path).absolute()) for path in (str(folder), *filter(None, paths))]  # Python caches where "." was
+    # absolute, since what Python has found in "." it remembers for every working folder
+    folders = [str(Path(path).absolute()) for path in (str(folder), *filter(None, paths))]
     if PathFinder.find_spec(name, folders) is None and find_spec(name) is None:
         cure = "give a module that this Python finds from the working folder, or the path of a script without -m"
         raise UserError("there is no such module", cure=cure, field="script", value=config.script)
