@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -21,6 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
     no test of a Ctrl-C or of a terminal that is closed could pass.
     """
     os.environ.setdefault("PHALANX_WARM_CACHE", "")  # what one test has learnt is not for the next
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported, by whomever
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

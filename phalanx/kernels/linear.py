@@ -112,3 +112,17 @@ def project(x_TI: Tensor, weight_IO: Tensor, residual_TO: Tensor | None = None) 
         return torch.mm(x_TI, weight_IO) if residual_TO is None else torch.addmm(residual_TO, x_TI, weight_IO)
     out: Tensor = _Project.apply(x_TI, weight_IO, residual_TO, True)  # type: ignore[no-untyped-call]
     return out
+
+
+def add_product(sum_IO: Tensor | None, left_IT: Tensor, right_TO: Tensor) -> Tensor:
+    """``sum + left @ right`` in fp32, in the memory of the sum; None: of nothing yet.
+
+    On CUDA the product of 16-bit factors adds to the sum itself, in one kernel; a CPU has none that does.
+    """
+    is_16_bit = left_IT.element_size() == 2
+    if left_IT.device.type == "cuda" and is_16_bit:
+        if sum_IO is None:
+            return torch.mm(left_IT, right_TO, out_dtype=torch.float32)
+        return torch.addmm(sum_IO, left_IT, right_TO, out_dtype=torch.float32, out=sum_IO)
+    part_IO = torch.mm(left_IT, right_TO).float()
+    return part_IO if sum_IO is None else sum_IO.add_(part_IO)

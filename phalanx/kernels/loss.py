@@ -2,8 +2,9 @@
 
 Logits of T tokens over V words are the largest tensor of a step, and plain autograd holds them three times
 (logits, log-probabilities, gradient). Here a chunk of tokens at a time is projected, its loss taken, and its logits
-turned in place into the gradient, from which those of the hidden states and of the weight are made at once. The
-technique is that of Liger-Kernel's fused linear cross-entropy (arXiv 2410.10989, section 3.2).
+turned in place into the gradient (`phalanx.kernels.cross_entropy`), from which those of the hidden states and of the
+weight are made at once. The technique is that of Liger-Kernel's fused linear cross-entropy (arXiv 2410.10989, section
+3.2); the weight's gradient is summed in fp32 by the products themselves where a device can.
 
 Rows that pad the vocabulary to a size the GEMM likes are multiplied with the others; their logits are then -inf, so
 their probabilities and gradients are exactly zero, as if the rows were not there.
@@ -20,50 +21,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.core.errors import UserError
+from phalanx.kernels.cross_entropy import LogitTerms, mask_padding, row_losses
+from phalanx.kernels.linear import add_product
 
-# Logits of a chunk, in elements: beyond the size at which one chunk's GEMM is efficient, memory is only lost.
+# Logits of a chunk on a CPU, in elements: with more than its caches hold, memory and time are only lost.
 _CHUNK_ELEMENTS = 1 << 21
+
+# On an accelerator every chunk reads and writes the whole gradient of the weight, so chunks are as large as that, in
+# elements; and as this at least, by which the reading is spread over enough tokens where the model is narrow.
+_LEAST_CHUNK_ELEMENTS = 1 << 28
 
 # Whole logits of at most this many elements cost little memory, and plain autograd has less overhead (docs/kernels.md).
 _PLAIN_ELEMENTS = 1 << 17
 _PLAIN_ELEMENTS_16_BIT = 1 << 20
 
 
-def _chunk_size(tokens: int, vocabulary: int, chunk: int | None) -> int:
-    if chunk is not None:
-        return chunk
-    return max(1, min(tokens, max(256, _CHUNK_ELEMENTS // vocabulary)))
+def chunk_tokens(tokens: int, vocabulary: int, hidden: int, device: str) -> int:
+    """Tokens of a chunk, by what its logits may take; at least 256.
 
-
-def _capped(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
-    """fp32 logits after the soft cap, which overwrites them, and the cap's derivative."""
-    if not softcap:
-        return logits, None
-    tanh = logits.div_(softcap).tanh_()
-    return tanh * softcap, tanh.square().neg_().add_(1.0)
-
-
-def mask_padding(logits: Tensor, vocabulary: int) -> Tensor:
-    """The logits (..., V) with -inf written behind the first `vocabulary` words; without padding nothing is done."""
-    if vocabulary < logits.shape[-1]:
-        logits[..., vocabulary:] = -torch.inf
-    return logits
-
-
-def _chunk_loss(logits: Tensor, targets: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Loss (C,), log-sum-exp (C,) if asked for, and log-probabilities (C, V) of fp32 logits."""
-    log_p = torch.log_softmax(logits, dim=-1)
-    loss = F.nll_loss(log_p, targets, reduction="none")
-    return loss, logits.gather(1, targets[:, None]).squeeze(1) + loss if with_lse else None, log_p
-
-
-def _chunk_gradient(log_p: Tensor, targets: Tensor, lse: Tensor | None, z_loss: float, slope: Tensor | None) -> Tensor:
-    """Gradient of an unweighted chunk's loss and z-loss by its logits, in the memory of its log-probabilities."""
-    grad = log_p.exp_()
-    if lse is not None:
-        grad.mul_(torch.add(1.0, lse, alpha=2.0 * z_loss)[:, None])
-    grad.scatter_add_(1, targets[:, None], grad.new_full((1, 1), -1.0).expand(len(targets), 1))
-    return grad if slope is None else grad.mul_(slope)
+    Args:
+        vocabulary: columns of its logits on this rank.
+        device: "cpu", or the type of an accelerator.
+    """
+    elements = _CHUNK_ELEMENTS if device == "cpu" else max(_LEAST_CHUNK_ELEMENTS, vocabulary * hidden)
+    return max(1, min(tokens, max(256, elements // vocabulary)))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -74,9 +55,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         weights: Tensor,
-        softcap: float,
-        z_loss: float,
-        vocabulary: int,
+        terms: LogitTerms,
         chunk: int,
         needs_dx: bool,
         needs_dw: bool,
@@ -88,21 +67,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, x.shape[0], chunk):
             part = slice(start, start + chunk)
             w, t = weights[part], targets[part]
-            logits, slope = _capped((x[part] @ cast.t()).float(), softcap)
-            loss, lse, log_p = _chunk_loss(mask_padding(logits, vocabulary), t, z_loss != 0.0)
+            loss, lse, grad = row_losses(x[part] @ cast.t(), t, w, terms, needs_gradient=needs_dx or needs_dw)
             loss_sum += torch.dot(loss, w)
-            if lse is not None:
-                z_sum += torch.dot(lse.square(), w) * z_loss
-            if dx is None and not needs_dw:
-                continue
-            grad = _chunk_gradient(log_p, t, lse, z_loss, slope).mul_(w[:, None]).to(x.dtype)
-            if dx is not None:
+            if lse is not None and terms.z_loss:
+                z_sum += torch.dot(lse.square(), w) * terms.z_loss
+            if dx is not None and grad is not None:
                 torch.mm(grad, cast, out=dx[part])
-            if needs_dw:
-                dw_part = (grad.t() @ x[part]).float()
-                dw = dw_part if dw is None else dw.add_(dw_part)
+            if needs_dw and grad is not None:
+                dw = add_product(dw, grad.t(), x[part])
         ctx.set_materialize_grads(False)
-        ctx.z_loss = z_loss
+        ctx.z_loss = terms.z_loss
         if needs_dw and dw is None:
             dw = torch.zeros_like(weight, dtype=torch.float32)
         ctx.save_for_backward(dx, None if dw is None else dw.to(weight.dtype))
@@ -112,14 +86,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor | None, grad_z: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise UserError("the fused loss has no second derivatives", cure="take the loss of plain logits instead")
-        if ctx.z_loss and not _same_factor(grad_loss, grad_z):
+        if ctx.z_loss and not same_factor(grad_loss, grad_z):
             raise UserError("the loss and the z-loss share one gradient", cure="differentiate their sum")
         if grad_loss is None:
-            return (None,) * 10
-        return *(None if g is None else g * grad_loss.to(g.dtype) for g in ctx.saved_tensors), *(None,) * 8
+            return (None,) * 8
+        return *scaled(ctx, grad_loss), *(None,) * 6
 
 
-def _same_factor(grad_loss: Tensor | None, grad_z: Tensor | None) -> bool:
+def scaled(ctx: Any, factor: Tensor) -> list[Tensor | None]:
+    """The saved gradients, which were made in the forward, times what is known in the backward alone.
+
+    Where memory is a device's they are scaled in place, since that of a head is one of the largest tensors of a step.
+
+    Raises:
+        UserError: that was done already, so the graph was kept for a second backward.
+    """
+    gradients = ctx.saved_tensors
+    if factor.device.type == "cpu" or torch.compiler.is_compiling():
+        return [None if gradient is None else gradient * factor.to(gradient.dtype) for gradient in gradients]
+    if getattr(ctx, "is_spent", False):
+        cure = "call backward once, of the sum of what is to be differentiated"
+        raise UserError("the fused loss has been differentiated already", cure=cure)
+    ctx.is_spent = True
+    return [None if gradient is None else gradient.mul_(factor.to(gradient.dtype)) for gradient in gradients]
+
+
+def same_factor(grad_loss: Tensor | None, grad_z: Tensor | None) -> bool:
     """Whether the two sums entered the objective alike; their values are compared on a CPU, where that is free."""
     if grad_loss is None or grad_z is None:
         return grad_loss is grad_z
@@ -199,8 +191,9 @@ def linear_cross_entropy(
     if chunk is None and x_TD.shape[0] * rows <= plain_elements:
         return plain_linear_cross_entropy(x_TD, weight_VD, targets_T, weights_T.float(), softcap, z_loss, words)
     needs_dx, needs_dw = (torch.is_grad_enabled() and t.requires_grad for t in (x_TD, weight_VD))
-    size = _chunk_size(x_TD.shape[0], rows, chunk)
+    size = chunk or chunk_tokens(x_TD.shape[0], rows, x_TD.shape[1], x_TD.device.type)
+    terms = LogitTerms(words, softcap, z_loss)
     out: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x_TD, weight_VD, targets_T, weights_T.float(), softcap, z_loss, words, size, needs_dx, needs_dw
+        x_TD, weight_VD, targets_T, weights_T.float(), terms, size, needs_dx, needs_dw
     )
     return out

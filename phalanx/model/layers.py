@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.kernels.cross_entropy import mask_padding
 from phalanx.kernels.linear import linear, project
-from phalanx.kernels.loss import linear_cross_entropy, mask_padding
+from phalanx.kernels.loss import linear_cross_entropy
 from phalanx.kernels.norm import rms_norm
 from phalanx.model.config import ModelConfig
 from phalanx.model.context import Attending, Context

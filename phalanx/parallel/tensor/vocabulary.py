@@ -3,11 +3,11 @@
 *Embedding*: each rank looks up the tokens whose rows it has, zeros for the others, and a reduce-scatter leaves every
 rank its rows of the stream.
 
-*Loss*: as in `phalanx.kernels.loss`, a chunk of tokens at a time is projected and its logits are turned in place into
-their gradient; but a chunk's tokens are gathered first, each rank has the logits of its words alone, and the only
-things exchanged about them are two numbers per token and rank: the log-sum-exp over the rank's words, and the
-target's logit where the rank has it. All ranks get the same loss, to the bit. The gathers of the next chunks, and the
-reduce-scatters of the chunks' gradients, run beside the products.
+*Loss*: as in `phalanx.kernels.loss`, and by the same kernels (`phalanx.kernels.cross_entropy`), a chunk of tokens at a
+time is projected and its logits are turned in place into their gradient; but a chunk's tokens are gathered first, each
+rank has the logits of its words alone, and the only things exchanged about them are two numbers per token and rank: the
+log-sum-exp over the rank's words, and the target's logit where the rank has it. All ranks get the same loss, to the
+bit. The gathers of the next chunks, and the reduce-scatters of the chunks' gradients, run beside the products.
 
 Shapes: T tokens, n ranks, R = T / n rows of this rank, C tokens of a chunk, D hidden, V rows of the whole vocabulary
 (padding included), W = V / n of this rank.
@@ -23,12 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.core.errors import UserError
-from phalanx.kernels.linear import linear, project
+from phalanx.kernels.cross_entropy import LogitTerms, mask_padding, row_gradient, row_statistics
+from phalanx.kernels.linear import add_product, linear, project
+from phalanx.kernels.loss import chunk_tokens, same_factor, scaled
 from phalanx.parallel.group import Group, Work
 from phalanx.parallel.tensor.overlap import gather_rows, scatter_rows
-
-# Local logits of a chunk, in elements; as in `phalanx.kernels.loss`.
-_CHUNK_ELEMENTS = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def embed_rows(group: Group, weight_WD: Tensor, tokens_T: Tensor) -> Tensor:
 class _Embed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Group, weight: Tensor, tokens_T: Tensor) -> Tensor:
-        row_T, elsewhere_T = _own_words(group, len(weight), tokens_T)
+        row_T, elsewhere_T = _local_rows(group, len(weight), tokens_T)
         ctx.group, ctx.rows = group, len(weight)
         ctx.save_for_backward(row_T, elsewhere_T)
         x_TD = F.embedding(row_T, weight)
@@ -63,7 +62,7 @@ class _Embed(torch.autograd.Function):
         return None, torch.ops.aten.embedding_dense_backward(grad_TD, row_T, ctx.rows, -1, False), None
 
 
-def _own_words(group: Group, rows: int, words: Tensor) -> tuple[Tensor, Tensor]:
+def _local_rows(group: Group, rows: int, words: Tensor) -> tuple[Tensor, Tensor]:
     """Local row of each word (0 where another rank has it), and which ones another rank has."""
     local = words - group.index * rows
     elsewhere = (local < 0) | (local >= rows)
@@ -123,18 +122,11 @@ class _SplitCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor | None, grad_z: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise UserError("the split loss has no second derivatives", cure="take the loss of plain logits instead")
-        if ctx.z_loss and not _same_factor(grad_loss, grad_z):
+        if ctx.z_loss and not same_factor(grad_loss, grad_z):
             raise UserError("the loss and the z-loss share one gradient", cure="differentiate their sum")
         if grad_loss is None:
             return (None,) * 7
-        return *(None if g is None else g * grad_loss.to(g.dtype) for g in ctx.saved_tensors), *(None,) * 5
-
-
-def _same_factor(grad_loss: Tensor | None, grad_z: Tensor | None) -> bool:
-    """Whether the two sums entered the objective alike; their values are compared on a CPU, where that is free."""
-    if grad_loss is None or grad_z is None:
-        return grad_loss is grad_z
-    return grad_loss.device.type != "cpu" or torch.equal(grad_loss, grad_z)
+        return *scaled(ctx, grad_loss), *(None,) * 5
 
 
 @dataclass(frozen=True)
@@ -166,14 +158,14 @@ class _Head:
                 dx_CD = project(grad_CW, self.weight_WD)
                 scatters.append((self.group.reduce_scatter(dx_RD[rows], dx_CD), dx_CD))
             if self.needs[1]:
-                dw_part = torch.mm(grad_CW.t(), x_CD).float()
-                dw_WD = dw_part if dw_WD is None else dw_WD.add_(dw_part)
+                dw_WD = add_product(dw_WD, grad_CW.t(), x_CD)
         for work, _ in scatters:
             work.wait()
         return sums, None if dx_RD is None else dx_RD.to(hidden_RD.dtype), dw_WD
 
     def _chunks(self, rows: int) -> list[slice]:
-        size = max(1, max(256, _CHUNK_ELEMENTS // len(self.weight_WD)) // self.group.size)
+        tokens, (words, width) = rows * self.group.size, self.weight_WD.shape
+        size = max(1, chunk_tokens(tokens, words, width, self.weight_WD.device.type) // self.group.size)
         return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
     def _gather(self, hidden_RD: Tensor, rows: slice) -> tuple[Work, Tensor]:
@@ -183,36 +175,28 @@ class _Head:
 
     def _chunk(self, x_CD: Tensor, targets_C: Tensor, weights_C: Tensor, sums: list[Tensor]) -> Tensor:
         """Adds a chunk's loss and z-loss to `sums`; the gradient by its logits (C, W), in the compute type."""
-        logits, slope = self._logits(x_CD)
-        row_C, elsewhere_C = _own_words(self.group, len(self.weight_WD), targets_C)
-        hit_C = logits.gather(1, row_C[:, None]).squeeze(1).masked_fill_(elsewhere_C, 0.0)
-        seen = gather_rows(self.group, torch.stack((logits.logsumexp(1), hit_C))[None])
-        lse_C, target_C = seen[:, 0].logsumexp(0), seen[:, 1].sum(0)
+        terms, group = self.terms, self.group
+        words = _own_words(group, len(self.weight_WD), terms.vocabulary)
+        own = LogitTerms(words, terms.softcap, terms.z_loss)
+        row_C, elsewhere_C = _local_rows(group, len(self.weight_WD), targets_C)
+        row_C = row_C.masked_fill_(elsewhere_C, -1)
+        seen = row_statistics(linear(x_CD, self.weight_WD), row_C, own)
+        all_ranks = gather_rows(group, torch.stack((seen.lse_C, seen.target_C))[None])
+        lse_C, target_C = all_ranks[:, 0].logsumexp(0), all_ranks[:, 1].sum(0)
         sums[0] += torch.dot(lse_C - target_C, weights_C)
-        factor_C = weights_C
-        if self.terms.z_loss:
-            sums[1] += self.terms.z_loss * torch.dot(lse_C.square(), weights_C)
-            factor_C = weights_C * torch.add(1.0, lse_C, alpha=2.0 * self.terms.z_loss)
-        grad = logits.sub_(lse_C[:, None]).exp_().mul_(factor_C[:, None])
-        grad.scatter_add_(1, row_C[:, None], (-weights_C).masked_fill_(elsewhere_C, 0.0)[:, None])
-        return (grad if slope is None else grad.mul_(slope)).to(x_CD.dtype)
-
-    def _logits(self, x_CD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """This rank's logits in fp32 after the soft cap, -inf where its words are padding, and the cap's derivative."""
-        logits = linear(x_CD, self.weight_WD).float()
-        slope = None
-        if self.terms.softcap:
-            tanh = logits.div_(self.terms.softcap).tanh_()
-            logits, slope = tanh * self.terms.softcap, tanh.square().neg_().add_(1.0)
-        return mask_own_padding(self.group, logits, self.terms.vocabulary), slope
+        if terms.z_loss:
+            sums[1] += terms.z_loss * torch.dot(lse_C.square(), weights_C)
+        return row_gradient(seen, lse_C, row_C, weights_C, own, x_CD.dtype)
 
 
 def mask_own_padding(group: Group, logits: Tensor, vocabulary: int) -> Tensor:
     """The logits (..., W) of this rank's words, with -inf written where these are behind `vocabulary`."""
-    words = min(max(vocabulary - group.index * logits.shape[-1], 0), logits.shape[-1])
-    if words < logits.shape[-1]:
-        logits[..., words:] = -torch.inf
-    return logits
+    return mask_padding(logits, _own_words(group, logits.shape[-1], vocabulary))
+
+
+def _own_words(group: Group, rows: int, vocabulary: int) -> int:
+    """How many of the `rows` of this rank are words; the others are padding."""
+    return min(max(vocabulary - group.index * rows, 0), rows)
 
 
 def full_logits(group: Group, hidden_R: Tensor, weight_WD: Tensor, terms: LossTerms) -> Tensor:
