@@ -57,7 +57,8 @@ def _megatron(local: Local) -> tuple[Floats, Floats]:
 def _phalanx(local: Local, alone: Floats) -> tuple[Floats, Floats]:
     """Gradients of hidden rows and of the weight are made in the forward pass, chunk by chunk of tokens.
 
-    Small logits are kept whole. The other way, backward takes both gradients times the loss's, into new memory.
+    Small logits are kept whole. The other way, backward takes both gradients times the loss's: on a CPU into new memory,
+    on a GPU in place, where logits have no fp32 copy either.
     """
     c, width, tokens = local.compute_bytes, local.model.hidden, local.tokens
     words = local.model.vocab_rows / local.tensor
@@ -67,9 +68,12 @@ def _phalanx(local: Local, alone: Floats) -> tuple[Floats, Floats]:
     logits = chunk * words
     cast = 0 if c == 4 else weight * (c + c + 4) + logits * c
     again = where(chunk < tokens, largest(logits * 4, weight * 4), 0)
-    forward = 2 * 4 * logits + cast + again
     spread_rows = where((local.tensor > 1), tokens * width * c, 0)
-    chunked = made, largest(forward + spread_rows, made)
+    if local.software.on_cpu:
+        chunked = made, largest(2 * 4 * logits + cast + again + spread_rows, made)
+    else:
+        part = where(chunk < tokens, weight * 4, 0) if c == 4 else weight * c  # of the sum, or the weight's cast
+        chunked = made, logits * c + part + spread_rows
     whole = tokens * words
     plain = whole * 4 + tokens * width * c * (1 - alone) + (0 if c == 4 else weight * c)
     passing = whole * 4 + weight * 4

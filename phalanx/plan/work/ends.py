@@ -12,13 +12,16 @@ from phalanx.plan.work.operations import ALWAYS_FULL, Operation, Product, Stream
 _LOSS_BYTES = (34.0, 16.0)
 _FUSED_LOSS_BYTES = (4.0, 4.0)
 
-# As in phalanx.kernels.loss and phalanx.parallel.tensor.vocabulary: tokens come in chunks of so many logits, and at
-# least so many tokens; logits of few elements are not cut.
+# As in phalanx.kernels.loss and phalanx.parallel.tensor.vocabulary: tokens come in chunks of so many logits, on a GPU
+# of as many as the weight has elements and so many at least; of so many tokens at least; few logits are not cut.
 _CHUNK_ELEMENTS = 1 << 21
+_LEAST_GPU_CHUNK_ELEMENTS = 1 << 28
 _LEAST_CHUNK = 256
 _PLAIN_ELEMENTS = {2: 1 << 20, 4: 1 << 17}
-# Bytes that its kernels move for each logit: log-softmax, exponential and factor in fp32, and casts either way.
+# Bytes that its kernels move for each logit: on a CPU log-softmax, exponential and factor in fp32, and casts either way;
+# on a GPU one kernel reads them and writes their gradient over them.
 _CHUNKED_LOSS_BYTES = {2: 36.0, 4: 24.0}
+_GPU_LOSS_BYTES = {2: 4.0, 4: 8.0}
 
 
 def embedding(local: Local) -> list[Operation]:
@@ -49,7 +52,10 @@ def head(local: Local) -> list[Operation]:
 def loss_chunk(local: Local) -> tuple[Ints, bool]:
     """Tokens whose logits Phalanx has at once, and whether those of all are so few that plain autograd has them."""
     words = local.model.vocab_rows / local.tensor
-    chunk = least(local.tokens, largest(_LEAST_CHUNK, _CHUNK_ELEMENTS // words))
+    elements: Floats = _CHUNK_ELEMENTS
+    if not local.software.on_cpu:
+        elements = largest(_LEAST_GPU_CHUNK_ELEMENTS, words * local.model.hidden)
+    chunk = least(local.tokens, largest(_LEAST_CHUNK, elements // words))
     return chunk, (local.tensor == 1) & (local.tokens * words <= _PLAIN_ELEMENTS[local.compute_bytes])
 
 
@@ -59,15 +65,20 @@ def _loss_bytes(local: Local) -> tuple[Floats, Floats]:
     if not local.software.is_phalanx:
         forward, backward = _FUSED_LOSS_BYTES if local.software.fused_loss else _LOSS_BYTES
         return logits * forward, logits * backward
-    half = (logits * _CHUNKED_LOSS_BYTES[local.compute_bytes] + _head_weight_bytes(local)) / 2
+    each = (_CHUNKED_LOSS_BYTES if local.software.on_cpu else _GPU_LOSS_BYTES)[local.compute_bytes]
+    half = (logits * each + _head_weight_bytes(local)) / 2
     return half, half
 
 
 def _head_weight_bytes(local: Local) -> Floats:
-    """Of the head's weight and its gradient: cast, added up over the chunks, multiplied with the loss's gradient."""
+    """Of the head's weight and its gradient: cast, added up over the chunks, multiplied with the loss's gradient.
+
+    On a GPU products of 16 bit add to the sum themselves, which reads and writes it.
+    """
     c = local.compute_bytes
     chunk, is_plain = loss_chunk(local)
     chunks = where(is_plain, 1, -(-local.tokens // chunk))
-    cast = 0 if c == 4 else local.weight_bytes + c + chunks * (c + 4)
-    each = cast + 12 * (chunks - 1) + where(is_plain, 0, 8)
+    by_products = c < 4 and not local.software.on_cpu
+    cast = 0 if c == 4 else local.weight_bytes + c + (0 if by_products else chunks * (c + 4))
+    each = cast + (8 if by_products else 12) * (chunks - 1) + where(is_plain, 0, 8)
     return local.model.vocab_rows / local.tensor * local.model.hidden * each
