@@ -57,8 +57,8 @@ def _megatron(local: Local) -> tuple[Floats, Floats]:
 def _phalanx(local: Local, alone: Floats) -> tuple[Floats, Floats]:
     """Gradients of hidden rows and of the weight are made in the forward pass, chunk by chunk of tokens.
 
-    Small logits are kept whole. The other way, backward takes both gradients times the loss's: on a CPU into new memory,
-    on a GPU in place, where logits have no fp32 copy either.
+    Small logits are kept whole. The other way, backward takes both gradients times the loss's: on a CPU into new
+    memory, on a GPU in place, where logits have no fp32 copy either.
     """
     c, width, tokens = local.compute_bytes, local.model.hidden, local.tokens
     words = local.model.vocab_rows / local.tensor

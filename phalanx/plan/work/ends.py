@@ -18,8 +18,8 @@ _CHUNK_ELEMENTS = 1 << 21
 _LEAST_GPU_CHUNK_ELEMENTS = 1 << 28
 _LEAST_CHUNK = 256
 _PLAIN_ELEMENTS = {2: 1 << 20, 4: 1 << 17}
-# Bytes that its kernels move for each logit: on a CPU log-softmax, exponential and factor in fp32, and casts either way;
-# on a GPU one kernel reads them and writes their gradient over them.
+# Bytes that its kernels move for each logit: on a CPU log-softmax, exponential and factor in fp32, and casts either
+# way; on a GPU one kernel reads them and writes their gradient over them.
 _CHUNKED_LOSS_BYTES = {2: 36.0, 4: 24.0}
 _GPU_LOSS_BYTES = {2: 4.0, 4: 8.0}
 
