@@ -48,7 +48,7 @@ class Batch:
             self.targets_BS.to(device, non_blocking=True),
             self.weights_BS.to(device, non_blocking=True),
             documents,
-            self.sample_index_B,
+            self.sample_index_B.to(device, non_blocking=True),
         )
 
     def pin_memory(self) -> Batch:
@@ -59,5 +59,5 @@ class Batch:
             self.targets_BS.pin_memory(),
             self.weights_BS.pin_memory(),
             documents,
-            self.sample_index_B,
+            self.sample_index_B.pin_memory(),
         )
