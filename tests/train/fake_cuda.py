@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 # torch without CUDA knows neither a device guard nor streams of CUDA, which the autograd engine asks for: a library
 # with such that do nothing is loaded before it. torch built for CUDA takes its own such guard where no GPU is.
@@ -43,10 +43,14 @@ namespace at {
 struct FakeHooks : CUDAHooksInterface {
   explicit FakeHooks(CUDAHooksArgs) {}
   bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return false; }
   void init() const override {}
   DeviceIndex deviceCount() const override { return 1; }
   DeviceIndex getCurrentDevice() const override { return 0; }
+  DeviceIndex current_device() const override { return 0; }
+  int getNumGPUs() const override { return 1; }
 };
 C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", FakeHooks)
 }
@@ -100,7 +104,7 @@ class _Event:
 
 
 def _flex(q: Any, k: Any, v: Any, *, block_mask: Any, scale: float | None, enable_gqa: bool) -> Any:
-    """In place of FlexAttention, whose kernels are made for values: the mask asked for every pair, and plain products."""
+    """In place of FlexAttention, whose kernels are made for values: the mask asked of every pair, and products."""
     import torch
 
     for tensor in (block_mask.kv_num_blocks, block_mask.full_kv_indices, block_mask.q_indices):
@@ -212,8 +216,8 @@ def decode(**changes: Any) -> None:
     assert logits.device == torch.device("cuda", 0)
 
 
-def initial_weights() -> None:
-    """Weights by their counters, in slices too. Reads back which of them lie in the tails: once, before any step."""
+def counters() -> None:
+    """Hashes of rows, and masks of a slice of them."""
     import torch
 
     from phalanx.kernels.counter import keep_mask, row_states
@@ -222,35 +226,24 @@ def initial_weights() -> None:
     assert keep_mask(1, rows, 7, 0.5, offset=3).device == row_states(1, rows).device == rows.device
 
 
-def cases() -> dict[str, Callable[[], None]]:
-    """Everything, by name."""
-    from phalanx.optim.config import Kind
+WINDOWS: dict[str, Any] = {"attention": ("window", "full"), "window": 50, "kv_heads": 2}
+LEARNED: dict[str, Any] = {"position": "learned", "norm": "layer", "bias": "all", "z_loss": 1e-4}
+CAPPED: dict[str, Any] = {"logit_softcap": 30.0, "qk_norm": True, "tie_embeddings": False}
+MATH: dict[str, Any] = {"attention_dropout": 0.1, "attention_backend": "math"}
 
-    found: dict[str, Callable[[], None]] = {f"step with {kind}": partial(step, kind) for kind in get_args(Kind)}
-    variants: dict[str, dict[str, Any]] = {
-        "dropout": {"dropout": 0.1},
-        "dropout of attention": {"attention_dropout": 0.1, "attention_backend": "math"},
-        "a window": {"attention": ("window", "full"), "window": 50},
-        "grouped heads": {"kv_heads": 2},
-        "learned positions": {"position": "learned"},
-        "normed queries": {"qk_norm": True},
-        "parallel blocks": {"block": "parallel"},
-        "a z-loss": {"z_loss": 1e-4},
-        "a soft cap": {"logit_softcap": 30.0},
-        "untied embeddings": {"tie_embeddings": False},
-        "biases": {"bias": "all"},
-        "layer norm": {"norm": "layer"},
-        "a residual in bf16": {"residual": "compute"},
-    }
-    for name, changes in variants.items():
-        found[f"step with {name}"] = partial(step, **changes)
-        found[f"step with {name} and documents"] = partial(step, documents=True, **changes)
-        found[f"decoding with {name}"] = partial(decode, **changes)
-        found[f"engine with {name}"] = partial(engine, **changes)
-    for recompute in ("selective", "full"):
-        found[f"step with {recompute} recompute"] = partial(step, documents=True, recompute=recompute, dropout=0.1)
-    found["initial weights"] = initial_weights
-    return found
+CASES: dict[str, Callable[[], None]] = {
+    "adamw, dropout, documents": partial(step, documents=True, dropout=0.1),
+    "lamb, learned positions": partial(step, "lamb", **LEARNED),
+    "came, windows, documents": partial(step, "came", documents=True, **WINDOWS, **CAPPED),
+    "muon, dropped attention": partial(step, "muon", block="parallel", residual="compute", **MATH),
+    "selective recompute": partial(step, documents=True, recompute="selective", dropout=0.1),
+    "full recompute": partial(step, recompute="full", **MATH),
+    "decoding": partial(decode, **WINDOWS),
+    "decoding, learned positions": partial(decode, **LEARNED),
+    "engine": partial(engine, dropout=0.1),
+    "engine, dropped attention": partial(engine, **MATH),
+    "counters": counters,
+}
 
 
 def main() -> None:
@@ -262,7 +255,7 @@ def main() -> None:
     torch.cuda.Event = _Event  # type: ignore[assignment,misc]
     attention._compiled_flex = lambda: _flex  # type: ignore[assignment]
     problems = {}
-    for name, case in cases().items():
+    for name, case in CASES.items():
         with _mode():
             try:
                 case()

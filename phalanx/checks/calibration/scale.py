@@ -12,7 +12,7 @@ from phalanx.core.errors import UserError
 _SHARE = 0.8
 """Of the memory that is free; the rest is the allocator's, and for what libraries take for themselves."""
 
-# Bytes held at once for each element, in fp32: results, gradients and what backward passes keep, of all cases of a kind.
+# Bytes held at once for each element, in fp32: results, gradients and what is kept for backward passes, of all cases.
 _ATTENDED_BYTES = 24
 _STREAMED_BYTES = 80
 _UPDATED_BYTES = 48
