@@ -15,8 +15,10 @@ steps until shortly before the next checkpoint: what writing in the background t
 With "stager", torch keeps its staging memory between saves.
 
 *Memory* is the proportional set size of all processes of the run, keeper and savers included, after the 5th and after
-the last checkpoint. `--last` has each of both processes wait for its share of one checkpoint and then writes a file
-as `phalanx check` does, in turns, `--checkpoints` times; it prints bytes per second of each, and their ratio. For `--every-step` two keepers on one machine play two hosts; rounds alternate.
+the last checkpoint. For `--every-step` two keepers on one machine play two hosts; rounds alternate.
+
+`--last`: both processes wait for their shares of one checkpoint, then a file is written as `phalanx check` does it, in
+turns, `--checkpoints` times. It prints the rate of each, their ratio, and what the former takes of the cores.
 """
 
 from __future__ import annotations
