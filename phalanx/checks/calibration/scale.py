@@ -158,8 +158,8 @@ _LISTS = ("tokens", "widths", "queries", "head_dims", "shapes", "heads", "update
 
 def _smaller(scale: Scale) -> Scale | None:
     """Without the entry that saves most, or with a smaller pool; None: there is but one entry of each kind."""
-    shorter = [(name, _without_largest(getattr(scale, name))) for name in _LISTS]
-    choices = [replace(scale, **{name: kept}) for name, kept in shorter if kept]
+    shorter: list[dict[str, Any]] = [{name: _without_largest(getattr(scale, name))} for name in _LISTS]
+    choices = [replace(scale, **kept) for kept in shorter if all(kept.values())]
     choices = [replace(choice, pool=largest_operand(choice)) for choice in (*choices, scale)]
     best = min(choices, key=_burden)
     return best if _burden(best) < _burden(scale) else None
