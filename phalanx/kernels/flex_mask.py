@@ -89,7 +89,7 @@ def _extremes(documents_BS: Tensor) -> tuple[Tensor, Tensor]:
     """The least and the greatest document of each block, (B, blocks) each."""
     missing = -documents_BS.shape[1] % BLOCK
     filled = torch.cat([documents_BS, documents_BS[:, -1:].expand(-1, missing)], dim=1) if missing else documents_BS
-    least, most = filled.unflatten(1, (-1, BLOCK)).aminmax(dim=2)
+    least, most = filled.view(len(filled), -1, BLOCK).aminmax(dim=2)
     return least, most
 
 

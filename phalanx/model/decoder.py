@@ -96,7 +96,7 @@ class Decoder(DecoderPart):
         compiled anew."""
         if self.rotary is not None:
             self.rotary.tables(self.embedding.weight.device)
-        super().compile(*args, **kwargs)  # type: ignore[no-untyped-call]
+        super().compile(*args, **kwargs)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits (..., V) of hidden states (..., D); those of padding, behind `vocab_size`, are -inf."""
