@@ -4,6 +4,7 @@
     python benchmarks/checkpoint_stall.py --overlap      # ours alone: copying at once against copying beside training
     python benchmarks/checkpoint_stall.py --memory       # growth of memory over 50 checkpoints
     python benchmarks/checkpoint_stall.py --every-step   # a snapshot and a replica at every step, every 10th durable
+    python benchmarks/checkpoint_stall.py --last         # the checkpoint that training waits for, beside the disk
     python benchmarks/checkpoint_stall.py --quick        # a tiny one of each
 
 Two processes of one thread each train 25M fp32 parameters of their own with AdamW (300 MB of state each), forward and
@@ -15,6 +16,9 @@ With "stager", torch keeps its staging memory between saves.
 
 *Memory* is the proportional set size of all processes of the run, keeper and savers included, after the 5th and after
 the last checkpoint. For `--every-step` two keepers on one machine play two hosts; rounds alternate.
+
+`--last`: both processes wait for their shares of one checkpoint, then a file is written as `phalanx check` does it, in
+turns, `--checkpoints` times. It prints the rate of each, their ratio, and what the former takes of the cores.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from support.stall.contenders import NAMES
-from support.stall.ranks import disturbances, every_step, stall, stalls
+from support.stall.ranks import disturbances, every_step, last, stall, stalls
 from support.stall.task import MARK, Size
 
 from phalanx.checkpoint.keeper.start import end_keeper
@@ -50,6 +54,7 @@ def main() -> None:
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--every-step", action="store_true")
+    parser.add_argument("--last", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", nargs="*", choices=NAMES, help="these contenders")
     parser.add_argument("--checkpoints", type=int, default=10)
@@ -104,12 +109,34 @@ class EveryStep:
             print(f"  {name}: {_median(events, name):.3f}")
 
 
+class Last:
+    """A checkpoint that training waits for, in turns with the disk by itself."""
+
+    def __init__(self, size: Size, rounds: int) -> None:
+        self.order = {"what": "last", "size": vars(size), "rounds": rounds}
+
+    def report(self, result: Any) -> None:
+        ours, disk = result["checkpoint_bytes_per_s"], result["disk_bytes_per_s"]
+        ratios = [own / other for own, other in zip(ours, disk, strict=True)]
+        print(f"last checkpoint of {result['bytes'] / 1e9:.2f} GB: {_rates(ours)} GB/s, median first")
+        print(f"  the disk by itself, as `phalanx check` writes it: {_rates(disk)} GB/s")
+        print(f"  ratio of each pair: {statistics.median(ratios):.2f} ({', '.join(f'{one:.2f}' for one in ratios)})")
+        print(f"  seconds of a core per GB: {statistics.median(result['core_s_per_gb']):.2f}")
+        print(f"  load at the end: {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores")
+
+
+def _rates(rates: list[float]) -> str:
+    return f"{statistics.median(rates) / 1e9:.2f} ({', '.join(f'{one / 1e9:.2f}' for one in rates)})"
+
+
 def _median(events: list[dict[str, Any]], name: str) -> float:
     return statistics.median([event[name] for event in events if event[name]] or [float("nan")])
 
 
-def jobs(arguments: argparse.Namespace) -> list[Stall | EveryStep]:
+def jobs(arguments: argparse.Namespace) -> list[Stall | EveryStep | Last]:
     quick = arguments.quick
+    if arguments.last:
+        return [Last(QUICK_SMALL if quick else FULL, arguments.checkpoints)]
     size, every = (QUICK, 8) if quick else (FULL, 16)
     if arguments.every_step and not quick:
         return [EveryStep(SMALL, 5, 30)]
@@ -120,7 +147,9 @@ def jobs(arguments: argparse.Namespace) -> list[Stall | EveryStep]:
         return [Stall(name, size, 50, 12) for name in names]
     print(ROW.format(*HEADS))
     names = arguments.only or (("ours", "dcp thread") if quick else names)
-    work: list[Stall | EveryStep] = [Stall(name, size, 3 if quick else arguments.checkpoints, every) for name in names]
+    work: list[Stall | EveryStep | Last] = [
+        Stall(name, size, 3 if quick else arguments.checkpoints, every) for name in names
+    ]
     return [*work, EveryStep(QUICK_SMALL, 1, 20)] if quick else work
 
 
@@ -165,7 +194,9 @@ def keeper_of(order: dict[str, Any], sockets: str, rank: int) -> Path:
 def run_rank(order: dict[str, Any]) -> None:
     size = Size(**order["size"])
     rank, address, folder = order["rank"], order["address"], Path(order["folder"])
-    if order["what"] == "stall":
+    if order["what"] == "last":
+        result = last(rank, address, folder, size, rounds=order["rounds"])
+    elif order["what"] == "stall":
         counts = {"checkpoints": order["checkpoints"], "every": order["every"]}
         result = stall(order["name"], rank, address, folder, size, **counts)
     else:

@@ -40,6 +40,23 @@ class Batch:
             self.sample_index_B[begin:end],
         )
 
+    def filled(self, size: int) -> Batch:
+        """This batch with `size` rows: those that are missing repeat the first with weight 0 and sample index -1."""
+        missing = size - len(self)
+        if missing <= 0:
+            return self
+
+        def grow(rows: Tensor, factor: float) -> Tensor:
+            return torch.cat([rows, (rows[:1] * factor).to(rows.dtype).expand(missing, *rows.shape[1:])])
+
+        return Batch(
+            grow(self.tokens_BS, 1),
+            grow(self.targets_BS, 1),
+            grow(self.weights_BS, 0),
+            None if self.documents_BS is None else grow(self.documents_BS, 1),
+            torch.cat([self.sample_index_B, self.sample_index_B.new_full((missing,), -1)]),
+        )
+
     def to(self, device: torch.device | str) -> Batch:
         """This batch on `device`, copied without waiting where memory is pinned."""
         documents = None if self.documents_BS is None else self.documents_BS.to(device, non_blocking=True)
@@ -48,7 +65,7 @@ class Batch:
             self.targets_BS.to(device, non_blocking=True),
             self.weights_BS.to(device, non_blocking=True),
             documents,
-            self.sample_index_B,
+            self.sample_index_B.to(device, non_blocking=True),
         )
 
     def pin_memory(self) -> Batch:
@@ -59,5 +76,5 @@ class Batch:
             self.targets_BS.pin_memory(),
             self.weights_BS.pin_memory(),
             documents,
-            self.sample_index_B,
+            self.sample_index_B.pin_memory(),
         )

@@ -126,7 +126,7 @@ class Loader:
             source_B = np.searchsorted(borders, index_B, "right") - 1
             begin_B = (index_B - borders[source_B]) * self.config.sequence_length
             arrays = read_mixed(self._held_out, source_B, begin_B, self.config)
-            yield _padded(_to_batch(arrays, index_B), batch_size)
+            yield _to_batch(arrays, index_B).filled(batch_size)
 
     def _steps(
         self, state: LoaderState, counts: Iterator[int], rank: int, ranks: int, pin: bool
@@ -148,24 +148,6 @@ def _to_batch(arrays: Arrays, index_B: Int64) -> Batch:
         torch.from_numpy(weights_BS),
         None if documents_BS is None else torch.from_numpy(documents_BS),
         torch.from_numpy(index_B),
-    )
-
-
-def _padded(batch: Batch, size: int) -> Batch:
-    """`batch` with `size` rows: those that are missing repeat the first with weight 0 and sample index -1."""
-    missing = size - len(batch)
-    if not missing:
-        return batch
-
-    def grow(rows: torch.Tensor, factor: float) -> torch.Tensor:
-        return torch.cat([rows, (rows[:1] * factor).to(rows.dtype).expand(missing, *rows.shape[1:])])
-
-    return Batch(
-        grow(batch.tokens_BS, 1),
-        grow(batch.targets_BS, 1),
-        grow(batch.weights_BS, 0),
-        None if batch.documents_BS is None else grow(batch.documents_BS, 1),
-        torch.cat([batch.sample_index_B, torch.full((missing,), -1)]),
     )
 
 

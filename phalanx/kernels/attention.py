@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -30,6 +31,7 @@ from phalanx.core.errors import UserError
 from phalanx.kernels import flash_cpu
 from phalanx.kernels.blocked import Engine, blocked_attention
 from phalanx.kernels.counter import dropout as counter_dropout
+from phalanx.kernels.flex_mask import flex_mask
 from phalanx.kernels.masks import AttentionMask
 
 Backend = Literal["auto", "sdpa", "chunked", "flex", "math"]
@@ -110,26 +112,11 @@ def _math(
 
 
 @functools.cache
-def _compiled_flex() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """FlexAttention and its block mask maker, compiled (imported late: a CPU run never needs them)."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def _compiled_flex() -> Callable[..., Any]:
+    """FlexAttention, compiled for the shapes that it is called with (imported late: a CPU run never needs it)."""
+    from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False), create_block_mask
-
-
-def _flex_mask(mask: AttentionMask, device: torch.device, make: Callable[..., Any]) -> Any:
-    past = mask.key_length - mask.query_length
-    window, documents = mask.window, mask.documents_BS
-
-    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        position = i + past
-        allowed = j <= position
-        if window is not None:
-            allowed = allowed & (position - j < window)
-        return allowed if documents is None else allowed & (documents[b, position] == documents[b, j])
-
-    batch = None if documents is None else documents.shape[0]
-    return make(seen, batch, None, mask.query_length, mask.key_length, device=device)
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None) -> Tensor:
@@ -140,10 +127,35 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | N
             field="attention back end",
             value="flex",
         )
-    flex, make = _compiled_flex()
-    block_mask = mask.remember(("flex", q.device), lambda: _flex_mask(mask, q.device, make))
-    out: Tensor = flex(q, k, v, block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return out
+    return flex_attend(q, k, v, mask, scale, _compiled_flex())
+
+
+def flex_attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None, flex: Callable[..., Any]
+) -> Tensor:
+    """Attention by `flex`, which is FlexAttention, compiled or not, on any device that it runs on."""
+    block_mask, grouped = flex_mask(mask, q.device), q.shape[1] != k.shape[1]
+    return one_kernel(partial(flex, block_mask=block_mask, scale=scale, enable_gqa=grouped), q, k, v)
+
+
+def one_kernel(attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """``attend(q, k, v)`` of a compiled function by the kernel of training, in evaluation too.
+
+    The compiler makes another kernel for calls without gradients, which would be made, and trusted, at the first
+    evaluation of a run; and none at all where the caller has it run models as they are written, which of FlexAttention
+    alone would keep all scores.
+    """
+    out: Tensor
+    if torch.compiler.is_compiling():  # part of a larger graph, whose affair all this is
+        out = attend(q, k, v)
+        return out
+    with torch.compiler.set_stance("default"):
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            out = attend(q, k, v)
+            return out
+        with torch.enable_grad():
+            out = attend(*(x.detach().requires_grad_() for x in (q, k, v)))
+        return out.detach()
 
 
 def cpu_engine(q: Tensor, mask: AttentionMask) -> Engine:
@@ -172,6 +184,13 @@ def choose_backend(q_BHSE: Tensor, mask: AttentionMask, *, has_dropout: bool = F
     if mask.window is not None:
         return "chunked" if mask.key_length >= max(128, mask.window) else "sdpa"
     return "chunked" if 128 <= mask.query_length <= 1024 else "sdpa"
+
+
+def prepare(mask: AttentionMask, device: torch.device, backend: Backend = "auto", *, has_dropout: bool = False) -> None:
+    """Make what kernels on `device` need of a mask, before layers, which may be compiled one by one, ask for it."""
+    flex = backend == "flex" or (backend == "auto" and not mask.is_plain_causal and mask.query_length > 1)
+    if flex and device.type == "cuda" and not has_dropout:
+        flex_mask(mask, device)
 
 
 def attention(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from phalanx.kernels.attention import prepare
 from phalanx.kernels.masks import AttentionMask
 from phalanx.model.block import Block
 from phalanx.model.config import ModelConfig
@@ -95,11 +96,15 @@ class DecoderPart(nn.Module):
         """
         batch, length = tokens_BS.shape
         windows = {self.config.window_of(layer) for layer in range(self.config.layers)} if cache is None else set()
+        masks = {w: AttentionMask(length, length, window=w, documents_BS=documents_BS) for w in windows}
+        drops = dropout is not None and self.config.attention_dropout > 0
+        for mask in masks.values():
+            prepare(mask, tokens_BS.device, self.config.attention_backend, has_dropout=drops)
         return Context(
             batch=batch,
             length=length,
             rotary=None if self.rotary is None else self.rotary(start, length, positions_BS, tokens_BS),
-            masks={w: AttentionMask(length, length, window=w, documents_BS=documents_BS) for w in windows},
+            masks=masks,
             dropout=dropout,
             rows_T=None if dropout is None else dropout_rows(dropout, length, self.config.max_sequence),
             cache=cache,

@@ -36,12 +36,13 @@ class Rotary(nn.Module):
         """
         if positions_BS is None and start + length > self.config.max_sequence:
             raise too_long(self.config, start + length)
-        cos, sin = self._tables(like.device)
+        cos, sin = self.tables(like.device)
         if positions_BS is not None:
             return cos[positions_BS].unsqueeze(-2), sin[positions_BS].unsqueeze(-2)
         return cos[start : start + length].unsqueeze(-2), sin[start : start + length].unsqueeze(-2)
 
-    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Float32 cos and sin of all positions, (P, E/2) each."""
         if self.cos_PE is None or self.sin_PE is None or self.cos_PE.device != device:
             with torch.inference_mode(False), torch.no_grad():  # The tables outlive a first use in inference.
                 frequencies, scale = rotary_frequencies(self.config)

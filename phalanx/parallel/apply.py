@@ -73,7 +73,8 @@ def build_engine(model: ModelConfig, config: ParallelConfig, groups: Groups, bui
     for number in placement.stages_of(rank):
         first = next(iter(held.values()), None)
         held[number] = _hold(spans[number], model, config, groups, build, first)
-    engine = Engine(model, config, groups, spread, held, placement, build.device)
+    fill = build.compile or build.device.type == "cuda"
+    engine = Engine(model, config, groups, spread, held, placement, build.device, fill=fill)
     engine.weights_changed()
     return engine
 

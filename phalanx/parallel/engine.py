@@ -52,6 +52,7 @@ class Engine:
         held: this rank's stages, by number.
         placement: of all stages.
         device: where they are.
+        fill: whether to fill a last, shorter micro-batch up, so that nothing is compiled for another shape.
 
     Attributes:
         parameters: what the optimizer updates here, by logical name.
@@ -68,9 +69,11 @@ class Engine:
         held: Mapping[int, Held],
         placement: Placement,
         device: torch.device,
+        *,
+        fill: bool = False,
     ) -> None:
         self.model, self._config, self._groups, self._spread, self._device = model, config, groups, spread, device
-        self._held, self._placement = held, placement
+        self._held, self._placement, self._fill = held, placement, fill
         self.chunks = [part.chunk for part in held.values()]
         self.parameters: dict[str, nn.Parameter] = {n: p for chunk in self.chunks for n, p in chunk.parameters.items()}
         self.shards: dict[str, Shard] = {n: s for chunk in self.chunks for n, s in chunk.shards.items()}
@@ -106,7 +109,7 @@ class Engine:
         total = batch.weights_BS.sum().to(self._device)
         self._groups.group(*_SAMPLE_AXES).all_reduce(total).wait()
         self._total_weight = total
-        self._load(_pieces(batch, micro_batch), seed, step)
+        self._load(_pieces(batch, micro_batch, fill=self._fill), seed, step)
         self._run(backward=True)
         for chunk in self.chunks:
             chunk.reduce()
@@ -222,8 +225,9 @@ class _Runner(AutogradStage):
             self._chunk.reduce()
 
 
-def _pieces(batch: Samples, size: int) -> Iterator[Samples]:
-    return (batch.rows(begin, begin + size) for begin in range(0, len(batch), size))
+def _pieces(batch: Samples, size: int, *, fill: bool) -> Iterator[Samples]:
+    pieces = (batch.rows(begin, begin + size) for begin in range(0, len(batch), size))
+    return (piece.filled(size) for piece in pieces) if fill else pieces
 
 
 def _together(items: Iterable[Samples], count: int) -> Iterator[Sequence[Samples]]:

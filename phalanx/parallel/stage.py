@@ -54,6 +54,10 @@ class Samples(Protocol):
         """Samples ``begin .. end``."""
         ...
 
+    def filled(self, size: int) -> Samples:
+        """These samples, and as many that do not count as are missing to `size`."""
+        ...
+
 
 @dataclass(frozen=True)
 class MicroBatch:

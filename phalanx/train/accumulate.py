@@ -12,7 +12,7 @@ from phalanx.train.device import Device
 
 
 def accumulate_gradients(
-    model: Decoder, batch: Batch, *, micro_batch: int, device: Device, seed: int, step: int
+    model: Decoder, batch: Batch, *, micro_batch: int, device: Device, seed: int, step: int, fill: bool = False
 ) -> Tensor:
     """Add the gradient of the mean loss over all weighted tokens of `batch` to the model's parameters.
 
@@ -22,6 +22,8 @@ def accumulate_gradients(
     Args:
         micro_batch: sequences per forward and backward pass.
         step: 0-based index of the optimizer step.
+        fill: fill a last, shorter micro-batch up with rows that do not count, so that all have one shape and nothing is
+            compiled for another.
 
     Returns:
         The mean cross-entropy per weighted token, nats, without the z-loss term; a scalar on the device. NaN where no
@@ -31,6 +33,8 @@ def accumulate_gradients(
     loss = torch.zeros((), device=device.torch_device)
     for begin in range(0, len(batch), micro_batch):
         micro = batch.rows(begin, min(begin + micro_batch, len(batch)))
+        if fill:
+            micro = micro.filled(micro_batch)
         loss += _both_passes(model, micro.to(device.torch_device), seed, step, total_weight)
     return loss / total_weight
 

@@ -196,7 +196,8 @@ def build_run(
 def build_trainer(config: RunConfig, vocab_size: int, device: Device, ranks: Ranks, *, blank: bool = False) -> Trainer:
     """The model with the weights of its seed, or `blank`: whole, or this rank's part of it."""
     if ranks.mesh is None:
-        return LocalTrainer(build_model(config, vocab_size, device, blank=blank), device)
+        model = build_model(config, vocab_size, device, blank=blank)
+        return LocalTrainer(model, device, compiled=config.train.compile)
     build = Build(
         sequence_length=config.data.sequence_length,
         device=device.torch_device,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,9 +112,18 @@ class Run:
         """About `tokens` held-out tokens, spread over all of them, the same in every layout; 0: all."""
         return held_out(self.loader, max(self.progress.micro_batch, 1) * self.trainer.data_ranks, tokens)
 
+    def as_written(self) -> AbstractContextManager[object]:
+        """Within it a compiled model runs as it is written.
+
+        Evaluation and sampling compute without gradients, and sampling in ever new shapes: for each, the compiler would
+        make other kernels, in tens of seconds, that are used for next to nothing and that no step has tried.
+        """
+        return torch.compiler.set_stance("force_eager") if self.config.train.compile else nullcontext()
+
     def evaluate(self, text: HeldOut, watched: Watched) -> Evaluation:
-        """What the model makes of `text`; all ranks together."""
-        return evaluate(self.trainer.held_out_loss, text, self.prepared.tokenizer, watched)
+        """What the model makes of `text`, as it is written; all ranks together."""
+        with self.as_written():
+            return evaluate(self.trainer.held_out_loss, text, self.prepared.tokenizer, watched)
 
     def samples_of(self, batch: Batch) -> int:
         """Samples of the global batch of which `batch` is this rank's share."""

@@ -90,17 +90,22 @@ class Trainer(Protocol):
 
 
 class LocalTrainer:
-    """A whole model on one device."""
+    """A whole model on one device.
+
+    Args:
+        compiled: the model is. As on a GPU, whose attention kernels are, micro-batches then have one shape.
+    """
 
     data_index, data_ranks = 0, 1
     reduction: Reduction = staticmethod(local)
     gradient_norm: GradientNorm = staticmethod(grad_norm)
 
-    def __init__(self, model: Decoder, device: Device) -> None:
+    def __init__(self, model: Decoder, device: Device, *, compiled: bool = False) -> None:
         self.model = model
         self.parameters = LogicalParameters(model)
         self.shards = {name: Shard.whole(tuple(p.shape)) for name, p in self.parameters.items()}
         self._device = device
+        self._fill = compiled or device.torch_device.type == "cuda"
 
     @property
     def config(self) -> ModelConfig:
@@ -115,7 +120,13 @@ class LocalTrainer:
     def accumulate_gradients(self, batch: Batch, *, micro_batch: int, seed: int, step: int) -> Tensor:
         """See `phalanx.train.accumulate.accumulate_gradients`."""
         loss = accumulate_gradients(
-            self.model, batch, micro_batch=micro_batch, device=self._device, seed=seed, step=step
+            self.model,
+            batch,
+            micro_batch=micro_batch,
+            device=self._device,
+            seed=seed,
+            step=step,
+            fill=self._fill,
         )
         self.parameters.bind_gradients()
         return loss

@@ -39,6 +39,9 @@ def look(plan: ShardPlan, memory: bytearray, previous: bytearray | None = None) 
     found = examine(plan, memoryview(memory), None if previous is None else memoryview(previous))
     record = a_record(plan, bytes(memory), 2)
     assert found.sums == record.sums
+    for threads in (2, 4, 99):  # as for a checkpoint that training waits for
+        old = None if previous is None else memoryview(previous)
+        assert examine(plan, memoryview(memory), old, threads=threads) == found
     return replace(record, sick=found.sick, changed=found.changed)
 
 

@@ -38,6 +38,7 @@ def inputs(B, H, G, S, K, E, dtype, seed=0):
 def compare(got, expected, tensors, rtol, atol):
     torch.testing.assert_close(got, expected, rtol=rtol, atol=atol)
     grad = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(1))
+    grad = grad.to(expected.device)
     for a, b in zip(
         torch.autograd.grad(got, tensors, grad.to(got.dtype)), torch.autograd.grad(expected, tensors, grad), strict=True
     ):

@@ -46,6 +46,33 @@ def test_steps_are_reported_in_order_with_the_rate_over_all_of_them() -> None:
     assert record.flush() == []
 
 
+def test_what_is_still_to_come_is_told_by_all_steps_but_the_first() -> None:
+    """The first one compiles for 40 s; those after it take half a second each."""
+    clock = Clock()
+    record = StepRecord(clock)
+    clock.now_s = 40.0
+    _add(record, 1, 1.0)
+    for step in range(2, 11):
+        clock.now_s += 0.5
+        _add(record, step, 1.0)
+    first = record.flush()[-1]
+    assert first.step_s == pytest.approx(4.45)
+    assert first.usual_s == pytest.approx(0.5)
+    clock.now_s += 0.6
+    _add(record, 11, 1.0)
+    assert record.flush()[-1].usual_s == pytest.approx(0.6)
+
+
+def test_the_first_step_alone_tells_nothing_of_the_rest() -> None:
+    clock = Clock()
+    record = StepRecord(clock)
+    clock.now_s = 40.0
+    _add(record, 1, 1.0)
+    (report,) = record.flush()
+    assert report.usual_s is None
+    assert ("left", "n/a") in format_status(Status(report, 10, None, 2**30, None))
+
+
 def test_time_outside_training_is_left_out_of_the_rate() -> None:
     clock = Clock()
     record = StepRecord(clock)

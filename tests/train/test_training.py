@@ -21,7 +21,6 @@ from train_helpers import begin, configured, entries, figures, finish, overrides
 from phalanx.core.config import load
 from phalanx.core.errors import UserError
 from phalanx.data.batch import Batch
-from phalanx.model.decoder import Decoder
 from phalanx.optim.bad_step import _Mailbox
 from phalanx.optim.base import SkippingOptimizer
 from phalanx.train.accumulate import accumulate_gradients
@@ -84,8 +83,10 @@ def _uneven(batch: Batch) -> Batch:
     return Batch(batch.tokens_BS, batch.targets_BS, weights, batch.documents_BS, batch.sample_index_B)
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 3, 6])
-def test_gradients_do_not_depend_on_the_micro_batch(tmp_path: Path, micro_batch: int) -> None:
+@pytest.mark.parametrize("fill", [False, True])
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 4, 6, 7])
+def test_gradients_do_not_depend_on_the_micro_batch(tmp_path: Path, micro_batch: int, fill: bool) -> None:
+    """Nor on rows that only fill a last, shorter one up."""
     run = begin(configured(tmp_path, {"train.global_batch": 6, "train.micro_batch": 6, "model.dropout": 0.2}))
     run.folder.release()
     run.trainer.model.double()
@@ -97,7 +98,9 @@ def test_gradients_do_not_depend_on_the_micro_batch(tmp_path: Path, micro_batch:
 
     def gradients(size: int) -> tuple[float, list[torch.Tensor]]:
         run.trainer.model.zero_grad()
-        loss = accumulate_gradients(run.trainer.model, batch, micro_batch=size, device=run.device, seed=0, step=3)
+        loss = accumulate_gradients(
+            run.trainer.model, batch, micro_batch=size, device=run.device, seed=0, step=3, fill=fill
+        )
         return float(loss), [p.grad.clone() for p in run.trainer.model.parameters() if p.grad is not None]
 
     whole, expected = gradients(6)
@@ -370,15 +373,47 @@ def test_a_hopeless_run_stops_with_a_good_checkpoint_before(tmp_path: Path) -> N
     assert figures(tmp_path / "run") == figures(tmp_path / "straight")
 
 
-def test_sampling_at_the_end_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiled model would be compiled again for the text of each length: the sample is taken from the plain one."""
+def _counted_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the graphs that are compiled from here on."""
     graphs: list[int] = []
 
     def count(graph: torch.fx.GraphModule, _inputs: object) -> torch.fx.GraphModule:
         graphs.append(len(graph.graph.nodes))
         return graph
 
-    monkeypatch.setattr(Decoder, "compile", lambda model: torch.nn.Module.compile(model, backend=count))
+    torch.compiler.reset()
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda model: compile_module(model, backend=count))
+    return graphs
+
+
+def test_a_compiled_run_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of fewer sequences, evaluations and the sample at the end compile nothing, and change no figure."""
+    changes: dict[str, Any] = {
+        "train.steps": 9,
+        "train.global_batch": 6,
+        "train.micro_batch": 3,
+        "optim.batch_warmup.start": 2,
+        "optim.batch_warmup.increment": 2,
+        "optim.batch_warmup.every_steps": 2,
+        "evaluate.every_steps": 4,
+        "evaluate.sample_prompt": "the",
+        "evaluate.sample_tokens": 12,
+        "model.layers": 1,
+    }
+    run_all(tmp_path, changes)
+    graphs = _counted_graphs(monkeypatch)
+    assert "a sample" in run_all(tmp_path, changes | {"train.compile": True}, "compiled")
+    assert len(graphs) == 1
+    plain, compiled = (figures(tmp_path / name) for name in ("run", "compiled"))
+    assert len(plain) == len(compiled) == 9 + 3
+    for one, other in zip(plain, compiled, strict=True):
+        assert other == pytest.approx(one, rel=1e-4)
+
+
+def test_sampling_at_the_end_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled model would be compiled again for the text of each length: the sample is taken from the plain one."""
+    graphs = _counted_graphs(monkeypatch)
     changes = {"evaluate.sample_prompt": "the", "evaluate.sample_tokens": 12, "model.layers": 1}
     run = begin(configured(tmp_path, changes | {"train.compile": True}))
     run.folder.release()

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.config import CheckpointConfig
+from phalanx.checks.disk import measure
 from phalanx.parallel.group import Group
 from support.stall.contenders import Contender, Nothing, Ours, make
-from support.stall.task import Size, Task, meet, memory_bytes, timed
+from support.stall.task import Size, Task, cores_s, meet, memory_bytes, timed
 
 PAIR = 2  # a checkpoint costs in its step and the next one
 BEFORE = 4  # steps before it that it is compared with
@@ -67,6 +68,32 @@ def every_step(rank: int, address: str, folder: Path, size: Size, *, rounds: int
     group.barrier()
     ours.close()
     return {"seconds": seconds, "events": events, "taken_steps": at}
+
+
+def last(rank: int, address: str, folder: Path, size: Size, *, rounds: int) -> Any:
+    """A checkpoint that is waited for, and the disk by itself, in turns; rates of all ranks together."""
+    task = Task(size, rank)
+    group, _ = meet(rank, address)
+    warm(task, group)
+    ours = Ours(task, group, folder, CheckpointConfig(every_steps=1 << 30, keep_last=1))
+    whole_bytes = 2 * sum(tensor.nbytes for tensor in task.tensors().values())
+    found: dict[str, list[float]] = {"checkpoint_bytes_per_s": [], "disk_bytes_per_s": [], "core_s_per_gb": []}
+    for step in range(1, rounds + 2):
+        do(task, ours, step)
+        group.barrier()
+        began_s, core_s = time.perf_counter(), cores_s()
+        ours.session.after_step(step, lambda step=step: {"step": step}, ending=True)  # type: ignore[misc]
+        group.barrier()
+        seconds, core_s = time.perf_counter() - began_s, cores_s() - core_s
+        written, write_s, _ = measure(folder) if rank == 0 else (0, 1.0, 0.0)
+        group.barrier()
+        if step > 1:  # the first one makes the memory that all others use
+            found["checkpoint_bytes_per_s"].append(whole_bytes / seconds)
+            found["disk_bytes_per_s"].append(written / write_s)
+            found["core_s_per_gb"].append(core_s / whole_bytes * 1e9)
+    group.barrier()
+    ours.close()
+    return {**found, "bytes": whole_bytes}
 
 
 def _round(task: Task, group: Group, contender: Contender, at: int, steps: int) -> float:

@@ -95,3 +95,16 @@ def memory_bytes() -> int:
         except psutil.Error:
             continue
     return total
+
+
+def cores_s() -> float:
+    """Seconds of cores that all processes of this run together have taken so far."""
+    mark, total = os.environ[MARK], 0.0
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark:
+                times = process.cpu_times()
+                total += times.user + times.system
+        except psutil.Error:
+            continue
+    return total

@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from phalanx.checkpoint.keeper.finite import Findings
 
 _NICE = 10
+_HURRIED_THREADS = 4  # that look at one slot while training waits for it
 
 Rest = Callable[[int], None]
 
@@ -125,7 +127,8 @@ class Examiner:
         previous = self._vault.previous(job.cell, job.snapshot)
         try:
             old = None if previous is None else previous.cell.block.memory
-            found = examine(job.plan, job.cell.block.memory, old, self._rest(job, began_s + job.budget_s))
+            threads = _HURRIED_THREADS if job.hurry.is_set() else 1
+            found = examine(job.plan, job.cell.block.memory, old, self._rest(job, began_s + job.budget_s), threads)
         finally:
             if previous is not None:
                 self._vault.unpin(previous)
@@ -149,21 +152,43 @@ class Examiner:
 
 
 def examine(
-    plan: ShardPlan, memory: memoryview, previous: memoryview | None, rest: Rest = lambda length: None
+    plan: ShardPlan,
+    memory: memoryview,
+    previous: memoryview | None,
+    rest: Rest = lambda length: None,
+    threads: int = 1,
 ) -> Findings:
     """Sum a copy, and look at its numbers.
 
     Args:
         previous: the snapshot before, to see whether anything trained has changed.
-        rest: called after every chunk with how many bytes that was.
+        rest: called after every chunk with how many bytes that was, by whichever thread looked at it.
+        threads: that share the work.
     """
-    from phalanx.checkpoint.keeper.finite import BLOCK_BYTES, Findings, FiniteCheck, has_changed
+    from phalanx.checkpoint.keeper.finite import MOST_NAMES, Findings, has_changed
+
+    starts = range(0, plan.data_bytes, CHUNK_BYTES)
+    each = max(1, -(-len(starts) // threads))
+    shares = [starts[first : first + each] for first in range(0, len(starts), each)]
+    if len(shares) <= 1:
+        parts = [_examine_chunks(plan, memory, share, rest) for share in shares]
+    else:
+        with ThreadPoolExecutor(len(shares), "examine") as pool:
+            parts = list(pool.map(lambda share: _examine_chunks(plan, memory, share, rest), shares))
+    sums = tuple(one for part, _ in parts for one in part)
+    sick = tuple(dict.fromkeys(name for _, names in parts for name in names))[:MOST_NAMES]
+    changed = None if previous is None else has_changed(plan, memory, previous)
+    return Findings(sums, sick, changed)
+
+
+def _examine_chunks(plan: ShardPlan, memory: memoryview, starts: range, rest: Rest) -> tuple[list[int], list[str]]:
+    """The sums of the chunks that begin at `starts`, one behind the other, and what is sick in them."""
+    from phalanx.checkpoint.keeper.finite import BLOCK_BYTES, FiniteCheck
 
     check = FiniteCheck(plan, memory)
     sums: list[int] = []
-    size = plan.data_bytes
-    for start in range(0, size, CHUNK_BYTES):
-        stop = min(start + CHUNK_BYTES, size)
+    for start in starts:
+        stop = min(start + CHUNK_BYTES, plan.data_bytes)
         digest = xxh3_64()
         for first in range(start, stop, BLOCK_BYTES):
             last = min(first + BLOCK_BYTES, stop)
@@ -171,8 +196,7 @@ def examine(
             check.look(first, last)  # while it is in the cache
         sums.append(digest.intdigest())
         rest(stop - start)
-    changed = None if previous is None else has_changed(plan, memory, previous)
-    return Findings(tuple(sums), tuple(check.sick), changed)
+    return sums, check.sick
 
 
 def _record(job: Job, found: Findings) -> Record:

@@ -20,7 +20,8 @@ _NUMBERS = {"float32": np.float32, "float64": np.float64}
 _EXPONENTS = {"bfloat16": np.uint16(0x7F80), "float16": np.uint16(0x7C00)}
 _LOOKED_AT = frozenset({*_NUMBERS, *_EXPONENTS})
 
-_MAX_NAMES = 8
+MOST_NAMES = 8
+"""Of pieces that are not finite."""
 
 
 @dataclass
@@ -57,7 +58,7 @@ class FiniteCheck:
             self._next += 1
         for number in range(self._next, len(self._runs)):
             run = self._runs[number]
-            if run.start >= stop or len(self.sick) >= _MAX_NAMES:
+            if run.start >= stop or len(self.sick) >= MOST_NAMES:
                 break
             if not self._is_finite(run.dtype, max(start, run.start), min(stop, run.stop)):
                 self._find(run, start, stop)
@@ -67,7 +68,7 @@ class FiniteCheck:
             first, last = max(start, piece.start_bytes), min(stop, piece.start_bytes + piece.length_bytes)
             if first < last and piece.name not in self.sick and not self._is_finite(run.dtype, first, last):
                 self.sick.append(piece.name)
-            if len(self.sick) >= _MAX_NAMES:
+            if len(self.sick) >= MOST_NAMES:
                 break
 
     def _is_finite(self, dtype: str, start: int, stop: int) -> bool:

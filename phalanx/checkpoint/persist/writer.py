@@ -79,7 +79,9 @@ class _Runs:
     """The memory of a slot, read run by run; what is given out has the sum that the record says.
 
     Each run is read into memory of its own before it is checked, so that what is written is what was checked, whatever
-    happens to the slot meanwhile.
+    happens to the slot meanwhile. It is the same memory for all of them, since the pages of new memory, which the
+    kernel fills with zeros first, would take longer than all sums: what was given out is good until the next is asked
+    for.
 
     Raises:
         BadMemoryError: the record does not fit the memory.
@@ -87,7 +89,8 @@ class _Runs:
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._number, self._run = -1, b""
+        self._number, self._run = -1, memoryview(b"")
+        self._buffer = memoryview(bytearray(min(CHUNK_BYTES, task.record.data_bytes)))
         length_bytes = os.fstat(task.descriptor).st_size
         if task.plan.data_bytes != task.record.data_bytes:
             raise BadMemoryError(f"{self._who()}: {task.record.data_bytes} bytes where {task.plan.data_bytes} belong")
@@ -98,16 +101,16 @@ class _Runs:
         start, end = piece.start_bytes, piece.start_bytes + piece.length_bytes
         while start < end:
             number, first = divmod(start, CHUNK_BYTES)
-            part = memoryview(self._read(number))[first : first + end - start]
+            part = self._read(number)[first : first + end - start]
             yield part
             start += part.nbytes
 
-    def _read(self, number: int) -> bytes:
+    def _read(self, number: int) -> memoryview:
         if number != self._number:
             start = number * CHUNK_BYTES
             length = min(CHUNK_BYTES, self._task.record.data_bytes - start)
-            self._run, self._number = os.pread(self._task.descriptor, length, start), number
-            if len(self._run) != length:
+            self._run, self._number = self._buffer[:length], number
+            if os.preadv(self._task.descriptor, [self._run], start) != length:
                 raise BadMemoryError(f"{self._who()}: the memory ends within run {number}")
             self._require(chunk_fault(self._run, number, self._task.record, self._task.plan))
         return self._run

@@ -11,42 +11,60 @@ import errno
 import fcntl
 import mmap
 import os
+from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 from typing_extensions import Buffer
 
 BUFFER_BYTES = 4 << 20
+_BUFFERS = 2
 _BLOCK_BYTES = 4096  # no file system wants more of addresses, offsets and lengths
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _NOT_SO = (errno.EINVAL, errno.EOPNOTSUPP)  # said by file systems that take the flag and then refuse the write
 
 
-def write_whole(descriptor: int, content: Iterable[Buffer]) -> None:
+class Digest(Protocol):
+    """What `hashlib.sha256()` returns."""
+
+    def update(self, data: Buffer, /) -> None:
+        """`data` comes next."""
+
+
+def write_whole(descriptor: int, content: Iterable[Buffer], digest: Digest | None = None) -> None:
     """Write all of `content` to an empty file, from its start, and make it durable.
 
     What does not fill `BUFFER_BYTES` goes through the page cache, and so does everything where the file system cannot
-    do without. Takes twice `BUFFER_BYTES`: one is filled while the other is written.
+    do without. Takes `_BUFFERS` times `BUFFER_BYTES`: one is filled while the others are written and summed, each in a
+    thread of its own, since a disk may be as fast as a core sums.
+
+    Args:
+        digest: is given all that is written; None: nothing is.
 
     Raises:
         OSError: storage refuses.
     """
-    with ThreadPoolExecutor(1, "write") as thread:
-        writer = _Writer(descriptor, thread)
+    with ThreadPoolExecutor(1, "write") as writing, ThreadPoolExecutor(1, "sum") as summing:
+        writer = _Writer(descriptor, writing, summing, digest)
         try:
             for piece in content:
                 writer.add(memoryview(piece).cast("B"))
             writer.finish()
         finally:
-            thread.shutdown(cancel_futures=True)
+            for thread in (writing, summing):
+                thread.shutdown(cancel_futures=True)
 
 
 class _Writer:
-    def __init__(self, descriptor: int, thread: ThreadPoolExecutor) -> None:
-        self._descriptor, self._thread = descriptor, thread
-        self._buffers: list[mmap.mmap] = []  # page-aligned, as O_DIRECT wants it
+    def __init__(
+        self, descriptor: int, writing: ThreadPoolExecutor, summing: ThreadPoolExecutor, digest: Digest | None
+    ) -> None:
+        self._descriptor, self._writing, self._summing, self._digest = descriptor, writing, summing, digest
+        self._buffer: mmap.mmap | None = None  # page-aligned, as O_DIRECT wants it
         self._filled = 0
-        self._written: Future[None] | None = None
+        self._is_refused = False
+        self._full: deque[tuple[mmap.mmap, list[Future[None]]]] = deque()
 
     def add(self, data: memoryview) -> None:
         """`data` comes next."""
@@ -57,35 +75,47 @@ class _Writer:
             self._filled += part.nbytes
             data = data[part.nbytes :]
             if self._filled == BUFFER_BYTES:
-                self._write()
+                self._hand_over(buffer)
 
     def finish(self) -> None:
         """That was all."""
-        rest = self._filled
-        self._wait()
-        if rest:
-            with memoryview(self._buffers[0]) as buffer, buffer[:rest] as part:
-                _write_all(self._descriptor, part)
+        while self._full:
+            self._emptied()
+        if self._filled:
+            with memoryview(self._filling()) as buffer, buffer[: self._filled] as rest:
+                _write_all(self._descriptor, rest)
+                if self._digest is not None:
+                    self._digest.update(rest)
         os.fsync(self._descriptor)
 
     def _filling(self) -> mmap.mmap:
-        if not self._buffers:
-            self._buffers.append(mmap.mmap(-1, BUFFER_BYTES))
-        return self._buffers[0]
+        """The buffer that is filled: a new one, or that which was handed over first, once it is done with."""
+        if self._buffer is None:
+            self._buffer = mmap.mmap(-1, BUFFER_BYTES) if len(self._full) < _BUFFERS else self._emptied()
+        return self._buffer
 
-    def _write(self) -> None:
-        """Hand over the full buffer, and go on with the other one."""
-        self._wait()
-        if len(self._buffers) == 1:
-            self._buffers.append(mmap.mmap(-1, BUFFER_BYTES))
-        full, other = self._buffers
-        self._written = self._thread.submit(_write_full, self._descriptor, full)
-        self._buffers, self._filled = [other, full], 0
+    def _hand_over(self, full: mmap.mmap) -> None:
+        """Have it written and summed, in order, and go on with another one."""
+        asked = [self._writing.submit(self._write, full)]
+        if self._digest is not None:
+            asked.append(self._summing.submit(self._digest.update, full))
+        self._full.append((full, asked))
+        self._buffer, self._filled = None, 0
 
-    def _wait(self) -> None:
-        if self._written is not None:
-            self._written.result()
-            self._written = None
+    def _write(self, full: mmap.mmap) -> None:
+        if self._is_refused:
+            return  # what came before this is missing
+        try:
+            _write_full(self._descriptor, full)
+        except BaseException:
+            self._is_refused = True
+            raise
+
+    def _emptied(self) -> mmap.mmap:
+        buffer, asked = self._full.popleft()
+        for one in asked:
+            one.result()
+        return buffer
 
 
 def _write_full(descriptor: int, buffer: mmap.mmap) -> None:

@@ -263,16 +263,15 @@ def _folder_of(path: Path) -> Iterator[int]:
 def _write(file: str, folder: int, content: Iterable[Buffer]) -> FileEntry:
     digest, size_bytes = hashlib.sha256(), 0
 
-    def summed() -> Iterator[Buffer]:
+    def counted() -> Iterator[Buffer]:
         nonlocal size_bytes
         for piece in content:
-            digest.update(piece)
             size_bytes += memoryview(piece).nbytes
             yield piece
 
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder)
     try:
-        write_whole(descriptor, summed())
+        write_whole(descriptor, counted(), digest)
     finally:
         os.close(descriptor)
     return FileEntry.model_construct(name=file, size_bytes=size_bytes, sha256=digest.hexdigest())

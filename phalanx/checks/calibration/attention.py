@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from phalanx.checks.calibration.both_ways import both_ways
-from phalanx.checks.calibration.contract import Precision
+from phalanx.checks.calibration.contract import ATTENTION_HEADS, Precision
 from phalanx.checks.calibration.stopwatch import Case, Pool
 from phalanx.kernels.attention import attention
 from phalanx.kernels.masks import AttentionMask
-
-_HEADS = 6
 
 
 def cases(
@@ -29,14 +27,14 @@ def cases(
 
 def _case(batch: int, length: int, size: int, precision: Precision, pool: Pool) -> list[Case]:
     mask = AttentionMask(length, length, documents_BS=_documents(batch, length, pool.device))
-    sizes = {"batch": batch, "heads": _HEADS, "queries": length, "head_dim": size}
+    sizes = {"batch": batch, "heads": ATTENTION_HEADS, "queries": length, "head_dim": size}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, mask=mask)
 
     def make() -> list[Tensor]:
-        stacked = pool.take(batch, length, 3 * _HEADS, size)
-        return [x.transpose(1, 2) for x in torch.split(stacked, _HEADS, dim=2)]
+        stacked = pool.take(batch, length, 3 * ATTENTION_HEADS, size)
+        return [x.transpose(1, 2) for x in torch.split(stacked, ATTENTION_HEADS, dim=2)]
 
     return both_ways("attention", sizes, precision, attend, make)
 

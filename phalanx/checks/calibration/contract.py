@@ -10,6 +10,10 @@ from typing import Any, Literal
 Precision = Literal["bf16", "fp32"]
 Kind = Literal["cpu", "cuda"]
 
+ATTENTION_HEADS = 6
+HEAD_DIM = 64
+"""Heads of the attention that is measured, and the size of those whose rotation is."""
+
 TINY = (1, 8, 32)
 """Sequences, their length and the width of a layer that only the host has work with."""
 LAYERS = ((8, 128, 128), (2, 256, 384))

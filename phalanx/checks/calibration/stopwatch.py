@@ -128,6 +128,7 @@ class Pool:
         count = 1
         for size in shape:
             count *= size
+        assert count <= len(self._block), f"an operand of {count} elements out of a pool of {len(self._block)}"
         if self._next + count > len(self._block):
             self._next = 0
         start, self._next = self._next, self._next + -(-count // 16) * 16

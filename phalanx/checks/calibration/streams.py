@@ -9,12 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.checks.calibration.both_ways import both_ways
-from phalanx.checks.calibration.contract import Precision
+from phalanx.checks.calibration.contract import HEAD_DIM, Precision
 from phalanx.checks.calibration.stopwatch import Case, Pool
 from phalanx.kernels.norm import rms_norm
 from phalanx.model.rotary import rotate_heads
 
-HEAD_DIM = 64
 _EPS = 1e-5
 
 

@@ -6,13 +6,13 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch._C._distributed_c10d import FileStore
 
 from phalanx.checks.calibration import attention, collectives, ends, launches, loading, products, streams, updates
 from phalanx.checks.calibration.contract import Answer, Precision, Task, Timing
+from phalanx.checks.calibration.scale import choose_scale, fitting
 from phalanx.checks.calibration.stopwatch import Pool, Stopwatch
 from phalanx.core.cpu import cpu_line
 from phalanx.core.layout import Layout
@@ -26,73 +26,6 @@ _HUGE_PAGE_HEAP_BYTES = 2 << 30  # as in training
 _TIMEOUT_S = 600.0
 
 
-@dataclass(frozen=True)
-class Scale:
-    """How large the cases are.
-
-    Attributes:
-        rounds: turns of each case.
-        pool: elements of the block that operands are taken from.
-        shapes: tokens and width of what only waits for memory.
-        heads: tokens, width and vocabulary of the loss head.
-        updated: widths of layers whose parameters are updated.
-        messages: bytes of whole messages.
-    """
-
-    rounds: int
-    pool: int
-    tokens: tuple[int, ...]
-    widths: tuple[int, ...]
-    attended: int
-    queries: tuple[int, ...]
-    head_dims: tuple[int, ...]
-    shapes: tuple[tuple[int, int], ...]
-    heads: tuple[tuple[int, int, int], ...]
-    updated: tuple[int, ...]
-    messages: tuple[int, ...]
-
-
-_CPU = Scale(
-    rounds=5,
-    pool=24 << 20,
-    tokens=(128, 512, 2048),
-    widths=(128, 384, 1024, 2048),
-    attended=2048,
-    queries=(64, 128, 256, 512, 1024, 2048),
-    head_dims=(32, 64, 128),
-    shapes=((256, 128), (512, 384), (2048, 384), (2048, 1024), (2048, 2048)),
-    heads=((1024, 256, 256), (1024, 256, 4096), (1024, 512, 8192), (512, 256, 32768)),
-    updated=(128, 384, 768),
-    messages=(256, 8192, 131072, 1 << 20, 8 << 20, 32 << 20),
-)
-_GPU = Scale(
-    rounds=7,
-    pool=256 << 20,
-    tokens=(512, 2048, 8192),
-    widths=(1024, 2048, 4096, 12288),
-    attended=16384,
-    queries=(256, 512, 1024, 2048, 4096, 8192, 16384),
-    head_dims=(64, 128),
-    shapes=((1024, 1024), (4096, 2048), (8192, 4096), (8192, 12288)),
-    heads=((4096, 2048, 32768), (4096, 4096, 131072)),
-    updated=(1024, 4096),
-    messages=(512, 8192, 131072, 2 << 20, 32 << 20, 512 << 20),
-)
-_QUICK = Scale(
-    rounds=2,
-    pool=1 << 20,
-    tokens=(64, 256),
-    widths=(64, 256),
-    attended=256,
-    queries=(64, 256),
-    head_dims=(64,),
-    shapes=((64, 64), (256, 256)),
-    heads=((256, 64, 1024),),
-    updated=(64,),
-    messages=(1024, 1 << 20),
-)
-
-
 def measure(task: Task) -> Answer:
     """Everything that the task asks for."""
     numbers = {"process_s": max(time.time() - task.started_unix_s, 0.0)}
@@ -100,7 +33,9 @@ def measure(task: Task) -> Answer:
     began_s = time.perf_counter()
     group = _meet(task, device)
     numbers["groups_s"] = time.perf_counter() - began_s
-    scale = _QUICK if task.quick else _GPU if device.type == "cuda" else _CPU
+    scale = choose_scale(device.type, quick=task.quick)
+    if device.type == "cuda":
+        scale = fitting(scale, _least_free_bytes(device, group))
     watch = Stopwatch(device, group, scale.rounds, clock=_clock(task))
     wide = Pool(device, torch.float32, scale.pool)
     timings: list[Timing] = []
@@ -152,6 +87,14 @@ def _meet(task: Task, device: torch.device) -> Group:
     group = mesh.group("replicate")
     group.barrier()
     return group
+
+
+def _least_free_bytes(device: torch.device, group: Group) -> int:
+    """Of all ranks' devices: they measure the same cases."""
+    mine = torch.tensor([torch.cuda.mem_get_info(device)[0]], device=device)
+    every = mine.new_empty(group.size)
+    group.all_gather(every, mine).wait()
+    return int(every.min())
 
 
 def _fast_precisions(device: torch.device) -> tuple[Precision, ...]:

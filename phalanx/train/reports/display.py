@@ -30,14 +30,14 @@ class Status:
     Attributes:
         mfu: share of the device's peak rate, or None where the peak is unknown.
         memory_bytes: memory in use.
-        left_s: expected time to the last step.
+        left_s: expected time to the end; None: not known yet.
     """
 
     report: StepReport
     total_steps: int
     mfu: float | None
     memory_bytes: int
-    left_s: float
+    left_s: float | None
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def format_status(status: Status) -> list[tuple[str, str]]:
         ("tokens/s", f"{report.tokens_per_s:,.0f}"),
         ("MFU", "n/a" if status.mfu is None else f"{status.mfu:.1%}"),
         ("memory", units.size(status.memory_bytes)),
-        ("left", units.duration(status.left_s)),
+        ("left", "n/a" if status.left_s is None else units.duration(status.left_s)),
     ]
 
 

@@ -23,6 +23,8 @@ class StepReport:
         tokens: tokens read from the start of the run to the end of this step.
         tokens_per_s: rate over the steps reported together with this one.
         step_s: mean wall time of those steps.
+        usual_s: the same without the first step of the process, which compiles and warms up, for what is still to come;
+            None: there was no other.
     """
 
     step: int
@@ -33,6 +35,7 @@ class StepReport:
     tokens: int
     tokens_per_s: float
     step_s: float
+    usual_s: float | None = None
 
 
 @dataclass
@@ -55,6 +58,8 @@ class StepRecord:
     clock: Callable[[], float] = time.perf_counter
     _pending: list[_Pending] = field(default_factory=list)
     _since_s: float = 0.0
+    _warm_s: float | None = None  # when the first step was done, as far as the host had to do with it
+    _is_cold: bool = False  # it is among those pending
 
     def __post_init__(self) -> None:
         self._since_s = self.clock()
@@ -65,6 +70,8 @@ class StepRecord:
         """Note a step; tensors are scalars on the device, `new` is the number of tokens of this step."""
         values = torch.stack([loss.detach().float(), grad_norm.detach().float(), skipped.float()])
         self._pending.append(_Pending(step, values, lr, tokens, new))
+        if self._warm_s is None:
+            self._warm_s, self._is_cold = self.clock(), True
 
     def flush(self) -> list[StepReport]:
         """Wait for the noted steps and return them, oldest first."""
@@ -73,15 +80,22 @@ class StepRecord:
         rows = torch.stack([item.values for item in self._pending]).tolist()
         now_s = self.clock()
         elapsed_s = max(now_s - self._since_s, 1e-9)
-        self._since_s = now_s
         rate = sum(item.step_tokens for item in self._pending) / elapsed_s
         step_s = elapsed_s / len(self._pending)
+        usual_s = self._usual_s(now_s, step_s)
+        self._since_s = now_s
         reports = [
-            StepReport(item.step, loss, norm, item.lr, bool(skipped), item.tokens, rate, step_s)
+            StepReport(item.step, loss, norm, item.lr, bool(skipped), item.tokens, rate, step_s, usual_s)
             for item, (loss, norm, skipped) in zip(self._pending, rows, strict=True)
         ]
         self._pending.clear()
         return reports
+
+    def _usual_s(self, now_s: float, step_s: float) -> float | None:
+        if not self._is_cold or self._warm_s is None:
+            return step_s
+        self._is_cold, others = False, len(self._pending) - 1
+        return max(now_s - max(self._warm_s, self._since_s), 1e-9) / others if others else None
 
     def resume_clock(self) -> None:
         """Leave the time since the last flush out of the rates: something other than training took it."""

@@ -61,9 +61,8 @@ class Reporter:
             self._logger.log(report.step, self._values(report, mfu, memory_bytes))
         newest = reports[-1]
         self._run.progress.train_s += sum(report.step_s for report in reports)
-        left_s = (self._run.total_steps - newest.step) * newest.step_s + self._evaluations_left_s(newest)
         if shown:
-            self._display.show(Status(newest, self._run.total_steps, mfu, memory_bytes, left_s))
+            self._display.show(Status(newest, self._run.total_steps, mfu, memory_bytes, self._left_s(newest)))
 
     def watched(self, text: HeldOut, batches: Iterable[Batch]) -> Iterator[Batch]:
         """`batches` of `text`, shown as they are looked at; how long they take is noted for what is left."""
@@ -85,6 +84,13 @@ class Reporter:
         if evaluation.tokens:
             self._display.note(f"step {step}: held-out {describe(evaluation)}")
 
+    def _left_s(self, newest: StepReport) -> float | None:
+        """Until all is done; None while only the first step was seen, which compiles and tells nothing of the rest."""
+        steps = self._run.total_steps - newest.step
+        if newest.usual_s is None:
+            return None if steps else self._evaluations_left_s(newest)
+        return steps * newest.usual_s + self._evaluations_left_s(newest)
+
     def _evaluations_left_s(self, newest: StepReport) -> float:
         """Evaluations from this step on; before one was seen, a token is taken to cost a third of one trained on."""
         if not self._run.has_validation:
@@ -94,7 +100,9 @@ class Reporter:
         between = (run.total_steps - 1) // every - max(newest.step - 1, run.progress.evaluated) // every if every else 0
         length, final = config.data.sequence_length, run.held_out(config.evaluate.final_tokens).samples
         tokens = length * (max(between, 0) * run.held_out(config.evaluate.tokens).samples + final)
-        return tokens * (self._evaluation_s_per_token or 1 / (_FORWARD_SHARE * newest.tokens_per_s))
+        step_tokens = newest.tokens_per_s * newest.step_s
+        trained_s_per_token = (newest.usual_s or newest.step_s) / step_tokens
+        return tokens * (self._evaluation_s_per_token or trained_s_per_token / _FORWARD_SHARE)
 
     def flush(self) -> None:
         """Make durable what was logged, so that a checkpoint never knows of steps that the metrics lack."""

@@ -1,0 +1,99 @@
+"""FlexAttention's block mask of causality, window and documents, straight from where documents begin and end.
+
+torch's own ``create_block_mask`` evaluates the mask of every pair of positions first: 2.6 GiB at 16,384 positions on a
+GPU. Here a block of 128 x 128 is judged by its corners: by the first and last position of its queries and keys, and
+by the first and last document among them. Memory is that of the blocks, 16,384 times less.
+
+Shapes: B batch, Q blocks of queries, K blocks of keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.masks import AttentionMask
+
+BLOCK = 128
+"""Positions of a block: FlexAttention's own choice."""
+
+
+def flex_mask(mask: AttentionMask, device: torch.device) -> Any:
+    """The ``BlockMask`` of `mask`, made when it is first asked for."""
+    return mask.remember(("flex", device), lambda: _make(mask, device))
+
+
+def _make(mask: AttentionMask, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    partial, full = block_kinds(mask, device)
+    return BlockMask.from_kv_blocks(
+        *_ordered(partial),
+        *_ordered(full),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_seen(mask),
+        seq_lengths=(mask.query_length, mask.key_length),
+    )
+
+
+def _seen(mask: AttentionMask) -> Any:
+    """Whether a query sees a key, as FlexAttention asks it within the blocks that are seen in part."""
+    past, window, documents = mask.key_length - mask.query_length, mask.window, mask.documents_BS
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        position = i + past
+        allowed = j <= position
+        if window is not None:
+            allowed = allowed & (position - j < window)
+        return allowed if documents is None else allowed & (documents[b, position] == documents[b, j])
+
+    return seen
+
+
+def block_kinds(mask: AttentionMask, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which blocks are seen in part, and which as a whole: bool (B or 1, 1, Q, K) each.
+
+    Exact where the numbers of documents rise along a sequence, as those of batches do; where they come in any order,
+    a block of which nothing is seen may be called one that is seen in part, which costs time alone.
+    """
+    past, length = mask.key_length - mask.query_length, mask.key_length
+    first_q, last_q = _ends(past, length, device)
+    first_k, last_k = _ends(0, length, device)
+    first_q, last_q = first_q[:, None], last_q[:, None]
+    some = first_k <= last_q
+    whole = (last_k <= first_q) & (last_q - first_q + 1 == BLOCK) & (last_k - first_k + 1 == BLOCK)
+    if mask.window is not None:
+        some = some & (first_q - last_k < mask.window)
+        whole = whole & (last_q - first_k < mask.window)
+    if mask.documents_BS is None:
+        some, whole = some[None], whole[None]
+    else:
+        documents = mask.documents_BS.to(device)
+        (least_q, most_q), (least_k, most_k) = (_extremes(x) for x in (documents[:, past:], documents))
+        least_q, most_q = least_q[:, :, None], most_q[:, :, None]
+        least_k, most_k = least_k[:, None], most_k[:, None]
+        some = some & (least_k <= most_q) & (least_q <= most_k)
+        whole = whole & (least_k == most_q) & (least_q == most_k)
+    return (some & ~whole)[:, None], whole[:, None]
+
+
+def _ends(begin: int, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """First and last position of each block of ``begin .. end``."""
+    first = torch.arange(begin, end, BLOCK, device=device)
+    return first, (first + (BLOCK - 1)).clamp(max=end - 1)
+
+
+def _extremes(documents_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the greatest document of each block, (B, blocks) each."""
+    missing = -documents_BS.shape[1] % BLOCK
+    filled = torch.cat([documents_BS, documents_BS[:, -1:].expand(-1, missing)], dim=1) if missing else documents_BS
+    least, most = filled.view(len(filled), -1, BLOCK).aminmax(dim=2)
+    return least, most
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of each row there are, and their columns, those first, in order: both int32."""
+    columns = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(dim=-1, dtype=torch.int32), columns.to(torch.int32)

@@ -1,0 +1,270 @@
+"""What training does on a GPU, where there is none: tensors that know a CUDA device, shape and type, and hold nothing.
+
+A process of its own (see `start`) walks through every case of `CASES` under torch's FakeTensorMode and prints what went
+wrong, by name. An operator that gets tensors of host and device together fails as it would on a GPU, and so does
+reading a value back from the device. What is on the host alone is computed for real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# torch without CUDA knows neither a device guard nor streams of CUDA, which the autograd engine asks for: a library
+# with such that do nothing is loaded before it. torch built for CUDA takes its own such guard where no GPU is.
+GUARD = r"""
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+using Nothing = c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>;
+struct FakeGuard : Nothing {
+  static c10::Device device() { return c10::Device(c10::DeviceType::CUDA, 0); }
+  static c10::Stream stream() { return c10::Stream(c10::Stream::DEFAULT, device()); }
+  c10::Device exchangeDevice(c10::Device) const override { return device(); }
+  c10::Device getDevice() const override { return device(); }
+  c10::Stream getStream(c10::Device) const noexcept override { return stream(); }
+  c10::Stream getNewStream(c10::Device, int) const override { return stream(); }
+  c10::Stream exchangeStream(c10::Stream) const noexcept override { return stream(); }
+  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+};
+C10_REGISTER_GUARD_IMPL(CUDA, FakeGuard)
+
+namespace at {
+struct FakeHooks : CUDAHooksInterface {
+  explicit FakeHooks(CUDAHooksArgs) {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return false; }
+  void init() const override {}
+  DeviceIndex deviceCount() const override { return 1; }
+  DeviceIndex getCurrentDevice() const override { return 0; }
+  DeviceIndex current_device() const override { return 0; }
+  int getNumGPUs() const override { return 1; }
+};
+C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", FakeHooks)
+}
+"""
+
+
+def start(folder: Path, compiler: str, torch_folder: Path, *, has_cuda: bool) -> dict[str, str]:
+    """What went wrong in each case, empty where nothing did; `folder` is for what is built."""
+    environment = dict(os.environ)
+    if not has_cuda:
+        source, library = folder / "guard.cpp", folder / "guard.so"
+        source.write_text(GUARD)
+        paths = [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
+        command = [compiler, "-std=c++20", "-shared", "-fPIC", str(source), "-o", str(library), *paths]
+        subprocess.run([*command, "-lc10", "-ltorch_cpu"], check=True, capture_output=True, text=True)
+        environment |= {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(torch_folder / "lib")}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _mode() -> AbstractContextManager[Any]:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.utils._pytree import tree_leaves
+
+    class FakeDevice(FakeTensorMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = dict(kwargs or {})
+            kwargs.pop("pin_memory", None)  # there is nothing that could copy from it
+            device = kwargs.get("device")
+            on_host = device is None or device.type == "cpu"
+            if on_host and not any(isinstance(x, FakeTensor) for x in tree_leaves((args, kwargs))):
+                return function(*args, **kwargs)
+            return super().__torch_dispatch__(function, types, args, kwargs)
+
+    return FakeDevice(allow_non_fake_inputs=True)
+
+
+class _Event:
+    """A mark in a queue in which nothing is ever waiting."""
+
+    def __init__(self, **_options: Any) -> None:
+        pass
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+def _flex(q: Any, k: Any, v: Any, *, block_mask: Any, scale: float | None, enable_gqa: bool) -> Any:
+    """In place of FlexAttention, whose kernels are made for values: the mask asked of every pair, and products."""
+    import torch
+
+    for tensor in (block_mask.kv_num_blocks, block_mask.full_kv_indices, block_mask.q_indices):
+        assert tensor.device == q.device, "the block mask is elsewhere"
+    batch, i, j = (torch.arange(n, device=q.device) for n in (q.shape[0], q.shape[2], k.shape[2]))
+    seen = block_mask.mask_mod(batch[:, None, None], None, i[:, None], j).expand(len(batch), len(i), len(j))
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen[:, None], scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _model(changes: Mapping[str, Any]) -> Any:
+    import torch
+
+    from phalanx.model.config import ModelConfig
+    from phalanx.model.decoder import Decoder
+
+    sizes: dict[str, Any] = {"vocab_size": 512, "max_sequence": 256, "layers": 2, "hidden": 64, "heads": 4}
+    return Decoder(ModelConfig(**(sizes | dict(changes))), device="cuda:0", compute_dtype=torch.bfloat16)
+
+
+def _device() -> Any:
+    import torch
+
+    from phalanx.train.device import Device
+
+    return Device(torch.device("cuda", 0), "fake", torch.bfloat16, 1)
+
+
+def _batch(count: int, *, documents: bool) -> Any:
+    import torch
+
+    from phalanx.data.batch import Batch
+
+    tokens, borders = torch.zeros(count, 256, dtype=torch.int64), torch.arange(256).expand(count, 256) // 100
+    return Batch(tokens, tokens, torch.ones(count, 256), borders.int() if documents else None, torch.arange(count))
+
+
+def step(optimizer: str = "adamw", *, documents: bool = False, recompute: str = "none", **changes: Any) -> None:
+    """Two optimizer steps as the training loop makes them, with a short last micro-batch, and held-out text."""
+    import torch
+
+    from phalanx.optim.bad_step import BadStepJudge
+    from phalanx.optim.build import build_optimizer
+    from phalanx.optim.config import BadStepConfig, OptimConfig
+    from phalanx.train.reports.record import StepRecord
+    from phalanx.train.trainer import LocalTrainer
+
+    device, model = _device(), _model(changes)
+    model.recompute = recompute
+    trainer = LocalTrainer(model, device)
+    update = build_optimizer(OptimConfig(name=optimizer), trainer.parameters)  # type: ignore[arg-type]
+    judge, record = BadStepJudge(BadStepConfig(), device.torch_device), StepRecord()
+    for number in range(2):
+        batch = _batch(3, documents=documents)
+        loss = trainer.accumulate_gradients(batch, micro_batch=2, seed=0, step=number)
+        norm, scale = update.clip()
+        bad = judge.judge(loss, norm)
+        update.set_lr(0.1)
+        update.step(found_inf=bad, grad_scale=scale)
+        trainer.zero_grad()
+        trainer.weights_changed()
+        record.add(number, loss, norm, bad, 0.1, 0, 0)
+    assert trainer.held_out_loss([_batch(2, documents=documents)] * 2).device == torch.device("cuda", 0)
+    tensors = [*trainer.parameters.values(), *update.state_tensors().values(), *judge.state_tensors().values()]
+    assert all(tensor.device.type == "cuda" for tensor in tensors)
+
+
+def engine(**changes: Any) -> None:
+    """The same step by the engine of spread models, of one rank."""
+    import torch
+
+    from phalanx.core.layout import Layout
+    from phalanx.model.config import ModelConfig
+    from phalanx.parallel.apply import Build, build_engine
+    from phalanx.parallel.config import ParallelConfig
+    from phalanx.parallel.group import Group
+
+    class Alone:
+        layout, rank = Layout(), 0
+
+        def group(self, *_axes: Any) -> Group:
+            return Group.alone()
+
+        def named(self, _name: str, _ranks: Any, _axes: Any = ()) -> Group:
+            return Group.alone()
+
+    sizes: dict[str, Any] = {"vocab_size": 512, "max_sequence": 256, "layers": 2, "hidden": 64, "heads": 4}
+    build = Build(256, torch.device("cuda", 0), torch.bfloat16, seed=0, blank=True)
+    config = ParallelConfig(replicate=1, shard=1, tensor=1, pipeline=1, context=1)
+    made = build_engine(ModelConfig(**(sizes | changes)), config, Alone(), build)
+    for number in range(2):
+        made.accumulate_gradients(_batch(3, documents=True), micro_batch=2, seed=0, step=number)
+        made.zero_grad()
+        made.weights_changed()
+    made.held_out_loss([_batch(2, documents=True)])
+
+
+def decode(**changes: Any) -> None:
+    """A prompt and two more tokens with a cache of keys and values, up to the logits, which are read back."""
+    import torch
+
+    model = _model(changes)
+    with torch.no_grad():
+        cache = model.new_cache(1, 64)
+        for length in (20, 1, 1):
+            tokens = torch.zeros(1, length, dtype=torch.int64).to("cuda:0")
+            logits = model.logits(model(tokens, cache=cache)[:, -1])
+    assert logits.device == torch.device("cuda", 0)
+
+
+def counters() -> None:
+    """Hashes of rows, and masks of a slice of them."""
+    import torch
+
+    from phalanx.kernels.counter import keep_mask, row_states
+
+    rows = torch.arange(5, device="cuda:0")
+    assert keep_mask(1, rows, 7, 0.5, offset=3).device == row_states(1, rows).device == rows.device
+
+
+WINDOWS: dict[str, Any] = {"attention": ("window", "full"), "window": 50, "kv_heads": 2}
+LEARNED: dict[str, Any] = {"position": "learned", "norm": "layer", "bias": "all", "z_loss": 1e-4}
+CAPPED: dict[str, Any] = {"logit_softcap": 30.0, "qk_norm": True, "tie_embeddings": False}
+MATH: dict[str, Any] = {"attention_dropout": 0.1, "attention_backend": "math"}
+
+CASES: dict[str, Callable[[], None]] = {
+    "adamw, dropout, documents": partial(step, documents=True, dropout=0.1),
+    "adamw, learned positions": partial(step, **LEARNED),
+    "came, windows, documents": partial(step, "came", documents=True, **WINDOWS, **CAPPED),
+    "muon, dropped attention": partial(step, "muon", block="parallel", residual="compute", **MATH),
+    "selective recompute": partial(step, documents=True, recompute="selective", dropout=0.1),
+    "full recompute": partial(step, recompute="full", **MATH),
+    "decoding": partial(decode, **WINDOWS),
+    "decoding, learned positions": partial(decode, **LEARNED),
+    "engine": partial(engine, dropout=0.1),
+    "engine, dropped attention": partial(engine, **MATH),
+    "counters": counters,
+}
+
+
+def main() -> None:
+    """Walk through all cases; the last line is what went wrong, as JSON."""
+    import torch
+
+    from phalanx.kernels import attention, cross_entropy
+
+    torch.cuda.Event = _Event  # type: ignore[assignment,misc]
+    cross_entropy.twin = lambda like: None  # nor are the kernels of Triton
+    attention._compiled_flex = lambda: _flex  # type: ignore[assignment]
+    problems = {}
+    for name, case in CASES.items():
+        with _mode():
+            try:
+                case()
+                problems[name] = ""
+            except Exception:
+                problems[name] = traceback.format_exc()[-3000:]
+    print(json.dumps(problems))
+
+
+if __name__ == "__main__":
+    main()
