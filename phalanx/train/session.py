@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 from pathlib import Path
 from shlex import quote
 
-import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
@@ -169,15 +167,11 @@ def closing(run: Run, outcome: Outcome) -> str:
 
 
 def sample(run: Run) -> str:
-    """What the trained model makes of `evaluate.sample_prompt`; the same in every run of the same seed.
-
-    A compiled model runs as it was written here: it would be compiled again for one length of the text after another.
-    """
+    """What the trained model makes of `evaluate.sample_prompt`; the same in every run of the same seed."""
     wanted = run.config.evaluate
     model = run.trainer.whole_model or open_trained(run.folder.path, lambda _: None).model
     pieces = continue_text(model, run.prepared.tokenizer, wanted.sample_prompt, max_new_tokens=wanted.sample_tokens)
-    with torch.compiler.set_stance("force_eager") if run.config.train.compile else nullcontext():
-        return wanted.sample_prompt + "".join(pieces)
+    return wanted.sample_prompt + "".join(pieces)
 
 
 def _train_and_let_go(run: Run, display: Display, expected: Expected | None, base_bytes: int) -> Outcome:

@@ -7,7 +7,7 @@ import torch
 from model_builders import VARIANTS, build, tiny, tokens
 
 from phalanx.core.errors import UserError
-from phalanx.model.generate import generate, truncate
+from phalanx.model.generate import generate
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
