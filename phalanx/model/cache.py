@@ -160,7 +160,7 @@ class CachePass:
         length_B = cache.length_B + (self._new if self._lengths_B is None else self._lengths_B)
         return cache.newest(slots, length_B) - cache.length_B[:, None]
 
-    def _share(
+    def _bias(
         self, what: str, slots: int, window: int | None, dtype: torch.dtype, see: Callable[[], Tensor]
     ) -> Tensor:
         """A bias (B, 1, S, N) of the scores, 0 where a query sees and -inf elsewhere."""
