@@ -24,7 +24,7 @@ class KVCache:
     """Keys and values of each row's tokens; a pass writes into them, and nothing grows.
 
     Slot c of a layer holds the newest token of a row whose position is c modulo the number of slots. A layer has as
-    many slots as its window, or `max_length`.
+    many slots as its window, or `max_length` rounded up for the kernels' sake.
 
     Args:
         config: the decoder's.
@@ -47,8 +47,9 @@ class KVCache:
         # Attention looks at a power of two of keys: few shapes, and at most twice the keys that there are. A GPU holds
         # a graph for each, and reads 512 keys as fast as one.
         self._fewest_keys = 512 if torch.device(device).type == "cuda" else 64
+        self._most_keys = -(-max_length // 64) * 64
         self.windows = [config.window_of(layer) for layer in range(config.layers)]
-        slots = [min(window or max_length, max_length) for window in self.windows]
+        slots = [min(window or self._most_keys, self._most_keys) for window in self.windows]
         shapes = [(2, batch, config.num_kv_heads, count, config.head_dim) for count in slots]
         # Zeros, since a slot that is not seen yet has the weight 0, and 0 times what lies in memory may be NaN.
         self.layers = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
@@ -60,7 +61,7 @@ class KVCache:
     def reach(self, new: int) -> int:
         """Keys that a pass of `new` tokens looks at, in layers that have as many slots."""
         reach = max(self._fewest_keys, 1 << (self.length + new - 1).bit_length())
-        return min(reach, self.max_length)
+        return min(reach, self._most_keys)
 
     def begin(self, new: int, lengths_B: Tensor | None) -> CachePass:
         """A pass of `new` tokens a row, of which `lengths_B` count (None: all).
@@ -160,9 +161,7 @@ class CachePass:
         length_B = cache.length_B + (self._new if self._lengths_B is None else self._lengths_B)
         return cache.newest(slots, length_B) - cache.length_B[:, None]
 
-    def _bias(
-        self, what: str, slots: int, window: int | None, dtype: torch.dtype, see: Callable[[], Tensor]
-    ) -> Tensor:
+    def _bias(self, what: str, slots: int, window: int | None, dtype: torch.dtype, see: Callable[[], Tensor]) -> Tensor:
         """A bias (B, 1, S, N) of the scores, 0 where a query sees and -inf elsewhere."""
 
         def make() -> Tensor:

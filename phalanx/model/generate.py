@@ -10,6 +10,7 @@ Shapes: B rows, P longest prompt, D hidden, V vocabulary, N candidates.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -205,9 +206,8 @@ class Sampler:
             self.cache = self.model.new_cache(batch, max_length)
             self.token_B, self.stream_B = torch.zeros(2, batch, dtype=torch.int64, device=self.device)
             self._columns_V = column_states(_KEY, torch.arange(model.config.vocab_size, device=self.device))
-            self._host = torch.zeros(
-                self._behind + 1, self._arrears, batch, dtype=torch.int64, pin_memory=on_cuda
-            )  # fmt: skip
+            shape = (self._behind + 1, self._arrears, batch)
+            self._host = torch.zeros(shape, dtype=torch.int64, pin_memory=on_cuda)
 
     def run(self, prompts: Sequence[Sequence[int]], noise: Sequence[int], steps: int) -> Iterator[list[int]]:
         """The next token of each row, `steps` times; it may be left early.
@@ -336,7 +336,7 @@ def candidates(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | 
     if sampling.top_p < 1:
         parts_BN = (likely_BN.double() * 2.0**40).to(torch.int64)
         before_BN = parts_BN.cumsum(dim=-1) - parts_BN
-        likely_BN = likely_BN.masked_fill(before_BN >= sampling.top_p * 2.0**40, 0.0)
+        likely_BN = likely_BN.masked_fill(before_BN >= math.ceil(sampling.top_p * 2.0**40), 0.0)
     return likely_BN, ids_BN
 
 
