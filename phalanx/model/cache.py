@@ -193,4 +193,4 @@ def _kernels(device: torch.device) -> AbstractContextManager[None]:
     """On CUDA the kernels that take a bias; cuDNN's plans, made for each shape, stay out of graphs."""
     if device.type != "cuda":
         return nullcontext()
-    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])  # type: ignore[no-any-return, no-untyped-call]
+    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])

@@ -389,7 +389,7 @@ class CudaGraphs:
         """`step` as one launch; it has run once by then, for libraries to settle, and `changed` is as before."""
         with torch.cuda.device(self.device):
             before = [tensor.clone() for tensor in changed]
-            aside, here = torch.cuda.Stream(), torch.cuda.current_stream()
+            aside, here = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
             aside.wait_stream(here)
             with torch.cuda.stream(aside):
                 step()
