@@ -301,13 +301,37 @@ def keep_mask(key: int, rows: Tensor, width: int, rate: float, *, offset: int = 
     threshold = _threshold(rate)
     first = offset // 2
     pairs = torch.arange(first, (offset + width + 1) // 2, dtype=torch.int64, device=rows.device)
-    columns = _hash_(pairs, _mix_word(key))
-    bits = row_states(key, rows)[..., None] ^ columns
-    bits.mul_(_signed(_MIX_1))
-    _fold(bits, 32, torch.empty_like(bits))
-    bits.mul_(_signed(_MIX_2))
+    bits = _crossed(row_states(key, rows), column_states(key, pairs))
     start = offset - 2 * first
     return bits.view(torch.int32)[..., start : start + width] >= threshold
+
+
+def column_states(key: int, columns: Tensor) -> Tensor:
+    """64 uniform bits for each column (int64, same shape), to be crossed with the rows'."""
+    return _hash_(columns.to(torch.int64, copy=True), _mix_word(key))
+
+
+def _crossed(of_rows: Tensor, of_columns: Tensor) -> Tensor:
+    """Bits of every row with each of its columns: (...) and (..., C) or (C,) to (..., C), the upper ones the best."""
+    bits = of_rows[..., None] ^ of_columns
+    bits.mul_(_signed(_MIX_1))
+    _fold(bits, 32, torch.empty_like(bits))
+    return bits.mul_(_signed(_MIX_2))
+
+
+def uniform(of_rows: Tensor, of_columns: Tensor) -> Tensor:
+    """Float64 uniform in (0, 1), never 0 or 1: one for each row with each of its columns.
+
+    Args:
+        of_rows: (...) from :func:`row_states`.
+        of_columns: (C,) or (..., C) from :func:`column_states`.
+
+    Returns:
+        (..., C).
+    """
+    # 52 signed bits and a half, about one half: with 53, the largest would be rounded to 1.
+    bits = _crossed(of_rows, of_columns).bitwise_right_shift_(12)
+    return bits.to(torch.float64).add_(0.5).mul_(2.0**-52).add_(0.5)
 
 
 class _Dropout(torch.autograd.Function):

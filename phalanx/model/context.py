@@ -1,4 +1,4 @@
-"""What one forward pass carries beside the activations: where it is, what is dropped, and cached keys and values."""
+"""What one forward pass carries beside the activations: where it is, what is dropped, and which keys are cached."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from phalanx.core.errors import UserError
 from phalanx.kernels.attention import AttentionDropout, Backend, attention
 from phalanx.kernels.counter import dropout, make_key
 from phalanx.kernels.masks import AttentionMask
-from phalanx.model.config import ModelConfig
+from phalanx.model.cache import CachePass
 
 
 @dataclass(frozen=True)
@@ -32,60 +31,6 @@ class DropoutState:
         return make_key(self.seed, "dropout", self.step, site)
 
 
-class KVCache:
-    """Keys and values of the tokens seen so far, preallocated; window layers keep no more than their window needs.
-
-    Args:
-        config: the decoder's.
-        batch: sequences.
-        max_length: tokens that will be seen at most.
-        dtype: the decoder's compute dtype.
-    """
-
-    def __init__(
-        self, config: ModelConfig, batch: int, max_length: int, *, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
-        self.length = 0
-        self.max_length = max_length
-        self._windows = [config.window_of(layer) for layer in range(config.layers)]
-        shape = (2, batch, config.num_kv_heads, max_length, config.head_dim)
-        self._full = {
-            layer: torch.empty(shape, dtype=dtype, device=device)
-            for layer, window in enumerate(self._windows)
-            if window is None
-        }
-        self._recent: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def extend(self, layer: int, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the newest keys and values of `layer`; returns all that its newest queries may see.
-
-        Raises:
-            UserError: more than `max_length` tokens.
-        """
-        window = self._windows[layer]
-        if window is not None:
-            return self._extend_window(layer, k_BKSE, v_BKSE, window)
-        end = self.length + k_BKSE.shape[2]
-        if end > self.max_length:
-            raise UserError(f"is too short for {end} tokens", cure="make the cache longer", value=self.max_length)
-        store = self._full[layer]
-        store[0, :, :, self.length : end] = k_BKSE
-        store[1, :, :, self.length : end] = v_BKSE
-        return store[0, :, :, :end], store[1, :, :, :end]
-
-    def _extend_window(self, layer: int, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor]:
-        if layer in self._recent:
-            old_k, old_v = self._recent[layer]
-            k, v = torch.cat([old_k, k], dim=2), torch.cat([old_v, v], dim=2)
-        kept = max(k.shape[2] - (window - 1), 0)
-        self._recent[layer] = (k[:, :, kept:], v[:, :, kept:])
-        return k, v
-
-    def advance(self, tokens: int) -> None:
-        """Count `tokens` as seen, after all layers have taken them."""
-        self.length += tokens
-
-
 @dataclass(frozen=True)
 class Context:
     """The constants of one forward pass.
@@ -93,10 +38,10 @@ class Context:
     Attributes:
         batch, length: B and S of this pass.
         rotary: cos and sin for `phalanx.model.rotary.rotate_heads`, or None.
-        masks: the attention mask of each kind of layer, by window; empty with a cache.
+        masks: the attention mask of each kind of layer, by window; empty where keys are cached already.
         dropout: None outside training.
         rows_T: hash row of every row of the residual stream, for dropout.
-        cache: keys and values of earlier tokens, or None.
+        cache: this pass over the cache of keys and values, or None.
         attention_rows_BS: hash row of every query, where those are not the rows of the stream (which a layout may
             have split); None: they are.
         attend_with: attention of a layout that splits sequences, in place of `phalanx.kernels.attention`; called with
@@ -109,7 +54,7 @@ class Context:
     masks: Mapping[int | None, AttentionMask] = field(default_factory=dict)
     dropout: DropoutState | None = None
     rows_T: Tensor | None = None
-    cache: KVCache | None = None
+    cache: CachePass | None = None
     attention_rows_BS: Tensor | None = None
     attend_with: Callable[[Tensor, Tensor, Tensor, Attending], Tensor] | None = None
 
@@ -122,10 +67,10 @@ class Context:
         return _drop(x_TD, rate, self.dropout, site, self.rows_T)
 
     def attend(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, how: Attending) -> Tensor:
-        """Attention of one layer, with this pass' masks and dropout; (B, H, S, E)."""
+        """Attention of one layer over the keys of this pass, with its masks and dropout; (B, H, S, E)."""
         if self.attend_with is not None:
             return self.attend_with(q_BHSE, k_BKSE, v_BKSE, how)
-        mask = self.masks.get(how.window)  # Absent with a cache, where layers may hold different numbers of keys.
+        mask = self.masks.get(how.window)
         if self.dropout is None or self.rows_T is None or not how.dropout:
             return attention(q_BHSE, k_BKSE, v_BKSE, window=how.window, mask=mask, backend=how.backend)
         rows_BS = self.attention_rows_BS

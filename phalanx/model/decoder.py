@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from phalanx.core.errors import UserError
+from phalanx.model.cache import KVCache
 from phalanx.model.config import ModelConfig
-from phalanx.model.context import DropoutState, KVCache
+from phalanx.model.context import DropoutState
 from phalanx.model.layers import Embedding, LossHead, Norm
 from phalanx.model.part import DecoderPart
 from phalanx.model.rotary import too_long
@@ -58,6 +59,7 @@ class Decoder(DecoderPart):
         documents_BS: Tensor | None = None,
         dropout: DropoutState | None = None,
         cache: KVCache | None = None,
+        lengths_B: Tensor | None = None,
     ) -> Tensor:
         """Hidden states after the last norm.
 
@@ -67,27 +69,29 @@ class Decoder(DecoderPart):
             documents_BS: integers; attention stays among equal ones. None = a sequence is one document.
             dropout: what to drop in training; None drops nothing.
             cache: keys and values of earlier tokens; extended by these.
+            lengths_B: with a cache, how many tokens of each row it takes; those behind them are padding. None = all.
 
         Returns:
             (B, S, D) in compute dtype.
 
         Raises:
-            UserError: the sequence is longer than `max_sequence`, or documents are given with a cache.
+            UserError: the sequence is longer than `max_sequence` or than the cache, or documents are given with one.
         """
-        start = 0 if cache is None else cache.length
-        self._check(tokens_BS, start, positions_BS, documents_BS, cache)
+        length = tokens_BS.shape[1]
+        self._check(length, positions_BS, documents_BS, cache)
+        if cache is not None and cache.length and positions_BS is None:
+            positions_BS = cache.positions(length)
         context = self.context(
             tokens_BS,
-            start=start,
             positions_BS=positions_BS,
             documents_BS=documents_BS,
             dropout=dropout,
             cache=cache,
+            lengths_B=lengths_B,
         )
-        x_TD = self.embed(tokens_BS, context, start=start, positions_BS=positions_BS)
-        x_TD = self.blocks(x_TD, context)
+        x_TD = self.blocks(self.embed(tokens_BS, context, positions_BS=positions_BS), context)
         if cache is not None:
-            cache.advance(tokens_BS.shape[1])
+            cache.advance(length, lengths_B)
         hidden: Tensor = self.norm(x_TD)
         return hidden.view(*tokens_BS.shape, -1)
 
@@ -122,13 +126,12 @@ class Decoder(DecoderPart):
 
     def _check(
         self,
-        tokens_BS: Tensor,
-        start: int,
+        length: int,
         positions_BS: Tensor | None,
         documents_BS: Tensor | None,
         cache: KVCache | None,
     ) -> None:
-        end = start + tokens_BS.shape[1]
+        end = length if cache is None else cache.length + length
         if positions_BS is None and self.config.position != "none" and end > self.config.max_sequence:
             raise too_long(self.config, end)
         if cache is not None and documents_BS is not None:

@@ -95,12 +95,12 @@ class Embedding(Stored):
         if learned:
             self.parts += stack("position_weight", {"position_embedding": config.max_sequence})
 
-    def forward(self, tokens_BS: Tensor, start: int, positions_BS: Tensor | None) -> Tensor:
-        """Rows (T, D) for tokens at positions ``start ..`` or at `positions_BS`."""
+    def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None) -> Tensor:
+        """Rows (T, D) for tokens at positions 0, 1, 2 … or at `positions_BS`."""
         x_BSD = F.embedding(tokens_BS, self.weight)
         if self.position_weight is not None:
             if positions_BS is None:
-                x_BSD = x_BSD + self.position_weight[start : start + tokens_BS.shape[1]]
+                x_BSD = x_BSD + self.position_weight[: tokens_BS.shape[1]]
             else:
                 x_BSD = x_BSD + F.embedding(positions_BS, self.position_weight)
         return x_BSD.flatten(0, 1)
@@ -185,9 +185,10 @@ class Attention(Stored):
     def forward(self, qkv_TN: Tensor, context: Context) -> Tensor:
         """Attend within each sequence (and document, and window); the result is in token rows again."""
         q, k, v = (x.transpose(1, 2) for x in self._heads(qkv_TN, context))
-        if context.cache is not None:
-            k, v = context.cache.extend(self.layer, k, v)
-        out_BHSE = context.attend(q, k, v, self.how)
+        if context.cache is None:
+            out_BHSE = context.attend(q, k, v, self.how)
+        else:
+            out_BHSE = context.cache.attend(self.layer, q, k, v, lambda: context.attend(q, k, v, self.how))
         return out_BHSE.transpose(1, 2).reshape(len(qkv_TN), -1)
 
     def _heads(self, qkv_TN: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from phalanx.kernels.attention import prepare
 from phalanx.kernels.masks import AttentionMask
 from phalanx.model.block import Block
+from phalanx.model.cache import KVCache
 from phalanx.model.config import ModelConfig
-from phalanx.model.context import Context, DropoutState, KVCache, dropout_rows
+from phalanx.model.context import Context, DropoutState, dropout_rows
 from phalanx.model.layers import Embedding, LossHead, Make, Norm
 from phalanx.model.recompute import selective_contexts
 from phalanx.model.rotary import Rotary
@@ -83,19 +84,16 @@ class DecoderPart(nn.Module):
         self,
         tokens_BS: Tensor,
         *,
-        start: int = 0,
         positions_BS: Tensor | None = None,
         documents_BS: Tensor | None = None,
         dropout: DropoutState | None = None,
         cache: KVCache | None = None,
+        lengths_B: Tensor | None = None,
     ) -> Context:
-        """The constants of one forward pass over `tokens_BS`; arguments as of `Decoder.forward`.
-
-        Args:
-            start: position of the first token, where `positions_BS` is None.
-        """
+        """The constants of one forward pass over `tokens_BS`; arguments as of `Decoder.forward`."""
         batch, length = tokens_BS.shape
-        windows = {self.config.window_of(layer) for layer in range(self.config.layers)} if cache is None else set()
+        alone = cache is None or cache.length == 0
+        windows = {self.config.window_of(layer) for layer in range(self.config.layers)} if alone else set()
         masks = {w: AttentionMask(length, length, window=w, documents_BS=documents_BS) for w in windows}
         drops = dropout is not None and self.config.attention_dropout > 0
         for mask in masks.values():
@@ -103,19 +101,17 @@ class DecoderPart(nn.Module):
         return Context(
             batch=batch,
             length=length,
-            rotary=None if self.rotary is None else self.rotary(start, length, positions_BS, tokens_BS),
+            rotary=None if self.rotary is None else self.rotary(length, positions_BS, tokens_BS),
             masks=masks,
             dropout=dropout,
             rows_T=None if dropout is None else dropout_rows(dropout, length, self.config.max_sequence),
-            cache=cache,
+            cache=None if cache is None else cache.begin(length, lengths_B),
         )
 
-    def embed(
-        self, tokens_BS: Tensor, context: Context, *, start: int = 0, positions_BS: Tensor | None = None
-    ) -> Tensor:
+    def embed(self, tokens_BS: Tensor, context: Context, *, positions_BS: Tensor | None = None) -> Tensor:
         """The residual stream before the first layer, (T, D)."""
         assert self.embedding is not None, "this part begins after the embedding"
-        x_TD = self.embedding(tokens_BS, start, positions_BS).to(self.residual_dtype)
+        x_TD = self.embedding(tokens_BS, positions_BS).to(self.residual_dtype)
         return context.drop(x_TD, self.config.dropout, "embedding")
 
     def blocks(self, x_TD: Tensor, context: Context) -> Tensor:

@@ -25,21 +25,21 @@ class Rotary(nn.Module):
         self.cos_PE: Tensor | None = None
         self.sin_PE: Tensor | None = None
 
-    def forward(self, start: int, length: int, positions_BS: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Float32 cos and sin for `length` positions from `start`, or for `positions_BS`, broadcastable over heads.
+    def forward(self, length: int, positions_BS: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Float32 cos and sin for the first `length` positions, or for `positions_BS`, broadcastable over heads.
 
         Returns:
             Two tensors (S, 1, E/2), or (B, S, 1, E/2) with `positions_BS`.
 
         Raises:
-            UserError: a position reaches `max_sequence` (checked for `start + length` only).
+            UserError: `length` is more than `max_sequence`; `positions_BS` are not looked at.
         """
-        if positions_BS is None and start + length > self.config.max_sequence:
-            raise too_long(self.config, start + length)
+        if positions_BS is None and length > self.config.max_sequence:
+            raise too_long(self.config, length)
         cos, sin = self.tables(like.device)
         if positions_BS is not None:
             return cos[positions_BS].unsqueeze(-2), sin[positions_BS].unsqueeze(-2)
-        return cos[start : start + length].unsqueeze(-2), sin[start : start + length].unsqueeze(-2)
+        return cos[:length].unsqueeze(-2), sin[:length].unsqueeze(-2)
 
     def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Float32 cos and sin of all positions, (P, E/2) each."""

@@ -171,8 +171,7 @@ def sample(run: Run) -> str:
     wanted = run.config.evaluate
     model = run.trainer.whole_model or open_trained(run.folder.path, lambda _: None).model
     pieces = continue_text(model, run.prepared.tokenizer, wanted.sample_prompt, max_new_tokens=wanted.sample_tokens)
-    with run.as_written():
-        return wanted.sample_prompt + "".join(pieces)
+    return wanted.sample_prompt + "".join(pieces)
 
 
 def _train_and_let_go(run: Run, display: Display, expected: Expected | None, base_bytes: int) -> Outcome:

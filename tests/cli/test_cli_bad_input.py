@@ -291,6 +291,13 @@ OTHER_COMMANDS = [
     (("generate", "run", "x", "--temperature", "-1"), ("temperature = -1", "0 .greedy. or more")),
     (("generate", "run", "x", "--top-p", "2"), ("top_p = 2", "at most 1")),
     (("generate", "run", "x", "--top-k", "-3"), ("top_k = -3", "0 .all. or more")),
+    (("generate", "run", "the ", "word " * 9), ("prompt 2: the prompt takes 46 tokens", "shorten")),
+    (
+        ("generate", "run", "--prompts", "gone.txt"),
+        ("--prompts = 'gone.txt'.*No such file", "name a file"),
+    ),
+    (("generate", "run", "--prompts", "run"), ("--prompts = 'run'.*Is a directory", "name a file")),
+    (("generate", "run", "--prompts", os.devnull), ("has no prompt", "write one on each line")),
     (("evaluate", "run", "--data", "gone.toml"), ("there is no such config file", "check")),
     (("checkpoint", "inspect", "nowhere"), ("there is no such folder", "run folder")),
     (("data", "info", "tiny.toml", "train.steps=1"), ("has not been", "phalanx data prepare")),

@@ -11,8 +11,9 @@ import pytest
 from support.tiny import write_corpus
 from train_helpers import Commands, entries
 
+from phalanx.core.errors import UserError
 from phalanx.data.tokenizers.tokenizer import ByteTokenizer
-from phalanx.train.weights.sampling import stream_text
+from phalanx.train.weights.sampling import read_prompts, stream_text
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,6 +51,38 @@ def test_text_alone_goes_to_stdout_and_the_rest_is_said(commands: Commands, trai
 
 def test_a_prompt_may_be_left_out(commands: Commands, trained: Path) -> None:
     assert _text(commands, trained, "--tokens", "5") != "\n"
+
+
+def test_several_prompts_are_continued_as_each_alone(commands: Commands, trained: Path, tmp_path: Path) -> None:
+    how = ("--seed", "3", "--tokens", "6")
+    alone = [_text(commands, trained, prompt, *how) for prompt in ("the ", "a\nb")]
+    several = commands.run(trained, "generate", "run", "the ", "a\nb", *how)
+    assert several.out == "---\n".join(alone)
+    assert re.search(r"\[2 texts, \d+ tokens, \d+ per second, step 20\]", several.err)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('\ufeff{"prompt": "a\\nb", "more": 1}\r\n\n"the "\n', encoding="utf-8")
+    lines = _text(commands, trained, "--prompts", str(file), "--json", "--samples", "2", "--batch", "3", *how)
+    texts = [json.loads(line) for line in lines.splitlines()]
+    assert [text["prompt"] for text in texts] == ["a\nb", "a\nb", "the ", "the "]
+    assert [text["prompt"] + text["text"] + "\n" for text in texts[::2]] == alone[::-1]
+    assert texts[1]["text"] != texts[0]["text"]
+    for text in texts:
+        assert text["ended"] == ("tokens" if text["tokens"] == 6 else "end_of_text")
+
+
+def test_a_text_says_that_the_model_is_full(commands: Commands, trained: Path) -> None:
+    result = commands.run(trained, "generate", "run", "the ", "--json", "--tokens", "100", "--temperature", "0")
+    (text,) = [json.loads(line) for line in result.out.splitlines()]
+    assert (text["tokens"], text["ended"]) == (11, "max_sequence")
+    assert "the model's longest sequence of 16 is full" in result.err
+
+
+def test_prompts_are_lines_or_json_values() -> None:
+    assert read_prompts("one \r\n\n  two\u2028\nthree", json_lines=False) == ["one ", "  two\u2028", "three"]
+    assert read_prompts('"a"\n{"prompt": ""}\n', json_lines=True) == ["a", ""]
+    for text, named in (('"a"\nb\n', "line 2 is no JSON"), ('{"text": "a"}', "line 1 has no prompt"), ("3", "line 1")):
+        with pytest.raises(UserError, match=named):
+            read_prompts(text, json_lines=True)
 
 
 def test_bytes_of_one_character_come_together() -> None:

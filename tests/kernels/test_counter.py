@@ -180,6 +180,19 @@ def test_bits_of_rows_columns_and_keys_are_independent():
         assert abs(keep.double().sum(dim).var().item() / (n / 4) - 1) < 0.35
 
 
+def test_uniform_numbers_are_uniform_alone_and_in_pairs_and_belong_to_row_and_column():
+    rows, columns = counter.row_states(KEY, torch.arange(1000)), counter.column_states(KEY, torch.arange(256))
+    u = counter.uniform(rows, columns)
+    assert u.dtype == torch.float64 and u.shape == (1000, 256) and u.min() > 0 and u.max() < 1
+    for cells in (u * 64, (u[1:] * 8).floor() * 8 + u[:-1] * 8, (u[:, 1:] * 8).floor() * 8 + u[:, :-1] * 8):
+        counts = torch.bincount(cells.flatten().long(), minlength=64).double()
+        wanted = cells.numel() / 64
+        assert ((counts - wanted).square() / wanted).sum() < 63 + 6 * (2 * 63) ** 0.5
+    order = torch.stack([torch.randperm(256, generator=torch.Generator().manual_seed(i)) for i in range(1000)])
+    assert torch.equal(counter.uniform(rows, columns[order]), u.gather(1, order))
+    assert torch.equal(counter.uniform(rows[-3:], columns[5:9]), u[-3:, 5:9])
+
+
 def test_dropout_scales_and_its_gradient_replays_the_mask():
     x = torch.randn(4, 16, 33, requires_grad=True)
     rows = torch.arange(64).view(4, 16)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from phalanx.core.errors import UserError
 from phalanx.model.config import ModelConfig
 from phalanx.model.decoder import Decoder
+from phalanx.model.generate import generate_batch
 from phalanx.model.hf_config import read_config, write_config
 from phalanx.model.hf_tensors import rules
 from phalanx.model.huggingface import export_folder, import_folder, load_decoder, parity
@@ -98,6 +99,19 @@ def test_logits_and_gradients_are_those_of_transformers(name: str, folders: dict
         got = rule.join(grads, {p: tuple(logical[p].shape) for p in rule.parts}, ours.embedding.weight)
         wanted = gradients[rule.name]
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-5 * wanted.abs().max().item(), msg=rule.name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_text_is_that_of_transformers(name: str, folders: dict[str, Path]) -> None:
+    ours, theirs = load_decoder(folders[name]), _theirs(folders[name])
+    prompts = [tokens(ours.config, 1, length, seed=length)[0].tolist() for length in (1, 12, 7)]
+    found = generate_batch(ours, prompts, max_new_tokens=24, temperature=0)
+    for prompt, text in zip(prompts, found, strict=True):
+        ids = torch.tensor([prompt])
+        wanted = theirs.generate(  # type: ignore[operator]
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, pad_token_id=0
+        )
+        assert text == wanted[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -126,15 +126,14 @@ class SplitEmbedding(Stored):
         self.weight, self.position_weight, self.parts = whole.weight, whole.position_weight, whole.parts
         self.group = group
 
-    def forward(self, tokens_BS: Tensor, start: int, positions_BS: Tensor | None) -> Tensor:
-        """Rows (R, D) for tokens (B, S) at positions ``start ..`` or at `positions_BS`."""
+    def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None) -> Tensor:
+        """Rows (R, D) for tokens (B, S) at positions 0, 1, 2 … or at `positions_BS`."""
         rows = local_rows(tokens_BS.numel(), self.group)
         x_RD = embed_rows(self.group, self.weight, tokens_BS.flatten())
         if self.position_weight is None:
             return x_RD
         if positions_BS is None:
-            length = tokens_BS.shape[1]
-            positions_BS = torch.arange(start, start + length, device=tokens_BS.device).expand_as(tokens_BS)
+            positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
         return x_RD + F.embedding(positions_BS.flatten()[rows], self.position_weight)
 
 

@@ -1,13 +1,31 @@
-"""Text from a model: the prompt as training documents begin, the continuation as it comes."""
+"""Text from a model: the prompt as training documents begin, the continuation as it comes, or those of many prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from phalanx.core.errors import UserError
 from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.model.decoder import Decoder
-from phalanx.model.generate import generate
+from phalanx.model.generate import generate, generate_batch
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What a prompt was continued with.
+
+    Attributes:
+        tokens: new ones.
+        ended: by the end-of-text token, by the number of tokens asked for, or by the model's longest sequence.
+    """
+
+    prompt: str
+    text: str
+    tokens: int
+    ended: Literal["end_of_text", "tokens", "max_sequence"]
 
 
 def continue_text(
@@ -42,6 +60,83 @@ def continue_text(
         stop=() if end is None else (end,),
     )
     return stream_text(tokenizer, sampled)
+
+
+def continue_texts(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    top_k: int = 0,
+    seed: int = 0,
+    samples: int = 1,
+    batch: int = 32,
+) -> Iterator[Continuation]:
+    """What follows each of `prompts`, in their order; the first sample of a prompt is that of `continue_text`.
+
+    Args:
+        samples: texts for each prompt, one behind the other. A prompt that comes again has further ones.
+        batch: texts at once at most.
+
+    Raises:
+        UserError: at the call, as `continue_text`, with the number of the prompt where there are several.
+    """
+    ids, limits = [], []
+    for number, prompt in enumerate(prompts, start=1):
+        try:
+            ids += [prompt_ids(tokenizer, prompt)] * samples
+            limits += [min(max_new_tokens, room_after(model, ids[-1]))] * samples
+        except UserError as error:
+            which = f"prompt {number}: " if len(prompts) > 1 else ""
+            raise UserError(which + error.problem, cure=error.cure) from None
+    told = [prompt for prompt in prompts for _ in range(samples)]
+    end = tokenizer.end_of_text
+    found = generate_batch(
+        model,
+        ids,
+        max_new_tokens=limits,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=() if end is None else (end,),
+        batch=batch,
+    )
+    return _told(tokenizer, told, limits, max_new_tokens, found)
+
+
+def _told(
+    tokenizer: Tokenizer, prompts: Sequence[str], limits: Sequence[int], wanted: int, found: Iterator[list[int]]
+) -> Iterator[Continuation]:
+    for prompt, limit, tokens in zip(prompts, limits, found, strict=True):
+        full: Literal["tokens", "max_sequence"] = "tokens" if limit == wanted else "max_sequence"
+        ended = "end_of_text" if len(tokens) < limit else full
+        yield Continuation(prompt, tokenizer.decode(tokens), len(tokens), ended)
+
+
+def read_prompts(text: str, *, json_lines: bool) -> list[str]:
+    """The prompts of a file: a line each, or a JSON string or an object with `prompt` each; empty lines are none.
+
+    Raises:
+        UserError: a line is no JSON, or has no prompt.
+    """
+    numbered = enumerate(text.replace("\r\n", "\n").split("\n"), start=1)  # U+2028 and others do not end a line
+    lines = [(number, line) for number, line in numbered if line.strip()]
+    return [_prompt_of(number, line) if json_lines else line for number, line in lines]
+
+
+def _prompt_of(number: int, line: str) -> str:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"line {number} is no JSON ({error})", cure="write one JSON value a line") from None
+    prompt = entry.get("prompt") if isinstance(entry, dict) else entry
+    if not isinstance(prompt, str):
+        raise UserError(f"line {number} has no prompt", cure='write {"prompt": "…"} or "…"')
+    return prompt
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
