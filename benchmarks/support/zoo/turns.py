@@ -347,8 +347,9 @@ class Turn:
             problems.append(f"rank {case.guilty[0]} was not named")
         if hosts := signs.blamed_hosts():
             problems.append(f"{', '.join(hosts)} evicted or given back")
-        if found_s is not None and 2 not in signs.running:
-            problems.append("no step was made after it")
+        shows_steps = case.script is None or case.script.steps
+        if found_s is not None and (2 not in signs.running if shows_steps else signs.attempts < 2):
+            problems.append("no step was made after it" if shows_steps else "it was not begun again")
         return problems
 
     def explain(self, folder: Path) -> None:
