@@ -6,6 +6,7 @@ import json
 import os
 import random
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -374,3 +375,76 @@ def test_state_that_ranks_have_by_themselves_has_a_fixed_room(tmp_path: Path) ->
     extra["seen"] = list(range(10_000))
     with pytest.raises(UserError, match=r"the state of rank 1 has grown to \d+ bytes .*; call changed\(\)"):
         training.collect()
+
+
+class Holding(nn.Module):
+    """With one tensor more, in a part of it."""
+
+    def __init__(self, tensor: Tensor, name: str = "held") -> None:
+        super().__init__()
+        self.linear, self.part = nn.Linear(2, 2), nn.Module()
+        self.part.register_buffer(name, tensor)
+
+
+EYE = torch.eye(4)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: Holding(EYE.to_sparse()), r"model\.part\.held: is a sparse tensor \(torch.sparse_coo\).*; keep plain"),
+        (lambda: Holding(EYE.to_sparse_csr()), r"model\.part\.held: is a sparse tensor \(torch.sparse_csr\)"),
+        (lambda: Holding(quantized()), r"model\.part\.held: is a quantized tensor.*; keep plain tensors"),
+        (lambda: Holding(torch.nested.as_nested_tensor([EYE])), r"model\.part\.held: is a nested tensor"),
+        (lambda: nn.Linear(2, 2, device="meta"), r"model\.weight: is on the meta device.*; give the model memory"),
+        (lambda: Holding(EYE, "a\udc80"), r"model\.part\.a\\udc80: has half a character.*; rename it"),
+    ],
+    ids=["sparse", "csr", "quantized", "nested", "meta", "surrogate"],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_tensor_that_cannot_be_kept_is_refused_when_the_checkpointer_is_made(
+    tmp_path: Path, model: Callable[[], nn.Module], message: str
+) -> None:
+    for use in (
+        Checkpointer,
+        restore_checkpoint,
+        lambda *_, model: Checkpointer(tmp_path, mode="blocking").add(model=model),
+    ):
+        with pytest.raises(UserError, match=message):
+            use(tmp_path, model=model())
+    with pytest.raises(UserError, match=message.replace("model", "extra.net", 1)):
+        Checkpointer(tmp_path, extra={"net": model()})
+
+
+def quantized() -> Tensor:
+    return torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+
+
+def test_expanded_tensors_are_written_through_their_memory(tmp_path: Path) -> None:
+    """Of a model, of a module among the extras, and one by itself; with what is not a number."""
+    values = torch.tensor([[0.5], [torch.nan], [-2.0]])
+
+    def made(memory: Tensor) -> dict[str, Any]:
+        held = [memory.clone().expand(3, 5) for _ in range(3)]
+        return {"model": Holding(held[0]), "extra": {"net": Holding(held[1]), "alone": held[2]}}
+
+    def held(made: dict[str, Any]) -> list[Tensor]:
+        return [made["model"].part.held, made["extra"]["net"].part.held, made["extra"]["alone"]]
+
+    save_checkpoint(tmp_path, 1, **made(values))
+    again = made(torch.zeros(3, 1))
+    assert restore_checkpoint(tmp_path, **again) == 1
+    for tensor in held(again):
+        assert tensor.stride() == (1, 0)
+        assert torch.equal(tensor.nan_to_num(7.0), values.expand(3, 5).nan_to_num(7.0))
+    save_checkpoint(tmp_path, 2, model=Holding(torch.rand(3, 5)))
+    with pytest.raises(UserError, match=r"model\.part\.held: is expanded here.* different values .*contiguous"):
+        restore_checkpoint(tmp_path, model=again["model"])
+
+
+@pytest.mark.parametrize("model", [nn.ReLU, lambda: nn.Sequential(nn.Dropout(0.5))], ids=["bare", "nested"])
+def test_a_model_without_parameters_is_saved_with_the_rest(tmp_path: Path, model: Callable[[], nn.Module]) -> None:
+    save_checkpoint(tmp_path, 4, model=model(), extra={"a": 1, "net": model()})
+    extra = {"a": 0, "net": model()}
+    assert restore_checkpoint(tmp_path, model=model(), extra=extra) == 4
+    assert extra["a"] == 1

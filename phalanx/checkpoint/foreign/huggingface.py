@@ -172,8 +172,8 @@ class PhalanxCheckpointCallback(TrainerCallback):
 def _write_no_weights(folder: Path, names: Iterable[str]) -> None:
     """Weights in parts, none of which holds any, whose index yet names them all.
 
-    The Trainer takes what an index names for loaded. Of weights that it misses it warns by an attribute that only models
-    of transformers have: `'…' object has no attribute '_keys_to_ignore_on_save'`.
+    The Trainer takes what an index names for loaded. Of weights that it misses it warns with an attribute that only the
+    models of transformers have: `'…' object has no attribute '_keys_to_ignore_on_save'`.
     """
     save_file({}, folder / _NOTHING)
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, _NOTHING)}
