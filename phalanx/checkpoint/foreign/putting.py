@@ -32,6 +32,7 @@ from phalanx.core.shard import Shard
 
 T = TypeVar("T")
 _SHOWN = 8
+_CURE = "build the model and the extras as they were when it was saved, or give another folder to begin anew"
 
 
 class Restore(Protocol):
@@ -81,7 +82,7 @@ def put_back(
             opened.read(blob)
         own = b"".join(tensor.numpy().tobytes() for tensor in blob.values())
         everywhere(peers, lambda: made.append(Putting(training, opened.state, own, strict=strict)))
-        return Targets(*made[0].targets(), partial(_require_fit, opened.step, training, strict))
+        return Targets(*made[0].targets(), partial(_require_fit, opened.step, training, strict), _CURE)
 
     restored = restore(wanted)
     if restored is None:
@@ -185,6 +186,9 @@ class Putting:
         self._read |= {**tensors, **fresh}
 
     def _fill_extra(self, path: str, value: Any) -> None:
+        shape = self.table.get(self._own(path), ("", ()))[1]
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and tuple(value.shape) != shape:
+            raise UserError(f"has shape {tuple(value.shape)} here and {shape} there", cure=_CURE, field=path)
         present: dict[str, Tensor] = {}
         trees.flatten(value.state_dict() if isinstance(value, Stateful) else value, path, present)
         spread = {name: tensor for name, tensor in present.items() if isinstance(tensor, DTensor)}
