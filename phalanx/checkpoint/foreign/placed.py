@@ -53,13 +53,13 @@ def require_savable(name: str, tensor: Tensor) -> None:
         raise UserError(problem, cure=cure, field=printable)
 
 
-def is_expanded(tensor: Tensor) -> bool:
-    """Whether elements share memory, as ``expand`` makes them: nothing can be written to such a tensor as a whole."""
-    return not isinstance(tensor, DTensor) and bool(_expanded(tensor))
+def is_indirect(tensor: Tensor) -> bool:
+    """Whether bytes cannot be read into it: elements share memory (``expand``), or are conjugated or negated on use."""
+    return not isinstance(tensor, DTensor) and (bool(_expanded(tensor)) or tensor.is_conj() or tensor.is_neg())
 
 
 def overwrite(name: str, tensor: Tensor, saved: Tensor) -> None:
-    """Give `tensor` the values of `saved`, an expanded one through the memory that its elements share.
+    """Give `tensor`, which may be indirect, the values of `saved`; through the memory that its elements share.
 
     Raises:
         UserError: elements that share memory have different values in `saved`; nothing is changed then.

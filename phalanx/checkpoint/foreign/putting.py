@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.checkpoint.fit import Differences
 from phalanx.checkpoint.foreign import optimizers, trees
 from phalanx.checkpoint.foreign.generators import set_generators
-from phalanx.checkpoint.foreign.placed import is_expanded, overwrite
+from phalanx.checkpoint.foreign.placed import is_indirect, overwrite
 from phalanx.checkpoint.foreign.state import (
     FORMAT,
     Collected,
@@ -140,7 +140,7 @@ class Putting:
         both = {**state["tensors"], **mine["tensors"]}
         self.table: dict[str, tuple[str, tuple[int, ...]]] = {n: (d, tuple(s)) for n, (d, s) in both.items()}
         self._read: dict[str, Tensor] = {}
-        self._expanded: dict[str, Tensor] = {}
+        self._indirect: dict[str, Tensor] = {}
         self._fill()
 
     def targets(self) -> tuple[dict[str, Tensor], dict[str, Shard]]:
@@ -152,7 +152,7 @@ class Putting:
     def finish(self) -> None:
         """All targets are filled: give the objects their state."""
         training, names = self._training, optimizers.parameter_names(self._training.models)
-        for name, tensor in self._expanded.items():
+        for name, tensor in self._indirect.items():
             overwrite(name, tensor, self._read[name])
         for key, model in self._there(self._modules()).items():
             load_rest(model, {n: trees.rebuild(t, f"{key}.{n}", self._tensor) for n, t in self.trees[key].items()})
@@ -181,8 +181,8 @@ class Putting:
             self._fresh(name for name in self.table if name.startswith(self._own("rng.")))
 
     def _fill_model(self, tensors: Mapping[str, Tensor]) -> None:
-        self._expanded |= {name: tensor for name, tensor in tensors.items() if is_expanded(tensor)}
-        fresh = {name: torch.empty_like(tensor) for name, tensor in self._expanded.items() if name in tensors}
+        self._indirect |= {name: tensor for name, tensor in tensors.items() if is_indirect(tensor)}
+        fresh = {name: torch.empty_like(tensor) for name, tensor in self._indirect.items() if name in tensors}
         self._read |= {**tensors, **fresh}
 
     def _fill_extra(self, path: str, value: Any) -> None:
