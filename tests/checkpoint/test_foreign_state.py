@@ -521,16 +521,20 @@ def test_expanded_tensors_are_written_through_their_memory(tmp_path: Path) -> No
         restore_checkpoint(tmp_path, model=again["model"])
 
 
-@pytest.mark.parametrize("mode", ["blocking", "background"])
-def test_conjugated_and_negated_views_are_restored(folder: Path, mode: str) -> None:
+@pytest.mark.parametrize("settings", [{"mode": "blocking"}, {"wait": True}], ids=["files", "memory"])
+def test_conjugated_and_negated_views_are_restored(folder: Path, settings: dict[str, Any]) -> None:
     def made(values: Tensor) -> dict[str, Any]:
         return {"model": Holding(values.clone().conj()), "extra": {"net": Holding(values.clone().conj().imag)}}
 
     values = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
-    save_checkpoint(folder, 1, mode=mode, **made(values))
+    checkpoints = Checkpointer(folder, every_steps=1, **made(values), **settings)
+    checkpoints.step(1)
+    checkpoints.close(failed=True)  # so that the keeper stays
     again = made(torch.zeros(2, dtype=torch.complex64))
     assert again["model"].part.held.is_conj() and again["extra"]["net"].part.held.is_neg()
-    assert restore_checkpoint(folder, **again) == 1
+    checkpoints = Checkpointer(folder, **again, **settings)
+    assert checkpoints.restore() == 1
+    checkpoints.close(failed=True)
     assert again["model"].part.held.tolist() == [1 - 2j, 3 + 4j]
     assert again["extra"]["net"].part.held.tolist() == [-2.0, 4.0]
 
