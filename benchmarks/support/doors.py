@@ -198,8 +198,6 @@ def _trained(folder: Path, say: Say, steps: int, **settings: Any) -> tuple[int, 
 
 
 class _Regression(nn.Module):
-    _keys_to_ignore_on_save = None  # the Trainer asks for it
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(9, 17), nn.Dropout(0.1), nn.Linear(17, 1))

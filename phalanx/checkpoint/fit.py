@@ -14,6 +14,7 @@ from phalanx.core.errors import UserError
 from phalanx.core.peers import Peers
 
 _SHOWN = 8
+CURE = "use the config it was written with, or train.init_from to take over weights only"
 _SHOWN_PREFIXES = 12
 _SHOWN_NAMES = 3
 _PREFIX_PARTS = 2
@@ -67,6 +68,7 @@ def require_fit(
     select: Callable[[str], bool] | None = None,
     misses_empty: bool,
     words: Words,
+    cure: str = CURE,
 ) -> Differences:
     """Called by all ranks together; the names on one side only (both none where `strict`).
 
@@ -78,7 +80,7 @@ def require_fit(
         cast: dtypes may differ.
         select: of the saved tensors only those count whose name it accepts.
         misses_empty: whether tensors without elements have to be among `saved` too.
-        words: for messages.
+        words, cure: for messages.
 
     Raises:
         UserError: listing what is missing, unexpected, or of another shape or dtype.
@@ -102,7 +104,6 @@ def require_fit(
     if strict:
         problems += listed(f"only {words.within}", unexpected, len(unexpected))
     if problems:
-        cure = "use the config it was written with, or train.init_from to take over weights only"
         raise UserError("does not fit: " + "; ".join(problems[:_SHOWN]), cure=cure, field=what)
     return Differences(tuple(missing), unexpected)
 

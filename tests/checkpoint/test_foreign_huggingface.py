@@ -2,38 +2,67 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from foreign_forks import Forks
 
+from phalanx.checkpoint import save_checkpoint
+
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 
-def trained(forks: Forks, folder: Path, kill_at: int = 0) -> Any:
-    arguments = [str(folder), kill_at, "mode=blocking", "every_steps=4"]
+def trained(forks: Forks, folder: Path, kind: str, kill_at: int = 0) -> Any:
+    arguments = [str(folder), kill_at, kind, "mode=blocking", "every_steps=4"]
     [(status, told)] = forks.run("foreign_trainer:train", arguments, [{}])
-    assert status == (-9 if kill_at else 0), told
+    assert status == (-9 if kill_at > 0 else 0), told
     return told
 
 
 @pytest.fixture(scope="module")
-def through(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def through(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     """What nobody disturbs."""
-    return trained(forks, tmp_path_factory.mktemp("through"))
+
+    @cache
+    def undisturbed(kind: str) -> Any:
+        return trained(forks, tmp_path_factory.mktemp("through"), kind)
+
+    return undisturbed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kill_at", "start"), [(9, 8), (15, 12)], ids=["mid-epoch", "epoch border"])
+@pytest.mark.parametrize(
+    ("kind", "kill_at", "start"),
+    [("gpt2", 9, 8), ("gpt2", 15, 12), ("plain", 9, 8), ("plain", -11, 8)],
+    ids=["mid-epoch", "epoch border", "plain module", "an error, and again in the same process"],
+)
 def test_killed_and_resumed_losses_are_the_same(
-    forks: Forks, tmp_path: Path, through: Any, kill_at: int, start: int
+    forks: Forks, tmp_path: Path, through: Callable[[str], Any], kind: str, kill_at: int, start: int
 ) -> None:
     # An epoch is 22 samples, which are 6 steps of 4: step 8 is in the middle of one, step 12 at an end.
-    trained(forks, tmp_path, kill_at)
-    resumed = trained(forks, tmp_path)
-    assert (through["start"], resumed["start"]) == (0, start)
-    assert len(through["history"]) == 16
-    assert resumed["history"] == through["history"]
-    assert resumed["weights"] == through["weights"]
+    resumed = trained(forks, tmp_path, kind, kill_at)
+    if kill_at > 0:
+        resumed = trained(forks, tmp_path, kind)
+    assert resumed["left"] == []
+    undisturbed = through(kind)
+    assert (undisturbed["start"], resumed["start"]) == (0, start)
+    assert len(undisturbed["history"]) == 16
+    assert resumed["history"] == undisturbed["history"]
+    assert resumed["weights"] == undisturbed["weights"]
+
+
+def test_nothing_is_left_of_a_training_that_never_began(tmp_path: Path) -> None:
+    from phalanx.checkpoint.foreign.huggingface import PhalanxCheckpointCallback
+
+    save_checkpoint(tmp_path, 3, extra={"trainer_state": {"global_step": 3}})
+    callback = PhalanxCheckpointCallback(tmp_path, mode="blocking")
+    folders = [Path(callback.resume() or "") for _ in range(2)]
+    assert [folder.exists() for folder in folders] == [False, True]
+    del callback
+    gc.collect()
+    assert not folders[1].exists()

@@ -6,6 +6,7 @@ import json
 import os
 import random
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from phalanx.checkpoint.foreign import trees
 from phalanx.checkpoint.foreign.api import Checkpointer, restore_checkpoint, save_checkpoint
 from phalanx.checkpoint.foreign.generators import generator_tensors, set_generators
 from phalanx.checkpoint.foreign.state import TrainingState
+from phalanx.checkpoint.foreign.updates import Updates
 from phalanx.checkpoint.restoring.checkpoint import newest
 from phalanx.core.errors import UserError
 
@@ -107,6 +109,79 @@ def test_nothing_to_save_is_refused_when_it_is_needed(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="nothing to save was given; give model="):
             use()
     checkpoints.close()
+
+
+def test_steps_count_up_and_end_with_close(tmp_path: Path) -> None:
+    given = {"extra": {"a": 1}, "mode": "blocking", "every_steps": 1}
+    with Checkpointer(tmp_path, **given) as checkpoints:
+        assert not any(checkpoints.step(step) for step in (1, 3, 3))
+        for step, message in ((2, "step = 2: comes after step 3.*; count on from"), (3.0, "step = 3.0: is no whole")):
+            with pytest.raises(UserError, match=message):
+                checkpoints.step(step)  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"the Checkpointer is closed.*; make a new one"):
+            checkpoints.step(4)
+        checkpoints.close()
+    with Checkpointer(tmp_path, **given) as checkpoints:
+        assert checkpoints.restore() == 3
+        with pytest.raises(UserError, match="step = 1: comes after step 3"):
+            checkpoints.step(1)
+        checkpoints.step(int(np.int64(4)))
+    assert restore_checkpoint(tmp_path, extra={"a": 0}) == 4
+
+
+def squares(parameters: list[nn.Parameter], scale: float) -> Callable[[], Tensor]:
+    """A closure with its optimum at zero."""
+
+    def closure() -> Tensor:
+        loss = scale * sum(parameter.square().sum() for parameter in parameters)
+        for parameter in parameters:
+            parameter.grad = None
+        loss.backward()
+        return loss
+
+    return closure
+
+
+def sgd(rate: float | Tensor = 0.1) -> Callable[[Any], torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.SGD(parameters, lr=rate)
+
+
+@pytest.mark.parametrize(
+    ("make", "scale", "moves"),
+    [
+        (sgd(), 1.0, True),
+        (sgd(torch.tensor(0.1)), 1.0, True),
+        (sgd(0.0), 1.0, False),
+        (sgd(), 0.0, False),
+        (sgd(1e-12), 1.0, False),  # below the precision of the parameters
+        (lambda parameters: torch.optim.AdamW(parameters), 1.0, True),
+        (lambda parameters: torch.optim.AdamW(parameters, weight_decay=0.0), 0.0, False),
+        (torch.optim.LBFGS, 1.0, True),
+        (torch.optim.LBFGS, 0.0, False),
+        (lambda parameters: torch.optim.LBFGS(parameters, line_search_fn="strong_wolfe"), 1.0, True),
+    ],
+)
+def test_what_moves_parameters_is_told_from_what_does_not(make: Any, scale: float, moves: bool) -> None:
+    called: list[int] = []
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in ((), (300, 200), (0,), (2, 3, 4))]
+    optimizer = make(parameters)
+    updates = Updates([optimizer], lambda: called.append(1))
+    assert not updates.stepped()
+    for _ in range(2):
+        optimizer.step(squares(parameters, scale))
+        assert updates.stepped() == moves
+        assert not updates.stepped()
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.fill_(1.0)  # which undoes it
+    assert len(called) == 2
+    for step in range(20):  # one that moves after many that did not
+        optimizer.step(squares(parameters, scale if step == 15 else 0.0))
+    assert updates.stepped() == moves
+    updates.close()
+    optimizer.step(squares(parameters, scale))
+    assert not updates.stepped() and len(called) == 22
 
 
 def test_generators_go_on_where_they_were() -> None:
@@ -290,8 +365,11 @@ def test_weights_only_and_what_does_not_fit(tmp_path: Path) -> None:
     assert torch.equal(other.weight, net.weight)
     with pytest.raises(UserError, match=r"extra\.b: is not in the checkpoint; restore only what is there \(extra\.a"):
         restore_checkpoint(tmp_path, model=other, extra={"b": 1})
-    with pytest.raises(UserError, match="weight has shape"):
-        restore_checkpoint(tmp_path, model=nn.Linear(4, 4))
+    for wrong in (nn.Linear(4, 4), nn.Linear(3, 4).double()):
+        with pytest.raises(
+            UserError, match=r"weight has (shape|dtype) .*; build the model and the extras as they were"
+        ):
+            restore_checkpoint(tmp_path, model=wrong)
     with pytest.raises(UserError, match=r"1 missing in the checkpoint: model\.0\.weight.* only in the checkpoint"):
         restore_checkpoint(tmp_path, model=nn.Sequential(nn.Linear(3, 4, bias=False)))
     said: list[str] = []
@@ -358,6 +436,8 @@ def test_extras_that_change_their_shapes_are_told_of(tmp_path: Path) -> None:
     checkpoints.step(2)
     checkpoints.close()
     assert restore_checkpoint(tmp_path, extra={"seen": torch.ones(3)}) == 2
+    with pytest.raises(UserError, match=r"extra\.seen: has shape \(2,\) here and \(3,\) there; build"):
+        restore_checkpoint(tmp_path, extra={"seen": torch.ones(2)})
 
 
 def test_state_that_ranks_have_by_themselves_has_a_fixed_room(tmp_path: Path) -> None:
@@ -374,3 +454,94 @@ def test_state_that_ranks_have_by_themselves_has_a_fixed_room(tmp_path: Path) ->
     extra["seen"] = list(range(10_000))
     with pytest.raises(UserError, match=r"the state of rank 1 has grown to \d+ bytes .*; call changed\(\)"):
         training.collect()
+
+
+class Holding(nn.Module):
+    """With one tensor more, in a part of it."""
+
+    def __init__(self, tensor: Tensor, name: str = "held") -> None:
+        super().__init__()
+        self.linear, self.part = nn.Linear(2, 2), nn.Module()
+        self.part.register_buffer(name, tensor)
+
+
+EYE = torch.eye(4)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: Holding(EYE.to_sparse()), r"model\.part\.held: is a sparse tensor \(torch.sparse_coo\).*; keep plain"),
+        (lambda: Holding(EYE.to_sparse_csr()), r"model\.part\.held: is a sparse tensor \(torch.sparse_csr\)"),
+        (lambda: Holding(quantized()), r"model\.part\.held: is a quantized tensor.*; keep plain tensors"),
+        (lambda: Holding(torch.nested.as_nested_tensor([EYE])), r"model\.part\.held: is a nested tensor"),
+        (lambda: nn.Linear(2, 2, device="meta"), r"model\.weight: is on the meta device.*; give the model memory"),
+        (lambda: Holding(EYE, "a\udc80"), r"model\.part\.a\\udc80: has half a character.*; rename it"),
+    ],
+    ids=["sparse", "csr", "quantized", "nested", "meta", "surrogate"],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_tensor_that_cannot_be_kept_is_refused_when_the_checkpointer_is_made(
+    tmp_path: Path, model: Callable[[], nn.Module], message: str
+) -> None:
+    for use in (
+        Checkpointer,
+        restore_checkpoint,
+        lambda *_, model: Checkpointer(tmp_path, mode="blocking").add(model=model),
+    ):
+        with pytest.raises(UserError, match=message):
+            use(tmp_path, model=model())
+    with pytest.raises(UserError, match=message.replace("model", "extra.net", 1)):
+        Checkpointer(tmp_path, extra={"net": model()})
+
+
+def quantized() -> Tensor:
+    return torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+
+
+def test_expanded_tensors_are_written_through_their_memory(tmp_path: Path) -> None:
+    """Of a model, of a module among the extras, and one by itself; with what is not a number."""
+    values = torch.tensor([[0.5], [torch.nan], [-2.0]])
+
+    def made(memory: Tensor) -> dict[str, Any]:
+        held = [memory.clone().expand(3, 5) for _ in range(3)]
+        return {"model": Holding(held[0]), "extra": {"net": Holding(held[1]), "alone": held[2]}}
+
+    def held(made: dict[str, Any]) -> list[Tensor]:
+        return [made["model"].part.held, made["extra"]["net"].part.held, made["extra"]["alone"]]
+
+    save_checkpoint(tmp_path, 1, **made(values))
+    again = made(torch.zeros(3, 1))
+    assert restore_checkpoint(tmp_path, **again) == 1
+    for tensor in held(again):
+        assert tensor.stride() == (1, 0)
+        assert torch.equal(tensor.nan_to_num(7.0), values.expand(3, 5).nan_to_num(7.0))
+    save_checkpoint(tmp_path, 2, model=Holding(torch.rand(3, 5)))
+    with pytest.raises(UserError, match=r"model\.part\.held: is expanded here.* different values .*contiguous"):
+        restore_checkpoint(tmp_path, model=again["model"])
+
+
+@pytest.mark.parametrize("settings", [{"mode": "blocking"}, {"wait": True}], ids=["files", "memory"])
+def test_conjugated_and_negated_views_are_restored(folder: Path, settings: dict[str, Any]) -> None:
+    def made(values: Tensor) -> dict[str, Any]:
+        return {"model": Holding(values.clone().conj()), "extra": {"net": Holding(values.clone().conj().imag)}}
+
+    values = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
+    checkpoints = Checkpointer(folder, every_steps=1, **made(values), **settings)
+    checkpoints.step(1)
+    checkpoints.close(failed=True)  # so that the keeper stays
+    again = made(torch.zeros(2, dtype=torch.complex64))
+    assert again["model"].part.held.is_conj() and again["extra"]["net"].part.held.is_neg()
+    checkpoints = Checkpointer(folder, **again, **settings)
+    assert checkpoints.restore() == 1
+    checkpoints.close(failed=True)
+    assert again["model"].part.held.tolist() == [1 - 2j, 3 + 4j]
+    assert again["extra"]["net"].part.held.tolist() == [-2.0, 4.0]
+
+
+@pytest.mark.parametrize("model", [nn.ReLU, lambda: nn.Sequential(nn.Dropout(0.5))], ids=["bare", "nested"])
+def test_a_model_without_parameters_is_saved_with_the_rest(tmp_path: Path, model: Callable[[], nn.Module]) -> None:
+    save_checkpoint(tmp_path, 4, model=model(), extra={"a": 1, "net": model()})
+    extra = {"a": 0, "net": model()}
+    assert restore_checkpoint(tmp_path, model=model(), extra=extra) == 4
+    assert extra["a"] == 1

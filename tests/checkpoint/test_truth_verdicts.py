@@ -119,6 +119,27 @@ def test_a_warm_up_from_zero_and_a_decay_to_it(folder: Path) -> None:
     require_no_verdict(loop)
 
 
+@pytest.mark.parametrize("how", ["LBFGS", "AdamW"])
+def test_steps_that_move_nothing(folder: Path, how: str) -> None:
+    """A loop that has converged is healthy: its steps change nothing, and its end is as durable as any."""
+    loop = Loop(folder, adamw)
+    parameters = list(loop.model.parameters())
+    if how == "LBFGS":
+        loop.optimizer = torch.optim.LBFGS(parameters)
+    else:
+        loop.optimizer = torch.optim.AdamW(parameters, weight_decay=0.0)  # its counters go on
+
+    def loss() -> Tensor:
+        total = torch.stack([parameter.square().sum() for parameter in parameters]).sum()
+        total = total * (how == "LBFGS")  # the optimum is found in the first steps; or all gradients are zero
+        loop.optimizer.zero_grad()
+        total.backward()
+        return total
+
+    loop.run(lambda _: loop.optimizer.step(loss) and None)
+    require_no_verdict(loop)
+
+
 def test_steps_that_never_reach_the_weights(folder: Path) -> None:
     """As where another copy of the model is trained than the one that is saved."""
     loop = Loop(folder, adamw)

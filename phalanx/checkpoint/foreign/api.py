@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 import time
@@ -88,6 +89,7 @@ class Checkpointer:
         self._step = 0
         self._ended = True
         self._is_blank = False
+        self._is_closed = False
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -164,6 +166,7 @@ class Checkpointer:
         """Optimizer step `step` (the first is 1) is done: take a snapshot if one is due.
 
         Args:
+            step: not below that of the call before, or of what `restore` has put back.
             metrics: figures of this step, for `keep_best` and for people.
             ending: it is the last one: return when its checkpoint is durable.
 
@@ -173,8 +176,9 @@ class Checkpointer:
 
         Raises:
             UserError: a checkpoint that was waited for could not be written; a state holds what cannot be saved;
-                nothing was given; the weights are blank.
+                nothing was given; the weights are blank; `step` is no whole number or goes back; this is closed.
         """
+        step = self._next(step)
         self._training.require_any()
         if self._is_blank:
             raise UserError("the weights are blank: restore() was not called", cure="call it before the first step")
@@ -200,6 +204,7 @@ class Checkpointer:
         if last and not failed and not self._ended:
             self._saving.after_step(self._step, stepped=self._updates.stepped, metrics={}, ending=True)
             self._ended = True
+        self._is_closed = True
         self._updates.close()
         self._stopping.close()
         self._saving.close(clean=not failed)
@@ -213,6 +218,22 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close(failed=error is not None)
+
+    def _next(self, step: int) -> int:
+        """A step that may follow the one before."""
+        if self._is_closed:
+            raise UserError("the Checkpointer is closed, and takes no more checkpoints", cure="make a new one")
+        try:
+            number = operator.index(step)
+        except TypeError:
+            raise UserError(
+                "is no whole number", cure="give the number of the step", field="step", value=step
+            ) from None
+        if number < self._step:
+            problem = f"comes after step {self._step}, and a checkpoint of it would not be the newest"
+            cure = "count on from what restore() returns, or give another folder to begin anew"
+            raise UserError(problem, cure=cure, field="step", value=number)
+        return number
 
     def _say(self, line: str) -> None:
         if self.peers.rank == 0:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import tempfile
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from phalanx.checkpoint.foreign.generators import generator_tensors, set_generat
 from phalanx.core.errors import UserError
 
 _STATE = "trainer_state"
+_NOTHING = "nothing.safetensors"
 
 
 class PhalanxCheckpointCallback(TrainerCallback):
@@ -42,6 +45,9 @@ class PhalanxCheckpointCallback(TrainerCallback):
     def __init__(self, folder: str | Path, **settings: Any) -> None:
         self._folder, self._settings = folder, settings
         self._made: Checkpointer | None = None
+        self._has_begun = False
+        self._model: Any = None
+        self._remove_resume_folder: Callable[[], Any] = lambda: None
         self._metrics: dict[str, float] = {}
         self._awaits = ""
         self._resumed_step = 0
@@ -51,21 +57,39 @@ class PhalanxCheckpointCallback(TrainerCallback):
     def resume(self) -> str | None:
         """For ``trainer.train(resume_from_checkpoint=…)``; None where there is nothing to resume from.
 
-        The folder that this names holds the trainer's state only: by it the Trainer knows how many batches to skip. It
-        warns of missing weights; these are put in place when training begins.
+        The folder that this names holds the trainer's state only: by it the Trainer knows how many batches to skip. The
+        weights are put in place when training begins, and the folder is removed then; else with this callback, or when
+        the process ends.
         """
-        objects = self._checkpoints.look().get("objects", {})
-        state = objects.get(f"extra.{_STATE}")
+        self._end_what_was_broken_off()
+        saved = self._checkpoints.look()
+        state = saved.get("objects", {}).get(f"extra.{_STATE}")
         if state is None:
             return None
         self._resumed_step = int(state["global_step"])
+        self._remove_resume_folder()
         folder = Path(tempfile.mkdtemp(prefix="phalanx-resume-"))
+        self._remove_resume_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         (folder / "trainer_state.json").write_text(json.dumps(state))
-        save_file({}, folder / "model.safetensors")
+        if self._model is None:  # not seen where the callback was added to a Trainer that had been made
+            names = [name.removeprefix("model.") for name in saved["tensors"] if name.startswith("model.")]
+        else:
+            names = list(self._model.state_dict())
+        _write_no_weights(folder, names)
+        if hasattr(self._model, "peft_config"):  # of an adapted model the Trainer reads no weights in parts
+            save_file({}, folder / "model.safetensors")
         return str(folder)
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **about: Any) -> None:
+        """The Trainer is made, of this model."""
+        self._model = about.get("model")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **about: Any) -> None:
         """Everything is in place: take up the checkpoint, if there is one."""
+        if not args.auto_find_batch_size:  # else the Trainer reads it again with each size that it tries
+            self._remove_resume_folder()
+        self._end_what_was_broken_off()
+        self._has_begun = True
         self._trainer_state.state = state
         optimizer = getattr(about["optimizer"], "optimizer", about["optimizer"])  # accelerate wraps it
         extra = {"scheduler": about["lr_scheduler"]}
@@ -111,7 +135,8 @@ class PhalanxCheckpointCallback(TrainerCallback):
         self._take_awaited(state, control)
         is_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
         self._checkpoints.close(last=not is_best)
-        self._made = None
+        self._made, self._has_begun = None, False
+        self._remove_resume_folder()
 
     def _take(self, state: Any, control: Any) -> None:
         """Take a checkpoint if one is due; end where the scheduler wants that."""
@@ -125,6 +150,13 @@ class PhalanxCheckpointCallback(TrainerCallback):
         if self._awaits:
             self._take(state, control)
 
+    def _end_what_was_broken_off(self) -> None:
+        """An error has ended the training before, and the Trainer begins anew, with steps of lower numbers."""
+        if self._has_begun and self._made is not None:
+            self._made.close(failed=True)
+            self._made = None
+        self._has_begun = False
+
     @property
     def _checkpoints(self) -> Checkpointer:
         # Not made before it is needed: TrainingArguments starts torch.distributed, perhaps after this callback is made.
@@ -135,6 +167,17 @@ class PhalanxCheckpointCallback(TrainerCallback):
     def _set_generators(self) -> None:
         set_generators(self._generators)
         self._generators = {}
+
+
+def _write_no_weights(folder: Path, names: Iterable[str]) -> None:
+    """Weights in parts, none of which holds any, whose index yet names them all.
+
+    The Trainer takes what an index names for loaded. Of weights that it misses it warns with an attribute that only the
+    models of transformers have: `'…' object has no attribute '_keys_to_ignore_on_save'`.
+    """
+    save_file({}, folder / _NOTHING)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, _NOTHING)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 class _TrainerState:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.checkpoint.fit import Differences
 from phalanx.checkpoint.foreign import optimizers, trees
 from phalanx.checkpoint.foreign.generators import set_generators
+from phalanx.checkpoint.foreign.placed import is_indirect, overwrite
 from phalanx.checkpoint.foreign.state import (
     FORMAT,
     Collected,
@@ -31,6 +32,7 @@ from phalanx.core.shard import Shard
 
 T = TypeVar("T")
 _SHOWN = 8
+_CURE = "build the model and the extras as they were when it was saved, or give another folder to begin anew"
 
 
 class Restore(Protocol):
@@ -80,7 +82,7 @@ def put_back(
             opened.read(blob)
         own = b"".join(tensor.numpy().tobytes() for tensor in blob.values())
         everywhere(peers, lambda: made.append(Putting(training, opened.state, own, strict=strict)))
-        return Targets(*made[0].targets(), partial(_require_fit, opened.step, training, strict))
+        return Targets(*made[0].targets(), partial(_require_fit, opened.step, training, strict), _CURE)
 
     restored = restore(wanted)
     if restored is None:
@@ -138,6 +140,7 @@ class Putting:
         both = {**state["tensors"], **mine["tensors"]}
         self.table: dict[str, tuple[str, tuple[int, ...]]] = {n: (d, tuple(s)) for n, (d, s) in both.items()}
         self._read: dict[str, Tensor] = {}
+        self._indirect: dict[str, Tensor] = {}
         self._fill()
 
     def targets(self) -> tuple[dict[str, Tensor], dict[str, Shard]]:
@@ -149,6 +152,8 @@ class Putting:
     def finish(self) -> None:
         """All targets are filled: give the objects their state."""
         training, names = self._training, optimizers.parameter_names(self._training.models)
+        for name, tensor in self._indirect.items():
+            overwrite(name, tensor, self._read[name])
         for key, model in self._there(self._modules()).items():
             load_rest(model, {n: trees.rebuild(t, f"{key}.{n}", self._tensor) for n, t in self.trees[key].items()})
         for key, optimizer in self._there(training.optimizers).items():
@@ -165,8 +170,8 @@ class Putting:
     def _fill(self) -> None:
         names = optimizers.parameter_names(self._training.models)
         for key, model in self._there(self._modules()).items():
-            tensors, _ = model_tensors(model)
-            self._read |= {f"{key}.{name}": tensor for name, tensor in tensors.items()}
+            tensors, _ = model_tensors(key, model)
+            self._fill_model({f"{key}.{name}": tensor for name, tensor in tensors.items()})
             self._fresh(path for n, tree in self.trees[key].items() for path in trees.paths(tree, f"{key}.{n}"))
         for key, optimizer in self._there(self._training.optimizers).items():
             self._read |= optimizers.targets(self.table, self.trees[key], optimizer, names, key)
@@ -175,7 +180,15 @@ class Putting:
         if self._is_own:
             self._fresh(name for name in self.table if name.startswith(self._own("rng.")))
 
+    def _fill_model(self, tensors: Mapping[str, Tensor]) -> None:
+        self._indirect |= {name: tensor for name, tensor in tensors.items() if is_indirect(tensor)}
+        fresh = {name: torch.empty_like(tensor) for name, tensor in self._indirect.items() if name in tensors}
+        self._read |= {**tensors, **fresh}
+
     def _fill_extra(self, path: str, value: Any) -> None:
+        shape = self.table.get(self._own(path), ("", ()))[1]
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and tuple(value.shape) != shape:
+            raise UserError(f"has shape {tuple(value.shape)} here and {shape} there", cure=_CURE, field=path)
         present: dict[str, Tensor] = {}
         trees.flatten(value.state_dict() if isinstance(value, Stateful) else value, path, present)
         spread = {name: tensor for name, tensor in present.items() if isinstance(tensor, DTensor)}
@@ -190,8 +203,7 @@ class Putting:
         if isinstance(value, Stateful):
             value.load_state_dict(saved)
         elif isinstance(value, Tensor):
-            with torch.no_grad():
-                value.copy_(saved)
+            overwrite(path, value, saved)
         else:
             self._training.extra[path.removeprefix("extra.")] = saved
 

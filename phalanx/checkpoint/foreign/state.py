@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from phalanx.checkpoint.foreign import optimizers, trees
 from phalanx.checkpoint.foreign.generators import generator_tensors
-from phalanx.checkpoint.foreign.placed import placed
+from phalanx.checkpoint.foreign.placed import placed, require_savable
 from phalanx.checkpoint.format.plan import Role
 from phalanx.core.errors import UserError
 from phalanx.core.shard import Shard
@@ -206,13 +206,24 @@ def _named(given: Any, key: str, kind: type) -> dict[str, Any]:
     return named
 
 
-def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a model by name, each once where several names share it, and what else its state dict has."""
-    state = get_model_state_dict(optimizers.unwrapped(model))
+def model_tensors(path: str, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a model by name, each once where several names share it, and what else its state dict has.
+
+    Args:
+        path: of the model, for messages.
+
+    Raises:
+        UserError: one of them cannot be saved.
+    """
+    inner = optimizers.unwrapped(model)
+    if next(inner.parameters(), None) is None and not inner.state_dict():
+        return {}, {}  # which torch takes for a mistake
+    state = get_model_state_dict(inner)
     tensors: dict[str, Tensor] = {}
     seen: set[Any] = set()
     for name, value in state.items():
         if isinstance(value, Tensor):
+            require_savable(f"{path}.{name}", value)
             local = value.to_local() if isinstance(value, DTensor) else value
             place = (local.data_ptr(), local.shape, local.stride(), local.dtype)
             if not local.numel() or place not in seen:
@@ -229,7 +240,7 @@ def load_rest(model: nn.Module, rest: Mapping[str, Any]) -> None:
 
 
 def _collect_model(path: str, model: nn.Module, found: Collected) -> Any:
-    tensors, rest = model_tensors(model)
+    tensors, rest = model_tensors(path, model)
     trained = {optimizers.clean(name) for name, p in optimizers.unwrapped(model).named_parameters() if p.requires_grad}
     found.add({f"{path}.{name}": tensor for name, tensor in tensors.items() if name in trained}, "trained")
     found.add({f"{path}.{name}": tensor for name, tensor in tensors.items() if name not in trained})

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from phalanx.checkpoint.fit import SOURCE, Differences, require_fit
+from phalanx.checkpoint.fit import CURE, SOURCE, Differences, require_fit
 from phalanx.checkpoint.format.blocks import Block, held
 from phalanx.checkpoint.format.record import SnapshotId, parse_state
 from phalanx.checkpoint.keeper.contract import Keeper
@@ -76,11 +76,13 @@ class Targets(NamedTuple):
         shards: which block of its logical tensor each of `tensors` is; those not named here are whole.
         check: is given the names on one side only, on every rank, before anything is changed; what it raises ends the
             restore.
+        cure: what a person should do where shapes or dtypes do not fit.
     """
 
     tensors: Mapping[str, Tensor]
     shards: Mapping[str, Shard] | None = None
     check: Callable[[Differences], None] | None = None
+    cure: str = CURE
 
 
 class Opened:
@@ -236,7 +238,7 @@ def restore(
                 everywhere(peers, partial(accept, opened))
             targets = wanted(opened) if callable(wanted) else Targets(wanted, shards)
             blocks, sharing, is_any = _blocks(targets, select, peers, copies)
-            differences = fit(_title(source), source.tensors, blocks, peers)
+            differences = fit(_title(source), source.tensors, blocks, peers, cure=targets.cure)
             if targets.check is not None:
                 everywhere(peers, partial(targets.check, differences))
             opened.check()
