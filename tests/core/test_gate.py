@@ -148,7 +148,7 @@ def test_who_speaks_before_it_is_asked_is_not_spoken_to(house: House) -> None:
 
 @pytest.mark.parametrize("words", [b"", b"x", bytes(MESSAGE_BYTES)])
 def test_to_turn_somebody_away_costs_no_more_than_to_come(house: House, words: bytes) -> None:
-    """Else strangers of one machine fill the queue of calls of another: it is served in the order in which they came."""
+    """Else strangers of one machine fill the queue of calls, which is served in the order in which they came."""
     with house.busy():
         before_s, began_s = time.thread_time(), house.cpu_s()
         for _ in range(1000):
