@@ -16,6 +16,7 @@ import select
 import socket
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -78,7 +79,8 @@ class Gate:
         self._admit, self._report = admit, report
         self._most, self._proof_s = most, proof_s
         self._throttle = LogThrottle()
-        self._callers: dict[int, _Caller] = {}  # by descriptor; those who came first are first
+        # By descriptor; those who came first are first, which a `dict` would find in linear time.
+        self._callers: OrderedDict[int, _Caller] = OrderedDict()
         self._key: tuple[bytes, PreSharedKey] | None = None  # of the secret that was used last
         self._random = b""
         self._poll = select.epoll()

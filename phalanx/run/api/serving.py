@@ -93,7 +93,7 @@ class BoundedProtocol(H11Protocol):
         if not self.flow.read_paused:
             self.transport.resume_reading()
         super().data_received(data)
-        if not self._is_known and self.cycle is not None and self.hall.admits(self.scope):
+        if not self._is_known and self.cycle is not None and self.hall.admits(cast(Scope, self.scope)):
             self._is_known = True
             self.hall.remove(self)
         if not self._is_known:

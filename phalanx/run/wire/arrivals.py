@@ -1,11 +1,13 @@
 """Connections that were not heard yet: they get what serves them with their first bytes, and not before.
 
-Where those bytes can show who knows the token, all others take turns.
+Where those bytes can show who knows the token, all others take turns. The first of a long `dict` from which the first
+are removed is found in linear time, of an `OrderedDict` at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -43,7 +45,7 @@ class Turns:
     def __init__(self, admits: Callable[[bytes], bool]) -> None:
         self._admits = admits
         self._left, self._counted_s = float(TURNS), float("-inf")
-        self._waiting: dict[Stranger, bytes] = {}  # what they have said; the first to speak first
+        self._waiting: OrderedDict[Stranger, bytes] = OrderedDict()  # what they have said; the first to speak first
         self._held_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -102,7 +104,7 @@ class Arrivals:
 
     def __init__(self, most: int = MOST, within_s: float = WITHIN_S, turns: Turns | None = None) -> None:
         self._most, self._within_s, self._turns = most, within_s, turns
-        self._waiting: dict[Arrival, float] = {}  # until when; the oldest first
+        self._waiting: OrderedDict[Arrival, float] = OrderedDict()  # until when; the oldest first
         self._timer: asyncio.TimerHandle | None = None
 
     def expect(self, make: Make) -> asyncio.Protocol:
@@ -138,12 +140,13 @@ class Arrivals:
 
     def _drop_late(self) -> None:
         loop = asyncio.get_running_loop()
-        for arrival, until_s in list(self._waiting.items()):
+        self._timer = None
+        while self._waiting:
+            arrival, until_s = next(iter(self._waiting.items()))
             if until_s > loop.time():
                 self._timer = loop.call_at(until_s, self._drop_late)
                 return
             self._drop(arrival)
-        self._timer = None
 
     def _drop(self, arrival: Arrival) -> None:
         self.remove(arrival)
