@@ -2,6 +2,7 @@
 
     python benchmarks/strangers.py                          # all doors, 1,000 strangers of every kind
     python benchmarks/strangers.py --strangers 200 --calls 5 --doors keeper,driver
+    python benchmarks/strangers.py --strangers 1500 --doors http --kinds login,health
     python benchmarks/strangers.py --json FILE
 
 Doors: `keeper`, where other hosts' keepers come with replicas (a caller asks what is held); `driver`, where executors
@@ -9,14 +10,18 @@ come (a caller is welcomed), and `http`, where people and programs come (a calle
 also with TLS; `peer`, where a host lets others measure the network to it. Each is a process of its own.
 
 Strangers, in two processes of their own: `none`; `idle`: they connect and say nothing, and again when they are hung up
-on; `slow`: they say a byte a second; `again`: they connect and hang up, each as soon as it can. All come from this
-machine, as the caller does. The bar: no call takes longer than a second.
+on; `slow`: they say a byte a second; `again`: they connect and hang up, each as soon as it can; `wrong`: as `again`,
+with a wrong proof or token before they hang up, every second one as soon as it is connected and the others when they
+have heard something, or half a second later. Of HTTP only: `login`: they begin a long body for the login and never end
+it; `health`: they ask what is open to all, again as soon as it is answered. All come from this machine, as the caller
+does. The bar: no call takes longer than a second.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import multiprocessing
 import os
@@ -35,11 +40,20 @@ SECRET = bytes(range(32))
 TOKEN = SECRET.hex()
 JOB = "strangers"
 DOORS = ("keeper", "driver", "driver-tls", "http", "http-tls", "peer")
-KINDS = ("none", "idle", "slow", "again")
+KINDS = ("none", "idle", "slow", "again", "wrong", "login", "health")
+HTTP_KINDS = ("login", "health")
 BAR_S = 1.0
 _CALL_S = 30.0
 _PROCESSES = 2
 _SETTLE_S = 2.0
+_SPEAK_S = 0.5  # after which a stranger with a wrong proof does not wait for the door to speak first
+_WORDS = {
+    "login": b"POST /login HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-www-form-urlencoded\r\n"
+    b"Content-Length: 60000\r\n\r\ntoken=",
+    "health": b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n",
+    "slow": b"G",
+}
+_WRONG_TOKEN = b"GET /job HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer wrong\r\n\r\n"
 
 
 def main() -> None:
@@ -68,13 +82,15 @@ def measure(door: str, kinds: list[str], strangers: int, calls: int) -> list[dic
     context = multiprocessing.get_context("spawn")
     rows = []
     for kind in kinds:
+        if kind in HTTP_KINDS and door != "http":
+            continue
         here, there = context.Pipe()
         with tempfile.TemporaryDirectory() as folder:
             server = context.Process(target=_serve, args=(door, there, folder), daemon=True)
             server.start()
             port = here.recv()
             crowd = [
-                context.Process(target=_crowd, args=(kind, port, strangers // _PROCESSES), daemon=True)
+                context.Process(target=_crowd, args=(kind, door, port, strangers // _PROCESSES), daemon=True)
                 for _ in range(_PROCESSES if kind != "none" else 0)
             ]
             for process in crowd:
@@ -110,46 +126,85 @@ def _row(door: str, kind: str, call: Callable[[], None], calls: int) -> dict[str
 # The strangers
 
 
-def _crowd(kind: str, port: int, count: int) -> None:
+def _crowd(kind: str, door: str, port: int, count: int) -> None:
     """Keep so many connections busy for ever."""
-    selector = selectors.DefaultSelector()
-    for _ in range(count):
-        _connect(selector, port)
+    wrong = (
+        b"GET /job HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer wrong\r\n\r\n" if door.startswith("http") else bytes(48)
+    )
+    crowd = _Crowd(kind, port, wrong if kind == "wrong" else _WORDS.get(kind, b""))
+    for number in range(count):
+        crowd.connect(is_hasty=number % 2 == 0)
     slow_s = time.monotonic()
     while True:
-        for key, events in selector.select(0.2):
-            connection: socket.socket = key.fileobj  # type: ignore[assignment]
-            if kind == "again" and events & selectors.EVENT_WRITE:
-                _leave(selector, connection)
-                _connect(selector, port)
-                continue
-            if events & selectors.EVENT_WRITE:
-                selector.modify(connection, selectors.EVENT_READ)
-            if events & selectors.EVENT_READ:
-                heard = b""
-                with suppress(OSError):
-                    heard = connection.recv(4096)
-                if not heard:
-                    _leave(selector, connection)
-                    _connect(selector, port)
+        crowd.turn()
         if kind == "slow" and time.monotonic() - slow_s > 1.0:
             slow_s = time.monotonic()
-            for key in list(selector.get_map().values()):
-                with suppress(OSError):
-                    key.fileobj.send(b"G")  # type: ignore[union-attr]
+            crowd.all_speak()
 
 
-def _connect(selector: selectors.BaseSelector, port: int) -> None:
-    connection = socket.socket()
-    connection.setblocking(False)
-    with suppress(BlockingIOError):
-        connection.connect(("127.0.0.1", port))
-    selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
+class _Crowd:
+    def __init__(self, kind: str, port: int, words: bytes) -> None:
+        self._kind, self._port, self._words = kind, port, words
+        self._selector = selectors.DefaultSelector()
+        self._patient: dict[socket.socket, float] = {}  # since when they wait to be spoken to, the first first
 
+    def connect(self, is_hasty: bool) -> None:
+        connection = socket.socket()
+        connection.setblocking(False)
+        with suppress(BlockingIOError):
+            connection.connect(("127.0.0.1", self._port))
+        self._selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, is_hasty)
 
-def _leave(selector: selectors.BaseSelector, connection: socket.socket) -> None:
-    selector.unregister(connection)
-    connection.close()
+    def turn(self) -> None:
+        for key, events in self._selector.select(0.2):
+            connection: socket.socket = key.fileobj  # type: ignore[assignment]
+            if events & selectors.EVENT_WRITE:
+                self._connected(connection, is_hasty=key.data)
+            elif events & selectors.EVENT_READ:
+                self._heard(connection, is_hasty=key.data)
+        while self._patient and time.monotonic() - next(iter(self._patient.values())) > _SPEAK_S:
+            self._speak_and_leave(next(iter(self._patient)), is_hasty=False)
+
+    def all_speak(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            self._say(key.fileobj)  # type: ignore[arg-type]
+
+    def _connected(self, connection: socket.socket, *, is_hasty: bool) -> None:
+        if self._kind == "again":
+            self._come_again(connection, is_hasty=is_hasty)
+        elif self._kind == "wrong" and is_hasty:
+            self._speak_and_leave(connection, is_hasty=is_hasty)
+        else:
+            if self._kind == "wrong":
+                self._patient[connection] = time.monotonic()
+            elif self._kind in HTTP_KINDS:
+                self._say(connection)
+            self._selector.modify(connection, selectors.EVENT_READ, is_hasty)
+
+    def _heard(self, connection: socket.socket, *, is_hasty: bool) -> None:
+        heard = b""
+        with suppress(OSError):
+            heard = connection.recv(4096)
+        if not heard:
+            self._come_again(connection, is_hasty=is_hasty)
+        elif self._kind == "wrong":
+            self._speak_and_leave(connection, is_hasty=is_hasty)
+        elif self._kind == "health":
+            self._say(connection)
+
+    def _speak_and_leave(self, connection: socket.socket, *, is_hasty: bool) -> None:
+        self._say(connection)
+        self._come_again(connection, is_hasty=is_hasty)
+
+    def _come_again(self, connection: socket.socket, *, is_hasty: bool) -> None:
+        self._patient.pop(connection, None)
+        self._selector.unregister(connection)
+        connection.close()
+        self.connect(is_hasty)
+
+    def _say(self, connection: socket.socket) -> None:
+        with suppress(OSError):
+            connection.send(self._words)
 
 
 # The doors
@@ -238,8 +293,12 @@ def _own_certificate(folder: Path) -> ssl.SSLContext:
 
 # Somebody who has the secret
 
+_NEEDED = ("phalanx.checkpoint.replicas.fetch", "phalanx.checks.peer", "phalanx.run.wire.link", "httpx")
+
 
 def _ask(door: str, port: int, folder: Path) -> Callable[[], None]:
+    for needed in _NEEDED:  # before the clock runs
+        importlib.import_module(needed)
     if door == "keeper":
         return lambda: _ask_keeper(port)
     if door == "peer":

@@ -3,7 +3,9 @@
 One thread looks after all who have not yet. The listener speaks first, 32 bytes that it never says again; the caller
 answers with the first message of `phalanx.core.noise`; that is all that is read of it. Whoever has not answered in time
 is dropped, and so is the one who has waited longest when too many wait, so that strangers who do nothing, or little,
-keep nobody out. Torch-free.
+keep nobody out. Nor do those who come again and again, as long as to turn one away costs less than to call: the kernel
+hands connections over in the order in which they came, and whoever has the secret waits behind all that are not dealt
+with yet. So a caller who speaks first, or is gone, is not even spoken to. Torch-free.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ import select
 import socket
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from phalanx.core.noise import MESSAGE_BYTES, Handshake, NotAuthenticError
+from phalanx.core.noise import MESSAGE_BYTES, Handshake, NotAuthenticError, PreSharedKey
 from phalanx.core.throttle import LogThrottle, and_others
 
 HELLO_BYTES = 32
@@ -76,7 +79,9 @@ class Gate:
         self._admit, self._report = admit, report
         self._most, self._proof_s = most, proof_s
         self._throttle = LogThrottle()
-        self._callers: dict[int, _Caller] = {}  # by descriptor; those who came first are first
+        # By descriptor; those who came first are first, which a `dict` would find in linear time.
+        self._callers: OrderedDict[int, _Caller] = OrderedDict()
+        self._key: tuple[bytes, PreSharedKey] | None = None  # of the secret that was used last
         self._random = b""
         self._poll = select.epoll()
         self._woken, self._wake = os.pipe()
@@ -131,11 +136,13 @@ class Gate:
             except OSError as error:  # it is gone again, or there is no descriptor left
                 self._make_room(error)
                 return
-            if _is_gone(connection):
-                connection.close()
-                self._say("gone", f"{address[0]} hung up before it had proved anything")
-            else:
+            early = _heard_early(connection)
+            if early is None:
                 self._begin(connection, address[0])
+            else:
+                connection.close()
+                fault = "spoke before it was asked" if early else "hung up before it had proved anything"
+                self._say("early" if early else "gone", f"{address[0]} {fault}")
 
     def _begin(self, connection: socket.socket, address: str) -> None:
         self._random = self._random or os.urandom(_RANDOM_BYTES)
@@ -172,9 +179,11 @@ class Gate:
     def _judge(self, caller: _Caller) -> None:
         secret = self._secret()
         if secret is None:
-            self._refuse(caller, "early", f"{caller.address} called before there was a secret to know it by")
+            self._refuse(caller, "secret", f"{caller.address} called before there was a secret to know it by")
             return
-        handshake = Handshake(secret, caller.hello, calls=False)
+        if self._key is None or self._key[0] != secret:
+            self._key = secret, PreSharedKey(secret)
+        handshake = Handshake(self._key[1], caller.hello, calls=False)
         try:
             handshake.read(caller.said)
         except NotAuthenticError:
@@ -206,14 +215,14 @@ class Gate:
             self._report(line + and_others(others))
 
 
-def _is_gone(connection: socket.socket) -> bool:
-    """Whether it was hung up on already, as those do who come again and again: these cost nothing more."""
+def _heard_early(connection: socket.socket) -> bytes | None:
+    """What has come of somebody who was not spoken to yet; nothing: it has hung up; None: it waits, as it should."""
     try:
-        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
-        return False
+        return None
     except OSError:
-        return True
+        return b""
 
 
 def knock(hello: bytes, label: bytes, secret: bytes) -> tuple[Handshake, bytes]:

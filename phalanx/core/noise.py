@@ -72,27 +72,46 @@ class Cipher:
         return _NONCE.pack(number)
 
 
+class PreSharedKey:
+    """A secret as the greeting takes it up: computed once by a listener that has many proofs to judge.
+
+    Args:
+        secret: `SECRET_BYTES` that only the two sides know.
+    """
+
+    __slots__ = ("chain", "hashed")
+
+    def __init__(self, secret: bytes) -> None:
+        if len(secret) != SECRET_BYTES:
+            raise ValueError(f"a secret of {len(secret)} bytes; it has to have {SECRET_BYTES}")
+        self.chain, self.hashed, _ = _expand(_NAME, secret, 3)  # a first message seals nothing under the third
+
+
 class Handshake:
     """The greeting of one side: the caller writes and then reads, the listener reads and then writes.
 
     Args:
-        secret: `SECRET_BYTES` that only the two sides know.
+        secret: that only the two sides know.
         prologue: what both know and want to be sure to know alike.
         ephemeral: for tests; None: a new key.
     """
 
     def __init__(
-        self, secret: bytes, prologue: bytes, *, calls: bool, ephemeral: X25519PrivateKey | None = None
+        self,
+        secret: bytes | PreSharedKey,
+        prologue: bytes,
+        *,
+        calls: bool,
+        ephemeral: X25519PrivateKey | None = None,
     ) -> None:
-        if len(secret) != SECRET_BYTES:
-            raise ValueError(f"a secret of {len(secret)} bytes; it has to have {SECRET_BYTES}")
+        key = secret if isinstance(secret, PreSharedKey) else PreSharedKey(secret)
         self._calls = calls
         self._ephemeral = ephemeral
-        self._theirs: X25519PublicKey | None = None
-        self._hash = self._chain = _NAME
+        self._theirs = b""
+        self._hash, self._chain = _NAME, key.chain
         self._cipher: Cipher
         self._mix_hash(prologue)
-        self._mix_secret(secret)
+        self._mix_hash(key.hashed)
 
     def write(self, payload: bytes = b"") -> bytes:
         """Our message."""
@@ -115,7 +134,7 @@ class Handshake:
         public, sealed = message[:32], message[32:]
         if len(sealed) < TAG_BYTES:
             raise _wrong()
-        self._theirs = X25519PublicKey.from_public_bytes(public)
+        self._theirs = public
         self._mix_public(public)
         if self._calls:
             self._mix_exchange()
@@ -131,19 +150,14 @@ class Handshake:
     def _mix_hash(self, data: bytes) -> None:
         self._hash = hashlib.sha256(self._hash + data).digest()
 
-    def _mix_secret(self, secret: bytes) -> None:
-        self._chain, hashed, key = _expand(self._chain, secret, 3)
-        self._mix_hash(hashed)
-        self._cipher = Cipher(key)
-
     def _mix_public(self, public: bytes) -> None:
         self._mix_hash(public)
         self._mix_key(public)
 
     def _mix_exchange(self) -> None:
-        assert self._ephemeral is not None and self._theirs is not None
+        assert self._ephemeral is not None
         try:
-            self._mix_key(self._ephemeral.exchange(self._theirs))
+            self._mix_key(self._ephemeral.exchange(X25519PublicKey.from_public_bytes(self._theirs)))
         except ValueError:  # a point of small order: the result would be known to all
             raise _wrong() from None
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
@@ -26,6 +27,8 @@ class House:
         self.guests: queue.SimpleQueue[tuple[socket.socket, Handshake]] = queue.SimpleQueue()
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.secret = secret
+        self.goes_on = threading.Event()
+        self.goes_on.set()
         self.server = socket.create_server(("127.0.0.1", 0), backlog=4096)
         self.address = self.server.getsockname()
         self.gate = Gate(
@@ -35,6 +38,7 @@ class House:
     def _admit(self, connection: socket.socket, address: str, handshake: Handshake) -> None:
         assert address == "127.0.0.1"
         self.guests.put((connection, handshake))
+        assert self.goes_on.wait(GUARD_S)
 
     def call(self) -> socket.socket:
         return socket.create_connection(self.address, GUARD_S)
@@ -48,6 +52,21 @@ class House:
             with guest:
                 guest.sendall(theirs.write(b"come in"))
                 return handshake.read(connection.recv(MESSAGE_BYTES + 7, socket.MSG_WAITALL))
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """While this lasts, the gate does nothing, and who calls has to wait."""
+        self.goes_on.clear()
+        assert self.come_in() == b"come in"
+        try:
+            yield
+        finally:
+            self.goes_on.set()
+
+    def cpu_s(self) -> float:
+        """That the gate has used."""
+        assert self.gate._thread.ident is not None
+        return time.clock_gettime(time.pthread_getcpuclockid(self.gate._thread.ident))
 
     def said(self) -> list[str]:
         found = []
@@ -113,6 +132,34 @@ def test_those_who_come_again_and_again_keep_nobody_out(house: House) -> None:
         thread.join()
 
 
+def test_who_speaks_before_it_is_asked_is_not_spoken_to(house: House) -> None:
+    with house.busy():
+        connection = house.call()
+        connection.sendall(bytes(MESSAGE_BYTES))
+    with connection:
+        connection.settimeout(GUARD_S)
+        heard = b""
+        with suppress(ConnectionResetError):
+            heard = connection.recv(1000)
+        assert heard == b""
+    assert "127.0.0.1 spoke before it was asked" in house.lines.get(timeout=GUARD_S)
+    assert house.come_in() == b"come in"
+
+
+@pytest.mark.parametrize("words", [b"", b"x", bytes(MESSAGE_BYTES)])
+def test_to_turn_somebody_away_costs_no_more_than_to_come(house: House, words: bytes) -> None:
+    """Else strangers of one machine fill the queue of calls, which is served in the order in which they came."""
+    with house.busy():
+        before_s, began_s = time.thread_time(), house.cpu_s()
+        for _ in range(1000):
+            with house.call() as connection:
+                connection.sendall(words)
+        theirs_s = time.thread_time() - before_s
+    assert house.come_in() == b"come in"
+    ours_s = house.cpu_s() - began_s
+    assert ours_s < theirs_s
+
+
 def test_slow_ones_are_dropped_however_slowly_they_speak() -> None:
     """A byte now and then does not buy time."""
     house = House(proof_s=0.3)
@@ -138,6 +185,7 @@ def test_slow_ones_are_dropped_however_slowly_they_speak() -> None:
 def test_lines_come_at_a_bounded_rate(house: House) -> None:
     for _ in range(300):
         with house.call() as connection:
+            connection.recv(HELLO_BYTES, socket.MSG_WAITALL)
             connection.sendall(bytes(MESSAGE_BYTES))
             assert is_dropped(connection)
     assert house.come_in() == b"come in"
@@ -147,6 +195,7 @@ def test_lines_come_at_a_bounded_rate(house: House) -> None:
 def test_before_there_is_a_secret_nobody_comes_in(house: House) -> None:
     house.secret = None
     with house.call() as connection:
+        connection.recv(HELLO_BYTES, socket.MSG_WAITALL)
         connection.sendall(bytes(MESSAGE_BYTES))
         assert is_dropped(connection)
     assert "before there was a secret" in house.lines.get(timeout=GUARD_S)

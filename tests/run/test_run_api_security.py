@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
 import pytest
 from api_house import GUARD_S, House, open_house
 
-from phalanx.run.api import serving
+from phalanx.run.api import guard, serving
 from phalanx.run.api.app import make_app
 from phalanx.run.api.guard import SESSION_S, Sessions
 from phalanx.run.people.hub import Wrote
 from phalanx.run.secrets import Token
+from phalanx.run.wire import arrivals
 
 OPEN = {("/health", "get")}
 
@@ -171,7 +174,7 @@ def test_a_client_that_takes_nothing_is_dropped(house: House, monkeypatch: pytes
 
 
 def test_those_who_say_nothing_are_few_and_keep_nobody_out(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "MOST_WAITING", 8)
+    monkeypatch.setattr(serving, "MOST_STRANGERS", 8)
     lines = [socket.create_connection(("127.0.0.1", house.port)) for _ in range(40)]
     try:
         closed = 0
@@ -191,6 +194,103 @@ def test_those_who_say_nothing_are_few_and_keep_nobody_out(house: House, monkeyp
     finally:
         for line in lines:
             line.close()
+
+
+def login(length: int, said: str = "token=") -> bytes:
+    form = "content-type: application/x-www-form-urlencoded"
+    return f"POST /login HTTP/1.1\r\nhost: x\r\n{form}\r\ncontent-length: {length}\r\n\r\n{said}".encode()
+
+
+def heard(line: socket.socket) -> bytes:
+    """All that comes until the other side hangs up."""
+    line.settimeout(GUARD_S)
+    found = b""
+    with suppress(ConnectionResetError):
+        while piece := line.recv(65_536):
+            found += piece
+    return found
+
+
+def test_logins_that_never_end_take_no_place_of_those_with_the_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "MOST_REQUESTS", 16)
+    monkeypatch.setattr(serving, "MOST_STRANGERS", 8)
+    monkeypatch.setattr(serving, "HEADERS_S", GUARD_S)
+    monkeypatch.setattr(guard, "LOGIN_S", GUARD_S)
+    with open_house(tmp_path / "run") as house, ExitStack() as lines:
+        crowd = [lines.enter_context(socket.create_connection(("127.0.0.1", house.port))) for _ in range(60)]
+        for line in crowd:
+            line.sendall(login(4000))
+        for line in crowd[:-8]:  # those who came first; no newcomer is refused
+            assert heard(line) == b""
+        with ExitStack() as friends:
+            for _ in range(16):
+                follow = friends.enter_context(house.friend()).stream("GET", "/api/items/follow")
+                assert friends.enter_context(follow).status_code == 200
+            assert house.friend().get("/api/status").status_code == 503
+        with house.client() as newcomer:
+            assert newcomer.post("/login", data={"token": house.token.reveal()}).status_code == 303
+
+
+def test_a_login_is_short_and_quick(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_connection(("127.0.0.1", house.port)) as line:
+        line.sendall(login(4097))
+        assert b" 413 " in heard(line)
+    monkeypatch.setattr(guard, "LOGIN_S", 0.1)
+    with socket.create_connection(("127.0.0.1", house.port)) as line:
+        line.sendall(login(70))
+        assert b" 408 " in heard(line)
+
+
+def test_strangers_get_one_answer_to_a_connection(house: House) -> None:
+    with socket.create_connection(("127.0.0.1", house.port)) as line:
+        line.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 100)
+        assert heard(line).count(b"HTTP/1.1 200") == 1
+
+
+def test_strangers_take_turns_and_those_with_the_token_do_not_wait_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrivals, "TURNS", 2)
+    monkeypatch.setattr(arrivals, "TURNS_PER_S", 1e-6)
+    monkeypatch.setattr(serving, "HEADERS_S", GUARD_S)
+    with open_house(tmp_path / "run") as house, ExitStack() as lines:
+        crowd = [lines.enter_context(socket.create_connection(("127.0.0.1", house.port))) for _ in range(40)]
+        for line in crowd:
+            line.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nAuthorization: Bearer wrong\r\nCookie: x=y\r\n\r\n")
+            if line in crowd[:2]:
+                assert b"HTTP/1.1 200" in heard(line)
+        sessions = Sessions(house.token, "demo", time.time)
+        with house.friend() as friend, house.client(cookie=f"{sessions.cookie}={sessions.issue()}") as browser:
+            for _ in range(10):
+                assert friend.get("/api/status").status_code == 200
+                assert browser.get("/api/status").status_code == 200
+        assert not select.select(crowd[2:], [], [], 0)[0]
+
+
+def test_what_waiting_strangers_have_said_takes_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "TURNS", 0)
+    monkeypatch.setattr(arrivals, "_MOST_BYTES", 100_000)
+    monkeypatch.setattr(serving, "HEADERS_S", GUARD_S)
+    with open_house(tmp_path / "run") as house, ExitStack() as lines:
+        crowd = [lines.enter_context(socket.create_connection(("127.0.0.1", house.port))) for _ in range(10)]
+        for line in crowd:
+            line.sendall(b"GET /health HTTP/1.1\r\nx: " + b"x" * 30_000)
+        for line in crowd[:6]:
+            assert heard(line) == b""
+        assert house.friend().get("/api/status").status_code == 200
+
+
+def test_a_token_that_comes_in_pieces_is_as_good(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "HEADERS_S", 0.5)
+    head = f"GET /api/items/follow?seconds=2 HTTP/1.1\r\nhost: x\r\nauthorization: {house.token.header()}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", house.port)) as line:
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        began_s = time.monotonic()
+        for start in range(0, len(head), 40):
+            line.sendall(head[start : start + 40].encode())
+        assert heard(line).endswith(b"\r\n0\r\n\r\n") or time.monotonic() - began_s > 2.0
 
 
 def test_garbage_is_answered_and_nothing_breaks(house: House) -> None:

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from rich.text import Text
 from phalanx.core.errors import UserError
 from phalanx.core.tasks import told
 from phalanx.run import messages
+from phalanx.run.api.guard import Guard, Sessions
 from phalanx.run.api.serving import HttpServer
 from phalanx.run.backends.base import Listener
 from phalanx.run.backends.local import LocalBackend
@@ -43,6 +45,7 @@ from phalanx.run.now import Now
 from phalanx.run.people.hub import Hub, Told
 from phalanx.run.people.view import _Painter, show
 from phalanx.run.people.webhook import Webhook
+from phalanx.run.secrets import Token
 from phalanx.run.wire.addresses import Address
 
 GUARD_S = 60.0
@@ -312,11 +315,16 @@ def test_a_sigterm_that_nobody_can_explain_ends_the_driver_alone(tmp_path: Path)
     asyncio.run(story())
 
 
-def test_an_interface_that_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def guarded_nothing() -> Guard:
     async def app(scope: Any, receive: Any, send: Any) -> None: ...
 
+    token = Token("0" * 64)
+    return Guard(app, token, Sessions(token, "demo", time.time))
+
+
+def test_an_interface_that_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(found: list[dict[str, Any]]) -> None:
-        async with HttpServer(app, Address("127.0.0.1", 0), None, None) as server:
+        async with HttpServer(guarded_nothing(), Address("127.0.0.1", 0), None, None) as server:
 
             def fail() -> None:
                 raise FaultError("a timer of the server")
@@ -329,10 +337,8 @@ def test_an_interface_that_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_an_interface_that_does_not_begin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None: ...
-
     async def story(found: list[dict[str, Any]]) -> None:
-        server = HttpServer(app, Address("127.0.0.1", 0), None, None)
+        server = HttpServer(guarded_nothing(), Address("127.0.0.1", 0), None, None)
 
         async def fail(sockets: Any) -> None:
             raise FaultError("no server")

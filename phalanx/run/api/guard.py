@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
-from http.cookies import CookieError, SimpleCookie
 from typing import Any
 
 import msgspec
@@ -22,9 +21,17 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
 
 BODY_BYTES = 64 << 10
 BODY_S = 10.0
+MOST_REQUESTS = 1024
+"""Of those who know the token, streams too, answered at one time."""
+
+LOGIN_BYTES = 4 << 10
+"""Of a request without the token: a login brings nothing else."""
+
+LOGIN_S = 3.0
 SESSION_S = 12 * 3600.0
 
 OPEN_PATHS = frozenset({"/health", "/login"})
@@ -41,6 +48,7 @@ _HEADERS = [
         b"base-uri 'none'",
     ),
 ]
+_LAST_HEADERS = [(b"connection", b"close"), *_HEADERS]
 
 
 class Sessions:
@@ -62,11 +70,8 @@ class Sessions:
 
     def admits(self, cookies: str) -> bool:
         """Whether a ``Cookie`` header has a session that is still good."""
-        try:
-            found = SimpleCookie(cookies).get(self.cookie)
-        except CookieError:
-            return False
-        until, _, proof = (found.value if found is not None else "").partition(".")
+        found = dict(cookie.strip().partition("=")[::2] for cookie in cookies.split(";"))
+        until, _, proof = found.get(self.cookie, "").partition(".")
         is_proven = hmac.compare_digest(proof.encode(errors="replace"), self._proof(until).encode())
         return is_proven and int(until) > self._unix_s()
 
@@ -76,11 +81,11 @@ class Sessions:
 
 
 class Guard:
-    """An ASGI application in front of another.
+    """An ASGI application in front of another. Strangers get one answer to a connection.
 
     Args:
-        body_bytes: of a request at most.
-        body_s: within which it has to be there.
+        body_bytes: of a request at most; of one without the token `LOGIN_BYTES`.
+        body_s: within which it has to be there; one without the token in `LOGIN_S`.
     """
 
     def __init__(
@@ -88,26 +93,42 @@ class Guard:
     ) -> None:
         self._app, self._token, self._sessions = app, token, sessions
         self._body_bytes, self._body_s = body_bytes, body_s
+        self._answering = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let it through, or answer 401, 408 or 413."""
+        """Let it through, or answer 401, 408, 413 or 503."""
         if scope["type"] != "http":
             return
-        if scope["path"] not in OPEN_PATHS and not self._admits(scope):
+        is_known = self.admits(scope)
+        if scope["path"] not in OPEN_PATHS and not is_known:
             await self._refuse_stranger(scope, send)
-            return
+        elif not is_known:
+            await self._answer(scope, receive, send, LOGIN_BYTES, LOGIN_S, _LAST_HEADERS)
+        elif self._answering >= MOST_REQUESTS:
+            await refuse(send, 503, Wrong(f"{MOST_REQUESTS} requests are being answered already", "ask again later"))
+        else:
+            self._answering += 1
+            try:
+                await self._answer(scope, receive, send, self._body_bytes, self._body_s, _HEADERS)
+            finally:
+                self._answering -= 1
+
+    async def _answer(
+        self, scope: Scope, receive: Receive, send: Send, most_bytes: int, body_s: float, headers: Headers
+    ) -> None:
         try:
-            async with asyncio.timeout(self._body_s):
-                body = await self._body(scope, receive)
+            async with asyncio.timeout(body_s):
+                body = await _body(scope, receive, most_bytes)
         except TimeoutError:
             await refuse(send, 408, Wrong("the request does not come to its end", "send it faster"))
             return
         if body is None:
-            await refuse(send, 413, Wrong("the request is too large", f"send {self._body_bytes} bytes at most"))
+            await refuse(send, 413, Wrong("the request is too large", f"send {most_bytes} bytes at most"))
             return
-        await self._app(scope, _again(body, receive), _with_headers(send))
+        await self._app(scope, _again(body, receive), _with_headers(send, headers))
 
-    def _admits(self, scope: Scope) -> bool:
+    def admits(self, scope: Scope) -> bool:
+        """Whether its headers have the token, or, for what only reads, a session."""
         headers = _headers(scope)
         if "authorization" in headers:
             return self._token.admits(headers["authorization"])
@@ -115,26 +136,31 @@ class Guard:
 
     async def _refuse_stranger(self, scope: Scope, send: Send) -> None:
         if scope["method"] == "GET" and scope["path"] == "/" and "text/html" in _headers(scope).get("accept", ""):
-            start = {"type": "http.response.start", "status": 303, "headers": [(b"location", b"/login"), *_HEADERS]}
+            start = {
+                "type": "http.response.start",
+                "status": 303,
+                "headers": [(b"location", b"/login"), *_LAST_HEADERS],
+            }
             await send(start)
             await send({"type": "http.response.body", "body": b""})
             return
         cure = "send the header Authorization: Bearer TOKEN, with the token of the job's token file"
         await refuse(send, 401, Wrong("this needs the job's token", cure))
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """All of the request's body; None: it is too large."""
-        length = _headers(scope).get("content-length", "0")
-        if length.isdecimal() and int(length) > self._body_bytes:
+
+async def _body(scope: Scope, receive: Receive, most_bytes: int) -> bytes | None:
+    """All of the request's body; None: it is too large."""
+    length = _headers(scope).get("content-length", "0")
+    if length.isdecimal() and int(length) > most_bytes:
+        return None
+    body = bytearray()
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if len(body) > most_bytes:
             return None
-        body = bytearray()
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if len(body) > self._body_bytes:
-                return None
-            if not message.get("more_body", False):
-                return bytes(body)
+        if not message.get("more_body", False):
+            return bytes(body)
 
 
 async def refuse(send: Send, status: int, wrong: Wrong) -> None:
@@ -143,9 +169,8 @@ async def refuse(send: Send, status: int, wrong: Wrong) -> None:
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
-        (b"connection", b"close"),
         *([(b"www-authenticate", b'Bearer realm="phalanx"')] if status == 401 else []),
-        *_HEADERS,
+        *_LAST_HEADERS,
     ]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -161,10 +186,10 @@ def _again(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-def _with_headers(send: Send) -> Send:
+def _with_headers(send: Send, headers: Headers) -> Send:
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", []), *_HEADERS]
+            message["headers"] = [*message.get("headers", []), *headers]
         await send(message)
 
     return sending

@@ -1,12 +1,19 @@
-"""The HTTP server in the driver's event loop, bounded against clients that are slow or many. Torch-free."""
+"""The HTTP server in the driver's event loop, bounded against clients that are slow or many. Torch-free.
+
+A connection is a stranger's until its headers have shown the token, or a session. Strangers have places of their own,
+few and the oldest goes first, and are heard in turn, a bounded number of them a second (`run.wire.arrivals`): so they
+take neither the places nor the time of those who show the token in their first bytes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 import uvicorn
@@ -14,15 +21,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from phalanx.core.errors import UserError
 from phalanx.core.tasks import told
-from phalanx.run.api.guard import App
+from phalanx.run.api.guard import Guard, Scope
 from phalanx.run.wire.addresses import Address, bound
-from phalanx.run.wire.arrivals import Arrivals
+from phalanx.run.wire.arrivals import Arrivals, Turns
 
-MOST_CONNECTIONS = 1024
-"""That are open at one time: where there are more, uvicorn answers 503."""
-
-MOST_WAITING = 256
-"""Connections on which part of a request has come: the one that has waited longest goes when there is another."""
+MOST_STRANGERS = 256
+"""Connections that were heard and have not shown the token: the oldest goes when there is another."""
 
 HEADERS_S = 5.0
 WRITE_S = 30.0
@@ -31,13 +35,42 @@ _LEAVE_S = 2
 _BACKLOG = 4096
 
 
+_SHOWN = re.compile(rb"\r\n(authorization|cookie):[ \t]*([^\r\n]*)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class _Hall:
+    """What the connections of a server share.
+
+    Attributes:
+        strangers: the oldest first.
+    """
+
+    admits: Callable[[Scope], bool]
+    turns: Turns
+    strangers: dict[BoundedProtocol, None] = field(default_factory=dict)
+
+    def add(self, stranger: BoundedProtocol) -> None:
+        self.strangers[stranger] = None
+        if len(self.strangers) > MOST_STRANGERS:
+            oldest = next(iter(self.strangers))
+            self.remove(oldest)
+            oldest.transport.abort()
+
+    def remove(self, stranger: BoundedProtocol) -> None:
+        self.strangers.pop(stranger, None)
+        self.turns.leave(stranger)
+
+
 class BoundedProtocol(H11Protocol):
     """HTTP/1.1 for a client that has to send its headers, and to take what it asked for, within some seconds.
 
-    uvicorn itself would wait for both for ever. Those who wait are known to all of a server, the oldest first.
+    uvicorn itself would wait for both for ever. A stranger has these seconds for all that it wants.
     """
 
-    waiting: ClassVar[dict[BoundedProtocol, None]]
+    hall: ClassVar[_Hall]
+    _is_known = False
+    _has_begun = False
     _late: asyncio.TimerHandle | None = None
     _stuck: asyncio.TimerHandle | None = None
 
@@ -45,14 +78,26 @@ class BoundedProtocol(H11Protocol):
         """Begin to wait for headers."""
         super().connection_made(transport)
         self._wait_for_headers()
-        if len(self.waiting) > MOST_WAITING:
-            oldest = next(iter(self.waiting))
-            del self.waiting[oldest]
-            oldest.transport.abort()
+        self.hall.add(self)
 
     def data_received(self, data: bytes) -> None:
-        """Go on waiting for headers only between two requests."""
+        """Hear it now, or when it is its turn; first words had theirs."""
+        if self._is_known or not self._has_begun:
+            self.hear(data)
+        else:
+            self.hall.turns.hear(self, data)
+
+    def hear(self, data: bytes) -> None:
+        """Go on waiting for headers of those who are known only between two requests."""
+        self._has_begun = True
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
         super().data_received(data)
+        if not self._is_known and self.cycle is not None and self.hall.admits(cast(Scope, self.scope)):
+            self._is_known = True
+            self.hall.remove(self)
+        if not self._is_known:
+            return
         if self.cycle is not None and not self.cycle.response_complete:
             self._cancel_late()
         elif self.timeout_keep_alive_task is None:
@@ -70,17 +115,16 @@ class BoundedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is waited for any more."""
+        self.hall.remove(self)
         self._cancel_late()
         self._cancel_stuck()
         super().connection_lost(exc)
 
     def _wait_for_headers(self) -> None:
-        self.waiting[self] = None
         if self._late is None:
             self._late = self.loop.call_later(HEADERS_S, self.transport.abort)
 
     def _cancel_late(self) -> None:
-        self.waiting.pop(self, None)
         if self._late is not None:
             self._late.cancel()
             self._late = None
@@ -103,7 +147,7 @@ class HttpServer:
     """For use as an asynchronous context: listens within it.
 
     Args:
-        app: that answers.
+        guard: that answers, and says who is known.
         wanted: address; port 0: any.
         before: an address that an earlier driver had, taken again if the port is free and `wanted` names none.
         tls: None: no TLS.
@@ -112,17 +156,18 @@ class HttpServer:
         UserError: the address cannot be listened at.
     """
 
-    def __init__(self, app: App, wanted: Address, before: Address | None, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, guard: Guard, wanted: Address, before: Address | None, tls: ssl.SSLContext | None) -> None:
         self._socket = _listen(wanted, before)
         self.address = Address(wanted.host, self._socket.getsockname()[1])
-        self._arrivals = arrivals = Arrivals(within_s=HEADERS_S)
-        serves = type("Protocol", (BoundedProtocol,), {"waiting": {}})
+        turns = Turns(lambda data: guard.admits(_shown(data)))
+        self._arrivals = arrivals = Arrivals(within_s=HEADERS_S, turns=turns)
+        serves = type("Protocol", (BoundedProtocol,), {"hall": _Hall(guard.admits, turns)})
 
         def expect(**told: Any) -> asyncio.Protocol:
             return arrivals.expect(lambda: serves(**told))
 
         config = uvicorn.Config(
-            app,
+            guard,
             http=cast(type[asyncio.Protocol], expect),
             ws="none",
             lifespan="off",
@@ -131,7 +176,6 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=MOST_CONNECTIONS,
             timeout_keep_alive=5,
             timeout_graceful_shutdown=_LEAVE_S,
             h11_max_incomplete_event_size=_HEADER_BYTES,
@@ -160,6 +204,13 @@ class HttpServer:
             with contextlib.suppress(Exception):
                 await self._task
         self._socket.close()
+
+
+def _shown(data: bytes) -> Scope:
+    """What of its first bytes shows who somebody is: not parsed as HTTP, since it gives a turn and no right."""
+    head = data[:_HEADER_BYTES].partition(b"\r\n\r\n")[0]
+    shown = [(name.lower(), value) for name, value in _SHOWN.findall(head)]
+    return {"method": head.partition(b" ")[0].decode("latin-1"), "headers": shown}
 
 
 def _listen(wanted: Address, before: Address | None) -> socket.socket:

@@ -1,15 +1,96 @@
-"""Connections on which nothing has come yet: they get what serves them with their first bytes, and not before."""
+"""Connections that were not heard yet: they get what serves them with their first bytes, and not before.
+
+Where those bytes can show who knows the token, all others take turns. The first of a long `dict` from which the first
+are removed is found in linear time, of an `OrderedDict` at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import cast
+from typing import Protocol, cast
 
 MOST = 4096
 WITHIN_S = 5.0
 
+TURNS_PER_S = 50.0
+TURNS = 64
+"""That strangers have at once after a quiet time."""
+
+_MOST_BYTES = 4 << 20
+
 Make = Callable[[], asyncio.Protocol]
+
+
+class Stranger(Protocol):
+    """Who may have to wait for its turn."""
+
+    transport: asyncio.Transport
+
+    def hear(self, data: bytes) -> None:
+        """It is its turn, with all that it has said since the last; it may be read from again."""
+
+
+class Turns:
+    """Hears one after another those who show no proof: so many a second, whose number does not matter, nor their haste.
+
+    Nothing is read of who waits. Who shows a proof is heard at once. What strangers have said and was not heard takes
+    4 MiB at most: beyond that, the one who waits longest is hung up on.
+
+    Args:
+        admits: whether these bytes show that whoever says them may come.
+    """
+
+    def __init__(self, admits: Callable[[bytes], bool]) -> None:
+        self._admits = admits
+        self._left, self._counted_s = float(TURNS), float("-inf")
+        self._waiting: OrderedDict[Stranger, bytes] = OrderedDict()  # what they have said; the first to speak first
+        self._held_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def hear(self, stranger: Stranger, data: bytes) -> None:
+        """It has said something: have it heard now or later."""
+        if stranger not in self._waiting and (self._admits(data) or (not self._waiting and self._take())):
+            stranger.hear(data)
+            return
+        stranger.transport.pause_reading()
+        self._waiting[stranger] = self._waiting.get(stranger, b"") + data
+        self._held_bytes += len(data)
+        while self._held_bytes > _MOST_BYTES:
+            oldest = next(iter(self._waiting))
+            self.leave(oldest)
+            oldest.transport.abort()
+        self._wait()
+
+    def leave(self, stranger: Stranger) -> bytes:
+        """It is gone; what it has said."""
+        data = self._waiting.pop(stranger, b"")
+        self._held_bytes -= len(data)
+        return data
+
+    def _wait(self) -> None:
+        if self._timer is None and self._waiting:
+            self._timer = asyncio.get_running_loop().call_later(1 / TURNS_PER_S, self._turn)
+
+    def _turn(self) -> None:
+        self._timer = None
+        if self._waiting and self._take():  # one, so that others have their turn of the loop
+            first = next(iter(self._waiting))
+            data = self.leave(first)
+            self._wait()
+            if not first.transport.is_closing():
+                first.hear(data)
+        self._wait()
+
+    def _take(self) -> bool:
+        now_s = asyncio.get_running_loop().time()
+        self._left = min(float(TURNS), self._left + (now_s - self._counted_s) * TURNS_PER_S)
+        self._counted_s = now_s
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
 
 
 class Arrivals:
@@ -17,12 +98,13 @@ class Arrivals:
 
     Args:
         most: that may wait at one time.
-        within_s: in which a connection has to say something.
+        within_s: in which a connection has to be heard.
+        turns: None: all are heard at once.
     """
 
-    def __init__(self, most: int = MOST, within_s: float = WITHIN_S) -> None:
-        self._most, self._within_s = most, within_s
-        self._waiting: dict[Arrival, float] = {}  # until when; the oldest first
+    def __init__(self, most: int = MOST, within_s: float = WITHIN_S, turns: Turns | None = None) -> None:
+        self._most, self._within_s, self._turns = most, within_s, turns
+        self._waiting: OrderedDict[Arrival, float] = OrderedDict()  # until when; the oldest first
         self._timer: asyncio.TimerHandle | None = None
 
     def expect(self, make: Make) -> asyncio.Protocol:
@@ -43,18 +125,28 @@ class Arrivals:
         if len(self._waiting) > self._most:
             self._drop(next(iter(self._waiting)))
 
+    def hear(self, arrival: Arrival, data: bytes) -> None:
+        """It has said something."""
+        if self._turns is None:
+            arrival.hear(data)
+        else:
+            self._turns.hear(arrival, data)
+
     def remove(self, arrival: Arrival) -> None:
-        """It has said something, or is gone."""
+        """It is heard, or gone."""
         self._waiting.pop(arrival, None)
+        if self._turns is not None:
+            self._turns.leave(arrival)
 
     def _drop_late(self) -> None:
         loop = asyncio.get_running_loop()
-        for arrival, until_s in list(self._waiting.items()):
+        self._timer = None
+        while self._waiting:
+            arrival, until_s = next(iter(self._waiting.items()))
             if until_s > loop.time():
                 self._timer = loop.call_at(until_s, self._drop_late)
                 return
             self._drop(arrival)
-        self._timer = None
 
     def _drop(self, arrival: Arrival) -> None:
         self.remove(arrival)
@@ -76,7 +168,12 @@ class Arrival(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
+        self._arrivals.hear(self, data)
+
+    def hear(self, data: bytes) -> None:
+        """Get what serves it, which hears what it has said."""
         self._arrivals.remove(self)
+        self.transport.resume_reading()
         protocol = self._make()
         self.transport.set_protocol(protocol)
         protocol.connection_made(self.transport)
