@@ -249,6 +249,17 @@ def test_strangers_get_one_answer_to_a_connection(house: House) -> None:
         assert heard(line).count(b"HTTP/1.1 200") == 1
 
 
+def test_who_is_refused_hears_it_though_the_body_comes_late(house: House) -> None:
+    """A connection that is closed with a body unread is reset, which may take the answer from who asked."""
+    with socket.create_connection(("127.0.0.1", house.port)) as line, house.friend() as friend:
+        line.sendall(b"POST /api/stop HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n")
+        for _ in range(3):
+            assert friend.get("/api/status").status_code == 200
+        assert not select.select([line], [], [], 0)[0]
+        line.sendall(b"{}")
+        assert b"HTTP/1.1 401" in heard(line)
+
+
 def test_strangers_take_turns_and_those_with_the_token_do_not_wait_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ cookie that only reads: no request that changes something is taken with a cookie
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -101,7 +102,7 @@ class Guard:
             return
         is_known = self.admits(scope)
         if scope["path"] not in OPEN_PATHS and not is_known:
-            await self._refuse_stranger(scope, send)
+            await self._refuse_stranger(scope, receive, send)
         elif not is_known:
             await self._answer(scope, receive, send, LOGIN_BYTES, LOGIN_S, _LAST_HEADERS)
         elif self._answering >= MOST_REQUESTS:
@@ -134,7 +135,11 @@ class Guard:
             return self._token.admits(headers["authorization"])
         return scope["method"] in _READING and self._sessions.admits(headers.get("cookie", ""))
 
-    async def _refuse_stranger(self, scope: Scope, send: Send) -> None:
+    async def _refuse_stranger(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A connection that is closed before all is read is reset, and the answer may be lost with it.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOGIN_S):
+                await _body(scope, receive, LOGIN_BYTES)
         if scope["method"] == "GET" and scope["path"] == "/" and "text/html" in _headers(scope).get("accept", ""):
             start = {
                 "type": "http.response.start",
