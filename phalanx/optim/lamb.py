@@ -172,7 +172,7 @@ def _updates(
     torch._foreach_addcmul_(vs, gs, gs, 1 - rule.beta2)
     us = list(torch._foreach_sqrt(vs))
     torch._foreach_mul_(us, scalars[1])
-    torch._foreach_add_(us, scalars[2])
+    torch._foreach_add_(us, other=scalars[2])  # by name, else torch takes it for a number, which it reads back
     torch._foreach_reciprocal_(us)
     torch._foreach_mul_(us, ms)
     if rule.weight_decay:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import traceback
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.optim import muon
 from phalanx.optim.build import OptimizerSet, build_optimizer
@@ -48,6 +50,34 @@ def test_a_skipped_step_changes_no_bit(kind: str, warm: int, masked: bool) -> No
     give_gradients(fresh, warm)
     unbroken.step(found_inf=torch.zeros(()))
     assert_same(snapshot(optimizer, named), snapshot(unbroken, fresh))
+
+
+class _Read(TorchDispatchMode):
+    """Notes every value of a tensor that becomes a number of Python's, for which the host would wait on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.found.append("".join(traceback.format_stack(limit=6)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["lamb", "came", "muon"])
+def test_a_step_reads_no_value_back(kind: str) -> None:
+    """AdamW is torch's own, fused on a GPU."""
+    named = parameters()
+    optimizer = build(kind, named, masked=True)
+    for each in optimizer._optimizers.values():
+        each.param_groups = [] if isinstance(each, torch.optim.AdamW) else each.param_groups
+    found_inf, grad_scale = torch.zeros(()), torch.ones(())
+    give_gradients(named, 0)
+    with _Read() as read:
+        optimizer.step(found_inf=found_inf, grad_scale=grad_scale)
+        optimizer.step()
+    assert not read.found, read.found[0]
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -234,6 +234,7 @@ MATH: dict[str, Any] = {"attention_dropout": 0.1, "attention_backend": "math"}
 CASES: dict[str, Callable[[], None]] = {
     "adamw, dropout, documents": partial(step, documents=True, dropout=0.1),
     "adamw, learned positions": partial(step, **LEARNED),
+    "lamb, learned positions": partial(step, "lamb", **LEARNED),
     "came, windows, documents": partial(step, "came", documents=True, **WINDOWS, **CAPPED),
     "muon, dropped attention": partial(step, "muon", block="parallel", residual="compute", **MATH),
     "selective recompute": partial(step, documents=True, recompute="selective", dropout=0.1),
