@@ -36,6 +36,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from support.leaving import nothing_left
+
 SECRET = bytes(range(32))
 TOKEN = SECRET.hex()
 JOB = "strangers"
@@ -68,11 +70,12 @@ def main() -> None:
     if arguments.quick:
         arguments.strangers, arguments.calls, arguments.doors = 100, 3, "keeper,driver,http,peer"
     print(f"{'door':12} {'strangers':10} {'median ms':>10} {'longest ms':>10} {'failed':>7} {'bar':>4}", flush=True)
-    rows = [
-        row
-        for door in arguments.doors.split(",")
-        for row in measure(door, arguments.kinds.split(","), arguments.strangers, arguments.calls)
-    ]
+    with nothing_left():
+        rows = [
+            row
+            for door in arguments.doors.split(",")
+            for row in measure(door, arguments.kinds.split(","), arguments.strangers, arguments.calls)
+        ]
     if arguments.json:
         arguments.json.write_text(json.dumps({"strangers": arguments.strangers, "rows": rows}, indent=1))
 
