@@ -80,7 +80,8 @@ def explained(what: str, cure: str) -> Iterator[None]:
 def _no_more_threads(what: str, error: BaseException) -> UserError:
     return UserError(
         f"there are no more threads or processes to be had for {what} ({first_line(error)})",
-        cure="end what takes them, raise their limit (ulimit -u, pids.max of the cgroup), or set train.threads lower",
+        cure="end what takes them, raise their limit (ulimit -u, pids.max of the cgroup; ulimit -v where they lack "
+        "memory), or set train.threads lower",
     )
 
 

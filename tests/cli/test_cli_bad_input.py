@@ -168,9 +168,9 @@ PLACES = [
         "activations too large",
         ("fit into memory|no memory left", "train.micro_batch.*train.recompute=full"),
         # A single tensor is more than there is, so that small amounts, such as a new thread needs, can always be had.
-        {"train.global_batch": 1024, "train.micro_batch": 1024, "data.sequence_length": 512, "model.hidden": 1024},
-        setup=_corpus(b'{"text": "some words to read here, and some more"}\n' * 20000),
-        limits={"RLIMIT_AS": -1_500_000_000},
+        {"train.global_batch": 1024, "train.micro_batch": 1024, "data.sequence_length": 1024, "model.hidden": 1024},
+        setup=_corpus(b'{"text": "some words to read here, and some more"}\n' * 40000),
+        limits={"RLIMIT_AS": -3_000_000_000},
     ),
 ]
 if not torch.cuda.is_available():
