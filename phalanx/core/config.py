@@ -22,7 +22,7 @@ from pydantic_core import PydanticCustomError
 from phalanx.core.errors import UserError
 
 MOST = (1 << 63) - 1
-"""The largest whole number of a setting, either way: sums of two still fit into 64 bits."""
+"""The largest whole number of a setting, either way: what 64 bits hold."""
 
 
 class Config(BaseModel):

@@ -45,6 +45,7 @@ class RowStatistics:
 
     lse_C: Tensor
     target_C: Tensor
+    _dtype: torch.dtype
     _logits_CV: Tensor
     _slope_CV: Tensor | None = None
 
@@ -108,27 +109,21 @@ def row_statistics(logits_CV: Tensor, targets_C: Tensor, terms: LogitTerms) -> R
     """
     if (kernels := twin(logits_CV)) is not None:
         lse_C, target_C = kernels.row_statistics(logits_CV, targets_C, terms)
-        return RowStatistics(lse_C, target_C, logits_CV)
+        return RowStatistics(lse_C, target_C, logits_CV.dtype, logits_CV)
     logits, slope = _capped(logits_CV.float(), terms.softcap)
     mask_padding(logits, terms.words)
     target_C = logits.gather(1, targets_C.clamp(min=0)[:, None]).squeeze(1).masked_fill_(targets_C < 0, 0.0)
-    return RowStatistics(logits.logsumexp(1), target_C, logits, slope)
+    return RowStatistics(logits.logsumexp(1), target_C, logits_CV.dtype, logits, slope)
 
 
 def row_gradient(
-    statistics: RowStatistics,
-    lse_C: Tensor,
-    targets_C: Tensor,
-    weights_C: Tensor,
-    terms: LogitTerms,
-    dtype: torch.dtype,
+    statistics: RowStatistics, lse_C: Tensor, targets_C: Tensor, weights_C: Tensor, terms: LogitTerms
 ) -> Tensor:
-    """Gradient (C, V) of the weighted loss and z-loss by the logits that are here.
+    """Gradient (C, V) of the weighted loss and z-loss by the logits that are here, in their type.
 
     Args:
         lse_C: log-sum-exp over the columns of all ranks.
         targets_C: as in :func:`row_statistics`.
-        dtype: of the logits, and of the gradient.
     """
     logits_CV = statistics._logits_CV
     if (kernels := twin(logits_CV)) is not None:
@@ -138,7 +133,7 @@ def row_gradient(
     grad = logits_CV.sub_(lse_C[:, None]).exp_().mul_(factor_C[:, None])
     hit_C = (-weights_C).masked_fill_(targets_C < 0, 0.0)
     grad.scatter_add_(1, targets_C.clamp(min=0)[:, None], hit_C[:, None])
-    return (grad if statistics._slope_CV is None else grad.mul_(statistics._slope_CV)).to(dtype)
+    return (grad if statistics._slope_CV is None else grad.mul_(statistics._slope_CV)).to(statistics._dtype)
 
 
 def _capped(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:

@@ -110,8 +110,7 @@ def test_columns_that_are_spread_over_ranks(
     loss = lse - torch.stack([one.target_C for one in seen]).sum(0)
     torch.testing.assert_close(loss.double(), want_loss, rtol=1e-5, atol=2e-5)
     grads = [
-        row_gradient(one, lse, column, weights, terms, dtype)
-        for one, column, terms in zip(seen, local, own, strict=True)
+        row_gradient(one, lse, column, weights, terms) for one, column, terms in zip(seen, local, own, strict=True)
     ]
     torch.testing.assert_close(torch.cat(grads, 1).double(), want, **tolerance(dtype))
 

@@ -18,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.kernels.cross_entropy import LogitTerms
 from phalanx.model.layers import Embedding, InputProjection, LossHead, OutputProjection, Stored
 from phalanx.parallel.group import Group
 from phalanx.parallel.tensor.linear import Spread, gather_products, products_scatter
 from phalanx.parallel.tensor.rows import local_rows
-from phalanx.parallel.tensor.vocabulary import LossTerms, embed_rows, full_logits, split_cross_entropy
+from phalanx.parallel.tensor.vocabulary import embed_rows, full_logits, split_cross_entropy
 
 
 class GatheredInput(Stored):
@@ -148,7 +149,7 @@ class SplitLossHead(Stored):
         super().__init__()
         self.weight, self.parts = whole.weight, whole.parts
         self.group, self.compute = group, whole.compute
-        self.terms = LossTerms(whole.softcap, whole.z_loss, vocabulary)
+        self.terms = LogitTerms(vocabulary, whole.softcap, whole.z_loss)
 
     def forward(self, hidden_RD: Tensor, targets_T: Tensor, weights_T: Tensor | None) -> tuple[Tensor, Tensor]:
         """Sums over all tokens of weighted loss and weighted z-loss, the same on every rank."""

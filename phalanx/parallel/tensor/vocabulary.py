@@ -15,7 +15,7 @@ Shapes: T tokens, n ranks, R = T / n rows of this rank, C tokens of a chunk, D h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,15 +28,6 @@ from phalanx.kernels.linear import add_product, linear, project
 from phalanx.kernels.loss import chunk_tokens, same_factor, scaled
 from phalanx.parallel.group import Group, Work
 from phalanx.parallel.tensor.overlap import gather_rows, scatter_rows
-
-
-@dataclass(frozen=True)
-class LossTerms:
-    """What the loss is: soft cap and z-loss factor (0: none), and words of the whole vocabulary without its padding."""
-
-    softcap: float
-    z_loss: float
-    vocabulary: int
 
 
 def embed_rows(group: Group, weight_WD: Tensor, tokens_T: Tensor) -> Tensor:
@@ -70,7 +61,7 @@ def _local_rows(group: Group, rows: int, words: Tensor) -> tuple[Tensor, Tensor]
 
 
 def split_cross_entropy(
-    group: Group, hidden_RD: Tensor, weight_WD: Tensor, targets_T: Tensor, weights_T: Tensor | None, terms: LossTerms
+    group: Group, hidden_RD: Tensor, weight_WD: Tensor, targets_T: Tensor, weights_T: Tensor | None, terms: LogitTerms
 ) -> tuple[Tensor, Tensor]:
     """Sums over all T tokens of weighted loss and weighted z-loss, the same on every rank.
 
@@ -82,6 +73,7 @@ def split_cross_entropy(
         weight_WD: this rank's rows of the head.
         targets_T: int64 next words of all tokens.
         weights_T: fp32 weights of all tokens (default 1).
+        terms: with the words of the whole vocabulary.
 
     Raises:
         UserError: the shapes do not fit; in backward, second derivatives or unequal factors of the sums are asked for.
@@ -108,7 +100,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         weights: Tensor,
         group: Group,
-        terms: LossTerms,
+        terms: LogitTerms,
         needs: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor]:
         head = _Head(group, weight.to(hidden.dtype), terms, needs)
@@ -135,7 +127,7 @@ class _Head:
 
     group: Group
     weight_WD: Tensor
-    terms: LossTerms
+    terms: LogitTerms
     needs: tuple[bool, bool]
 
     def run(
@@ -176,8 +168,7 @@ class _Head:
     def _chunk(self, x_CD: Tensor, targets_C: Tensor, weights_C: Tensor, sums: list[Tensor]) -> Tensor:
         """Adds a chunk's loss and z-loss to `sums`; the gradient by its logits (C, W), in the compute type."""
         terms, group = self.terms, self.group
-        words = _own_words(group, len(self.weight_WD), terms.vocabulary)
-        own = LogitTerms(words, terms.softcap, terms.z_loss)
+        own = replace(terms, words=_own_words(group, len(self.weight_WD), terms.words))
         row_C, elsewhere_C = _local_rows(group, len(self.weight_WD), targets_C)
         row_C = row_C.masked_fill_(elsewhere_C, -1)
         seen = row_statistics(linear(x_CD, self.weight_WD), row_C, own)
@@ -186,7 +177,7 @@ class _Head:
         sums[0] += torch.dot(lse_C - target_C, weights_C)
         if terms.z_loss:
             sums[1] += terms.z_loss * torch.dot(lse_C.square(), weights_C)
-        return row_gradient(seen, lse_C, row_C, weights_C, own, x_CD.dtype)
+        return row_gradient(seen, lse_C, row_C, weights_C, own)
 
 
 def mask_own_padding(group: Group, logits: Tensor, vocabulary: int) -> Tensor:
@@ -199,10 +190,10 @@ def _own_words(group: Group, rows: int, vocabulary: int) -> int:
     return min(max(vocabulary - group.index * rows, 0), rows)
 
 
-def full_logits(group: Group, hidden_R: Tensor, weight_WD: Tensor, terms: LossTerms) -> Tensor:
+def full_logits(group: Group, hidden_R: Tensor, weight_WD: Tensor, terms: LogitTerms) -> Tensor:
     """Float32 logits (T, V) of all tokens on every rank, for evaluation; hidden rows (R, D) in the compute type."""
     logits_TW = linear(gather_rows(group, hidden_R), weight_WD.to(hidden_R.dtype)).float()
     if terms.softcap:
         logits_TW = terms.softcap * torch.tanh(logits_TW / terms.softcap)
-    logits_TW = mask_own_padding(group, logits_TW, terms.vocabulary)
+    logits_TW = mask_own_padding(group, logits_TW, terms.words)
     return gather_rows(group, logits_TW.t()).t()
