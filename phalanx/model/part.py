@@ -75,6 +75,7 @@ class DecoderPart(nn.Module):
     def set_recompute(self, what: Recompute) -> None:
         """What the backward pass of every layer computes again (`phalanx.model.recompute`)."""
         for block in self.layers:
+            assert isinstance(block, Block)
             block.recompute = what
 
     def compile(self, **options: Any) -> None:
@@ -95,9 +96,9 @@ class DecoderPart(nn.Module):
     @torch.no_grad()
     def weights_changed(self) -> None:
         """Make the casts that are kept anew."""
-        held = [m for m in self.modules() if isinstance(m, Matrix) and m.cast is not None]
+        held = [(m.cast, m.weight) for m in self.modules() if isinstance(m, Matrix) and m.cast is not None]
         if held:
-            torch._foreach_copy_([m.cast for m in held], [m.weight for m in held])
+            torch._foreach_copy_([cast for cast, _ in held], [weight for _, weight in held])
 
     def context(
         self,

@@ -143,7 +143,14 @@ def _batch(count: int, *, documents: bool) -> Any:
     return Batch(tokens, tokens, torch.ones(count, 256), borders.int() if documents else None, torch.arange(count))
 
 
-def step(optimizer: str = "adamw", *, documents: bool = False, recompute: str = "none", **changes: Any) -> None:
+def step(
+    optimizer: str = "adamw",
+    *,
+    documents: bool = False,
+    recompute: str = "none",
+    compiled: bool = False,
+    **changes: Any,
+) -> None:
     """Two optimizer steps as the training loop makes them, with a short last micro-batch, and held-out text."""
     import torch
 
@@ -155,6 +162,8 @@ def step(optimizer: str = "adamw", *, documents: bool = False, recompute: str = 
 
     device, model = _device(), _model(changes)
     model.set_recompute(recompute)
+    if compiled:
+        model.compile(backend="aot_eager", fullgraph=True)
     trainer = LocalTrainer(model, device)
     update = build_optimizer(OptimConfig(name=optimizer), trainer.parameters)  # type: ignore[arg-type]
     judge, record = BadStepJudge(BadStepConfig(), device.torch_device), StepRecord()
@@ -239,6 +248,9 @@ CASES: dict[str, Callable[[], None]] = {
     "muon, dropped attention": partial(step, "muon", block="parallel", residual="compute", **MATH),
     "selective recompute": partial(step, documents=True, recompute="selective", dropout=0.1),
     "full recompute": partial(step, recompute="full", **MATH),
+    "compiled": partial(step, compiled=True),
+    "compiled, learned positions, recompute": partial(step, compiled=True, recompute="selective", **LEARNED),
+    "compiled, windows, documents": partial(step, compiled=True, documents=True, **WINDOWS),
     "decoding": partial(decode, **WINDOWS),
     "decoding, learned positions": partial(decode, **LEARNED),
     "engine": partial(engine, dropout=0.1),
