@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from phalanx.kernels.attention import AttentionDropout, Backend, attention
+from phalanx.kernels.attention import AttentionDropout, Backend, CausalKernel, attention
 from phalanx.kernels.counter import dropout, make_key
 from phalanx.kernels.masks import AttentionMask
 from phalanx.model.cache import CachePass
@@ -46,6 +46,7 @@ class Context:
             have split); None: they are.
         attend_with: attention of a layout that splits sequences, in place of `phalanx.kernels.attention`; called with
             the local queries, keys and values, and with how the layer attends.
+        kernel: of plain causal attention on CUDA; None: what torch prefers.
     """
 
     batch: int
@@ -57,6 +58,7 @@ class Context:
     cache: CachePass | None = None
     attention_rows_BS: Tensor | None = None
     attend_with: Callable[[Tensor, Tensor, Tensor, Attending], Tensor] | None = None
+    kernel: CausalKernel | None = None
 
     def drop(self, x_TD: Tensor, rate: float, site: str) -> Tensor:
         """`x` with elements dropped at `rate` and the rest scaled up; the mask belongs to (step, `site`)."""
@@ -72,7 +74,9 @@ class Context:
             return self.attend_with(q_BHSE, k_BKSE, v_BKSE, how)
         mask = self.masks.get(how.window)
         if self.dropout is None or self.rows_T is None or not how.dropout:
-            return attention(q_BHSE, k_BKSE, v_BKSE, window=how.window, mask=mask, backend=how.backend)
+            return attention(
+                q_BHSE, k_BKSE, v_BKSE, window=how.window, mask=mask, backend=how.backend, kernel=self.kernel
+            )
         rows_BS = self.attention_rows_BS
         if rows_BS is None:
             rows_BS = self.rows_T.view(self.batch, self.length)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from phalanx.kernels.attention import prepare
+from phalanx.kernels.attention import CausalKernel, prepare
 from phalanx.kernels.masks import AttentionMask
 from phalanx.model.block import Block
 from phalanx.model.cache import KVCache
@@ -45,6 +45,7 @@ class DecoderPart(nn.Module):
         recompute: what the backward pass computes again instead of keeping: ``"none"``; ``"selective"`` (all but the
             results of matrix products and attention); ``"full"`` (everything but each block's input). Gradients are the
             same bits.
+        causal_kernel: of plain causal attention on CUDA, where one was found to be right; None: what torch prefers.
 
     Raises:
         UserError: `vocab_size` or `max_sequence` is not known.
@@ -71,6 +72,7 @@ class DecoderPart(nn.Module):
         self.compute_dtype = compute_dtype or dtype
         self.residual_dtype = self.compute_dtype if config.residual == "compute" else dtype
         self.recompute: Recompute = "none"
+        self.causal_kernel: CausalKernel | None = None
         make = Make(None if device is None else torch.device(device), dtype, self.compute_dtype)
         self.embedding = Embedding(config, make) if first else None
         self.rotary = Rotary(config) if config.position == "rotary" else None
@@ -97,7 +99,8 @@ class DecoderPart(nn.Module):
         masks = {w: AttentionMask(length, length, window=w, documents_BS=documents_BS) for w in windows}
         drops = dropout is not None and self.config.attention_dropout > 0
         for mask in masks.values():
-            prepare(mask, tokens_BS.device, self.config.attention_backend, has_dropout=drops)
+            backend, kernel = self.config.attention_backend, self.causal_kernel
+            prepare(mask, tokens_BS.device, backend, has_dropout=drops, kernel=kernel)
         return Context(
             batch=batch,
             length=length,
@@ -106,6 +109,7 @@ class DecoderPart(nn.Module):
             dropout=dropout,
             rows_T=None if dropout is None else dropout_rows(dropout, length, self.config.max_sequence),
             cache=None if cache is None else cache.begin(length, lengths_B),
+            kernel=self.causal_kernel,
         )
 
     def embed(self, tokens_BS: Tensor, context: Context, *, positions_BS: Tensor | None = None) -> Tensor:
