@@ -34,7 +34,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor
 
 _SCORE = -120.0  # below ln of the smallest fp32
 _ROUNDINGS = 8
-_COARSEST_FP32 = 2.0**-13  # products of fp32 may be made of TF32's 10 bits, in several pieces
+_COARSEST_FP32 = 2.0**-10  # products of fp32 may be made in TF32
 _TILE = 128
 _REFERENCE_ELEMENTS = 1 << 24  # scores at once: 64 MiB, of which a few are held
 
