@@ -44,7 +44,8 @@ Backend = Literal["auto", "sdpa", "chunked", "flex", "cudnn", "flash", "efficien
 Kernel = Literal["cudnn", "flash", "flex", "efficient", "math"]
 
 _CAUSAL_ONLY = ("cudnn", "flash", "efficient")
-_SMALLEST_FLEX_HEAD = 16
+SMALLEST_FLEX_HEAD = 16
+"""FlexAttention has no kernel for smaller heads."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,29 @@ def flex_attend(
     return one_kernel(partial(flex, block_mask=block_mask, scale=scale, enable_gqa=grouped), q, k, v)
 
 
+def flex_partial(
+    q: Tensor, k: Tensor, v: Tensor, block_mask: Any, scale: float
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
+    """Attention to some of the keys by FlexAttention on CUDA, so that it can be put together with that to others.
+
+    Args:
+        block_mask: see `phalanx.kernels.flex_mask.block_mask`.
+
+    Returns:
+        The leaves that autograd can give gradients to, the result (B, H, S, E), and the fp32 log-sum-exp (B, H, S) of
+        the scores: -inf where a query sees none of the keys.
+    """
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    flex, grouped = _compiled_flex(), q.shape[1] != k.shape[1]
+    # Always with gradients, as in `one_kernel`.
+    with torch.compiler.set_stance("default"), torch.inference_mode(False), torch.enable_grad():
+        leaves = (q.detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_())
+        request = AuxRequest(lse=True)
+        out, also = flex(*leaves, block_mask=block_mask, scale=scale, enable_gqa=grouped, return_aux=request)
+    return leaves, out, also.lse
+
+
 def one_kernel(attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """``attend(q, k, v)`` of a compiled function by the kernel of training, in evaluation too.
 
@@ -240,7 +264,7 @@ def choose_backend(
     if q_BHSE.device.type == "cuda":
         if mask.is_plain_causal:
             return "sdpa" if kernel is None else kernel.of(mask.query_length)
-        return "flex" if q_BHSE.shape[-1] >= _SMALLEST_FLEX_HEAD else "sdpa"
+        return "flex" if q_BHSE.shape[-1] >= SMALLEST_FLEX_HEAD else "sdpa"
     if q_BHSE.device.type != "cpu" or torch.compiler.is_compiling():
         return "sdpa"
     if q_BHSE.dtype == torch.bfloat16 and cpu_engine(q_BHSE, mask) == "matmul":
