@@ -211,7 +211,7 @@ def flex_partial(
 
     flex, grouped = _compiled_flex(), q.shape[1] != k.shape[1]
     # Always with gradients, as in `one_kernel`.
-    with torch.compiler.set_stance("default"), torch.inference_mode(False), torch.enable_grad():
+    with torch.compiler.set_stance("default"), torch.enable_grad():
         leaves = (q.detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_())
         request = AuxRequest(lse=True)
         out, also = flex(*leaves, block_mask=block_mask, scale=scale, enable_gqa=grouped, return_aux=request)

@@ -4,8 +4,8 @@ Kernels for GPUs have faults that depend on the shape, the version and the value
 sequence was 64 longer than a multiple of 128 and all scores of a query were far below zero (pytorch #196678). So a run
 tries the kernel that it is going to use, once, with its own shape, and every second query has such scores.
 
-Everything that the kernel made must be finite; the values of two groups of heads, of the first and of the last sequence,
-are compared. The reference goes through chunks of queries, so that its memory grows with the sequence alone.
+Everything that the kernel made must be finite; the values of two groups of heads, of the first and of
+the last sequence, are compared. The reference goes through chunks of queries: its memory grows with the sequence alone.
 
 Shapes: B batch, H query heads, G key/value heads (dividing H), S queries, K keys, E head size.
 """
@@ -28,7 +28,7 @@ from phalanx.kernels.masks import AttentionMask
 KERNELS: tuple[Kernel, ...] = ("cudnn", "flash", "flex", "efficient", "math")
 """Kernels for CUDA, the fastest first (figures: docs/kernels.md)."""
 
-Layout = Literal["values", "all", "none"]
+Layout = Literal["values", "all", "none", "heads"]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
 """Queries, keys, values and the gradient of the result -> the result, and the gradients of the three."""
 
@@ -45,7 +45,8 @@ class Shape:
 
     Attributes:
         past: keys before those of the queries.
-        layout: which of queries, keys and values are views of one stacked tensor, as a layer's projection leaves them.
+        layout: which of queries, keys and values are views of one stacked tensor, as a layer's projection leaves them;
+            heads: none, and positions lie within heads.
     """
 
     batch: int
@@ -60,6 +61,20 @@ class Shape:
     def __str__(self) -> str:
         heads = f"{self.heads} heads" if self.heads == self.kv_heads else f"{self.heads} over {self.kv_heads} heads"
         return f"{self.batch} x {self.length:,} positions, {heads} of {self.head_size}"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is to be tried.
+
+    Attributes:
+        attend: attention by a kernel, where that is not a single call of `phalanx.kernels.attention.attention`.
+        kernels: that can do it, the fastest first; the last one always can.
+    """
+
+    shape: Shape
+    attend: Callable[[Kernel], Attend] | None = None
+    kernels: tuple[Kernel, ...] = KERNELS
 
 
 def find_fault(kernel: Kernel, shape: Shape, device: torch.device, attend: Attend | None = None) -> str:
@@ -99,18 +114,20 @@ def _tensors(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor
     """Queries, keys, values and a gradient, laid out as those of a layer; the same in every run."""
     generator = torch.Generator(device).manual_seed(0)
     batch, keys, size = shape.batch, shape.past + shape.length, shape.head_size
-    count = (shape.heads, shape.kv_heads, shape.kv_heads)
+    count = [shape.heads, shape.kv_heads, shape.kv_heads]
     stacked = torch.randn(batch, keys, sum(count), size, dtype=shape.dtype, device=device, generator=generator)
-    q, k, v = stacked.split(count, dim=2)
+    q, k, v = torch.split(stacked, count, dim=2)
     q = q[:, shape.past :]
     q[..., 0] = (torch.arange(shape.length, device=device) % 2)[:, None].to(shape.dtype)
     k[..., 0] = _SCORE * size**0.5
     if shape.layout != "all":
         q, k = q.contiguous(), k.contiguous()
-    if shape.layout == "none":
+    if shape.layout in ("none", "heads"):
         v = v.contiguous()
     grad = torch.randn(batch, shape.length, shape.heads, size, dtype=shape.dtype, device=device, generator=generator)
-    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), grad.transpose(1, 2)
+    made = [x.transpose(1, 2) for x in (q, k, v, grad)]
+    q, k, v, grad = (x.contiguous() for x in made) if shape.layout == "heads" else made
+    return q, k, v, grad
 
 
 def _by(kernel: Kernel, shape: Shape) -> Attend:
@@ -120,8 +137,11 @@ def _by(kernel: Kernel, shape: Shape) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         out = attention(*leaves, mask=mask, kernel=chosen)
-        rows, grad_rows = (x.transpose(1, 2).flatten(2) for x in (out, grad))
-        dq, dk, dv = torch.autograd.grad(rows, leaves, grad_rows)
+        if shape.layout == "heads":
+            dq, dk, dv = torch.autograd.grad(out, leaves, grad)
+        else:
+            rows, grad_rows = (x.transpose(1, 2).flatten(2) for x in (out, grad))
+            dq, dk, dv = torch.autograd.grad(rows, leaves, grad_rows)
         return out.detach(), dq, dk, dv
 
     return attend
@@ -162,9 +182,10 @@ def _distance(got: Tensor, expected: Tensor, index: int) -> Tensor:
     got = got.float()
     if index == 1:
         got, expected = got[..., 1:], expected[..., 1:]
-    lengths = torch.atleast_2d(expected.norm(dim=-1))
+    lengths = expected.norm(dim=-1).reshape(-1, expected.shape[-2])
     nearby = F.avg_pool1d(lengths, _TILE, ceil_mode=True).repeat_interleave(_TILE, dim=1)[:, : lengths.shape[1]]
-    return ((got - expected).norm(dim=-1) / (lengths + nearby)).max()
+    errors: Tensor = (got - expected).norm(dim=-1) / (lengths + nearby)
+    return errors.max()
 
 
 def reference(q_HSE: Tensor, k_KE: Tensor, v_KE: Tensor, grad_HSE: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

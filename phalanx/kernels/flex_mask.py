@@ -25,7 +25,9 @@ def flex_mask(mask: AttentionMask, device: torch.device) -> Any:
     return mask.remember(("flex", device), lambda: _make(mask, device))
 
 
-def block_mask(queries: range, keys: range, window: int | None, documents_BS: Tensor | None, device: torch.device) -> Any:
+def block_mask(
+    queries: range, keys: range, window: int | None, documents_BS: Tensor | None, device: torch.device
+) -> Any:
     """The ``BlockMask`` of some queries on some keys, by their positions in a sequence.
 
     Blocks of equally many queries and keys share one compiled kernel, wherever they lie.

@@ -53,7 +53,8 @@ def refusal(kernel: Fused, q: Tensor, k: Tensor, v: Tensor) -> str:
 
 def causal(kernel: Fused, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """Causal attention of as many queries as keys, (B, H, S, E); autograd goes through it."""
-    return _call(kernel, q, k, v, True, scale)[0]
+    out: Tensor = _call(kernel, q, k, v, True, scale)[0]
+    return out
 
 
 def forward(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.kernels.attention import CausalKernel, prepare
+from phalanx.kernels.attention_trial import Shape
 from phalanx.kernels.masks import AttentionMask
 from phalanx.model.block import Block
 from phalanx.model.cache import KVCache
@@ -111,6 +112,14 @@ class DecoderPart(nn.Module):
             cache=None if cache is None else cache.begin(length, lengths_B),
             kernel=self.causal_kernel,
         )
+
+    def attention_shape(self, batch: int, length: int) -> Shape:
+        """What a layer asks of attention, for a trial of kernels."""
+        config = self.config
+        is_made_anew = config.position == "rotary" or config.qk_norm  # queries and keys, by what comes before
+        layout: Literal["values", "all"] = "values" if is_made_anew else "all"
+        sizes = config.heads, config.num_kv_heads, length, config.head_dim
+        return Shape(batch, *sizes, self.compute_dtype, layout)
 
     def embed(self, tokens_BS: Tensor, context: Context, *, positions_BS: Tensor | None = None) -> Tensor:
         """The residual stream before the first layer, (T, D)."""

@@ -133,7 +133,7 @@ def test_a_broken_device_ends_the_run(monkeypatch):
         return zeros(*given, **options)
 
     monkeypatch.setattr(torch, "zeros", refuse)
-    with pytest.raises(UserError, match="broke the device.*illegal memory.*set model.attention_backend=flash"):
+    with pytest.raises(UserError, match=r"broke the device.*illegal memory.*set model.attention_backend=flash"):
         find_fault("cudnn", SHAPES[0], CPU, attend)
 
 

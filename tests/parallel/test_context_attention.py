@@ -19,8 +19,8 @@ from phalanx.model.config import ModelConfig
 from phalanx.model.context import Attending, DropoutState
 from phalanx.parallel.config import ContextMethod
 from phalanx.parallel.context.blocks import Block, Partial, attend, attend_backward, tried, way_of
-from phalanx.parallel.context.spread import ContextSpread
 from phalanx.parallel.context.split import Piece
+from phalanx.parallel.context.spread import ContextSpread
 
 BATCH, HEADS, LENGTH, SIZE = 2, 4, 24, 8
 

@@ -197,7 +197,7 @@ def tried(kernel: Kernel, length: int) -> Attend:
 
     def through(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         scale, kv = q.shape[-1] ** -0.5, torch.stack([k, v])
-        pieces = kv.split(length, dim=3)
+        pieces = torch.split(kv, length, dim=3)
         total = None
         for block, (keys, values) in zip(blocks, pieces, strict=True):
             total = merge(total, attend(q, keys, values, block, scale, kernel=kernel))

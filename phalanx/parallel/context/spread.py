@@ -6,15 +6,18 @@ Shapes: B batch, L positions of whole sequences, S positions on this rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from phalanx.kernels.attention import AttentionDropout, CausalKernel, attention
+from phalanx.kernels.attention_trial import Shape, Trial
 from phalanx.kernels.masks import AttentionMask
 from phalanx.model.config import ModelConfig
 from phalanx.model.context import Attending, DropoutState
 from phalanx.parallel.config import ContextMethod
+from phalanx.parallel.context.blocks import tried
 from phalanx.parallel.context.heads import to_heads, to_positions
 from phalanx.parallel.context.ring import Layer, Ring
 from phalanx.parallel.context.split import SequenceSplit
@@ -58,6 +61,22 @@ class ContextSpread:
         """Hash rows (B, S) of this rank's tokens, the same numbers as in a whole sequence."""
         positions = self.positions_S.to(state.sample_index_B.device)
         return state.sample_index_B.to(torch.int64)[:, None] * self._rows + positions
+
+    def attention_trial(self, whole: Shape) -> Trial:
+        """What is to be tried of a layer's attention over split sequences.
+
+        Args:
+            whole: what a layer with all heads of this rank asks for, of a whole sequence.
+        """
+        size = self.group.size
+        if size == 1:
+            return Trial(whole)
+        if self._method == "ring":
+            piece = self.split.local_length // self.split.pieces_per_rank
+            shape = replace(whole, length=piece, past=piece)
+            return Trial(shape, lambda kernel: tried(kernel, piece), ("cudnn", "flash", "flex", "math"))
+        heads, kv_heads = whole.heads // size, whole.kv_heads // size
+        return Trial(replace(whole, heads=heads, kv_heads=kv_heads, layout="heads"))
 
     def attend_with(self, documents_BL: Tensor | None, dropout: DropoutState | None) -> Attend | None:
         """Attention for one forward pass; None where the ordinary one will do.
