@@ -37,6 +37,13 @@ def settle_attention(run: Run, micro_batch: int) -> bool:
     length, former = run.config.data.sequence_length, run.progress.attention_kernel
     trial = run.trainer.attention_trial(micro_batch, length)
     refused: list[str] = []
+    if not set(names) & set(trial.kernels):
+        raise UserError(
+            "sequences that are split over a ring of ranks cannot be attended to by this kernel",
+            cure=f"set it to auto, or one of {', '.join(trial.kernels[:-1])}",
+            field="model.attention_backend",
+            value=names[0],
+        )
     for kernel in _in_turn(names, trial, former):
         reasons = [reason for reason in run.ranks.peers.gather(_fault(kernel, trial, run)) if reason]
         if _NO_MEMORY in reasons:

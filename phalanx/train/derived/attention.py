@@ -125,7 +125,8 @@ def _on_cuda(config: RunConfig, kind: str) -> AttentionLine:
 
 
 def _plain(config: RunConfig) -> tuple[str, str]:
-    names = [name for name in kernels_to_try(config) if name != "math"]
+    left_out = ("math", "efficient") if _is_ring(config) else ("math",)
+    names = [name for name in kernels_to_try(config) if name not in left_out]
     if len(names) == 1:
         return title(names[0]), "model.attention_backend says so; a run ends where it fails its self-test"
     why = "the first that passes a self-test of the run's own shape before the first step"
