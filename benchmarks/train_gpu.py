@@ -26,6 +26,8 @@ from rich.table import Table
 from phalanx.core import units
 from phalanx.core.hardware import table_peak
 from phalanx.data.batch import Batch
+from phalanx.kernels.attention import CausalKernel
+from phalanx.kernels.attention_trial import KERNELS, find_fault
 from phalanx.model.config import ModelConfig
 from phalanx.model.decoder import Decoder
 from phalanx.model.init import initialise
@@ -122,6 +124,7 @@ def run(name: str, shape: Shape, device: Device, *, compiled: bool, steps: int, 
         torch.cuda.reset_peak_memory_stats()
     model = Decoder(shape.model, device=device.torch_device, compute_dtype=device.compute_dtype)
     initialise(model, 0)
+    choose_kernel(model, shape, device)
     if compiled:
         model.compile()
     parameters = LogicalParameters(model)
@@ -154,6 +157,19 @@ def run(name: str, shape: Shape, device: Device, *, compiled: bool, steps: int, 
         peak_memory_bytes=device.memory_in_use_bytes(),
         first_step_s=times_s[0],
     )
+
+
+def choose_kernel(model: Decoder, shape: Shape, device: Device) -> None:
+    """As `phalanx train` does: attention by the fastest kernel that passes its self-test."""
+    if device.torch_device.type != "cuda":
+        return
+    wanted = model.attention_shape(shape.batch, shape.length)
+    for kernel in KERNELS:
+        fault = find_fault(kernel, wanted, device.torch_device)
+        print(f"attention by {kernel}: {fault or 'passed'}", flush=True)
+        if not fault:
+            model.causal_kernel = CausalKernel(kernel, shape.length)
+            return
 
 
 def random_batch(shape: Shape, device: Device) -> Batch:
