@@ -28,7 +28,10 @@ _NAMES: dict[Fused, str] = {
 
 
 def refusal(kernel: Fused, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Why torch does not run `kernel` on tensors like these, causally, on their CUDA device; empty where it does."""
+    """Why torch does not run `kernel` on tensors like these on their CUDA device; empty where it does.
+
+    More keys than queries are those of blocks, which see either all keys or, where there are as many, earlier ones.
+    """
     if not hasattr(torch.ops.aten, _NAMES[kernel]) or not hasattr(torch.ops.aten, _NAMES[kernel] + "_backward"):
         return "this torch does not have it"
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -42,7 +45,8 @@ def refusal(kernel: Fused, q: Tensor, k: Tensor, v: Tensor) -> str:
     }[kernel]
     if not wanted():  # type: ignore[no-untyped-call]
         return "it is switched off in torch.backends.cuda"
-    parameters = cuda.SDPAParams(q, k, v, None, 0.0, True, q.shape[1] != k.shape[1])
+    is_causal = q.shape[2] == k.shape[2]  # torch knows no other
+    parameters = cuda.SDPAParams(q, k, v, None, 0.0, is_causal, q.shape[1] != k.shape[1])
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         if able(parameters, True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from fused_on_cpu import fused_on_cpu
@@ -150,6 +152,30 @@ def test_refusals_that_need_no_device(kernel):
     fp32, odd = torch.empty(1, 2, 8, 64), torch.empty(1, 2, 8, 12, dtype=torch.bfloat16)
     assert "16 bits, not in float32" in fused_cuda.refusal(kernel, fp32, fp32, fp32)
     assert "multiple of 8, not 12" in fused_cuda.refusal(kernel, odd, odd, odd)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_refusals_are_torch_s_own(monkeypatch, kernel):
+    """In its words; blocks of a ring, with more keys than queries, are not asked about as if they were causal."""
+    asked = []
+
+    def able(parameters, debug):
+        asked.append((parameters.is_causal, parameters.enable_gqa, debug))
+        if len(asked) == 3:
+            warnings.warn("head_dim should be no more than 128 (Triggered internally at sdp_utils.cpp:1)", stacklevel=1)
+        return len(asked) < 3
+
+    monkeypatch.setattr(torch.backends.cuda, f"can_use_{kernel}_attention", able)
+    q, k, more = (torch.empty(1, n, s, 64, dtype=torch.bfloat16) for n, s in ((4, 8), (2, 8), (4, 16)))
+    assert fused_cuda.refusal(kernel, q, k, k) == fused_cuda.refusal(kernel, q, more, more) == ""
+    assert fused_cuda.refusal(kernel, q, k, k) == "head_dim should be no more than 128"
+    assert asked == [(True, True, True), (False, False, True), (True, True, True)]
+    enable = {"cudnn": torch.backends.cuda.enable_cudnn_sdp, "flash": torch.backends.cuda.enable_flash_sdp}[kernel]
+    enable(False)
+    try:
+        assert "switched off" in fused_cuda.refusal(kernel, q, k, k)
+    finally:
+        enable(True)
 
 
 @pytest.mark.gpu
