@@ -20,6 +20,7 @@ from phalanx.launch.named import errors_named
 from phalanx.model.shapes import flops_per_token, num_parameters
 from phalanx.telemetry.loggers import MetricsLogger, Silent, open_loggers
 from phalanx.train.assemble import assemble
+from phalanx.train.attention import described_attention
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.figures import default_folder
 from phalanx.train.derived.layout import axes_text
@@ -120,9 +121,16 @@ def headline(run: Run) -> str:
         f"in micro-batches of {run.progress.micro_batch} x {config.data.sequence_length}\n"
         f"text: {units.count(run.prepared.num_tokens('train'))} tokens to train on, "
         f"{units.count(run.prepared.num_tokens('validation'))} held out\n"
-        f"device: {run.device.name}, {run.device.threads} thread(s){each}, {dtype}{peak}\n{_spread(run)}"
+        f"device: {run.device.name}, {run.device.threads} thread(s){each}, {dtype}{peak}\n"
+        f"{_attention(run)}{_spread(run)}"
         f"folder: {run.folder.path}"
     )
+
+
+def _attention(run: Run) -> str:
+    """By which kernels a GPU attends."""
+    described = described_attention(run)
+    return f"attention: {described}\n" if described else ""
 
 
 def _spread(run: Run) -> str:
