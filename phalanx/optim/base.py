@@ -7,7 +7,8 @@ kernels, these optimizers leave ``.grad`` as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -83,6 +84,30 @@ def refuse_unfit(parameter: Tensor) -> None:
         raise ValueError(
             f"parameters of {parameter.dtype} are not updated: keep master weights in float32 and cast them to compute"
         )
+
+
+def twin(parameters: Sequence[Tensor]) -> ModuleType | None:
+    """The Triton kernels, where parameters with gradients like these are on a GPU and Triton is there.
+
+    They take fp32 parameters that lie as they are walked, and gradients alike, of one dtype of at most 32 bits.
+    """
+    if not parameters or not on_gpu(parameters[0]):
+        return None
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    fits = all(p.dtype == torch.float32 and p.is_contiguous() and p.device == parameters[0].device for p in parameters)
+    fits = fits and all(g.is_contiguous() and g.dtype == gradients[0].dtype for g in gradients)
+    if not fits or gradients[0].dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return None
+    try:
+        from phalanx.optim import update_triton
+    except ImportError:
+        return None
+    return update_triton
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether the tensor is on a GPU. Tests of the kernels say so of a CPU, where Triton interprets them."""
+    return tensor.is_cuda
 
 
 def inverse_scale(grad_scale: Tensor | None, keep: Tensor | None, like: Tensor) -> Tensor | None:
