@@ -56,8 +56,8 @@ def state_shard(key: str, parameter: Shard) -> Shard:
         return parameter
     if key in SCALES:
         blocks = blocks_of(parameter.shape[1])
-        shape, offsets, sizes = (parameter.shape[0], blocks), (parameter.offsets[0], 0), (parameter.sizes[0], blocks)
-        return Shard(shape, offsets, sizes, parameter.axes, parameter.owner)
+        of_scales = (parameter.shape[0], blocks), (parameter.offsets[0], 0), (parameter.sizes[0], blocks)
+        return Shard(*of_scales, parameter.axes, parameter.owner)
     if key in ROWS:
         shape, offsets, sizes = parameter.shape[:-1], parameter.offsets[:-1], parameter.sizes[:-1]
         return Shard(shape, offsets, sizes, parameter.axes, parameter.owner)
