@@ -127,7 +127,7 @@ def _update_rows(rows: dict[str, Tensor], bits: int, numbers: Tensor, seed: Tens
     m = m + to_m * (g - m)
     v = v * keep_v + g * g * to_v
     new = p * shrink - size * m / (v.sqrt() * root + eps)
-    random = quantise.hashed(p, raw, seed) if bits == 16 else None
+    random = quantise.hashed(p, seed) if bits == 16 else None
     for (name, signed), value in zip(MOMENTS.items(), (m, v), strict=True):
         _write(rows, name, value, keep, signed, bits, random if signed or random is None else random >> 16)
     p.copy_(torch.where(keep, new, p))
@@ -173,7 +173,7 @@ def _check_bits(group: dict[str, Any]) -> None:
         raise ValueError(f"state_bits = {bits} is unknown: use 8, 16 or 32")
     for parameter in group["params"]:
         refuse_unfit(parameter)
-        if bits == 8 and parameter.dim() != 2:
+        if bits != 32 and parameter.dim() != 2:
             raise ValueError(
-                f"state_bits = 8 is for matrices, not for shape {tuple(parameter.shape)}: put it into a group of 32"
+                f"state_bits = {bits} is for matrices, not for shape {tuple(parameter.shape)}: put it into a group of 32"
             )

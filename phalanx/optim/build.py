@@ -167,10 +167,11 @@ def _torch_groups(
     groups: dict[tuple[Settings, int], dict[str, Any]] = {}
     for name, chosen in settings.items():
         if chosen.kind == kind:
+            own = bits_of(shapes[name], bits)
             fresh = {"params": [], "lr": chosen.lr, "peak_lr": chosen.lr, "weight_decay": chosen.weight_decay}
-            if bits != 32:
-                fresh["state_bits"] = bits_of(shapes[name], bits)
-            groups.setdefault((chosen, fresh.get("state_bits", 32)), fresh)["params"].append(parameters[name])
+            if bits != 32:  # torch's AdamW knows no such setting
+                fresh["state_bits"] = own
+            groups.setdefault((chosen, own), fresh)["params"].append(parameters[name])
     return list(groups.values())
 
 

@@ -178,7 +178,7 @@ class CAME(SkippingOptimizer):
         buffer = self._buffer(p).view_as(g) if len(ps) == 1 else torch.empty_like(g)
         if p.dim() < 2:
             shape: tuple[int, ...] = (p.numel(),)
-            factors = (stacked([state["exp_avg_sq"].view(shape) for state in states]),)
+            factors: tuple[Tensor, ...] = (stacked([state["exp_avg_sq"].view(shape) for state in states]),)
         else:
             leading = p.shape[:-2].numel()  # not -1, which fits nothing where a rank holds no row
             shape = (leading, *p.shape[-2:])

@@ -7,7 +7,7 @@ there, a second moment above zero never becomes zero, which would make its weigh
 
 16 bits: bfloat16 with stochastic rounding. Rounded to the nearest, a second moment with a decay rate of 0.999 stands
 still: it moves by a thousandth in a step, and its neighbours are 1/128 apart. The random bits are a hash of the step,
-the weight and the gradient, so that they are the same in every layout, and again when a step is made again.
+the column and the weight, so that they are the same in every layout, and again when a step is made again.
 
 Shapes: N rows, M columns, K blocks of a row.
 """
@@ -94,13 +94,15 @@ def dequantise(codes_NM: Tensor, scale_NK: Tensor, *, signed: bool) -> Tensor:
     return book[codes_NM.to(torch.int64)] * scale_NM
 
 
-def hashed(weight: Tensor, gradient: Tensor, seed: Tensor) -> Tensor:
-    """32 random bits for each element (int64, 0 to 2^32): of the bits of weight and gradient, fp32, and a seed.
+def hashed(weight_NM: Tensor, seed: Tensor) -> Tensor:
+    """32 random bits (int64) for each element: of its column, the upper half of its weight (fp32), and a seed.
 
-    Two rounds of the finaliser of MurmurHash3 (Austin Appleby, public domain).
+    The lower half is left out, so that layouts whose sums differ in the last bits round alike all the same. Two rounds
+    of the finaliser of MurmurHash3 (Austin Appleby, public domain).
     """
-    bits_g, bits_p = (x.view(torch.int32).to(torch.int64) for x in (gradient.contiguous(), weight.contiguous()))
-    return _mix(bits_p ^ _mix(bits_g + seed))
+    columns = torch.arange(weight_NM.shape[1], device=weight_NM.device)
+    upper_NM = weight_NM.contiguous().view(torch.int32).to(torch.int64) & 0xFFFF0000
+    return _mix(upper_NM ^ _mix(columns + seed))
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def _address(table, parameter, which: tl.constexpr, dtype: tl.constexpr, ALIGNED
 
 @triton.jit
 def _tile(shapes, tiles, numbers, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
-    """The parameter, the offsets of the tile's elements and which of them there are, and its blocks alike.
+    """The parameter, the offsets of the tile's elements and which of them there are, its blocks alike, and columns.
 
     There are none on a skipped step.
     """
@@ -55,7 +55,7 @@ def _tile(shapes, tiles, numbers, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN
     row, start = blocks // per_row, (blocks % per_row) * WIDTH
     column = start[:, None] + tl.arange(0, WIDTH)[None, :]
     inside = (row < rows)[:, None] & (column < columns)
-    return parameter, row[:, None] * columns + column, inside, blocks, row < rows
+    return parameter, row[:, None] * columns + column, inside, blocks, row < rows, column
 
 
 @triton.jit
@@ -78,7 +78,8 @@ def _rounded(x, bits):
 def _code(unit, borders, SIGNED: tl.constexpr):
     """The codes of values of at most 1: computed, then set right by the borders beside them, being at most one off."""
     size = tl.abs(unit)
-    scale, count = tl.where(size >= 1e-6, 1e5, 1e6), tl.where(size >= 1e-6, 2, 1)
+    scale, count = tl.full(size.shape, 1e6, tl.float32), tl.full(size.shape, 1, tl.int32)
+    scale, count = tl.where(size >= 1e-6, 1e5, scale), tl.where(size >= 1e-6, 2, count)
     scale, count = tl.where(size >= 1e-5, 1e4, scale), tl.where(size >= 1e-5, 4, count)
     scale, count = tl.where(size >= 1e-4, 1e3, scale), tl.where(size >= 1e-4, 8, count)
     scale, count = tl.where(size >= 1e-3, 1e2, scale), tl.where(size >= 1e-3, 16, count)
@@ -136,7 +137,7 @@ def _adamw(
     table, shapes, tiles, numbers, seed, books, borders,
     BITS: tl.constexpr, GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    parameter, offsets, inside, blocks, there = _tile(shapes, tiles, numbers, ROWS, WIDTH, ALIGNED)
+    parameter, offsets, inside, blocks, there, column = _tile(shapes, tiles, numbers, ROWS, WIDTH, ALIGNED)
     shrink, size = tl.load(numbers), tl.load(numbers + 1)
     root, eps = tl.load(numbers + 2), tl.load(numbers + 3)
     to_m, keep_v, to_v = tl.load(numbers + 4), tl.load(numbers + 5), tl.load(numbers + 6)
@@ -151,8 +152,8 @@ def _adamw(
     tl.store(weights, p * shrink - size * m / (tl.sqrt(v) * root + eps), mask=inside)
     bits = tl.full(p.shape, 0, tl.uint32)
     if BITS == 16:
-        bits = _mix(raw.to(tl.uint32, bitcast=True) + tl.load(seed).to(tl.uint32))
-        bits = _mix(p.to(tl.uint32, bitcast=True) ^ bits)
+        bits = _mix((column + tl.load(seed)).to(tl.uint32))
+        bits = _mix((p.to(tl.uint32, bitcast=True) & 0xFFFF0000) ^ bits)
     _store_moment(table, parameter, 2, m, offsets, inside, blocks, there, borders, bits, BITS, ALIGNED, True)
     _store_moment(
         table, parameter, 3, v, offsets, inside, blocks, there, borders + 256, bits >> 16, BITS, ALIGNED, False
@@ -171,7 +172,7 @@ def _lamb_moments(
     GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Advance the moments; leave the squares of weights and updates, added up over the tile."""
-    parameter, offsets, inside, _, _ = _tile(shapes, tiles, numbers, ROWS, WIDTH, ALIGNED)
+    parameter, offsets, inside, _, _, _ = _tile(shapes, tiles, numbers, ROWS, WIDTH, ALIGNED)
     p = tl.load(_address(table, parameter, 0, tl.float32, ALIGNED) + offsets, mask=inside, other=0.0)
     g = tl.load(_address(table, parameter, 1, GRADIENT, ALIGNED) + offsets, mask=inside, other=0.0).to(tl.float32)
     first = _address(table, parameter, 2, tl.float32, ALIGNED) + offsets
@@ -204,7 +205,7 @@ def _lamb_squares(sums, ranges, squares, COUNT: tl.constexpr):
 
 @triton.jit
 def _lamb_apply(table, shapes, tiles, numbers, factors, ALIGNED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    parameter, offsets, inside, _, _ = _tile(shapes, tiles, numbers, ROWS, WIDTH, ALIGNED)
+    parameter, offsets, inside, _, _, _ = _tile(shapes, tiles, numbers, ROWS, WIDTH, ALIGNED)
     weights = _address(table, parameter, 0, tl.float32, ALIGNED) + offsets
     p = tl.load(weights, mask=inside, other=0.0)
     m = tl.load(_address(table, parameter, 2, tl.float32, ALIGNED) + offsets, mask=inside, other=0.0)
@@ -237,7 +238,7 @@ class Launch:
             seed: of stochastic rounding, int64.
             bits: of the moments.
         """
-        gradients = self._tell(parameters, states, blocks=bits == 8)
+        gradients = self._tell(parameters, states, by_rows=bits != 32)
         if self._books is None:
             pad = parameters[0].new_zeros(1)
             device = parameters[0].device
@@ -254,7 +255,7 @@ class Launch:
         self, parameters: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], numbers: Tensor
     ) -> Tensor:
         """Advance the moments; return the squared norms (P, [weights, update])."""
-        gradients = self._tell(parameters, states, blocks=False)
+        gradients = self._tell(parameters, states, by_rows=False)
         squares = parameters[0].new_empty(len(parameters), 2)
         sums = parameters[0].new_empty(max(self._tiles, 1), 2)
         if self._tiles:
@@ -273,7 +274,7 @@ class Launch:
             )
 
     def _tell(
-        self, parameters: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], *, blocks: bool
+        self, parameters: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], *, by_rows: bool
     ) -> list[Tensor]:
         """Bring the table up to date; return the gradients, which must live until the kernel is launched."""
         device = parameters[0].device
@@ -283,7 +284,7 @@ class Launch:
             moments = [state["exp_avg"], state["exp_avg_sq"]]
             scales = [state.get("exp_avg" + quantise.SCALE, p), state.get("exp_avg_sq" + quantise.SCALE, p)]
             addresses += [x.data_ptr() for x in (p, g, *moments, *scales)]
-        sizes = [(p.shape[0], p.shape[1]) if blocks else (min(p.numel(), 1), p.numel()) for p in parameters]
+        sizes = [(p.shape[0], p.shape[1]) if by_rows else (min(p.numel(), 1), p.numel()) for p in parameters]
         if sizes != self._sizes:
             self._sizes = sizes
             self._lay_out(device)

@@ -9,7 +9,8 @@ from phalanx.plan.hardware.device import Device
 from phalanx.plan.types import Floats, Ints, Job, Strategy
 
 _STATE_PASSES: Mapping[Kind, float] = {"adamw": 2.0, "lamb": 2.0, "came": 1.0, "muon": 1.0}
-"""Moments of each weight (fp32, AdamW's perhaps of fewer bits) that are read and written: two, or one (CAME's other moments are vectors)."""
+"""Moments of each weight that are read and written: two, or one (CAME's other moments are vectors). They are fp32, but
+AdamW's perhaps of fewer bits."""
 _EXTRA_READS: Mapping[Kind, float] = {"adamw": 0.0, "lamb": 3.0, "came": 4.0, "muon": 0.0}
 """fp32 passes more: LAMB writes its update, reads it for its norm and again to apply it; CAME reads the squared
 gradient and the squared residual twice each, once for the sums along either axis (arXiv 2307.02047, algorithm 2)."""

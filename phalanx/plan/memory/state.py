@@ -106,7 +106,9 @@ def apart(job: Job, strategy: Strategy, held: Held, at_end: Any) -> Floats:
 
 
 def _moments(job: Job, strategy: Strategy, held: Held, ways: Ints, expert_ways: Ints, elements: Floats) -> Floats:
-    """State of the optimizer, fp32 (AdamW's of matrices of `state_bits`): split over ranks from ZeRO-1 on, but for CAME's factors of columns.
+    """State of the optimizer: split over ranks from ZeRO-1 on, but for CAME's factors of columns.
+
+    It is fp32, but AdamW's moments of matrices, which have `state_bits`.
 
     CAME keeps one moment, and for each matrix means over rows and columns of two statistics; Muon one for the blocks'
     matrices, and AdamW's two for the rest.
