@@ -175,5 +175,5 @@ def _check_bits(group: dict[str, Any]) -> None:
         refuse_unfit(parameter)
         if bits != 32 and parameter.dim() != 2:
             raise ValueError(
-                f"state_bits = {bits} is for matrices, not for shape {tuple(parameter.shape)}: put it into a group of 32"
+                f"state_bits = {bits} is for matrices, not shape {tuple(parameter.shape)}: put it into a group of 32"
             )

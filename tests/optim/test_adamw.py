@@ -270,7 +270,7 @@ def test_wrong_settings_are_refused() -> None:
     matrix, vector = torch.nn.Parameter(torch.zeros(8, 8)), torch.nn.Parameter(torch.zeros(8))
     with pytest.raises(ValueError, match="state_bits = 4 is unknown: use 8, 16 or 32"):
         AdamW([matrix], state_bits=4)
-    with pytest.raises(ValueError, match="for matrices, not for shape"):
+    with pytest.raises(ValueError, match="for matrices, not shape"):
         AdamW([matrix, vector], state_bits=16)
     with pytest.raises(ValueError, match="betas"):
         AdamW([matrix], betas=(0.9, 1.0))
