@@ -18,6 +18,7 @@ from phalanx.core.config import Loaded, load, walk
 from phalanx.parallel.config import ParallelConfig
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.attention import attention_lines
+from phalanx.train.derived.compiling import decide_compiling
 from phalanx.train.derived.figures import Derived, check_early, derive, known_vocab_size
 from phalanx.train.derived.layout import ignored_settings, wanted_ranks
 from phalanx.train.derived.spread import Spread, explain_spread
@@ -48,6 +49,10 @@ def command(config: Path, overrides: tuple[str, ...], given: bool, describe: boo
         console.print(derived_table(derive(loaded.value)))
     console.print()
     console.print(attention_table(loaded.value))
+    on, why = decide_compiling(loaded.value, on_gpu=True)
+    console.print(
+        f"\non a GPU {why or ('layers are compiled' if on else 'layers run as they are written')}", highlight=False
+    )
     if spread is None:
         _print_ignored(loaded.value.parallel, console)
     else:

@@ -31,7 +31,7 @@ from phalanx.parallel.choose import Machines
 from phalanx.train.attention import described_attention, require_attention
 from phalanx.train.batches import open_stream
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.compiling import decide_compiling
+from phalanx.train.derived.compiling import decide_compiling, lacking_for_a_gpu
 from phalanx.train.derived.figures import complete_model, destination, total_steps
 from phalanx.train.derived.layout import ignored_settings, resolve_layout
 from phalanx.train.derived.memory import described, require_memory, smaller_model, standing_bytes
@@ -136,7 +136,8 @@ def _with_layout(config: RunConfig, prepared: Prepared, ranks: Ranks, device: De
 
 def _with_compiling(config: RunConfig, device: Device, say: Say) -> RunConfig:
     """The config with `train.compile` decided."""
-    on, why = decide_compiling(config, device.torch_device.type == "cuda")
+    on_gpu = device.torch_device.type == "cuda"
+    on, why = decide_compiling(config, on_gpu, lacking_for_a_gpu() if on_gpu else "")
     if why:
         say(why)
     return config.model_copy(update={"train": config.train.model_copy(update={"compile": on})})

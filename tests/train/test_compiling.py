@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.train.config import RunConfig
 from phalanx.train.derived import compiling
-from phalanx.train.derived.compiling import Compiling, decide_compiling
+from phalanx.train.derived.compiling import Compiling, decide_compiling, lacking_for_a_gpu
 
 TENSOR = {"parallel": {"tensor": 2}}
 ZERO_BUBBLE = {"parallel": {"pipeline": 2, "schedule": "zbv"}}
@@ -20,12 +20,6 @@ def _config(settings: dict[str, Any], **train: Any) -> RunConfig:
     return RunConfig.model_validate(settings | {"train": {"steps": 1} | train, "data": text})
 
 
-@pytest.fixture
-def able(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "lacking_for_a_gpu", lambda: "")
-
-
-@pytest.mark.usefixtures("able")
 def test_auto_compiles_on_a_gpu_alone() -> None:
     assert decide_compiling(_config({}), on_gpu=True) == Compiling(True)
     assert decide_compiling(_config({}), on_gpu=False) == Compiling(False)
@@ -33,7 +27,6 @@ def test_auto_compiles_on_a_gpu_alone() -> None:
     assert decide_compiling(_config({}, compile=False), on_gpu=True) == Compiling(False)
 
 
-@pytest.mark.usefixtures("able")
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -56,10 +49,11 @@ def test_a_gpu_without_a_c_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: name)
-    on, why = decide_compiling(_config({}), on_gpu=True)
+    on, why = decide_compiling(_config({}), on_gpu=True, lacking=lacking_for_a_gpu())
     assert not on and "there is no C compiler here" in why
+    assert decide_compiling(_config({}, compile=True), on_gpu=True, lacking=why).on
 
 
 def test_a_gpu_without_triton_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: None)
-    assert "no package triton" in decide_compiling(_config({}), on_gpu=True).why
+    assert "no package triton" in decide_compiling(_config({}), on_gpu=True, lacking=lacking_for_a_gpu()).why

@@ -23,11 +23,14 @@ class Compiling(NamedTuple):
     why: str = ""
 
 
-def decide_compiling(config: RunConfig, on_gpu: bool) -> Compiling:
+def decide_compiling(config: RunConfig, on_gpu: bool, lacking: str = "") -> Compiling:
     """What `train.compile` comes to, with the layout known.
 
     On a CPU layers run as they are written unless compiling is asked for: its kernels are fused by hand, and a compiler
     takes tens of seconds.
+
+    Args:
+        lacking: what the machine lacks, as `lacking_for_a_gpu` says.
     """
     wanted, opaque = config.train.compile, config.not_traced()
     if wanted is False or (wanted == "auto" and not on_gpu):
@@ -35,7 +38,7 @@ def decide_compiling(config: RunConfig, on_gpu: bool) -> Compiling:
     if wanted == "auto":
         if opaque and config.train.recompute == "selective":
             return Compiling(False, f"layers are not compiled: train.recompute = 'selective' does not go with {opaque}")
-        if lacking := lacking_for_a_gpu():
+        if lacking:
             return Compiling(False, f"layers are not compiled: {lacking}, which Triton needs to launch its kernels")
     return Compiling(True, f"layers are compiled in pieces, around {opaque}" if opaque else "")
 
