@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from phalanx.model.config import ModelConfig
 from phalanx.model.context import Context
 from phalanx.model.layers import Attention, InputProjection, Make, Norm, OutputProjection
+from phalanx.model.recompute import first_product
 
 
 class Block(nn.Module):
@@ -54,13 +55,13 @@ class Block(nn.Module):
     def _serial(self, x: Tensor, context: Context) -> Tensor:
         inner = self.attention(self.attention_input(self.attention_norm(x)), context)
         x = self._add(self.attention_output, inner, x, context, "attention")
-        inner = self.activate(self.mlp_input(self.mlp_norm(x)))
+        inner = self.activate(first_product(self.mlp_input, self.mlp_norm(x)))
         return self._add(self.mlp_output, inner, x, context, "mlp")
 
     def _parallel(self, x: Tensor, context: Context) -> Tensor:
         normed = self.norm(x)
         inner = self.attention(self.attention_input(normed), context)
-        wide = self.activate(self.mlp_input(normed))
+        wide = self.activate(first_product(self.mlp_input, normed))
         if context.dropout is None or not self.rate:
             added: Tensor = self.mlp_output(wide, self.attention_output(inner, x))
             return added
@@ -68,7 +69,7 @@ class Block(nn.Module):
         return x + context.drop(out, self.rate, self.prefix + "block")
 
     def _merged(self, x: Tensor, context: Context) -> Tensor:
-        stacked = self.input(self.norm(x))
+        stacked = first_product(self.input, self.norm(x))
         qkv, mlp = stacked.split((self.qkv_rows, stacked.shape[1] - self.qkv_rows), dim=1)
         inner = torch.cat([self.attention(qkv, context), self.activate(mlp)], dim=1)
         return self._add(self.output, inner, x, context, "block")

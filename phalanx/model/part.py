@@ -8,12 +8,8 @@ Shapes: B batch, S sequence, T tokens (B*S), D hidden, V vocabulary rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from phalanx.kernels.attention import prepare
 from phalanx.kernels.masks import AttentionMask
@@ -22,10 +18,8 @@ from phalanx.model.cache import KVCache
 from phalanx.model.config import ModelConfig
 from phalanx.model.context import Context, DropoutState, dropout_rows
 from phalanx.model.layers import Embedding, LossHead, Make, Norm
-from phalanx.model.recompute import selective_contexts
+from phalanx.model.recompute import Recompute, runner
 from phalanx.model.rotary import Rotary
-
-Recompute = Literal["none", "selective", "full"]
 
 
 class DecoderPart(nn.Module):
@@ -42,9 +36,7 @@ class DecoderPart(nn.Module):
         compute_dtype: of matrix products and attention; None = `dtype`.
 
     Attributes:
-        recompute: what the backward pass computes again instead of keeping: ``"none"``; ``"selective"`` (all but the
-            results of matrix products and attention); ``"full"`` (everything but each block's input). Gradients are the
-            same bits.
+        recompute: what the backward pass computes again instead of keeping, see `phalanx.model.recompute`.
 
     Raises:
         UserError: `vocab_size` or `max_sequence` is not known.
@@ -116,7 +108,7 @@ class DecoderPart(nn.Module):
 
     def blocks(self, x_TD: Tensor, context: Context) -> Tensor:
         """The residual stream after this part's layers: (T, D) -> (T, D)."""
-        run = self._runner()
+        run = runner(self.recompute)
         for block in self.layers:
             x_TD = run(block, x_TD, context)
         return x_TD
@@ -126,15 +118,3 @@ class DecoderPart(nn.Module):
         assert self.head is not None, "this part ends before the head"
         sums: tuple[Tensor, Tensor] = self.head(hidden_TD, targets_T, weights_T)
         return sums
-
-    def _runner(self) -> Callable[[nn.Module, Tensor, Context], Tensor]:
-        """How a block is run: plainly, or so that the backward pass computes parts of it again."""
-        if self.recompute == "none" or not torch.is_grad_enabled():
-            return lambda block, x, context: block(x, context)
-        if self.recompute == "full":
-            return lambda block, x, context: checkpoint(
-                block, x, context, use_reentrant=False, preserve_rng_state=False
-            )
-        return lambda block, x, context: checkpoint(
-            block, x, context, use_reentrant=False, preserve_rng_state=False, context_fn=selective_contexts
-        )

@@ -15,7 +15,8 @@ from torch import Tensor
 from phalanx.core.shard import Shard
 from phalanx.model.config import ModelConfig
 from phalanx.model.init import initial_values
-from phalanx.model.part import DecoderPart, Recompute
+from phalanx.model.part import DecoderPart
+from phalanx.model.recompute import Recompute
 from phalanx.model.shapes import parameter_table
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.context.spread import ContextSpread
