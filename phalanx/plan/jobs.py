@@ -11,7 +11,7 @@ from phalanx.parallel.config import ParallelConfig
 from phalanx.plan.types import BYTES, Job, Model, Overlap, Precision, Recompute, Software, Strategy
 
 # What `train.recompute` says, in the words of the cost model.
-_RECOMPUTE: dict[str, Recompute] = {"none": "none", "selective": "elementwise", "full": "full"}
+_RECOMPUTE: dict[str, Recompute] = {"none": "none", "selective": "elementwise", "mlp": "mlp", "full": "full"}
 _OVERLAP: dict[str, Overlap] = {"none": "none", "chunked": "chunked", "symmetric": "fused"}
 
 

@@ -50,6 +50,10 @@ CASES = {
         {"shard": 2, "tensor": 2}, {"bias": "all", "norm": "layer", "position": "learned"},
         optim=SGD | {"clip_norm": 0.0}, micro_batch=4,
     ),
+    "1f1b, recompute mlp, dropout": Case({"pipeline": 2}, DROPPED, recompute="mlp"),
+    "ring, recompute mlp": Case({"context": 2}, WINDOWS, recompute="mlp", optim=SGD),
+    "zbv, zero 3, recompute mlp": Case({"pipeline": 2, "shard": 2, "zero": 3, "schedule": "zbv"}, recompute="mlp"),
+    "fs, tp, parallel block, recompute mlp": Case({"shard": 2, "tensor": 2}, PARALLEL_BLOCK, recompute="mlp"),
 }  # fmt: skip
 
 

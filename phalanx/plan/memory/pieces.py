@@ -121,6 +121,6 @@ def _layer(job: Job, strategy: Strategy, local: Local, window: int, is_mixture: 
 
 def _closing(job: Job, strategy: Strategy, local: Local) -> Floats:
     """Where matrix products are kept that are the stream themselves, the last of a stage is nobody's input there."""
-    if not job.software.is_phalanx or strategy.recompute != "elementwise":
+    if not job.software.is_phalanx or strategy.recompute not in ("elementwise", "mlp"):
         return 0.0
     return phalanx_layer.adds_residual(local, strategy) * local.kept_tokens * job.model.hidden * local.residual_bytes
