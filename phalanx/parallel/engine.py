@@ -16,6 +16,7 @@ from phalanx.core.layout import Axis
 from phalanx.core.shard import Shard
 from phalanx.model.config import ModelConfig
 from phalanx.model.context import DropoutState
+from phalanx.model.recompute import Recompute
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.context.spread import ContextSpread
 from phalanx.parallel.deferred import WeightQueue
@@ -94,6 +95,11 @@ class Engine:
     def data_ranks(self) -> int:
         """Shares of a global batch."""
         return self._groups.layout.size(*_SAMPLE_AXES)
+
+    def recompute(self, level: Recompute) -> None:
+        """Compute so much again in backward passes from now on."""
+        for part in self._held.values():
+            part.stage.part.recompute = level
 
     def accumulate_gradients(self, batch: Samples, *, micro_batch: int, seed: int, step: int) -> Tensor:
         """Gradients of the mean loss over all weighted tokens of the global batch, on `parameters`.

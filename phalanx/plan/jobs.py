@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from phalanx.core.layout import divisors
 from phalanx.model.config import ModelConfig
 from phalanx.optim.config import Kind as Optimizer
 from phalanx.parallel.config import ParallelConfig
@@ -119,13 +116,3 @@ def settings_of(strategy: Strategy) -> dict[str, int | str]:
     }
     given = {f"parallel.{name}": value for name, value in parallel.items() if value != getattr(plain, name)}
     return {"train.micro_batch": int(strategy.micro_batch), "train.recompute": recompute, **given}
-
-
-def largest_micro_batch(share: int, fits: Callable[[int], bool]) -> int:
-    """The largest divisor of a data-parallel rank's sequences that `fits`; 1 where none does.
-
-    Args:
-        share: sequences per step of one data-parallel rank.
-        fits: whether a micro-batch of so many sequences fits; asked in descending order.
-    """
-    return next(filter(fits, reversed(divisors(share))), 1)

@@ -27,8 +27,8 @@ Mark = Literal["measured", "derived", "assumed"]
 Precision = Literal["bf16", "fp16", "fp32"]
 Recompute = Literal["none", "attention", "elementwise", "mlp", "full"]
 """What is computed again in the backward pass: nothing; scores, softmax and what follows up to the product with values
-(Korthikanti et al., "selective"); all but matrix products and attention (`train.recompute = selective` here); that and the first product of the MLP
-(`train.recompute = mlp`); all."""
+(Korthikanti et al., "selective"); all but matrix products and attention
+(`train.recompute = selective` here); these and the first product of the MLP (``mlp``); all."""
 Overlap = Literal["none", "chunked", "fused"]
 """Collectives beside matrix products: after each other; in pipelined chunks; in one kernel (Flux)."""
 

@@ -31,11 +31,12 @@ from phalanx.parallel.choose import Machines
 from phalanx.train.batches import open_stream
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.figures import complete_model, destination, total_steps
+from phalanx.train.derived.fit import first_level
 from phalanx.train.derived.layout import ignored_settings, resolve_layout
 from phalanx.train.derived.memory import described, require_memory, smaller_model, standing_bytes
 from phalanx.train.device import Device, choose_device, measure_peak
 from phalanx.train.failures import explained
-from phalanx.train.micro_batch import choose_micro_batch
+from phalanx.train.micro_batch import choose_passes
 from phalanx.train.pulse import START_S
 from phalanx.train.ranks import Ranks
 from phalanx.train.run import Run
@@ -83,6 +84,7 @@ def assemble(
     try:
         with explained(described(needed), smaller_model(needed)), ranks.phases.phase("checkpoint"):
             run = take_up(run, build, say, blank=blank)
+            run.note = say
             run.watch()
         _note_start(run, config, say)
     except BaseException:
@@ -204,7 +206,7 @@ def build_trainer(config: RunConfig, vocab_size: int, device: Device, ranks: Ran
         compute_dtype=device.compute_dtype,
         seed=config.train.seed,
         blank=blank,
-        recompute=config.train.recompute,
+        recompute=first_level(config),
         compile=config.train.compile,
         registered=ranks.mesh.registered,
     )
@@ -216,7 +218,7 @@ def build_model(config: RunConfig, vocab_size: int, device: Device, *, blank: bo
     model = Decoder(complete_model(config, vocab_size), device=device.torch_device, compute_dtype=device.compute_dtype)
     if not blank:
         initialise(model, config.train.seed)
-    model.recompute = config.train.recompute
+    model.recompute = first_level(config)
     if config.train.compile:
         model.compile()
     return model
@@ -243,8 +245,8 @@ def take_up(run: Run, build: Callable[[], Run], say: Say, *, blank: bool) -> Run
     except SpoiltError:
         restored, blank = None, True
     if restored is not None:
-        if run.config.run.resume == "changed" or not _keeps_micro_batch(run):
-            run.progress.micro_batch = choose_micro_batch(run)  # it, or the layout, may be what was changed
+        # The micro-batch, or the layout, may be what was changed.
+        choose_passes(run, say, keep=run.config.run.resume != "changed" and _keeps_micro_batch(run))
         where = described_source(restored, destination(run.config, run.folder.path))
         if run.changes:
             say(told_changes(run.changes))
@@ -255,7 +257,7 @@ def take_up(run: Run, build: Callable[[], Run], say: Say, *, blank: bool) -> Run
     if run.config.train.init_from:
         source = Path(run.config.train.init_from)
         load_initial_weights(run.trainer, run.prepared.tokenizer, source, say)
-    run.progress.micro_batch = choose_micro_batch(run)
+    choose_passes(run, say)
     return run
 
 

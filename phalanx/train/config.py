@@ -65,10 +65,11 @@ class TrainConfig(Config):
     )
     threads: int = Field(0, ge=0, description="CPU threads for arithmetic; 0: OMP_NUM_THREADS, else one per core")
     compile: bool = Field(False, description="compile the model with torch.compile: slower to start, faster steps")
-    recompute: Literal["none", "selective", "mlp", "full"] = Field(
-        "none",
-        description="what backward passes compute again: nothing, all but matrix products and attention (selective), the "
-        "first product of the MLP besides (mlp), or everything (full)",
+    recompute: Literal["auto", "none", "selective", "mlp", "full"] = Field(
+        "auto",
+        description="what backward passes compute again: nothing (none), all but matrix products and attention "
+        "(selective), these and the first product of the MLP (mlp), everything (full); auto: as little as fits into a "
+        "GPU's memory, nothing on a CPU",
     )
     deterministic: bool = Field(False, description="refuse operations that may give different bits from run to run")
     garbage_collect_steps: int = Field(

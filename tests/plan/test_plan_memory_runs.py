@@ -17,6 +17,7 @@ ALONE = (
     "1, windows, grouped heads",
     "1, recompute selective",
     "1, recompute mlp",
+    "1, one small micro-batch",
 )
 PAIRS = ("shard 2, ZeRO-2", "tensor 2, parallel block", "context 2, ring", "pipeline 2, 1F1B", "pipeline 2, V")
 
