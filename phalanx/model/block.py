@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.kernels.swiglu import swiglu
 from phalanx.model.config import ModelConfig
 from phalanx.model.context import Context
 from phalanx.model.layers import Attention, InputProjection, Make, Norm, OutputProjection
@@ -84,6 +85,5 @@ class Block(nn.Module):
     def activate(self, inner_TF: Tensor) -> Tensor:
         """The MLP's nonlinearity: (T, F) -> (T, F), or with a gate (T, 2F) -> (T, F)."""
         if self.activation_name == "swiglu":
-            gate, up = inner_TF.chunk(2, dim=1)
-            return F.silu(gate) * up
+            return swiglu(inner_TF)
         return F.gelu(inner_TF, approximate="tanh" if self.activation_name == "gelu_tanh" else "none")

@@ -43,7 +43,7 @@ def _stream(local: Local) -> Floats:
 
 
 def _mlp(local: Local, is_mixture: bool) -> Floats:
-    """Inputs of the non-linearity and of the second product; a gate keeps what it multiplies too."""
+    """Inputs of the non-linearity and of the second product; on a CPU a gate keeps what it multiplies too."""
     if not is_mixture:
         return _inner(local, local.tokens, local.dense_inner)
     rows, model = routed_rows(local), local.model
@@ -54,7 +54,7 @@ def _mlp(local: Local, is_mixture: bool) -> Floats:
 
 def _inner(local: Local, rows: Floats, width: Floats) -> Floats:
     products = 4 if local.model.gated else 2
-    if local.model.gated and local.software.fused_elementwise:
+    if local.model.gated and (local.software.fused_elementwise or not local.software.on_cpu):
         products = 3
     return rows * width * products * local.compute_bytes
 
