@@ -18,6 +18,7 @@ from phalanx.model.cache import KVCache
 from phalanx.model.config import ModelConfig
 from phalanx.model.context import Context, DropoutState, dropout_rows
 from phalanx.model.layers import Embedding, LossHead, Make, Norm
+from phalanx.model.offload import Offload
 from phalanx.model.recompute import Recompute, runner
 from phalanx.model.rotary import Rotary
 
@@ -37,6 +38,7 @@ class DecoderPart(nn.Module):
 
     Attributes:
         recompute: what the backward pass computes again instead of keeping, see `phalanx.model.recompute`.
+        offload: takes activations to the host meanwhile, see `phalanx.model.offload`; None: they stay.
 
     Raises:
         UserError: `vocab_size` or `max_sequence` is not known.
@@ -63,6 +65,7 @@ class DecoderPart(nn.Module):
         self.compute_dtype = compute_dtype or dtype
         self.residual_dtype = self.compute_dtype if config.residual == "compute" else dtype
         self.recompute: Recompute = "none"
+        self.offload: Offload | None = None
         make = Make(None if device is None else torch.device(device), dtype, self.compute_dtype)
         self.embedding = Embedding(config, make) if first else None
         self.rotary = Rotary(config) if config.position == "rotary" else None
@@ -109,8 +112,15 @@ class DecoderPart(nn.Module):
     def blocks(self, x_TD: Tensor, context: Context) -> Tensor:
         """The residual stream after this part's layers: (T, D) -> (T, D)."""
         run = runner(self.recompute)
-        for block in self.layers:
-            x_TD = run(block, x_TD, context)
+        if self.offload is None or not torch.is_grad_enabled():
+            for block in self.layers:
+                x_TD = run(block, x_TD, context)
+            return x_TD
+        leaving = self.offload.forward_pass(len(self.layers), context.rotary or ())
+        for index, block in enumerate(self.layers):
+            with leaving.layer(index, block):
+                x_TD = run(block, x_TD, context)
+        leaving.end()
         return x_TD
 
     def sums(self, hidden_TD: Tensor, targets_T: Tensor, weights_T: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -84,7 +84,7 @@ def _alone(local: Local, rows: _Rows, lse: Floats, window: int) -> Attended:
     if local.model.attention_dropout or not local.software.fused_attention:
         return _written(local, rows)
     core = lse + _whole_masks(local, window)
-    # On a GPU v is copied, so that nothing of what was projected is kept beside what was rotated (phalanx.model.rotary).
+    # On a GPU v is copied, so that nothing of what was projected is kept beside what was rotated.
     copied = not local.software.on_cpu and local.model.position == "rotary" and not local.model.qk_norm
     inputs = rows.stacked if copied and not local.software.fused_elementwise else rows.stacked + rows.turned
     flash = Attended(inputs, core, rows.q, rows.q + lse, _flash_masks(local, window))
