@@ -10,7 +10,6 @@ from phalanx.model.shapes import num_parameters
 from phalanx.parallel.choose import Choice, Machines
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.hardware.device import Device
-from phalanx.plan.jobs import make_strategy
 from phalanx.plan.software import software_named
 from phalanx.plan.types import Job, Precision, Strategy
 from phalanx.train.config import RunConfig
@@ -83,7 +82,7 @@ def plan_of(config: RunConfig, cluster: Cluster, precision: Precision | None = N
         micro_batch=choice.micro_batch,
     )
     passes, remark = _passes(config, fit, choice, cluster.device)
-    strategy = make_strategy(choice.config, micro_batch=passes.micro_batch, recompute=passes.recompute)
+    strategy = fit.strategy(passes.micro_batch, passes.recompute)
     return Planned(
         job=fit.job,
         strategy=strategy,

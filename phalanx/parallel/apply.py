@@ -15,6 +15,7 @@ from torch import Tensor
 from phalanx.core.shard import Shard
 from phalanx.model.config import ModelConfig
 from phalanx.model.init import initial_values
+from phalanx.model.offload import make_offload
 from phalanx.model.part import DecoderPart
 from phalanx.model.recompute import Recompute
 from phalanx.model.shapes import parameter_table
@@ -39,6 +40,7 @@ class Build:
         sequence_length: of the samples, tokens.
         compute_dtype: of matrix products; master weights are float32.
         seed: of the initial weights.
+        offload: share of each stage's layers whose activations wait on the host.
         blank: leave the weights zero, since a restore fills them next.
         compile: compile each block; only where no rank is waited for inside of one.
         registered: the name under which torch finds a group, for its operators over symmetric memory; None where there
@@ -51,6 +53,7 @@ class Build:
     seed: int
     blank: bool = False
     recompute: Recompute = "none"
+    offload: float = 0.0
     compile: bool = False
     registered: Callable[[Group], str] | None = None
 
@@ -114,6 +117,7 @@ def _hold(
         registered=build.registered,
     )
     part.recompute = build.recompute
+    part.offload = make_offload(build.offload, build.device)
     if build.compile:
         _compile_blocks(part)
     if model.tie_embeddings and first is not None:

@@ -65,13 +65,14 @@ def software_of(
     )
 
 
-def make_strategy(parallel: ParallelConfig, *, micro_batch: int, recompute: str) -> Strategy:
+def make_strategy(parallel: ParallelConfig, *, micro_batch: int, recompute: str, offload: float = 0.0) -> Strategy:
     """How a run is spread.
 
     Args:
         parallel: with every axis given.
         micro_batch: sequences per forward pass and data-parallel rank.
         recompute: as `train.recompute` has it.
+        offload: as `train.offload` has it.
     """
     return Strategy(
         pipeline=parallel.pipeline,
@@ -84,6 +85,7 @@ def make_strategy(parallel: ParallelConfig, *, micro_batch: int, recompute: str)
         schedule=parallel.schedule,
         zero=parallel.zero,
         recompute=_RECOMPUTE[recompute],
+        offload=offload,
         tensor_overlap=_OVERLAP[parallel.tensor_overlap],
         tensor_chunks=parallel.tensor_chunks,
         context_method=parallel.context_method,

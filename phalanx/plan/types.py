@@ -236,6 +236,7 @@ class Strategy:
         micro_batch: sequences per forward pass and data-parallel rank.
         chunks: model chunks on each pipeline rank.
         zero: what `shard` splits: 0 nothing, 1 optimizer state, 2 and summed gradients, 3 and parameters.
+        offload: share of the layers whose activations wait on the host (Phalanx alone).
         bucket_bytes: of gradients that are reduced together; 0: one bucket for each model chunk (MegaScale 3.2).
     """
 
@@ -250,6 +251,7 @@ class Strategy:
     schedule: Schedule = "1f1b"
     zero: Literal[0, 1, 2, 3] = 1
     recompute: Recompute = "none"
+    offload: float = 0.0
     sequence_parallel: bool = True
     tensor_overlap: Overlap = "none"
     tensor_chunks: int = 3

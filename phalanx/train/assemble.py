@@ -23,6 +23,7 @@ from phalanx.data.tokens.prepared import Prepared
 from phalanx.launch.cores import ignored_threads
 from phalanx.model.decoder import Decoder
 from phalanx.model.init import initialise
+from phalanx.model.offload import make_offload
 from phalanx.model.shapes import parameter_table
 from phalanx.optim.bad_step import BadStepJudge
 from phalanx.optim.build import build_optimizer
@@ -207,6 +208,7 @@ def build_trainer(config: RunConfig, vocab_size: int, device: Device, ranks: Ran
         seed=config.train.seed,
         blank=blank,
         recompute=first_level(config),
+        offload=_offloaded(config, device),
         compile=config.train.compile,
         registered=ranks.mesh.registered,
     )
@@ -219,9 +221,15 @@ def build_model(config: RunConfig, vocab_size: int, device: Device, *, blank: bo
     if not blank:
         initialise(model, config.train.seed)
     model.recompute = first_level(config)
+    model.offload = make_offload(_offloaded(config, device), device.torch_device)
     if config.train.compile:
         model.compile()
     return model
+
+
+def _offloaded(config: RunConfig, device: Device) -> float:
+    """On a CPU activations are on the host anyway."""
+    return config.train.offload if device.torch_device.type == "cuda" else 0.0
 
 
 def take_up(run: Run, build: Callable[[], Run], say: Say, *, blank: bool) -> Run:
@@ -279,6 +287,8 @@ def _note_ignored_settings(run: Run, say: Say) -> None:
     problem = "" if run.config.train.threads else ignored_threads(os.environ)
     if problem:
         say(f"{problem} ({run.device.threads} here); set it to a whole number from 1, or unset it")
+    if run.config.train.offload and run.device.torch_device.type == "cpu":
+        say(f"train.offload = {run.config.train.offload:g} has no effect: activations are on the host already")
     for line in ignored_settings(run.config.parallel):
         say(line)
     if not _finds_the_best(run.config, run.total_steps):

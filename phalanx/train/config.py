@@ -71,6 +71,13 @@ class TrainConfig(Config):
         "(selective), these and the first product of the MLP (mlp), everything (full); auto: as little as fits into a "
         "GPU's memory, nothing on a CPU",
     )
+    offload: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the layers, from the first, whose activations wait for their backward pass in pinned "
+        "memory of the host; on a GPU",
+    )
     deterministic: bool = Field(False, description="refuse operations that may give different bits from run to run")
     garbage_collect_steps: int = Field(
         100,

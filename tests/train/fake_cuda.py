@@ -13,7 +13,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,11 +96,24 @@ class _Event:
     def __init__(self, **_options: Any) -> None:
         pass
 
-    def record(self) -> None:
+    def record(self, stream: Any = None) -> None:
         pass
 
     def query(self) -> bool:
         return True
+
+
+class _Stream:
+    """A queue in which nothing is ever waiting."""
+
+    def __init__(self, _device: Any = None) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
 
 
 def _flex(q: Any, k: Any, v: Any, *, block_mask: Any, scale: float | None, enable_gqa: bool) -> Any:
@@ -143,10 +156,13 @@ def _batch(count: int, *, documents: bool) -> Any:
     return Batch(tokens, tokens, torch.ones(count, 256), borders.int() if documents else None, torch.arange(count))
 
 
-def step(optimizer: str = "adamw", *, documents: bool = False, recompute: str = "none", **changes: Any) -> None:
+def step(
+    optimizer: str = "adamw", *, documents: bool = False, recompute: str = "none", offload: float = 0.0, **changes: Any
+) -> None:
     """Two optimizer steps as the training loop makes them, with a short last micro-batch, and held-out text."""
     import torch
 
+    from phalanx.model.offload import CudaLanes, Offload
     from phalanx.optim.bad_step import BadStepJudge
     from phalanx.optim.build import build_optimizer
     from phalanx.optim.config import BadStepConfig, OptimConfig
@@ -155,6 +171,8 @@ def step(optimizer: str = "adamw", *, documents: bool = False, recompute: str = 
 
     device, model = _device(), _model(changes)
     model.recompute = recompute
+    if offload:
+        model.offload = Offload(offload, CudaLanes(device.torch_device), least_bytes=1024)
     trainer = LocalTrainer(model, device)
     update = build_optimizer(OptimConfig(name=optimizer), trainer.parameters)  # type: ignore[arg-type]
     judge, record = BadStepJudge(BadStepConfig(), device.torch_device), StepRecord()
@@ -238,6 +256,9 @@ CASES: dict[str, Callable[[], None]] = {
     "came, windows, documents": partial(step, "came", documents=True, **WINDOWS, **CAPPED),
     "muon, dropped attention": partial(step, "muon", block="parallel", residual="compute", **MATH),
     "selective recompute": partial(step, documents=True, recompute="selective", dropout=0.1),
+    "first product of the MLP again": partial(step, recompute="mlp", documents=True),
+    "offload": partial(step, documents=True, offload=1.0, dropout=0.1),
+    "offload, full recompute": partial(step, recompute="full", offload=0.5, **LEARNED),
     "full recompute": partial(step, recompute="full", **MATH),
     "decoding": partial(decode, **WINDOWS),
     "decoding, learned positions": partial(decode, **LEARNED),
@@ -254,6 +275,9 @@ def main() -> None:
     from phalanx.kernels import attention, cross_entropy
 
     torch.cuda.Event = _Event  # type: ignore[assignment,misc]
+    torch.cuda.Stream = _Stream  # type: ignore[assignment,misc]
+    torch.cuda.current_stream = _Stream  # type: ignore[assignment]
+    torch.cuda.stream = lambda _stream: nullcontext()  # type: ignore[assignment,misc,return-value]
     cross_entropy.twin = lambda like: None  # nor are the kernels of Triton
     attention._compiled_flex = lambda: _flex  # type: ignore[assignment]
     problems = {}

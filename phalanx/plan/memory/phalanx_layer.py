@@ -28,7 +28,10 @@ def layer(local: Local, strategy: Strategy, window: int, is_mixture: bool) -> Ke
         "mlp": products - _first_product(local, is_mixture) * local.compute_bytes,
         "full": local.kept_tokens * local.model.hidden * local.residual_bytes,
     }[strategy.recompute]
-    return Kept(whole, chosen, _waiting(local, is_mixture), seen.masks, _passing(local, is_mixture))
+    # What selective recompute keeps passes no hook of autograd's, so of such a layer its input alone can leave.
+    stream = local.kept_tokens * local.model.hidden * local.residual_bytes
+    leaving = whole - casts if strategy.recompute == "none" else stream
+    return Kept(whole, chosen, _waiting(local, is_mixture), seen.masks, _passing(local, is_mixture), leaving)
 
 
 def _norms(local: Local) -> int:

@@ -17,7 +17,7 @@ from phalanx.model.config import ModelConfig
 from phalanx.parallel.config import ParallelConfig
 from phalanx.plan.jobs import make_job, make_strategy, software_of
 from phalanx.plan.memory import rank_memory
-from phalanx.plan.types import Job, Precision
+from phalanx.plan.types import Job, Precision, Strategy
 from phalanx.train.config import RunConfig
 
 Level = Literal["none", "selective", "mlp", "full"]
@@ -64,6 +64,7 @@ class Fit:
         micro_batches: that may be chosen, from the largest.
         levels: of recomputation that may be chosen, from the cheapest.
         device_bytes: memory of the smallest device.
+        offload: share of the layers whose activations wait on the host.
     """
 
     job: Job
@@ -72,6 +73,7 @@ class Fit:
     micro_batches: tuple[int, ...]
     levels: tuple[Level, ...]
     device_bytes: float
+    offload: float = 0.0
 
     @classmethod
     def of(
@@ -101,6 +103,7 @@ class Fit:
             micro_batches=(micro_batch,) if micro_batch else tuple(reversed(divisors(share))),
             levels=LEVELS if asked == "auto" else (asked,),
             device_bytes=device_bytes,
+            offload=0.0 if on_cpu else config.train.offload,
         )
 
     @property
@@ -108,9 +111,13 @@ class Fit:
         """What a prediction may come to."""
         return GPU_MEMORY_SHARE * self.device_bytes
 
+    def strategy(self, micro_batch: int, recompute: Level) -> Strategy:
+        """A choice as the planner has it."""
+        return make_strategy(self.parallel, micro_batch=micro_batch, recompute=recompute, offload=self.offload)
+
     def predicted(self, micro_batch: int, recompute: Level) -> Choice:
         """A choice with its memory."""
-        strategy = make_strategy(self.parallel, micro_batch=micro_batch, recompute=recompute)
+        strategy = self.strategy(micro_batch, recompute)
         fullest = max(rank_memory(self.job, strategy), key=lambda rank: rank.total)
         return Choice(micro_batch, recompute, float(fullest.total), float(fullest.total - fullest.fragmentation))
 
