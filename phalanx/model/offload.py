@@ -261,7 +261,7 @@ class _Layer:
                 lanes.wait(free)
             host.copy_(source, non_blocking=True)
             event = lanes.record()
-        self._held.append(tensor)
+        self._held.append(source)  # and not the tensor, whose graph would hold it in turn
         self._events.append(event)
         return _Copy(self._offload, host, event, tensor.device)
 
