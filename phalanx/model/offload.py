@@ -68,7 +68,7 @@ class CudaLanes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._out, self._back = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def compute_waits(self, event: Any) -> None:
         """See `Lanes`."""
@@ -84,7 +84,7 @@ class CudaLanes:
 
     def record(self) -> Any:
         """See `Lanes`."""
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -209,7 +209,7 @@ class _Layer:
         key = _key(tensor)
         if key not in self._copies:
             self._copies[key] = self._out(tensor)
-        view = _View(tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        view = _View(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
         return _Packed(self, self._copies[key], view)
 
     def let_go(self) -> None:

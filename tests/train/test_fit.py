@@ -208,3 +208,12 @@ def test_after_the_second_step_a_far_prediction_is_told(run: Run) -> None:
 def _gradients(run: Run) -> dict[str, torch.Tensor]:
     run.accumulate_gradients(run.loader.batch(0, 4))
     return {name: p.grad.clone() for name, p in run.trainer.parameters.items() if p.grad is not None}
+
+
+def test_offload_is_counted_and_said_to_have_no_effect_on_a_cpu(tmp_path: Path, no_peak: None) -> None:
+    none, half, whole = (fit(80.0, offload=share).predicted(8, "none") for share in (0.0, 0.5, 1.0))
+    layer = (none.allocated_bytes - whole.allocated_bytes) / 22  # all of 24 but the two on their way
+    assert none.allocated_bytes - half.allocated_bytes == pytest.approx(10 * layer)
+    notes: list[str] = []
+    begin(configured(tmp_path, {"train.offload": 0.5}), notes).folder.release()
+    assert any("train.offload = 0.5 has no effect" in note for note in notes)
