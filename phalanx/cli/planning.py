@@ -6,25 +6,20 @@ from dataclasses import dataclass, replace
 
 from phalanx.core.errors import UserError
 from phalanx.data.tokenizers.vocabulary import configured_vocab_size
-from phalanx.model.config import ModelConfig
 from phalanx.model.shapes import num_parameters
 from phalanx.parallel.choose import Choice, Machines
-from phalanx.parallel.config import ParallelConfig
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.hardware.device import Device
-from phalanx.plan.jobs import largest_micro_batch, make_job, make_strategy, software_of
-from phalanx.plan.memory import rank_memory
 from phalanx.plan.software import software_named
 from phalanx.plan.types import Job, Precision, Strategy
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.figures import complete_model, cpu_micro_batch, derive
+from phalanx.train.derived.fit import Choice as Passes
+from phalanx.train.derived.fit import Fit, first_level, job_of
 from phalanx.train.derived.layout import choose, wanted_ranks
 
 # Far above what anybody trains; up to there every layer, and every way to share a batch, can be gone through.
 _MOST = {"model.layers": 100_000, "train.global_batch": 10_000_000, "data.sequence_length": 1_000_000_000}
-
-# Of a GPU's memory, as the trainer does where it chooses the micro-batch by trying.
-_GPU_MEMORY_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -77,11 +72,19 @@ def plan_of(config: RunConfig, cluster: Cluster, precision: Precision | None = N
     model = complete_model(config, vocab_size)
     choice = _choose(config, vocab_size, cluster)
     precision = precision or precision_of(config, cluster.device)
-    job = job_of(config, model, choice.config, precision, cluster.device)
-    micro_batch, remark = _micro_batch(config, job, choice, cluster.device)
-    strategy = make_strategy(choice.config, micro_batch=micro_batch, recompute=config.train.recompute)
+    fit = Fit.of(
+        config,
+        model,
+        choice.config,
+        precision,
+        device_bytes=cluster.device.memory_bytes,
+        on_cpu=cluster.device.kind == "cpu",
+        micro_batch=choice.micro_batch,
+    )
+    passes, remark = _passes(config, fit, choice, cluster.device)
+    strategy = fit.strategy(passes.micro_batch, passes.recompute)
     return Planned(
-        job=job,
+        job=fit.job,
         strategy=strategy,
         parameters=num_parameters(model),
         total_tokens=derive(config).total_tokens,
@@ -98,7 +101,7 @@ def job_to_search(config: RunConfig, cluster: Cluster) -> Planned:
     check_sizes(config)
     model = complete_model(config, known_vocab_size(config))
     precision = precision_of(config, cluster.device)
-    job = job_of(config, model, config.parallel, precision, cluster.device)
+    job = job_of(config, model, config.parallel, precision, on_cpu=cluster.device.kind == "cpu")
     return Planned(job, Strategy(), num_parameters(model), derive(config).total_tokens, ())
 
 
@@ -150,29 +153,6 @@ def precision_of(config: RunConfig, device: Device) -> Precision:
     return "bf16" if device.peak_flops_per_s("bf16") > device.peak_flops_per_s("fp32") else "fp32"
 
 
-def job_of(
-    config: RunConfig, model: ModelConfig, parallel: ParallelConfig, precision: Precision, device: Device
-) -> Job:
-    """What a step of `config` computes."""
-    on_cpu = device.kind == "cpu"
-    return make_job(
-        model,
-        sequence=config.data.sequence_length,
-        global_batch=config.train.global_batch,
-        precision=precision,
-        optimizer=config.optim.name,
-        state_bits=config.optim.state_bits,
-        software=software_of(
-            model,
-            parallel,
-            precision,
-            compiled=config.train.compile is True or (config.train.compile == "auto" and not on_cpu),
-            on_cpu=on_cpu,
-            documents=config.data.document_mask,
-        ),
-    )
-
-
 def _choose(config: RunConfig, vocab_size: int, cluster: Cluster) -> Choice:
     """The layout of all devices; one whose state fits if there is one, as that is what the trainer would take.
 
@@ -187,20 +167,18 @@ def _choose(config: RunConfig, vocab_size: int, cluster: Cluster) -> Choice:
         return choose(asked, vocab_size, Machines(cluster.devices_per_host))
 
 
-def _micro_batch(config: RunConfig, job: Job, choice: Choice, device: Device) -> tuple[int, tuple[str, ...]]:
-    """Sequences per forward pass, and a word on how it was chosen."""
-    if choice.micro_batch:
-        return choice.micro_batch, ()
-    share = job.global_batch // choice.layout.size("replicate", "shard")
+def _passes(config: RunConfig, fit: Fit, choice: Choice, device: Device) -> tuple[Passes, tuple[str, ...]]:
+    """Sequences per forward pass and what is computed again, and a word on how that was chosen."""
     if device.kind == "cpu":
-        return cpu_micro_batch(share, job.sequence), ()
-    limit = _GPU_MEMORY_SHARE * device.memory_bytes
-
-    def fits(micro_batch: int) -> bool:
-        strategy = make_strategy(choice.config, micro_batch=micro_batch, recompute=config.train.recompute)
-        return max(rank.total for rank in rank_memory(job, strategy)) <= limit
-
-    chosen = largest_micro_batch(share, fits)
-    if not fits(chosen):
-        return chosen, (f"micro-batch {chosen}: none leaves a tenth of the memory free",)
-    return chosen, (f"micro-batch {chosen}: the largest that leaves a tenth of the memory free",)
+        micro_batch = choice.micro_batch or cpu_micro_batch(fit.share, fit.job.sequence)
+        return Passes(micro_batch, first_level(config)), ()
+    chosen = fit.choose()
+    open_ones = [
+        *([] if choice.micro_batch else [f"micro-batch {chosen.micro_batch}"]),
+        *([f"recompute {chosen.recompute}"] if config.train.recompute == "auto" else []),
+    ]
+    if not open_ones:
+        return chosen, ()
+    if chosen.predicted_bytes > fit.limit_bytes:
+        return chosen, (f"{', '.join(open_ones)}: none leaves a tenth of the memory free",)
+    return chosen, (f"{', '.join(open_ones)}: leaves a tenth of the memory free",)

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.kernels.swiglu import swiglu
 from phalanx.model.config import ModelConfig
 from phalanx.model.context import Context, Site
 from phalanx.model.layers import Attention, InputProjection, Make, Norm, OutputProjection
-from phalanx.model.recompute import Recompute, recomputed
+from phalanx.model.recompute import CHOOSING, Recompute, first_product, recomputed
 
 
 class Block(nn.Module):
@@ -54,7 +55,13 @@ class Block(nn.Module):
 
     def forward(self, x_TD: Tensor, context: Context) -> Tensor:
         """The residual stream after this layer: (T, D) -> (T, D)."""
+        if self.recompute in CHOOSING:
+            return self.choosing(x_TD, context)
         return recomputed(self.recompute, lambda x: self.layer(x, context), x_TD)
+
+    def choosing(self, x_TD: Tensor, context: Context) -> Tensor:
+        """`layer` with the choice of what is kept of it, which one compiler has to see together."""
+        return recomputed(self.recompute, lambda x: Block.layer(self, x, context), x_TD)
 
     def layer(self, x_TD: Tensor, context: Context) -> Tensor:
         """What `forward` does, without a thought for memory."""
@@ -65,13 +72,13 @@ class Block(nn.Module):
     def _serial(self, x: Tensor, context: Context) -> Tensor:
         inner = self.attention(self.attention_input(self.attention_norm(x)), context)
         x = self._add(self.attention_output, inner, x, context, self.attention_site)
-        inner = self.activate(self.mlp_input(self.mlp_norm(x)))
+        inner = self.activate(first_product(self.mlp_input, self.mlp_norm(x)))
         return self._add(self.mlp_output, inner, x, context, self.mlp_site)
 
     def _parallel(self, x: Tensor, context: Context) -> Tensor:
         normed = self.norm(x)
         inner = self.attention(self.attention_input(normed), context)
-        wide = self.activate(self.mlp_input(normed))
+        wide = self.activate(first_product(self.mlp_input, normed))
         if context.dropout is None or not self.rate:
             added: Tensor = self.mlp_output(wide, self.attention_output(inner, x))
             return added
@@ -79,7 +86,7 @@ class Block(nn.Module):
         return x + context.drop(out, self.rate, self.site)
 
     def _merged(self, x: Tensor, context: Context) -> Tensor:
-        stacked = self.input(self.norm(x))
+        stacked = first_product(self.input, self.norm(x))
         qkv, mlp = stacked.split((self.qkv_rows, stacked.shape[1] - self.qkv_rows), dim=1)
         inner = torch.cat([self.attention(qkv, context), self.activate(mlp)], dim=1)
         return self._add(self.output, inner, x, context, self.site)
@@ -94,6 +101,5 @@ class Block(nn.Module):
     def activate(self, inner_TF: Tensor) -> Tensor:
         """The MLP's nonlinearity: (T, F) -> (T, F), or with a gate (T, 2F) -> (T, F)."""
         if self.activation_name == "swiglu":
-            gate, up = inner_TF.chunk(2, dim=1)
-            return F.silu(gate) * up
+            return swiglu(inner_TF)
         return F.gelu(inner_TF, approximate="tanh" if self.activation_name == "gelu_tanh" else "none")

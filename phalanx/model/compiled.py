@@ -31,12 +31,12 @@ def compile_layers(layers: Iterable[nn.Module], **options: Any) -> None:
     compiled too; a layer that keeps some of its results is compiled with the choice, which the compiler makes.
 
     Args:
-        layers: blocks, whose recomputation is settled.
+        layers: blocks. Nothing is compiled before it is called, so what is recomputed may be settled later.
         options: of `torch.compile`.
     """
     for layer in layers:
-        name = "forward" if layer.recompute == "selective" else "layer"
-        setattr(layer, name, torch.compile(getattr(layer, name), **options))
+        layer.layer = torch.compile(layer.layer, **options)
+        layer.choosing = torch.compile(layer.choosing, **options)
 
 
 def leave_out(modules: Iterable[nn.Module]) -> None:

@@ -22,6 +22,7 @@ from phalanx.model.compiled import call, call_untraced, compile_layers
 from phalanx.model.config import ModelConfig
 from phalanx.model.context import Context, DropoutState, Site, dropout_rows
 from phalanx.model.layers import Embedding, LossHead, Make, Matrix, Norm
+from phalanx.model.offload import Offload
 from phalanx.model.recompute import Recompute
 from phalanx.model.rotary import Rotary
 
@@ -41,6 +42,7 @@ class DecoderPart(nn.Module):
 
     Attributes:
         causal_kernel: of plain causal attention on CUDA, where one was found to be right; None: what torch prefers.
+        offload: takes activations to the host meanwhile, see `phalanx.model.offload`; None: they stay.
 
     Raises:
         UserError: `vocab_size` or `max_sequence` is not known.
@@ -68,6 +70,7 @@ class DecoderPart(nn.Module):
         self.residual_dtype = self.compute_dtype if config.residual == "compute" else dtype
         self._apart = call
         self.causal_kernel: CausalKernel | None = None
+        self.offload: Offload | None = None
         make = Make(None if device is None else torch.device(device), dtype, self.compute_dtype)
         self.embedding = Embedding(config, make) if first else None
         self.rotary = Rotary(config) if config.position == "rotary" else None
@@ -84,7 +87,7 @@ class DecoderPart(nn.Module):
             block.recompute = what
 
     def compile(self, **options: Any) -> None:
-        """Compile each layer by torch.compile (`phalanx.model.compiled`), once it is settled what is recomputed."""
+        """Compile each layer by torch.compile (`phalanx.model.compiled`)."""
         self._apart = call_untraced()
         compile_layers(self.layers, **options)
 
@@ -152,8 +155,16 @@ class DecoderPart(nn.Module):
 
     def blocks(self, x_TD: Tensor, context: Context) -> Tensor:
         """The residual stream after this part's layers: (T, D) -> (T, D)."""
-        for block in self.layers:
-            x_TD = block(x_TD, context)
+        if self.offload is None or not torch.is_grad_enabled():
+            for block in self.layers:
+                x_TD = block(x_TD, context)
+            return x_TD
+        casts = [module.cast for module in self.modules() if isinstance(module, Matrix) and module.cast is not None]
+        leaving = self.offload.forward_pass(len(self.layers), [*(context.rotary or ()), *casts])
+        for index, block in enumerate(self.layers):
+            with leaving.layer(index, block):
+                x_TD = block(x_TD, context)
+        leaving.end()
         return x_TD
 
     def sums(self, hidden_TD: Tensor, targets_T: Tensor, weights_T: Tensor | None) -> tuple[Tensor, Tensor]:

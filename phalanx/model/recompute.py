@@ -1,41 +1,93 @@
-"""What the backward pass of a layer computes again instead of keeping: nothing, all that is cheap, or everything.
+"""What the backward pass computes again instead of keeping, level by level.
 
-It happens within the layer, so that a compiled layer is compiled with it, and hooks that wait for weights stay outside.
+| level | kept of a layer, besides its input | computed again |
+|---|---|---|
+| ``none`` | whatever autograd saves | nothing |
+| ``selective`` | results of matrix products and attention | norms, rotation, the MLP's non-linearity |
+| ``mlp`` | the same without the MLP's first product | and that product, one of the layer's products |
+| ``full`` | nothing | the layer, up to what its last product reads |
+
+The MLP's first product is the widest tensor of a layer and a third (gated: two thirds) of the MLP's forward FLOPs, so
+``mlp`` makes seven products for an MLP instead of six, where computing all of it again makes eight. Gradients are the
+same bits at every level.
+
+It happens within a layer: hooks of the layer, which may wait for weights, stay outside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.fx import traceback
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from phalanx.kernels import linear
 
-Recompute = Literal["none", "selective", "full"]
-"""``"selective"``: all but the results of matrix products and attention. ``"full"``: all but the layer's input."""
+Recompute = Literal["none", "selective", "mlp", "full"]
+CHOOSING = ("selective", "mlp")
+"""Levels at which some of a layer's results are kept: where it is compiled, its compiler has to know."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Set while the MLP's first product is made: a product is told by the module that asks for it, not by its shape, which
+# others may share. The backward pass may run in a thread of autograd's, so it is a variable of each thread.
+_IN_FIRST_PRODUCT: ContextVar[bool] = ContextVar("in_first_product", default=False)
+
+# The modules of `phalanx.model.block` that make it; where projections are merged, those of attention are made with it.
+_FIRST_PRODUCTS = ("mlp_input", "input")
 
 
-def recomputed(what: Recompute, layer: Callable[[Tensor], Tensor], x_TD: Tensor) -> Tensor:
-    """``layer(x)``, of which the backward pass computes `what` again. Gradients are the same bits."""
-    if what == "none" or not torch.is_grad_enabled():
+def recomputed(level: Recompute, layer: Callable[[Tensor], Tensor], x_TD: Tensor) -> Tensor:
+    """``layer(x)``, of which the backward pass computes again what `level` says."""
+    if level == "none" or not torch.is_grad_enabled():
         return layer(x_TD)
-    contexts: dict[str, Any] = {"context_fn": selective_contexts} if what == "selective" else {}
-    out: Tensor = checkpoint(layer, x_TD, use_reentrant=False, preserve_rng_state=False, **contexts)
+    chosen: dict[str, Any] = {}
+    if level != "full":
+        chosen = {"context_fn": partial(selective_contexts, level == "mlp")}
+    out: Tensor = checkpoint(layer, x_TD, use_reentrant=False, preserve_rng_state=False, **chosen)
     return out
 
 
-def selective_contexts() -> tuple[Any, Any]:
-    """The pair of contexts for `torch.utils.checkpoint.checkpoint(context_fn=...)`."""
+def first_product(make: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+    """What `make` gives: the first product of an MLP, which ``mlp`` computes again."""
+    if torch.compiler.is_compiling():  # traced operators know the module that they are of
+        return make(*args, **named)
+    before = _IN_FIRST_PRODUCT.set(True)
+    try:
+        return make(*args, **named)
+    finally:
+        _IN_FIRST_PRODUCT.reset(before)
+
+
+def selective_contexts(mlp_again: bool) -> tuple[Any, Any]:
+    """The pair of contexts for `torch.utils.checkpoint.checkpoint(context_fn=...)`.
+
+    Args:
+        mlp_again: compute the first product of the MLP again, too.
+    """
     kept = _kept_operators()
 
     def policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+        if operator not in kept or (mlp_again and _is_first_product()):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE
 
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
     return contexts
+
+
+def _is_first_product() -> bool:
+    """Whether the operator that runs, or is traced, is of an MLP's first product."""
+    if _IN_FIRST_PRODUCT.get():
+        return True
+    modules = traceback.get_current_meta().get("nn_module_stack") or {}
+    return any(path.rpartition(".")[2] in _FIRST_PRODUCTS for path, _ in modules.values())
 
 
 def _kept_operators() -> frozenset[Any]:

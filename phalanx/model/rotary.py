@@ -120,7 +120,9 @@ class _SplitRotate(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         turned = heads + kv_heads
         qk = _rotate(qkv_BSNE[:, :, :turned], cos, sin, torch.empty_like(qkv_BSNE[:, :, :turned]))
-        return qk[:, :, :heads], qk[:, :, heads:], qkv_BSNE[:, :, turned:]
+        v = qkv_BSNE[:, :, turned:]
+        # Attention keeps v: as a view it would keep all of what was projected beside what was rotated.
+        return qk[:, :, :heads], qk[:, :, heads:], v if v.device.type == "cpu" else v.contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -170,7 +172,8 @@ def rotate_heads(
         cos, sin: (S, 1, E/2) or (B, S, 1, E/2), float32; used in the dtype of `qkv_BSNE`.
 
     Returns:
-        q (B, S, H, E), k (B, S, K, E) and v (B, S, K, E); v is a view of `qkv_BSNE`.
+        q (B, S, H, E), k (B, S, K, E) and v (B, S, K, E); v is a view of `qkv_BSNE`, but a copy on a GPU outside
+        ``torch.compile``.
     """
     if torch.compiler.is_compiling():  # The compiler fuses plain operators better than it traces in-place ones.
         q, k, v = torch.split(qkv_BSNE, [heads, kv_heads, kv_heads], dim=2)

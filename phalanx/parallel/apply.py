@@ -16,6 +16,7 @@ from phalanx.core.shard import Shard
 from phalanx.model.compiled import leave_out
 from phalanx.model.config import ModelConfig
 from phalanx.model.init import initial_values
+from phalanx.model.offload import make_offload
 from phalanx.model.part import DecoderPart
 from phalanx.model.recompute import Recompute
 from phalanx.model.shapes import parameter_table
@@ -41,6 +42,7 @@ class Build:
         sequence_length: of the samples, tokens.
         compute_dtype: of matrix products; master weights are float32.
         seed: of the initial weights.
+        offload: share of each stage's layers whose activations wait on the host.
         blank: leave the weights zero, since a restore fills them next.
         compile: compile each block, without what waits for other ranks inside of one.
         registered: the name under which torch finds a group, for its operators over symmetric memory; None where there
@@ -53,6 +55,7 @@ class Build:
     seed: int
     blank: bool = False
     recompute: Recompute = "none"
+    offload: float = 0.0
     compile: bool = False
     registered: Callable[[Group], str] | None = None
 
@@ -116,6 +119,7 @@ def _hold(
         registered=build.registered,
     )
     part.set_recompute(build.recompute)
+    part.offload = make_offload(build.offload, build.device)
     if build.compile:
         leave_out(m for m in part.layers.modules() if isinstance(m, GatheredInput | ScatteredOutput))
         part.compile()

@@ -18,6 +18,7 @@ from phalanx.kernels.attention import CausalKernel
 from phalanx.kernels.attention_trial import Trial
 from phalanx.model.config import ModelConfig
 from phalanx.model.context import DropoutState
+from phalanx.model.recompute import Recompute
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.context.spread import ContextSpread
 from phalanx.parallel.deferred import WeightQueue
@@ -96,6 +97,11 @@ class Engine:
     def data_ranks(self) -> int:
         """Shares of a global batch."""
         return self._groups.layout.size(*_SAMPLE_AXES)
+
+    def recompute(self, level: Recompute) -> None:
+        """Compute so much again in backward passes from now on."""
+        for part in self._held.values():
+            part.stage.part.set_recompute(level)
 
     def accumulate_gradients(self, batch: Samples, *, micro_batch: int, seed: int, step: int) -> Tensor:
         """Gradients of the mean loss over all weighted tokens of the global batch, on `parameters`.

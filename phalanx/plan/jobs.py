@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from phalanx.core.layout import divisors
 from phalanx.model.config import ModelConfig
 from phalanx.optim.config import Kind as Optimizer
 from phalanx.parallel.config import ParallelConfig
 from phalanx.plan.types import BYTES, Job, Model, Overlap, Precision, Recompute, Software, Strategy
 
 # What `train.recompute` says, in the words of the cost model.
-_RECOMPUTE: dict[str, Recompute] = {"none": "none", "selective": "elementwise", "full": "full"}
+_RECOMPUTE: dict[str, Recompute] = {"none": "none", "selective": "elementwise", "mlp": "mlp", "full": "full"}
 _OVERLAP: dict[str, Overlap] = {"none": "none", "chunked": "chunked", "symmetric": "fused"}
 
 
@@ -70,13 +67,14 @@ def software_of(
     )
 
 
-def make_strategy(parallel: ParallelConfig, *, micro_batch: int, recompute: str) -> Strategy:
+def make_strategy(parallel: ParallelConfig, *, micro_batch: int, recompute: str, offload: float = 0.0) -> Strategy:
     """How a run is spread.
 
     Args:
         parallel: with every axis given.
         micro_batch: sequences per forward pass and data-parallel rank.
         recompute: as `train.recompute` has it.
+        offload: as `train.offload` has it.
     """
     return Strategy(
         pipeline=parallel.pipeline,
@@ -89,6 +87,7 @@ def make_strategy(parallel: ParallelConfig, *, micro_batch: int, recompute: str)
         schedule=parallel.schedule,
         zero=parallel.zero,
         recompute=_RECOMPUTE[recompute],
+        offload=offload,
         tensor_overlap=_OVERLAP[parallel.tensor_overlap],
         tensor_chunks=parallel.tensor_chunks,
         context_method=parallel.context_method,
@@ -121,13 +120,3 @@ def settings_of(strategy: Strategy) -> dict[str, int | str]:
     }
     given = {f"parallel.{name}": value for name, value in parallel.items() if value != getattr(plain, name)}
     return {"train.micro_batch": int(strategy.micro_batch), "train.recompute": recompute, **given}
-
-
-def largest_micro_batch(share: int, fits: Callable[[int], bool]) -> int:
-    """The largest divisor of a data-parallel rank's sequences that `fits`; 1 where none does.
-
-    Args:
-        share: sequences per step of one data-parallel rank.
-        fits: whether a micro-batch of so many sequences fits; asked in descending order.
-    """
-    return next(filter(fits, reversed(divisors(share))), 1)

@@ -27,9 +27,10 @@ Floats: TypeAlias = Any
 Mark = Literal["measured", "derived", "assumed"]
 """How a number is known, from the best to the weakest."""
 Precision = Literal["bf16", "fp16", "fp32"]
-Recompute = Literal["none", "attention", "elementwise", "full"]
+Recompute = Literal["none", "attention", "elementwise", "mlp", "full"]
 """What is computed again in the backward pass: nothing; scores, softmax and what follows up to the product with values
-(Korthikanti et al., "selective"); all but matrix products and attention (`train.recompute = selective` here); all."""
+(Korthikanti et al., "selective"); all but matrix products and attention
+(`train.recompute = selective` here); these and the first product of the MLP (``mlp``); all."""
 Overlap = Literal["none", "chunked", "fused"]
 """Collectives beside matrix products: after each other; in pipelined chunks; in one kernel (Flux)."""
 
@@ -248,6 +249,7 @@ class Strategy:
         micro_batch: sequences per forward pass and data-parallel rank.
         chunks: model chunks on each pipeline rank.
         zero: what `shard` splits: 0 nothing, 1 optimizer state, 2 and summed gradients, 3 and parameters.
+        offload: share of the layers whose activations wait on the host (Phalanx alone).
         bucket_bytes: of gradients that are reduced together; 0: one bucket for each model chunk (MegaScale 3.2).
     """
 
@@ -262,6 +264,7 @@ class Strategy:
     schedule: Schedule = "1f1b"
     zero: Literal[0, 1, 2, 3] = 1
     recompute: Recompute = "none"
+    offload: float = 0.0
     sequence_parallel: bool = True
     tensor_overlap: Overlap = "none"
     tensor_chunks: int = 3

@@ -23,6 +23,7 @@ from phalanx.data.tokens.prepared import Prepared
 from phalanx.launch.cores import ignored_threads
 from phalanx.model.decoder import Decoder
 from phalanx.model.init import initialise
+from phalanx.model.offload import make_offload
 from phalanx.model.shapes import parameter_table
 from phalanx.optim.bad_step import BadStepJudge
 from phalanx.optim.build import build_optimizer
@@ -33,11 +34,12 @@ from phalanx.train.batches import open_stream
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.compiling import decide_compiling, lacking_for_a_gpu
 from phalanx.train.derived.figures import complete_model, destination, total_steps
+from phalanx.train.derived.fit import first_level
 from phalanx.train.derived.layout import ignored_settings, resolve_layout
 from phalanx.train.derived.memory import described, require_memory, smaller_model, standing_bytes
 from phalanx.train.device import Device, choose_device, measure_peak
 from phalanx.train.failures import explained
-from phalanx.train.micro_batch import choose_micro_batch
+from phalanx.train.micro_batch import choose_passes
 from phalanx.train.pulse import START_S
 from phalanx.train.ranks import Ranks
 from phalanx.train.run import Run
@@ -86,6 +88,7 @@ def assemble(
         with explained(described(needed), smaller_model(needed)), ranks.phases.phase("checkpoint"):
             run = take_up(run, build, say, blank=blank)
             require_attention(run)
+            run.note = say
             run.watch()
         _note_start(run, config, say)
     except BaseException:
@@ -216,7 +219,8 @@ def build_trainer(config: RunConfig, vocab_size: int, device: Device, ranks: Ran
         compute_dtype=device.compute_dtype,
         seed=config.train.seed,
         blank=blank,
-        recompute=config.train.recompute,
+        recompute=first_level(config),
+        offload=_offloaded(config, device),
         compile=config.train.compile is True,
         registered=ranks.mesh.registered,
     )
@@ -228,10 +232,16 @@ def build_model(config: RunConfig, vocab_size: int, device: Device, *, blank: bo
     model = Decoder(complete_model(config, vocab_size), device=device.torch_device, compute_dtype=device.compute_dtype)
     if not blank:
         initialise(model, config.train.seed)
-    model.set_recompute(config.train.recompute)
+    model.set_recompute(first_level(config))
+    model.offload = make_offload(_offloaded(config, device), device.torch_device)
     if config.train.compile is True:
         model.compile()
     return model
+
+
+def _offloaded(config: RunConfig, device: Device) -> float:
+    """On a CPU activations are on the host anyway."""
+    return config.train.offload if device.torch_device.type == "cuda" else 0.0
 
 
 def take_up(run: Run, build: Callable[[], Run], say: Say, *, blank: bool) -> Run:
@@ -255,8 +265,8 @@ def take_up(run: Run, build: Callable[[], Run], say: Say, *, blank: bool) -> Run
     except SpoiltError:
         restored, blank = None, True
     if restored is not None:
-        if run.config.run.resume == "changed" or not _keeps_micro_batch(run):
-            run.progress.micro_batch = choose_micro_batch(run)  # it, or the layout, may be what was changed
+        # The micro-batch, or the layout, may be what was changed.
+        choose_passes(run, say, keep=run.config.run.resume != "changed" and _keeps_micro_batch(run))
         where = described_source(restored, destination(run.config, run.folder.path))
         if run.changes:
             say(told_changes(run.changes))
@@ -267,7 +277,7 @@ def take_up(run: Run, build: Callable[[], Run], say: Say, *, blank: bool) -> Run
     if run.config.train.init_from:
         source = Path(run.config.train.init_from)
         load_initial_weights(run.trainer, run.prepared.tokenizer, source, say)
-    run.progress.micro_batch = choose_micro_batch(run)
+    choose_passes(run, say)
     return run
 
 
@@ -289,6 +299,8 @@ def _note_ignored_settings(run: Run, say: Say) -> None:
     problem = "" if run.config.train.threads else ignored_threads(os.environ)
     if problem:
         say(f"{problem} ({run.device.threads} here); set it to a whole number from 1, or unset it")
+    if run.config.train.offload and run.device.torch_device.type == "cpu":
+        say(f"train.offload = {run.config.train.offload:g} has no effect: activations are on the host already")
     for line in ignored_settings(run.config.parallel):
         say(line)
     if not _finds_the_best(run.config, run.total_steps):

@@ -68,8 +68,18 @@ class TrainConfig(Config):
         "auto",
         description="compile each layer with torch.compile: slower to start, faster steps; auto: on a GPU, if it can",
     )
-    recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="activations computed again in the backward pass: none, all but matrix products, or all"
+    recompute: Literal["auto", "none", "selective", "mlp", "full"] = Field(
+        "auto",
+        description="what backward passes compute again: nothing (none), all but matrix products and attention "
+        "(selective), these and the first product of the MLP (mlp), everything (full); auto: as little as fits into a "
+        "GPU's memory, nothing on a CPU",
+    )
+    offload: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the layers, from the first, whose activations wait for their backward pass in pinned "
+        "memory of the host; on a GPU",
     )
     deterministic: bool = Field(False, description="refuse operations that may give different bits from run to run")
     garbage_collect_steps: int = Field(
@@ -123,10 +133,10 @@ class RunConfig(Config):
     @model_validator(mode="after")
     def _chooses_what_to_keep_in_what_is_compiled(self) -> RunConfig:
         opaque = self.not_traced()
-        if self.train.compile is True and self.train.recompute == "selective" and opaque:
+        if self.train.compile is True and self.train.recompute in ("selective", "mlp") and opaque:
             raise ValueError(
-                f"train.compile = True does not fit train.recompute = 'selective' with {opaque}: what is kept is "
-                "chosen by the compiler, which would have to see a layer as a whole; set train.compile = false, or "
+                f"train.compile = True does not fit train.recompute = {self.train.recompute!r} with {opaque}: what is "
+                "kept is chosen by the compiler, which would have to see a layer as a whole; set train.compile = false, or "
                 "train.recompute to none or full"
             )
         return self

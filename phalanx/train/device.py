@@ -49,6 +49,16 @@ class Device:
             return torch.cuda.max_memory_allocated(self.torch_device)
         return resident_bytes()
 
+    def memory_bytes(self) -> int:
+        """All memory of the GPU."""
+        return torch.cuda.get_device_properties(self.torch_device).total_memory
+
+    def release_unused(self) -> None:
+        """Give back what the allocator holds for later, and begin to look for the most that is in use anew."""
+        if self.torch_device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.torch_device)
+
     def available_bytes(self) -> int | None:
         """Memory that could still be had, or None where that is unknown."""
         if self.torch_device.type == "cuda":

@@ -1,67 +1,45 @@
-"""How many sequences go through the model at once, where the config leaves that open."""
+"""How many sequences go through the model at once and what is computed again, where the config leaves that open."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from phalanx.data.batch import Batch
-from phalanx.train.attention import settle_attention
 from phalanx.train.derived.figures import cpu_micro_batch
-from phalanx.train.failures import out_of_memory, too_big
+from phalanx.train.derived.fit import Choice, Fit
 from phalanx.train.run import Run
 
-_GPU_MEMORY_SHARE = 0.9
 
-
-def choose_micro_batch(run: Run) -> int:
-    """`train.micro_batch`, or the largest fitting divisor of this rank's share of the global batch.
+def choose_passes(run: Run, say: Callable[[str], None], *, keep: bool = False) -> None:
+    """Settle `run.progress.micro_batch` and ``recompute``; on a GPU from memory that is predicted, and said in a line.
 
     The choice depends on sizes and memory alone, never on a stopwatch, so that a run repeated on the same machine does
-    the same arithmetic. It is kept in the checkpoints.
+    the same arithmetic. It is one for all ranks, and is kept in the checkpoints.
 
-    Raises:
-        UserError: not even one sequence fits.
+    Args:
+        keep: the micro-batch of `run.progress` stays, and nothing less than what it says is computed again.
     """
-    wanted = run.config.train.micro_batch
-    if wanted:
-        return wanted
-    share = run.config.train.global_batch // run.trainer.data_ranks
+    progress, config = run.progress, run.config
+    wanted = progress.micro_batch if keep else config.train.micro_batch
     if run.device.torch_device.type == "cpu":
-        return cpu_micro_batch(share, run.config.data.sequence_length)
-    divisors = [n for n in range(share, 0, -1) if share % n == 0]
-    return next((n for n in divisors if _fits_everywhere(run, n)), 0) or _refuse(run)
-
-
-def _fits_everywhere(run: Run, micro_batch: int) -> bool:
-    if not settle_attention(run, micro_batch):
-        return False
-    return all(run.ranks.peers.gather(_fits(run, micro_batch)))
-
-
-def _fits(run: Run, micro_batch: int) -> bool:
-    """Whether forward and backward of `micro_batch` sequences leave a tenth of the GPU's memory to the optimizer."""
-    batch = run.loader.batch(0, 1)
-    rows = torch.zeros(micro_batch, dtype=torch.int64)
-    repeated = Batch(
-        batch.tokens_BS[rows],
-        batch.targets_BS[rows],
-        batch.weights_BS[rows],
-        None if batch.documents_BS is None else batch.documents_BS[rows],
-        batch.sample_index_B[rows],
+        share = config.train.global_batch // run.trainer.data_ranks
+        asked = config.train.recompute
+        micro_batch = wanted or cpu_micro_batch(share, config.data.sequence_length)
+        run.take(Choice(micro_batch, "none" if asked == "auto" else asked))
+        return
+    run.fit = Fit.of(
+        config,
+        run.trainer.config,
+        config.parallel,
+        "bf16" if run.device.compute_dtype == torch.bfloat16 else "fp32",
+        device_bytes=min(run.ranks.peers.gather(run.device.memory_bytes())),
+        micro_batch=wanted,
     )
-    torch.cuda.reset_peak_memory_stats()
-    try:
-        run.trainer.accumulate_gradients(repeated, micro_batch=micro_batch, seed=0, step=0)
-        peak_bytes = torch.cuda.max_memory_allocated()
-    except (MemoryError, RuntimeError) as error:
-        if not out_of_memory(error):
-            raise
-        return False
-    finally:
-        run.trainer.zero_grad()
-        torch.cuda.empty_cache()
-    return peak_bytes < _GPU_MEMORY_SHARE * torch.cuda.get_device_properties(0).total_memory
-
-
-def _refuse(run: Run) -> int:
-    raise too_big(run.config, 1, MemoryError("not even one sequence fits"))
+    choice = run.fit.choose()
+    if keep and progress.recompute in run.fit.levels:
+        choice = max(choice, run.fit.predicted(wanted, progress.recompute), key=run.fit.saving)
+    micro_batch, level = run.ranks.peers.broadcast([choice.micro_batch, choice.recompute])
+    run.take(run.fit.predicted(micro_batch, level))
+    run.device.release_unused()
+    say(run.fit.line(run.choice))

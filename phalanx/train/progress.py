@@ -17,6 +17,7 @@ class Progress:
         train_s: wall time spent training, over all starts.
         micro_batch: sequences per forward and backward pass, kept so that a resumed run repeats the same arithmetic.
         attention_kernel: of plain causal attention on a GPU, kept for the same reason; empty where none was chosen.
+        recompute: what the backward pass computes again; it changes no bit, and is kept beside the former.
         evaluated: last step after which held-out text was looked at; a clean stop leaves that to the next start.
         evaluated_tokens: how much of it was asked for then, as `evaluate.tokens` or `evaluate.final_tokens` says it.
         metrics: held-out figures of then, such as ``{"validation_loss": 3.1}``.
@@ -28,6 +29,7 @@ class Progress:
     train_s: float = 0.0
     micro_batch: int = 0
     attention_kernel: str = ""
+    recompute: str = ""
     evaluated: int = 0
     evaluated_tokens: int = -1
     metrics: dict[str, float] = field(default_factory=dict)

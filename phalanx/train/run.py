@@ -30,6 +30,7 @@ from phalanx.train.config import RunConfig
 from phalanx.train.derived.attention import AttentionChoice
 from phalanx.train.derived.changes import changes_between, require_allowed
 from phalanx.train.derived.figures import batch_sizes, destination
+from phalanx.train.derived.fit import Choice, Fit, off_line
 from phalanx.train.device import Device
 from phalanx.train.evaluate import Evaluation, HeldOut, Watched, evaluate, held_out
 from phalanx.train.failures import out_of_memory, too_big
@@ -44,6 +45,8 @@ _TOKENIZER = "tokenizer"
 _TOKENS = "train_tokens"
 _TOLD = {_TEXT: "tokens", _TOKENIZER: "tokenizer"}
 _COSTS = "checkpoint_costs"
+# Updates after which a step has held all that it ever will: the first one begins without the optimizer's state.
+_FULL_FROM = 2
 _ENDED = "ended"  # well, or when asked to; otherwise the attempt failed after it
 
 
@@ -71,7 +74,14 @@ class Run:
     """The kernel that was chosen for this run on a GPU, where one was to be chosen."""
     changes: tuple[str, ...] = ()
     """Settings that were others when the state that was taken up was kept, where the run folder has not told them."""
+    choice: Choice = field(default_factory=lambda: Choice(0, "none"))
+    """How the passes are run."""
+    fit: Fit | None = None
+    """What that was chosen from; None where no memory was predicted."""
+    note: Callable[[str], None] = lambda _: None
+    """Shows a line to a person."""
     _updates: int = 0
+    _updated: int = 0
     _made: int = 0
 
     @contextmanager
@@ -86,20 +96,44 @@ class Run:
 
     def accumulate_gradients(self, batch: Batch) -> Tensor:
         """Gradients of one global batch, of which `batch` is this rank's share; returns its mean loss, nats."""
-        train = self.config.train
-        try:
-            return self.trainer.accumulate_gradients(
-                batch, micro_batch=self.progress.micro_batch, seed=train.seed, step=self.progress.step
-            )
-        except (MemoryError, RuntimeError) as error:
-            if not out_of_memory(error):
-                raise
-            raise too_big(self.config, self.progress.micro_batch, error) from error
+        train, progress = self.config.train, self.progress
+        while True:
+            try:
+                return self.trainer.accumulate_gradients(
+                    batch, micro_batch=progress.micro_batch, seed=train.seed, step=progress.step
+                )
+            except (MemoryError, RuntimeError) as error:
+                if not out_of_memory(error):
+                    raise
+                # Of several ranks one may be out of memory while others wait for it in a collective: no way back.
+                smaller = self.fit.smaller(self.choice) if self.fit and self.ranks.size == 1 else None
+                if smaller is None:
+                    raise too_big(self.config, progress.micro_batch, error) from error
+            # Only here, where the error no longer holds what the passes had made.
+            self._take_smaller(smaller)
+
+    def _take_smaller(self, smaller: Choice) -> None:
+        assert self.fit is not None
+        self.trainer.zero_grad()
+        self.device.release_unused()
+        self.note(f"out of memory, against the prediction; now {self.fit.line(smaller)}")
+        self.take(smaller)
+
+    def take(self, choice: Choice) -> None:
+        """Run the passes like this from now on."""
+        self.choice = choice
+        self.progress.micro_batch, self.progress.recompute = choice.micro_batch, choice.recompute
+        self.trainer.recompute(choice.recompute)
 
     def updated(self) -> None:
         """After an update: let go of all gradients, and make the new weights known."""
         self.trainer.zero_grad()
         self.trainer.weights_changed()
+        self._updated += 1
+        if self.fit is not None and self._updated == _FULL_FROM:
+            measured_bytes = max(self.ranks.peers.gather(self.device.memory_in_use_bytes()))
+            if said := off_line(self.choice, measured_bytes):
+                self.note(said)
 
     @property
     def evaluation_due(self) -> int | None:

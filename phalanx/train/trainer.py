@@ -15,6 +15,7 @@ from phalanx.kernels.attention_trial import Trial
 from phalanx.model.config import ModelConfig
 from phalanx.model.decoder import Decoder
 from phalanx.model.logical import LogicalParameters
+from phalanx.model.recompute import Recompute
 from phalanx.optim.clip import grad_norm
 from phalanx.optim.reduction import GradientNorm, Reduction, local
 from phalanx.parallel.engine import Engine
@@ -64,6 +65,10 @@ class Trainer(Protocol):
     @property
     def gradient_norm(self) -> GradientNorm:
         """The norm of the whole gradient."""
+        ...
+
+    def recompute(self, level: Recompute) -> None:
+        """Compute so much again in backward passes from now on (`phalanx.model.recompute`)."""
         ...
 
     def accumulate_gradients(self, batch: Batch, *, micro_batch: int, seed: int, step: int) -> Tensor:
@@ -128,6 +133,10 @@ class LocalTrainer:
         """The model."""
         return self.model
 
+    def recompute(self, level: Recompute) -> None:
+        """Compute so much again in backward passes from now on."""
+        self.model.set_recompute(level)
+
     def accumulate_gradients(self, batch: Batch, *, micro_batch: int, seed: int, step: int) -> Tensor:
         """See `phalanx.train.accumulate.accumulate_gradients`."""
         loss = accumulate_gradients(
@@ -175,6 +184,10 @@ class SpreadTrainer:
         self.data_index, self.data_ranks = engine.data_index, engine.data_ranks
         self.reduction: Reduction = engine.reduction
         self.gradient_norm: GradientNorm = engine.gradient_norm
+
+    def recompute(self, level: Recompute) -> None:
+        """See `phalanx.parallel.engine.Engine.recompute`."""
+        self._engine.recompute(level)
 
     def accumulate_gradients(self, batch: Batch, *, micro_batch: int, seed: int, step: int) -> Tensor:
         """See `phalanx.parallel.engine.Engine.accumulate_gradients`."""

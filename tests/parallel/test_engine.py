@@ -13,6 +13,9 @@ from support.parity.places import by_processes, by_threads
 from support.parity.runs import single
 from support.parity.task import Case, Seen
 
+from phalanx.model.offload import Offload, PlainLanes
+from phalanx.parallel import apply
+
 PARALLEL_BLOCK = {"block": "parallel"}
 WINDOWS = {"attention": ("window", "window", "full"), "window": 5, "kv_heads": 2}
 DROPPED = {"dropout": 0.2, "attention_dropout": 0.2, "attention_backend": "math"}
@@ -50,6 +53,10 @@ CASES = {
         {"shard": 2, "tensor": 2}, {"bias": "all", "norm": "layer", "position": "learned"},
         optim=SGD | {"clip_norm": 0.0}, micro_batch=4,
     ),
+    "1f1b, recompute mlp, dropout": Case({"pipeline": 2}, DROPPED, recompute="mlp"),
+    "ring, recompute mlp": Case({"context": 2}, WINDOWS, recompute="mlp", optim=SGD),
+    "zbv, zero 3, recompute mlp": Case({"pipeline": 2, "shard": 2, "zero": 3, "schedule": "zbv"}, recompute="mlp"),
+    "fs, tp, parallel block, recompute mlp": Case({"shard": 2, "tensor": 2}, PARALLEL_BLOCK, recompute="mlp"),
 }  # fmt: skip
 
 
@@ -59,6 +66,22 @@ def test_a_layout_computes_what_one_process_computes(name: str) -> None:
     (found,) = by_threads([case])
     seen = difference(found, single(case))
     assert seen.passes, seen
+
+
+@pytest.mark.parametrize("name", ["zbv, tied, zero 3", "fs, cp, tp, zero 3", "1f1b, recompute mlp, dropout"])
+def test_activations_on_the_host_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, made = CASES[name], []
+
+    def make(_share: float, _device: torch.device) -> Offload:
+        made.append(Offload(1.0, PlainLanes(), least_bytes=64))
+        return made[-1]
+
+    expected = single(case)
+    monkeypatch.setattr(apply, "make_offload", make)
+    (found,) = by_threads([case])
+    seen = difference(found, expected)
+    assert seen.passes, seen
+    assert made and all(each.host_bytes for each in made)
 
 
 @pytest.mark.slow

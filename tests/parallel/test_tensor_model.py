@@ -162,7 +162,7 @@ def test_chunks_of_four_ranks_too(variant: str) -> None:
     check(tiny(variant, kv_heads=4, vocab_multiple=64), 4, overlap="chunked", chunks=16)
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", ["selective", "mlp", "full"])
 @pytest.mark.parametrize("variant", ["llama", "parallel_biased", "merged", "dropping"])
 def test_recomputed_blocks_communicate_in_step(variant: str, recompute: str) -> None:
     check(tiny(variant), 2, recompute=recompute)

@@ -63,8 +63,8 @@ def test_models_of_every_form(model: dict[str, Any], zero: int) -> None:
     assert_parity(split(job, Layout(shard=3), zero=zero), single(job))
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("recompute", ["selective", "mlp", "full"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
 def test_recompute(recompute: str, zero: int) -> None:
     job = Job(sgd=True, micro_batches=2, recompute=recompute, steps=2)
     assert_parity(split(job, Layout(shard=2), zero=zero), single(job))

@@ -33,7 +33,7 @@ class FakeCosts:
 
     def times(self, s: Strategy) -> dict[str, Any]:
         passes = s.micro_batches(self.job.global_batch)
-        again = {"none": 0.0, "attention": 0.05, "elementwise": 0.1, "full": 1 / 3}[s.recompute]
+        again = {"none": 0.0, "attention": 0.05, "elementwise": 0.1, "mlp": 0.15, "full": 1 / 3}[s.recompute]
         covered = {"none": 1.0, "chunked": 0.5, "fused": 0.3}[s.tensor_overlap]
         one = s.micro_batch / (s.pipeline * s.tensor * s.context) * (1 + 0.2 / s.micro_batch)
         idle = 1.0 if s.schedule == "1f1b" else 0.7 if s.schedule == "interleaved_1f1b" else 0.5
@@ -49,7 +49,7 @@ class FakeCosts:
 
     def memory(self, s: Strategy) -> Any:
         split = s.shard * s.context
-        kept = {"none": 4.0, "attention": 2.0, "elementwise": 1.5, "full": 0.3}[s.recompute]
+        kept = {"none": 4.0, "attention": 2.0, "elementwise": 1.5, "mlp": 1.0, "full": 0.3}[s.recompute]
         state = 4 + 4 / (split if s.zero > 1 else 1) + 8 / (split if s.zero else 1)
         state = state - 4 * (1 - 1 / split) * (s.zero == 3)
         flight = 1 + (s.pipeline - 1) / (s.pipeline * s.chunks)

@@ -62,7 +62,7 @@ def strategies(draw: st.DrawFn) -> list[Strategy]:
     common = Strategy(
         schedule=schedule,
         zero=draw(st.sampled_from((0, 1, 2, 3))),
-        recompute=draw(st.sampled_from(("none", "attention", "elementwise", "full"))),
+        recompute=draw(st.sampled_from(("none", "attention", "elementwise", "mlp", "full"))),
         sequence_parallel=draw(st.booleans()),
         context_method=draw(st.sampled_from(("ring", "all_to_all"))),
     )

@@ -11,7 +11,14 @@ from support.memory.runs import one_process, several_processes
 KINDS = ("parameters", "gradients", "optimizer", "activations")
 PEAK_BAR = 0.1
 
-ALONE = ("1 process", "1, GELU, biases, tied, learned positions", "1, windows, grouped heads", "1, recompute selective")
+ALONE = (
+    "1 process",
+    "1, GELU, biases, tied, learned positions",
+    "1, windows, grouped heads",
+    "1, recompute selective",
+    "1, recompute mlp",
+    "1, one small micro-batch",
+)
 PAIRS = ("shard 2, ZeRO-2", "tensor 2, parallel block", "context 2, ring", "pipeline 2, 1F1B", "pipeline 2, V")
 
 

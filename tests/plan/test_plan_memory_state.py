@@ -119,10 +119,10 @@ def test_recomputing_more_keeps_less_and_needs_more_for_a_moment() -> None:
     model = Model.of(config_of({}))
     found = [
         memory(model, Strategy(recompute=kind), software=replace(MEGATRON, fused_attention=False))[0]
-        for kind in ("none", "attention", "elementwise", "full")
+        for kind in ("none", "attention", "elementwise", "mlp", "full")
     ]
-    none, attention, elementwise, full = (rank.activations for rank in found)
-    assert none > attention > full and none > elementwise > full
+    none, attention, elementwise, mlp, full = (rank.activations for rank in found)
+    assert none > attention > full and none > elementwise > mlp > full
     assert found[0].workspace < found[3].workspace
 
 

@@ -42,7 +42,7 @@ def spreads(draw: st.DrawFn) -> Strategy:
         chunks=chunks,
         schedule=schedule,  # type: ignore[arg-type]
         zero=draw(st.sampled_from((0, 1, 2, 3))),  # type: ignore[arg-type]
-        recompute=draw(st.sampled_from(("none", "attention", "elementwise", "full"))),  # type: ignore[arg-type]
+        recompute=draw(st.sampled_from(("none", "attention", "elementwise", "mlp", "full"))),  # type: ignore[arg-type]
         sequence_parallel=draw(st.booleans()),
         tensor_overlap=draw(st.sampled_from(("none", "chunked", "fused"))),  # type: ignore[arg-type]
         context_method=draw(st.sampled_from(("ring", "all_to_all"))),  # type: ignore[arg-type]

@@ -59,7 +59,7 @@ def test_choices_are_named_or_left_out() -> None:
     assert asked["schedule"] == ("1f1b", "zbv") and asked["zero"] == (0, 1, 2)
     assert asked["sequence_parallel"] == (True, False) and asked["bucket_bytes"] == (25_000_000, 0)
     assert parse(["zero=1,1,0"]).choices["zero"] == (1, 0)
-    assert parse(["recompute=any"]).choices["recompute"] == ("none", "attention", "elementwise", "full")
+    assert parse(["recompute=any"]).choices["recompute"] == ("none", "attention", "elementwise", "mlp", "full")
 
 
 def test_memory_is_a_share_or_a_size() -> None:
@@ -109,7 +109,7 @@ def test_what_cannot_be_meant_is_refused_with_its_cure(word: str, says: str) -> 
 def test_what_is_tried_by_default_is_what_train_runs() -> None:
     job = Job(SMALL, 64, 8)
     options = options_of(job, Machine(8, 8, 1e9), Constraints())
-    assert options["recompute"] == ("none", "elementwise", "full") and options["sequence_parallel"] == (True,)
+    assert options["recompute"] == ("none", "elementwise", "mlp", "full") and options["sequence_parallel"] == (True,)
     assert "fused" in options["tensor_overlap"]
     assert "fused" not in options_of(job, Machine(8, 8, 1e9, "cpu"), Constraints())["tensor_overlap"]
     plain = Job(SMALL, 64, 8, software=Software(fused_attention=False))

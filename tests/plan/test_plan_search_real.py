@@ -89,7 +89,7 @@ def test_the_best_are_those_of_predicting_a_random_subspace(seed: int) -> None:
     draw = random.Random(seed)
     words = [
         f"tensor={draw.choice([1, 2, 4, 8])}",
-        f"recompute={draw.choice(['none', 'elementwise', 'full'])}",
+        f"recompute={draw.choice(['none', 'elementwise', 'mlp', 'full'])}",
         f"zero={draw.choice([1, 2, 3])}",
         f"chunks<={draw.choice([2, 3])}",
         f"micro_batch<={draw.choice([2, 4])}",

@@ -41,7 +41,9 @@ def test_the_fastest_that_fit_on_the_same_ranks_are_offered() -> None:
     limit_bytes = 0.95 * CLUSTER.device.memory_bytes
     assert _fullest(predict(JOB, TIGHT, CLUSTER)) > CLUSTER.device.memory_bytes
     every = []
-    for micro_batch, zero, recompute in product((1, 2, 4, 8, 16, 32), (1, 2, 3), ("none", "elementwise", "full")):
+    for micro_batch, zero, recompute in product(
+        (1, 2, 4, 8, 16, 32), (1, 2, 3), ("none", "elementwise", "mlp", "full")
+    ):
         one = replace(TIGHT, micro_batch=micro_batch, zero=zero, recompute=recompute)
         every.append(predict(JOB, one, CLUSTER))
     fitting = sorted(one.step_s for one in every if _fullest(one) <= limit_bytes)

@@ -17,8 +17,8 @@ CLUSTER = load_cluster("selene", 16)
 SIZES: dict[str, Any] = {"layers": 8, "hidden": 1024, "heads": 16, "vocab_rows": 32_000, "max_sequence": 2048}
 
 STRATEGIES: list[tuple[str, Any, str]] = [
-    ("recompute", "selective", "'attention', 'elementwise', 'full', 'none'"),
-    ("recompute", ["none"], "'attention', 'elementwise', 'full', 'none'"),
+    ("recompute", "selective", "'attention', 'elementwise', 'full', 'mlp', 'none'"),
+    ("recompute", ["none"], "'attention', 'elementwise', 'full', 'mlp', 'none'"),
     ("schedule", "gpipe", "'1f1b', 'interleaved_1f1b', 'interleaved_zero_bubble', 'zbv'"),
     ("tensor_overlap", "symmetric", "'chunked', 'fused', 'none'"),
     ("context_method", "ulysses", "'all_to_all', 'ring'"),

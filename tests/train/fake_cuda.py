@@ -13,7 +13,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,7 +97,7 @@ class _Event:
     def __init__(self, **_options: Any) -> None:
         pass
 
-    def record(self) -> None:
+    def record(self, stream: Any = None) -> None:
         pass
 
     def query(self) -> bool:
@@ -122,6 +122,19 @@ class _Launch:
 
 
 _Launch.Launch = _Launch
+
+
+class _Stream:
+    """A queue in which nothing is ever waiting."""
+
+    def __init__(self, _device: Any = None) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
 
 
 def _flex(
@@ -174,6 +187,7 @@ def step(
     documents: bool = False,
     recompute: str = "none",
     compiled: bool = False,
+    offload: float = 0.0,
     kernel: Any = None,
     **changes: Any,
 ) -> None:
@@ -181,6 +195,7 @@ def step(
     import torch
 
     from phalanx.kernels.attention import CausalKernel
+    from phalanx.model.offload import CudaLanes, Offload
     from phalanx.optim.bad_step import BadStepJudge
     from phalanx.optim.build import build_optimizer
     from phalanx.optim.config import BadStepConfig, OptimConfig
@@ -191,6 +206,8 @@ def step(
     model.set_recompute(recompute)
     if compiled:
         model.compile(backend="aot_eager", fullgraph=True)
+    if offload:
+        model.offload = Offload(offload, CudaLanes(device.torch_device), least_bytes=1024)
     trainer = LocalTrainer(model, device)
     if kernel:
         trainer.use_attention(CausalKernel(kernel, 256))
@@ -290,9 +307,13 @@ CASES: dict[str, Callable[[], None]] = {
     "came, windows, documents": partial(step, "came", documents=True, **WINDOWS, **CAPPED),
     "muon, dropped attention": partial(step, "muon", block="parallel", residual="compute", **MATH),
     "selective recompute": partial(step, documents=True, recompute="selective", dropout=0.1),
+    "first product of the MLP again": partial(step, recompute="mlp", documents=True),
+    "offload": partial(step, documents=True, offload=1.0, dropout=0.1),
+    "offload, full recompute": partial(step, recompute="full", offload=0.5, **LEARNED),
     "full recompute": partial(step, recompute="full", **MATH),
     "compiled": partial(step, compiled=True),
     "compiled, learned positions, recompute": partial(step, compiled=True, recompute="selective", **LEARNED),
+    "compiled, offload, first product again": partial(step, compiled=True, offload=1.0, recompute="mlp"),
     "compiled, cudnn": partial(step, compiled=True, kernel="cudnn", kv_heads=2),
     "compiled, windows, documents": partial(step, compiled=True, documents=True, **WINDOWS),
     "cudnn": partial(step, kernel="cudnn", kv_heads=2),
@@ -318,6 +339,9 @@ def main() -> None:
     from phalanx.optim import base
 
     torch.cuda.Event = _Event  # type: ignore[assignment,misc]
+    torch.cuda.Stream = _Stream  # type: ignore[assignment,misc]
+    torch.cuda.current_stream = _Stream  # type: ignore[assignment]
+    torch.cuda.stream = lambda _stream: nullcontext()  # type: ignore[assignment,misc,return-value]
     cross_entropy.twin = lambda like: None  # nor are the kernels of Triton
     base.twin = lambda parameters: _Launch  # type: ignore[assignment,return-value]
     attention._compiled_flex = lambda: _flex  # type: ignore[assignment]

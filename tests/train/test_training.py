@@ -166,7 +166,7 @@ def _toml_config(folder: Path, changes: dict[str, Any]) -> RunConfig:
     return load(RunConfig, None, [*overrides(folder, flat), *tables]).value
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", ["selective", "mlp", "full"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_recomputation_changes_no_bit(tmp_path: Path, recompute: str, dropout: float) -> None:
     run_all(tmp_path, {"train.steps": 6, "model.dropout": dropout})

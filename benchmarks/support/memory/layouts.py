@@ -10,6 +10,7 @@ from phalanx.plan.jobs import make_job, make_strategy, software_of
 from phalanx.plan.types import Job, Strategy
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.figures import complete_model
+from phalanx.train.derived.fit import first_level
 
 VOCABULARY = 500
 _MODEL = {"layers": 4, "hidden": 128, "heads": 4, "vocab_multiple": 64}
@@ -69,8 +70,8 @@ class Layout:
             optimizer=config.optim.name,
             software=software,
         )
-        recompute = config.train.recompute
-        return job, make_strategy(config.parallel, micro_batch=config.train.micro_batch, recompute=recompute)
+        micro_batch = config.train.micro_batch
+        return job, make_strategy(config.parallel, micro_batch=micro_batch, recompute=first_level(config))
 
 
 GELU = {"activation": "gelu", "norm": "layer", "bias": "all", "position": "learned", "tie_embeddings": True}
@@ -90,8 +91,15 @@ LAYOUTS = (
     Layout("1, one long sequence", sequence=1536, train={"global_batch": 2, "micro_batch": 1}),
     Layout("1, windows across documents", model=WINDOWS, documents=False),
     Layout("1, recompute selective", train={"recompute": "selective"}, quick=True),
+    Layout("1, recompute mlp", train={"recompute": "mlp"}, quick=True),
+    Layout(
+        "1, recompute mlp, merged projections",
+        model=PARALLEL | {"merged_projections": True},
+        train={"recompute": "mlp"},
+    ),
     Layout("1, recompute full", train={"recompute": "full"}),
     Layout("1, one micro-batch", train={"micro_batch": 8}),
+    Layout("1, one small micro-batch", train={"micro_batch": 1, "global_batch": 1, "recompute": "full"}),
     Layout("1, LAMB", optim={"name": "lamb"}),
     Layout("1, CAME", optim={"name": "came"}),
     Layout("1, Muon", optim={"name": "muon"}),
@@ -106,6 +114,8 @@ LAYOUTS = (
     Layout("tensor 2, parallel block", {"tensor": 2}, model=PARALLEL),
     Layout("tensor 2, GELU, biases", {"tensor": 2}, model=GELU),
     Layout("tensor 2, recompute selective", {"tensor": 2}, train={"recompute": "selective"}),
+    Layout("tensor 2, recompute mlp", {"tensor": 2}, train={"recompute": "mlp"}),
+    Layout("tensor 2, parallel block, recompute mlp", {"tensor": 2}, model=PARALLEL, train={"recompute": "mlp"}),
     Layout("context 2, ring", {"context": 2}),
     Layout("context 2, ring, windows", {"context": 2}, model={"attention": ("window",), "window": 64}),
     Layout("context 2, ring, across documents", {"context": 2}, documents=False),

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from phalanx.kernels.cross_entropy import LogitTerms
 from phalanx.model.layers import Embedding, InputProjection, LossHead, OutputProjection, Stored
+from phalanx.model.recompute import first_product
 from phalanx.parallel.group import Group
 from phalanx.parallel.tensor.linear import Spread, gather_products, products_scatter
 from phalanx.parallel.tensor.rows import local_rows
@@ -89,9 +90,8 @@ class PairedInput(GatheredInput):
         if not self.first:
             return self.shared.take()
         attention, mlp = self.shared.modules
-        wide, narrow = gather_products(
-            self.spread, x_RD, [_weight(mlp), _weight(attention)], [_bias(mlp), _bias(attention)]
-        )
+        weights, biases = [_weight(mlp), _weight(attention)], [_bias(mlp), _bias(attention)]
+        wide, narrow = first_product(gather_products, self.spread, x_RD, weights, biases)
         self.shared.tensor = wide
         return narrow
 

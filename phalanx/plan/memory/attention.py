@@ -84,7 +84,10 @@ def _alone(local: Local, rows: _Rows, lse: Floats, window: int) -> Attended:
     if local.model.attention_dropout or not local.software.fused_attention:
         return _written(local, rows)
     core = lse + _whole_masks(local, window)
-    flash = Attended(rows.stacked + rows.turned, core, rows.q, rows.q + lse, _flash_masks(local, window))
+    # On a GPU v is copied, so that nothing of what was projected is kept beside what was rotated.
+    copied = not local.software.on_cpu and local.model.position == "rotary" and not local.model.qk_norm
+    inputs = rows.stacked if copied and not local.software.fused_elementwise else rows.stacked + rows.turned
+    flash = Attended(inputs, core, rows.q, rows.q + lse, _flash_masks(local, window))
     if not local.software.on_cpu or local.compute_bytes == 4:
         return flash
     return _where(_by_products(local, window), _products(local, rows, window), flash)

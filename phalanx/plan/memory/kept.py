@@ -16,6 +16,7 @@ class Kept:
         chosen: under the job's kind of recompute.
         waiting: what weight gradients need that are put off, of a schedule that splits backward passes.
         masks: kept once for all layers of a stage that see as many keys.
+        leaving: of `chosen`, what can wait on the host.
         passing: what its backward pass needs besides for a moment: gradients of the widest activations.
     """
 
@@ -24,6 +25,7 @@ class Kept:
     waiting: Floats
     masks: Floats
     passing: Floats
+    leaving: Floats = 0.0
 
     @property
     def again(self) -> Floats:

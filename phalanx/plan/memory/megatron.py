@@ -23,6 +23,7 @@ def layer(local: Local, strategy: Strategy, is_mixture: bool) -> Kept:
         "none": whole,
         "attention": whole - _core(local),
         "elementwise": _without_elementwise(local, is_mixture),
+        "mlp": _without_elementwise(local, is_mixture) - _wide(local, is_mixture) * local.compute_bytes,
         "full": local.kept_tokens * local.model.hidden * local.residual_bytes,
     }[strategy.recompute]
     return Kept(whole, chosen, _waiting(local, is_mixture), 0.0, _passing(local, is_mixture))

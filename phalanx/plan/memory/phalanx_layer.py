@@ -20,13 +20,18 @@ def layer(local: Local, strategy: Strategy, window: int, is_mixture: bool) -> Ke
     seen = attended(local, strategy, window)
     casts = _casts(local, strategy, is_mixture)
     whole = _stream(local) + seen.total + _mlp(local, is_mixture) + _joined(local) + casts
+    products = _products(local, strategy, seen, is_mixture)
     chosen = {
         "none": whole,
         "attention": whole - seen.core,
-        "elementwise": _products(local, strategy, seen, is_mixture),
+        "elementwise": products,
+        "mlp": products - _first_product(local, is_mixture) * local.compute_bytes,
         "full": local.kept_tokens * local.model.hidden * local.residual_bytes,
     }[strategy.recompute]
-    return Kept(whole, chosen, _waiting(local, is_mixture), seen.masks, _passing(local, is_mixture))
+    # What selective recompute keeps passes no hook of autograd's, so of such a layer its input alone can leave.
+    stream = local.kept_tokens * local.model.hidden * local.residual_bytes
+    leaving = whole - casts if strategy.recompute == "none" else stream
+    return Kept(whole, chosen, _waiting(local, is_mixture), seen.masks, _passing(local, is_mixture), leaving)
 
 
 def _norms(local: Local) -> int:
@@ -41,7 +46,7 @@ def _stream(local: Local) -> Floats:
 
 
 def _mlp(local: Local, is_mixture: bool) -> Floats:
-    """Inputs of the non-linearity and of the second product; a gate keeps what it multiplies too."""
+    """Inputs of the non-linearity and of the second product; on a CPU a gate keeps what it multiplies too."""
     if not is_mixture:
         return _inner(local, local.tokens, local.dense_inner)
     rows, model = routed_rows(local), local.model
@@ -52,7 +57,7 @@ def _mlp(local: Local, is_mixture: bool) -> Floats:
 
 def _inner(local: Local, rows: Floats, width: Floats) -> Floats:
     products = 4 if local.model.gated else 2
-    if local.model.gated and local.software.fused_elementwise:
+    if local.model.gated and (local.software.fused_elementwise or not local.software.on_cpu):
         products = 3
     return rows * width * products * local.compute_bytes
 
@@ -92,6 +97,15 @@ def _products(local: Local, strategy: Strategy, seen: Attended, is_mixture: bool
     stream = local.kept_tokens * width * local.residual_bytes + outputs * local.tokens * width * c
     projections = local.tokens * local.projection_rows + _wide(local, is_mixture)
     return stream + projections * c + seen.results_again
+
+
+def _first_product(local: Local, is_mixture: bool) -> Floats:
+    """Elements of what `mlp` makes again: with the MLP's product those of attention where one operation makes both.
+
+    That is so where projections are merged, and in a parallel block whose matrices are split, which gathers once.
+    """
+    together = 1 if local.model.merged else (local.tensor > 1) * (local.model.block == "parallel")
+    return _wide(local, is_mixture) + together * local.tokens * local.projection_rows
 
 
 def adds_residual(local: Local, strategy: Strategy) -> Any:

@@ -14,6 +14,9 @@ from phalanx.plan.step.stages import Stages, stages_of
 from phalanx.plan.types import Floats, Ints, Job, Model, Strategy, layer_kinds
 from phalanx.plan.work.local import Local, local_of
 
+# As in phalanx.model.offload: layers whose copies may be under way.
+LAYERS_ON_THE_WAY = 2
+
 Kind = tuple[int, bool]
 """Keys that layers see (0: all of the past), and whether they are mixtures."""
 
@@ -43,7 +46,7 @@ class Pieces:
     def activations(self, layers: Sequence[Ints], last: bool) -> Floats:
         """What a chunk with so many layers of each kind keeps of one micro-batch."""
         each = [kept.chosen for kept in self.kept]
-        total = sum(count * size for count, size in zip(layers, each, strict=True))
+        total = sum(count * size for count, size in zip(layers, each, strict=True)) - self._on_host(layers)
         end = self.head.stream if last else self.closing
         return total + end + self._masks(layers)
 
@@ -69,6 +72,15 @@ class Pieces:
         """What the backward pass of the layer that needs most needs besides what is kept."""
         needs = [kept.passing + kept.again for kept in self.kept]
         return needs[0] if len(needs) == 1 else largest(*needs)
+
+    def _on_host(self, layers: Sequence[Ints]) -> Floats:
+        """What of a chunk's layers has left the device when most is kept: all of its share but the last two."""
+        share = self.strategy.offload
+        if not share:
+            return 0.0
+        count = largest(sum(layers), 1)
+        gone = largest(-(-share * count // 1) - LAYERS_ON_THE_WAY, 0)
+        return gone * sum(number * kept.leaving for number, kept in zip(layers, self.kept, strict=True)) / count
 
     def _masks(self, layers: Sequence[Ints]) -> Floats:
         total: Floats = 0.0
@@ -121,6 +133,6 @@ def _layer(job: Job, strategy: Strategy, local: Local, window: int, is_mixture: 
 
 def _closing(job: Job, strategy: Strategy, local: Local) -> Floats:
     """Where matrix products are kept that are the stream themselves, the last of a stage is nobody's input there."""
-    if not job.software.is_phalanx or strategy.recompute != "elementwise":
+    if not job.software.is_phalanx or strategy.recompute not in ("elementwise", "mlp"):
         return 0.0
     return phalanx_layer.adds_residual(local, strategy) * local.kept_tokens * job.model.hidden * local.residual_bytes

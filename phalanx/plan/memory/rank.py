@@ -64,10 +64,16 @@ def _passes(job: Job, strategy: Strategy) -> Held:
 
 @dataclass(frozen=True)
 class Parts:
-    """Bytes of a rank whatever is under way; arrays where the strategy has them."""
+    """Bytes of a rank whatever is under way; arrays where the strategy has them.
+
+    Attributes:
+        gradients: when most passes are under way.
+        all_gradients: when the last backward pass ends.
+    """
 
     parameters: Floats
     gradients: Floats
+    all_gradients: Floats
     optimizer: Floats
     loss_head: Floats
     mask: Floats
@@ -108,9 +114,11 @@ def _parts(pieces: Pieces, share: Share, moving: _Moving) -> Parts:
     kept = state(job, strategy, weights)
     several = strategy.micro_batches(job.global_batch) > 1
     head = pieces.head.kept if share.last else 0.0
+    aside = apart(job, strategy, weights, share.at_end)
     return Parts(
         parameters=kept.parameters,
-        gradients=where(several, kept.gradients, kept.gradients_first) + apart(job, strategy, weights, share.at_end),
+        gradients=where(several, kept.gradients, kept.gradients_first) + aside,
+        all_gradients=kept.gradients + aside,
         optimizer=kept.optimizer,
         loss_head=head,
         mask=pieces.mask if share.first else 0.0,
@@ -130,7 +138,9 @@ def complete(pieces: Pieces, parts: Parts, activations: Floats, first_passes: In
     moving = activations + head + parts.communication + parts.workspace
     return {
         "parameters": parts.parameters,
-        "gradients": parts.gradients,
+        # As gradients are made activations go, so most is held at one end of the backward pass or at the other: where
+        # it begins, or in the first layer, when all gradients are there and nearly nothing else is kept.
+        "gradients": largest(parts.gradients, parts.all_gradients - activations - head),
         "optimizer": parts.optimizer,
         "activations": activations,
         "loss_head": head,

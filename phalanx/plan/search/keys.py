@@ -30,7 +30,7 @@ def toml_keys(job: Job, strategy: Strategy) -> str:
 def foreign(strategy: Strategy) -> tuple[str, ...]:
     """What `phalanx train` cannot do of `strategy`, in words; empty where it can do all."""
     reasons = {
-        "recompute = attention: phalanx train recomputes nothing, all but matrix products, or all": (
+        "recompute = attention: phalanx train recomputes none, all but matrix products, the MLP's first too, or all": (
             strategy.recompute == "attention"
         ),
         "sequence_parallel = false: phalanx train always splits rows between tensor ranks": (

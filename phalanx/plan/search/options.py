@@ -47,7 +47,7 @@ def options_of(job: Job, machine: Machine, asked: Constraints) -> Mapping[str, t
     ours: dict[str, tuple[Any, ...]] = {
         "schedule": CHOICES["schedule"],
         "zero": CHOICES["zero"],
-        "recompute": ("none", "elementwise", "full"),
+        "recompute": ("none", "elementwise", "mlp", "full"),
         "sequence_parallel": (True,),
         "tensor_overlap": ("none", "chunked", "fused") if machine.kind == "gpu" else ("none", "chunked"),
         "context_method": CHOICES["context_method"],

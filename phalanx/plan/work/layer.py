@@ -11,7 +11,7 @@ from phalanx.plan.types import Floats
 from phalanx.plan.work.activation import activation
 from phalanx.plan.work.local import Local
 from phalanx.plan.work.mixture import mixture, mixture_rows
-from phalanx.plan.work.operations import ALWAYS_FULL, CORE, Attend, Operation, Product, Stream
+from phalanx.plan.work.operations import ALWAYS_FULL, CORE, FIRST_PRODUCT, Attend, Operation, Product, Stream
 
 
 def layer(local: Local, window: int, is_mixture: bool) -> list[Operation]:
@@ -48,7 +48,7 @@ def _projections(local: Local, is_mixture: bool) -> list[Operation]:
     width, tokens = local.model.hidden, local.tokens
     if local.model.merged and not is_mixture:
         return [
-            Product("compute/merged_in", tokens, local.projection_rows + local.in_width, width),
+            Product("compute/merged_in", tokens, local.projection_rows + local.in_width, width, again=FIRST_PRODUCT),
             Product("compute/merged_out", tokens, width, local.query_rows + local.dense_inner),
         ]
     found: list[Operation] = [
@@ -57,7 +57,7 @@ def _projections(local: Local, is_mixture: bool) -> list[Operation]:
     ]
     if not is_mixture:
         found += [
-            Product("compute/mlp", tokens, local.in_width, width),
+            Product("compute/mlp", tokens, local.in_width, width, again=FIRST_PRODUCT),
             Product("compute/mlp", tokens, width, local.dense_inner),
         ]
     return found

@@ -36,8 +36,8 @@ def decide_compiling(config: RunConfig, on_gpu: bool, lacking: str = "") -> Comp
     if wanted is False or (wanted == "auto" and not on_gpu):
         return Compiling(False)
     if wanted == "auto":
-        if opaque and config.train.recompute == "selective":
-            return Compiling(False, f"layers are not compiled: train.recompute = 'selective' does not go with {opaque}")
+        if opaque and (level := config.train.recompute) in ("selective", "mlp"):
+            return Compiling(False, f"layers are not compiled: train.recompute = {level!r} does not go with {opaque}")
         if lacking:
             return Compiling(False, f"layers are not compiled: {lacking}, which Triton needs to launch its kernels")
     return Compiling(True, f"layers are compiled in pieces, around {opaque}" if opaque else "")

@@ -1,0 +1,219 @@
+"""Micro-batch and recompute from predicted memory, as the trainer takes them on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from train_helpers import begin, configured
+
+from phalanx.core.config import validate
+from phalanx.core.errors import UserError
+from phalanx.train.config import RunConfig
+from phalanx.train.derived.figures import complete_model
+from phalanx.train.derived.fit import GPU_MEMORY_SHARE, LEVELS, Choice, Fit, Level, off_line
+from phalanx.train.device import Device
+from phalanx.train.micro_batch import choose_passes
+from phalanx.train.run import Run
+
+GIB = float(1 << 30)
+MODEL = {"vocab_size": 32000, "layers": 24, "hidden": 2048, "heads": 16}
+
+
+def fit(gib: float, *, sequence: int = 2048, batch: int = 32, micro_batch: int = 0, **train: Any) -> Fit:
+    settings = {
+        "model": MODEL,
+        "data": {"sequence_length": sequence},
+        "train": {"steps": 1, "global_batch": batch, "precision": "bf16"} | train,
+    }
+    config = validate(RunConfig, settings)
+    model, parallel = complete_model(config, 32000), config.parallel
+    return Fit.of(config, model, parallel, "bf16", device_bytes=gib * GIB, micro_batch=micro_batch)
+
+
+def test_nothing_is_computed_again_where_enough_fits_without() -> None:
+    found = fit(141.0)
+    chosen = found.choose()
+    assert (chosen.recompute, chosen.micro_batch) == ("none", 16)
+    assert chosen.predicted_bytes <= GPU_MEMORY_SHARE * 141 * GIB < found.predicted(32, "none").predicted_bytes
+
+
+@pytest.mark.parametrize(("gib", "expected"), [(46.0, "none"), (36.0, "selective"), (33.0, "mlp"), (28.0, "full")])
+def test_less_memory_computes_more_again(gib: float, expected: Level) -> None:
+    chosen = fit(gib).choose()
+    assert chosen.recompute == expected
+    assert chosen.micro_batch * 2048 >= 8192
+    assert chosen.predicted_bytes <= GPU_MEMORY_SHARE * gib * GIB
+
+
+def test_short_of_enough_the_level_with_most_tokens_is_taken() -> None:
+    found = fit(25.0)
+    chosen = found.choose()
+    sizes = {level: found._largest(level) for level in LEVELS}
+    assert chosen.micro_batch == max(each.micro_batch for each in sizes.values() if each is not None) < 4
+
+
+def test_what_is_asked_for_is_kept() -> None:
+    assert fit(40.0, recompute="full").choose().recompute == "full"
+    assert fit(40.0, micro_batch=2).choose().micro_batch == 2
+    assert fit(33.0, micro_batch=32).choose() == fit(33.0).predicted(32, "full")
+
+
+def test_where_nothing_fits_the_least_is_taken_and_said() -> None:
+    found = fit(8.0)
+    chosen = found.choose()
+    assert (chosen.micro_batch, chosen.recompute) == (1, "full")
+    assert found.line(chosen).startswith("micro-batch 1 of 32 sequences, recompute full: ")
+    assert found.line(chosen).endswith("of 8.00 GiB predicted, more than there is: it will probably not fit")
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.floats(20, 200), st.sampled_from((512, 2048, 8192)), st.sampled_from((1, 6, 32)))
+def test_a_choice_fits_or_is_the_least_and_smaller_ones_end(gib: float, sequence: int, batch: int) -> None:
+    found = fit(gib, sequence=sequence, batch=batch)
+    choice: Choice | None = found.choose()
+    assert choice is not None and batch % choice.micro_batch == 0
+    least = min(
+        (found.predicted(size, level) for size in found.micro_batches for level in LEVELS),
+        key=lambda each: each.predicted_bytes,
+    )
+    assert choice.predicted_bytes <= found.limit_bytes or choice == least
+    seen = []
+    while choice is not None:
+        seen.append(choice)
+        choice = found.smaller(choice)
+    assert all(a.predicted_bytes > b.predicted_bytes for a, b in itertools.pairwise(seen))
+    assert seen[-1] == least
+
+
+def test_far_predictions_are_told() -> None:
+    choice = Choice(1, "none", 11 * GIB, 10 * GIB)
+    assert off_line(choice, 10.9 * GIB) == off_line(choice, 9.1 * GIB) == ""
+    assert off_line(choice, 12 * GIB) == "memory: 12.00 GiB at most, +20% of the 10.00 GiB that were predicted"
+
+
+@dataclass(frozen=True)
+class _Gpu(Device):
+    """The host, said to be a GPU with so much memory, of which so much is in use."""
+
+    total: int = 0
+    most: int = 0
+
+    @property
+    def torch_device(self) -> Any:  # type: ignore[override]
+        return _FakeType
+
+    def memory_bytes(self) -> int:
+        return self.total
+
+    def memory_in_use_bytes(self) -> int:
+        return self.most
+
+    def release_unused(self) -> None:
+        pass
+
+
+class _FakeType:
+    type = "cuda"
+
+
+def on_gpu(run: Run, total: int, most: int = 0) -> list[str]:
+    run.device = replace(run.device)
+    notes: list[str] = []
+    device = run.device
+    fake = object.__new__(_Gpu)
+    for name in ("name", "compute_dtype", "threads"):
+        object.__setattr__(fake, name, getattr(device, name))
+    object.__setattr__(fake, "total", total)
+    object.__setattr__(fake, "most", most)
+    run.device, run.note = fake, notes.append
+    return notes
+
+
+@pytest.fixture(name="run")
+def run_fixture(tmp_path: Path, no_peak: None) -> Run:
+    run = begin(configured(tmp_path, {"train.micro_batch": 0, "train.recompute": "auto"}))
+    run.folder.release()
+    return run
+
+
+def test_a_cpu_computes_nothing_again_and_predicts_nothing(run: Run) -> None:
+    assert run.fit is None and run.progress.recompute == "none"
+
+
+def test_a_gpu_says_what_it_takes_and_keeps_it(run: Run) -> None:
+    notes = on_gpu(run, 1 << 30)
+    choose_passes(run, notes.append)
+    assert run.fit is not None and notes == [run.fit.line(run.choice)]
+    assert (run.progress.micro_batch, run.progress.recompute) == (run.choice.micro_batch, "none")
+    assert run.progress.to_json()["recompute"] == "none"
+
+
+def test_a_resumed_run_computes_as_much_again_as_it_did(run: Run) -> None:
+    on_gpu(run, 1 << 30)
+    run.progress.micro_batch, run.progress.recompute = 2, "mlp"
+    choose_passes(run, lambda _: None, keep=True)
+    assert (run.progress.micro_batch, run.progress.recompute) == (2, "mlp")
+    assert run.trainer.model.recompute == "mlp"  # type: ignore[attr-defined]
+
+
+def test_out_of_memory_takes_the_next_smaller_choice_and_the_same_gradients(run: Run) -> None:
+    expected = _gradients(run)
+    notes = on_gpu(run, 1 << 30)
+    choose_passes(run, lambda _: None)
+    before, passes, refused = run.choice, run.trainer.accumulate_gradients, []
+
+    def refuse(*args: Any, **named: Any) -> Any:
+        if not refused:
+            refused.append(1)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return passes(*args, **named)
+
+    run.trainer.accumulate_gradients = refuse  # type: ignore[method-assign]
+    got = _gradients(run)
+    assert (run.choice.micro_batch, run.choice.recompute) == (before.micro_batch, "selective")
+    assert notes == [f"out of memory, against the prediction; now {run.fit.line(run.choice)}"]  # type: ignore[union-attr]
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_out_of_memory_with_nothing_smaller_ends_the_run(run: Run) -> None:
+    on_gpu(run, 1 << 30)
+    choose_passes(run, lambda _: None)
+
+    def refuse(*_args: Any, **_named: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    run.trainer.accumulate_gradients = refuse  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="1 x 16 tokens at once do not fit"):
+        run.accumulate_gradients(run.loader.batch(0, 4))
+    assert (run.choice.micro_batch, run.choice.recompute) == (1, "full")
+
+
+def test_after_the_second_step_a_far_prediction_is_told(run: Run) -> None:
+    notes = on_gpu(run, 1 << 30, most=1 << 29)
+    choose_passes(run, lambda _: None)
+    run.updated()
+    assert not notes
+    run.updated()
+    run.updated()
+    assert len(notes) == 1 and notes[0].startswith("memory: 512.00 MiB at most, +")
+
+
+def _gradients(run: Run) -> dict[str, torch.Tensor]:
+    run.accumulate_gradients(run.loader.batch(0, 4))
+    return {name: p.grad.clone() for name, p in run.trainer.parameters.items() if p.grad is not None}
+
+
+def test_offload_is_counted_and_said_to_have_no_effect_on_a_cpu(tmp_path: Path, no_peak: None) -> None:
+    none, half, whole = (fit(80.0, offload=share).predicted(8, "none") for share in (0.0, 0.5, 1.0))
+    layer = (none.allocated_bytes - whole.allocated_bytes) / 22  # all of 24 but the two on their way
+    assert none.allocated_bytes - half.allocated_bytes == pytest.approx(10 * layer)
+    notes: list[str] = []
+    begin(configured(tmp_path, {"train.offload": 0.5}), notes).folder.release()
+    assert any("train.offload = 0.5 has no effect" in note for note in notes)
