@@ -1,0 +1,144 @@
+"""Matrix products of linear layers in 8-bit floating point, one scale per tensor made anew each time.
+
+The formats are those of arXiv 2209.05433: E4M3 (largest 448, three bits of mantissa) for inputs and weights, E5M2
+(largest 57,344, two bits) for gradients of outputs, which span more binary orders than E4M3 has. That is also what
+torchao and nanochat do with one scale per tensor. All three products of a linear layer are made so: outputs and input
+gradients as bf16, weight gradients as fp32. Forward products let the tensor cores add in fewer bits
+(``use_fast_accum``), gradients do not.
+
+Scales are powers of two, the smallest that brings the tensor's largest magnitude within the format. Scaling then rounds
+nothing: compiled and eager, on a GPU and in the emulation of a CPU, the quantised values are the same bits; and nothing
+is left for a clamp to cut. A tensor that is not finite anywhere makes products that are finite nowhere, so that whoever
+watches gradients sees it. No value is read back from the device.
+
+A GPU's tensor cores (compute capability 8.9 or more) want both factors to run along the dimension that is summed over,
+so a weight is held in both layouts (:class:`Fp8Weight`), made once for all products between two changes of it, while
+inputs and gradients of outputs are transposed, in 8 bits, for the weight's gradient. A CPU multiplies the
+same quantised values in fp32: slow, and the same numbers but for the order of sums.
+
+Shapes: T tokens, I inputs, O outputs, each a multiple of `MULTIPLE`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+MULTIPLE = 16
+"""What every dimension of a product has to be a multiple of."""
+
+LEAST_CAPABILITY = (8, 9)
+"""Compute capability of the first GPUs that multiply in these formats (Ada; Hopper is 9.0)."""
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+# The largest value of either format is 1.75 times this power of two.
+_TOP_EXPONENT = {E4M3: 8, E5M2: 15}
+# Where a tensor has nothing but zeros, or nearly so: small, and two of them still multiply to a normal fp32.
+_LEAST_SCALE = 2.0**-60
+_MANTISSA_BEYOND_175, _EXPONENT_BITS, _TWICE_BIAS = 0x1FFFFF, 0x7F800000, 254 << 23
+
+
+class Scaled(NamedTuple):
+    """``values * scale`` is the tensor, rounded to the format of `values`.
+
+    Attributes:
+        scale: fp32 of no dimensions, on the device; a power of two, or infinite where the tensor was not finite.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+
+def quantise(x: Tensor, dtype: torch.dtype) -> Scaled:
+    """`x` (float32 or bf16) in `dtype` (`E4M3` or `E5M2`), with the least power of two as scale that lets it fit."""
+    largest = torch.linalg.vector_norm(x.detach(), float("inf")).float()
+    # 2^e with largest <= 1.75 * 2^e, by the bits: adding carries into the exponent where the mantissa is beyond .75.
+    # Infinity and NaN become infinity.
+    power = ((largest.view(torch.int32) + _MANTISSA_BEYOND_175) & _EXPONENT_BITS).view(torch.float32)
+    scale = (power * 2.0 ** -_TOP_EXPONENT[dtype]).clamp_min(_LEAST_SCALE)
+    # The reciprocal, exact on every device; of infinity 0, which makes NaN of what is not finite.
+    inverse = (_TWICE_BIAS - scale.view(torch.int32)).clamp_min(0).view(torch.float32)
+    return Scaled((x.detach() * inverse).to(dtype), scale)
+
+
+class Fp8Weight:
+    """A weight in both layouts that products need, in memory that stays where it is when the weight is made anew.
+
+    Attributes:
+        stored: as the weight is stored.
+        transposed: its transpose; both row-major.
+        scale: of both.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.stored = torch.empty_like(weight, dtype=E4M3, memory_format=torch.contiguous_format)
+        self.transposed = torch.empty_like(weight.t(), dtype=E4M3, memory_format=torch.contiguous_format)
+        self.scale = torch.empty((), dtype=torch.float32, device=weight.device)
+        self.remake(weight)
+
+    @torch.no_grad()
+    def remake(self, weight: Tensor) -> None:
+        """Quantise the weight that an optimizer has changed."""
+        values, scale = quantise(weight, E4M3)
+        self.stored.copy_(values)
+        self.transposed.copy_(values.t())
+        self.scale.copy_(scale)
+
+
+def fp8_linear(x_TI: Tensor, weight: Tensor, quantised: Fp8Weight, *, inputs_first: bool = False) -> Tensor:
+    """``x @ weight.T``, or ``x @ weight`` of a weight stored as (I, O): (T, I) -> (T, O) in the type of `x`.
+
+    Args:
+        weight: gets the gradient, in fp32; its values are not read.
+        quantised: what is multiplied in its place.
+    """
+    out: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+        x_TI, weight, quantised.stored, quantised.transposed, quantised.scale, inputs_first
+    )
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    """The three products of a linear layer; what is kept for backward is the quantised input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, stored: Tensor, transposed: Tensor, scale: Tensor, inputs_first: bool
+    ) -> Tensor:
+        scaled = quantise(x, E4M3)
+        ctx.save_for_backward(scaled.values, scaled.scale, stored, transposed, scale)
+        ctx.inputs_first, ctx.dtype = inputs_first, x.dtype
+        weight_OI = Scaled(transposed if inputs_first else stored, scale)
+        return _product(scaled, weight_OI, x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        values, scale_x, stored, transposed, scale = ctx.saved_tensors
+        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        grad_TO = quantise(grad, E5M2)
+        dx = dw = None
+        if needs_dx:
+            weight_IO = Scaled(stored if ctx.inputs_first else transposed, scale)
+            dx = _product(grad_TO, weight_IO, ctx.dtype)
+        if needs_dw:
+            x_IT, grad_OT = _transposed(Scaled(values, scale_x)), _transposed(grad_TO)
+            left, right = (x_IT, grad_OT) if ctx.inputs_first else (grad_OT, x_IT)
+            dw = _product(left, right, torch.float32)
+        return dx, dw, None, None, None, None
+
+
+def _transposed(scaled: Scaled) -> Scaled:
+    return Scaled(scaled.values.t().contiguous(), scaled.scale)
+
+
+def _product(left_MK: Scaled, right_NK: Scaled, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    """``left @ right.T``, (M, N), of row-major factors: the one layout that all GPUs with these formats multiply in."""
+    left, right = left_MK.values, right_NK.values.t()
+    if left.device.type == "cpu":
+        return (torch.mm(left.float(), right.float()) * (left_MK.scale * right_NK.scale)).to(dtype)
+    return torch._scaled_mm(
+        left, right, scale_a=left_MK.scale, scale_b=right_NK.scale, out_dtype=dtype, use_fast_accum=fast
+    )

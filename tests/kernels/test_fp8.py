@@ -1,0 +1,230 @@
+"""8-bit products against the formats as arXiv 2209.05433 defines them, and a GPU's against the emulation of a CPU."""
+
+import pytest
+import torch
+
+from phalanx.kernels.fp8 import E4M3, E5M2, LEAST_CAPABILITY, Fp8Weight, fp8_linear, quantise
+
+# Bits of exponent, bits of mantissa, the exponent's bias, the largest value (table 1 of the paper).
+FORMATS = {E4M3: (4, 3, 7, 448.0), E5M2: (5, 2, 15, 57344.0)}
+SHAPE = (48, 64, 32)  # tokens, inputs, outputs
+
+gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < LEAST_CAPABILITY,
+    reason="needs a GPU that multiplies 8-bit floating point (compute capability 8.9)",
+)
+
+
+def representable(dtype):
+    """Every magnitude of a format, ascending, so that an even index is an even mantissa."""
+    exponent_bits, mantissa_bits, bias, largest = FORMATS[dtype]
+    values = []
+    for exponent in range(1 << exponent_bits):
+        for mantissa in range(1 << mantissa_bits):
+            share = mantissa / (1 << mantissa_bits)
+            value = (1 + share) * 2.0 ** (exponent - bias) if exponent else share * 2.0 ** (1 - bias)
+            values.append(value)
+    return torch.tensor([v for v in values if v <= largest], dtype=torch.float64)
+
+
+def rounded(x, dtype):
+    """To the nearest of a format, of two as near the even one; within the format's range."""
+    table, x = representable(dtype), x.double()
+    above = torch.searchsorted(table, x.abs()).clamp(max=len(table) - 1)
+    below = (above - 1).clamp(min=0)
+    up, down = (table[above] - x.abs()).abs(), (x.abs() - table[below]).abs()
+    index = torch.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
+    return table[index] * x.sign()
+
+
+def randn(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def tensors(dtype=torch.bfloat16, device="cpu"):
+    tokens, inputs, outputs = SHAPE
+    x, weight = randn(tokens, inputs, seed=1, dtype=dtype), randn(outputs, inputs, seed=2)
+    grad = randn(tokens, outputs, seed=3, dtype=dtype) * 1e-3
+    return x.to(device).requires_grad_(), weight.to(device).requires_grad_(), grad.to(device)
+
+
+def results(x, weight, grad, *, inputs_first=False, function=fp8_linear):
+    """Output, input gradient and weight gradient of a weight (O, I), however it is stored."""
+    weight = (weight.t() if inputs_first else weight).detach().contiguous().requires_grad_()
+    out = function(x, weight, Fp8Weight(weight.detach()), inputs_first=inputs_first)
+    dx, dw = torch.autograd.grad(out, (x, weight), grad)
+    return out, dx, dw.t() if inputs_first else dw
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-9, 1.0, 448.0, 1.8e30])
+def test_values_are_the_nearest_of_the_format(dtype, source, size):
+    spread = torch.exp2(-20 * torch.rand(4000, generator=torch.Generator().manual_seed(5)))
+    x = (randn(4000) * spread * size).to(source)
+    values, scale = quantise(x, dtype)
+    assert values.dtype == dtype
+    assert scale.dtype == torch.float32
+    assert scale.shape == ()
+    assert torch.equal(values.double(), rounded(x.double() / scale.double(), dtype))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_scale_is_the_least_power_of_two_that_fits(dtype):
+    largest = FORMATS[dtype][-1]
+    for amax in (1.0, 1.75, 1.7500001, 1.9999999, 2.0, 3.5, 448.0, 449.0, 1e-6):
+        x = torch.tensor([-amax, amax / 3], dtype=torch.float32)
+        _, scale = quantise(x, dtype)
+        assert torch.frexp(scale).mantissa == 0.5
+        assert x.abs().max() / scale <= largest < x.abs().max() / scale * 2
+
+
+def test_zeros_stay_zeros():
+    x, weight, grad = tensors()
+    nothing = [torch.zeros_like(t).requires_grad_() for t in (x, weight)]
+    for out in results(*nothing, torch.zeros_like(grad)):
+        assert not out.any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_not_hidden(value):
+    x, weight, grad = tensors()
+    bad = x.detach().clone()
+    bad[3, 5] = value
+    out, _, dw = results(bad.requires_grad_(), weight, grad)
+    assert not out.isfinite().any()
+    assert not dw.isfinite().any()
+    bad = grad.clone()
+    bad[0, 0] = value
+    _, dx, dw = results(x, weight, bad)
+    assert not dx.isfinite().any()
+    assert not dw.isfinite().any()
+    bad = weight.detach().clone()
+    bad[0, 0] = value
+    assert not results(x, bad, grad)[0].isfinite().any()
+
+
+@pytest.mark.parametrize("inputs_first", [False, True])
+def test_products_are_those_of_the_rounded_factors(inputs_first):
+    x, weight, grad = tensors()
+    made = results(x, weight, grad, inputs_first=inputs_first)
+    (x8, w8), g8 = (quantise(t, E4M3) for t in (x, weight)), quantise(grad, E5M2)
+    x64, w64, g64 = (
+        rounded(t.detach() / q.scale, f) * q.scale.double()
+        for t, q, f in ((x.float(), x8, E4M3), (weight, w8, E4M3), (grad.float(), g8, E5M2))
+    )
+    expected = (x64 @ w64.t(), g64 @ w64, g64.t() @ x64)
+    for mine, theirs, dtype in zip(made, expected, (torch.bfloat16, torch.bfloat16, torch.float32), strict=True):
+        assert mine.dtype == dtype
+        rtol = 2.0**-8 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(mine.double(), theirs, rtol=rtol, atol=1e-5 * theirs.abs().max().item())
+
+
+def test_errors_are_those_of_the_formats():
+    """Half a step of either factor at most: 2^-4 of it in E4M3, 2^-3 in E5M2, below normal values half a step there."""
+    x, weight, grad = tensors(torch.float32)
+    made = results(x, weight, grad)
+
+    def off(t, dtype):
+        mantissa, scale = FORMATS[dtype][1], quantise(t, dtype).scale.double()
+        bias = FORMATS[dtype][2]
+        return t.detach().double().abs() * 2.0 ** -(mantissa + 1) + scale * 2.0 ** (-bias - mantissa)
+
+    def bound(left, right, left_off, right_off):
+        return left.abs() @ right_off + left_off @ right.abs() + left_off @ right_off
+
+    x64, w64, g64 = (t.detach().double() for t in (x, weight, grad))
+    ox, ow, og = off(x, E4M3), off(weight, E4M3), off(grad, E5M2)
+    wanted = (
+        (x64 @ w64.t(), bound(x64, w64.t(), ox, ow.t())),
+        (g64 @ w64, bound(g64, w64, og, ow)),
+        (g64.t() @ x64, bound(g64.t(), x64, og.t(), ox)),
+    )
+    for mine, (exact, most) in zip(made, wanted, strict=True):
+        error = (mine.double() - exact).abs()
+        assert (error <= most * (1 + 1e-5)).all()
+        assert error.mean() > most.mean() / 100  # they are rounded indeed
+
+
+def test_a_weight_is_made_anew_where_it_lies():
+    weight = randn(32, 64)
+    held = Fp8Weight(weight)
+    places = [t.data_ptr() for t in (held.stored, held.transposed, held.scale)]
+    held.remake(weight * 100)
+    fresh = Fp8Weight(weight * 100)
+    assert places == [t.data_ptr() for t in (held.stored, held.transposed, held.scale)]
+    for mine, other in ((held.stored, fresh.stored), (held.transposed, fresh.transposed)):
+        assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
+        assert mine.is_contiguous()
+    assert torch.equal(held.scale, fresh.scale)
+    assert torch.equal(held.stored.view(torch.uint8).t(), held.transposed.view(torch.uint8))
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    x, weight, grad = tensors()
+    held = Fp8Weight(weight.detach())
+    assert not fp8_linear(x.detach(), weight.detach(), held).requires_grad
+    fp8_linear(x.detach(), weight, held).backward(grad)
+    assert x.grad is None
+    assert weight.grad is not None
+
+
+@pytest.mark.parametrize("inputs_first", [False, True])
+def test_one_graph_and_equal_bits_when_compiled(inputs_first):
+    compiled = torch.compile(fp8_linear, backend="aot_eager", fullgraph=True)
+    plain = results(*tensors(), inputs_first=inputs_first)
+    for mine, theirs in zip(results(*tensors(), inputs_first=inputs_first, function=compiled), plain, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.slow
+def test_equal_quantised_values_by_inductor():
+    compiled = torch.compile(quantise, fullgraph=True, dynamic=False)
+    for dtype in (E4M3, E5M2):
+        for x in (randn(64, 48), randn(64, 48, dtype=torch.bfloat16) * 1e-7):
+            for mine, theirs in zip(compiled(x, dtype), quantise(x, dtype), strict=True):
+                assert torch.equal(mine.float(), theirs.float())
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("inputs_first", [False, True])
+def test_a_gpu_makes_the_numbers_of_the_emulation(compiled, inputs_first):
+    function = torch.compile(fp8_linear, fullgraph=True) if compiled else fp8_linear
+    mine = results(*tensors(device="cuda"), inputs_first=inputs_first, function=function)
+    for made, expected in zip(mine, results(*tensors(), inputs_first=inputs_first), strict=True):
+        assert made.dtype == expected.dtype
+        # Sums of tensor cores are kept in fewer bits than fp32: 2^-11 of the largest, and a rounding of the output.
+        atol = 2.0**-11 * expected.abs().max().item()
+        torch.testing.assert_close(made.cpu(), expected, rtol=2.0**-7, atol=atol)
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_a_gpu_quantises_to_the_same_bits(compiled, dtype):
+    function = torch.compile(quantise, fullgraph=True) if compiled else quantise
+    for x in (randn(512, 256), randn(512, 256, dtype=torch.bfloat16) * 1e-7, torch.zeros(16, 16)):
+        values, scale = function(x.cuda(), dtype)
+        expected = quantise(x, dtype)
+        assert torch.equal(values.cpu().view(torch.uint8), expected.values.view(torch.uint8))
+        assert torch.equal(scale.cpu(), expected.scale)
+
+
+@gpu
+@pytest.mark.gpu
+def test_a_gpu_is_not_waited_for_and_hides_nothing():
+    x, weight, grad = tensors(device="cuda")
+    results(x, weight, grad)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results(x, weight, grad)
+        bad = x.detach().clone()
+        bad[3, 5] = float("nan")
+        out, _, dw = results(bad.requires_grad_(), weight, grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not out.isfinite().any()
+    assert not dw.isfinite().any()
