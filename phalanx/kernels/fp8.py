@@ -16,7 +16,7 @@ so a weight is held in both layouts (:class:`Fp8Weight`), made once for all prod
 inputs and gradients of outputs are transposed, in 8 bits, for the weight's gradient. A CPU multiplies the
 same quantised values in fp32: slow, and the same numbers but for the order of sums.
 
-Shapes: T tokens, I inputs, O outputs, each a multiple of `MULTIPLE`.
+Shapes: T tokens, I inputs, O outputs, each a multiple of 16.
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-MULTIPLE = 16
-"""What every dimension of a product has to be a multiple of."""
 
 LEAST_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs that multiply in these formats (Ada; Hopper is 9.0)."""

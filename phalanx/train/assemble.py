@@ -277,7 +277,7 @@ def _note_ignored_settings(run: Run, say: Say) -> None:
     problem = "" if run.config.train.threads else ignored_threads(os.environ)
     if problem:
         say(f"{problem} ({run.device.threads} here); set it to a whole number from 1, or unset it")
-    for line in ignored_settings(run.config.parallel):
+    for line in (*ignored_settings(run.config.parallel), *run.config.train.ignored()):
         say(line)
     if not _finds_the_best(run.config, run.total_steps):
         say("checkpoint.keep_best has no effect before the end: no checkpoint is due at a step that is evaluated")
