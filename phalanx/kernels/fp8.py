@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from phalanx.kernels.linear import gradient_dtype
+
 LEAST_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs that multiply in these formats (Ada; Hopper is 9.0)."""
 
@@ -85,46 +87,64 @@ class Fp8Weight:
         self.scale.copy_(scale)
 
 
-def fp8_linear(x_TI: Tensor, weight: Tensor, quantised: Fp8Weight, *, inputs_first: bool = False) -> Tensor:
+def fp8_linear(
+    x_TI: Tensor, weight: Tensor, quantised: Fp8Weight | None = None, *, inputs_first: bool = False
+) -> Tensor:
     """``x @ weight.T``, or ``x @ weight`` of a weight stored as (I, O): (T, I) -> (T, O) in the type of `x`.
 
     Args:
-        weight: gets the gradient, in fp32; its values are not read.
-        quantised: what is multiplied in its place.
+        weight: gets the gradient, in fp32 where it or its gradient is kept so.
+        quantised: what is multiplied in its place; None: it is quantised anew in the forward and the backward pass,
+            and nothing of it is kept between them.
     """
-    out: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-        x_TI, weight, quantised.stored, quantised.transposed, quantised.scale, inputs_first
-    )
+    held = (None, None, None) if quantised is None else (quantised.stored, quantised.transposed, quantised.scale)
+    out: Tensor = _Linear.apply(x_TI, weight, *held, inputs_first)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Linear(torch.autograd.Function):
-    """The three products of a linear layer; what is kept for backward is the quantised input."""
+    """The three products of a linear layer; what is kept of the input is its quantised form."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, stored: Tensor, transposed: Tensor, scale: Tensor, inputs_first: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        stored: Tensor | None,
+        transposed: Tensor | None,
+        scale: Tensor | None,
+        inputs_first: bool,
     ) -> Tensor:
-        scaled = quantise(x, E4M3)
-        ctx.save_for_backward(scaled.values, scaled.scale, stored, transposed, scale)
-        ctx.inputs_first, ctx.dtype = inputs_first, x.dtype
-        weight_OI = Scaled(transposed if inputs_first else stored, scale)
-        return _product(scaled, weight_OI, x.dtype, fast=True)
+        x_TI = quantise(x, E4M3)
+        ctx.save_for_backward(*x_TI, weight if stored is None else None, stored, transposed, scale)
+        ctx.inputs_first, ctx.dtype, ctx.gradient_dtype = inputs_first, x.dtype, gradient_dtype(weight)
+        return _product(x_TI, _factor(weight, stored, transposed, scale, inputs_first), x.dtype, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        values, scale_x, stored, transposed, scale = ctx.saved_tensors
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        values, scale_x, weight, stored, transposed, scale = ctx.saved_tensors
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         grad_TO = quantise(grad, E5M2)
         dx = dw = None
         if needs_dx:
-            weight_IO = Scaled(stored if ctx.inputs_first else transposed, scale)
-            dx = _product(grad_TO, weight_IO, ctx.dtype)
+            dx = _product(grad_TO, _factor(weight, stored, transposed, scale, not ctx.inputs_first), ctx.dtype)
         if needs_dw:
             x_IT, grad_OT = _transposed(Scaled(values, scale_x)), _transposed(grad_TO)
             left, right = (x_IT, grad_OT) if ctx.inputs_first else (grad_OT, x_IT)
-            dw = _product(left, right, torch.float32)
+            dw = _product(left, right, ctx.gradient_dtype)
         return dx, dw, None, None, None, None
+
+
+def _factor(
+    weight: Tensor | None, stored: Tensor | None, transposed: Tensor | None, scale: Tensor | None, is_transposed: bool
+) -> Scaled:
+    """The quantised weight in one layout: as it was made beforehand, else made now."""
+    if stored is not None and transposed is not None and scale is not None:
+        return Scaled(transposed if is_transposed else stored, scale)
+    assert weight is not None
+    made = quantise(weight, E4M3)
+    return _transposed(made) if is_transposed else made
 
 
 def _transposed(scaled: Scaled) -> Scaled:

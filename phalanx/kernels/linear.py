@@ -126,3 +126,12 @@ def add_product(sum_IO: Tensor | None, left_IT: Tensor, right_TO: Tensor) -> Ten
         return torch.addmm(sum_IO, left_IT, right_TO, out_dtype=torch.float32, out=sum_IO)
     part_IO = torch.mm(left_IT, right_TO).float()
     return part_IO if sum_IO is None else sum_IO.add_(part_IO)
+
+
+def gradient_dtype(weight: Tensor) -> torch.dtype:
+    """fp32 where a weight or its gradient is kept so, else the type of the weight.
+
+    The compiler knows nothing of a leaf's `grad_dtype`, and rounds its gradients to the type of the weight.
+    """
+    kept = None if torch.compiler.is_compiling() else weight.grad_dtype
+    return torch.float32 if torch.float32 in (weight.dtype, kept) else weight.dtype

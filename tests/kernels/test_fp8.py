@@ -146,6 +146,34 @@ def test_errors_are_those_of_the_formats():
         assert error.mean() > most.mean() / 100  # they are rounded indeed
 
 
+@pytest.mark.parametrize("inputs_first", [False, True])
+def test_a_weight_quantised_at_every_use_gives_the_same_bits_and_is_not_kept(inputs_first):
+    x, weight, grad = tensors()
+    weight = (weight.t() if inputs_first else weight).detach().contiguous().requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        anew = fp8_linear(x, weight, inputs_first=inputs_first)
+    assert [t for t in kept if t.shape == weight.shape] == [weight]  # the parameter itself, and no copy of it
+    held = fp8_linear(x, weight, Fp8Weight(weight.detach()), inputs_first=inputs_first)
+    assert torch.equal(anew, held)
+    for mine, theirs in zip(*(torch.autograd.grad(out, (x, weight), grad) for out in (anew, held)), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_gradients_are_kept_as_the_weight_says():
+    x, weight, grad = tensors()
+    for weight_dtype, kept, expected in (
+        (torch.float32, None, torch.float32),
+        (torch.bfloat16, torch.float32, torch.float32),
+        (torch.bfloat16, None, torch.bfloat16),
+    ):
+        stored = torch.nn.Parameter(weight.detach().to(weight_dtype))
+        if kept is not None:
+            stored.grad_dtype = kept
+        fp8_linear(x, stored).backward(grad)
+        assert stored.grad.dtype == expected
+
+
 def test_a_weight_is_made_anew_where_it_lies():
     weight = randn(32, 64)
     held = Fp8Weight(weight)
