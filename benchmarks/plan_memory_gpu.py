@@ -111,7 +111,7 @@ def measure(case: Case, device: torch.device) -> Peak:
     torch.cuda.empty_cache()
     dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
     model = Decoder(case.config, device=device, compute_dtype=dtype)
-    model.recompute = case.recompute
+    model.set_recompute(case.recompute)
     initialise(model, 0)
     trainer = LocalTrainer(model, Device(device, "cuda", dtype, 1))
     optimizer = build_optimizer(OptimConfig(**dict(case.optim)), trainer.parameters)

@@ -176,7 +176,7 @@ def job_of(
             model,
             parallel,
             precision,
-            compiled=config.train.compile,
+            compiled=config.train.compile is True or (config.train.compile == "auto" and not on_cpu),
             on_cpu=on_cpu,
             documents=config.data.document_mask,
         ),

@@ -11,6 +11,9 @@ The choice depends on shapes and types alone, so that a resumed run repeats the 
 multiplications (at 1 million MKL is 1.2 times as fast), but MKL where a residual is added to a product of fewer than
 256 inputs (128 inputs: 0 to 10 % faster on one thread, 5 to 20 % on two; from 256 on oneDNN is, by 4 to 17 %).
 
+Products of 16-bit activations take weights that are masters in fp32, by a cast of them that may have been made
+beforehand, once for all micro-batches of a step; their gradients are fp32, which on CUDA the product itself writes.
+
 Shapes: T tokens, I inputs, O outputs.
 """
 
@@ -82,6 +85,47 @@ class _Project(torch.autograd.Function):
         return dx, dw, grad if needs_residual else None, None
 
 
+class _CastProject(torch.autograd.Function):
+    """``x @ cast.T`` (+ what is added), or ``x @ cast`` of a weight stored as (I, O), in 16 bits; `cast` is `weight`.
+
+    The gradient goes to `weight`, in fp32 where it or its gradient is kept so.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, cast: Tensor, added: Tensor | None, inputs_first: bool) -> Tensor:
+        ctx.save_for_backward(x, cast)
+        ctx.inputs_first, ctx.sums_rows = inputs_first, added is not None and added.dim() == 1
+        ctx.is_wide = torch.float32 in (weight.dtype, _gradient_dtype(weight))
+        cast_IO = cast if inputs_first else cast.t()
+        return torch.mm(x, cast_IO) if added is None else torch.addmm(added, x, cast_IO)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, cast = ctx.saved_tensors
+        needs_dx, needs_dw, _, needs_added, _ = ctx.needs_input_grad
+        dx = torch.mm(grad, cast.t() if ctx.inputs_first else cast) if needs_dx else None
+        dw = d_added = None
+        if needs_dw:
+            left, right = (x, grad) if ctx.inputs_first else (grad, x)
+            dw = add_product(None, left.t(), right) if ctx.is_wide else torch.mm(left.t(), right)
+        if needs_added:
+            d_added = grad.sum(0) if ctx.sums_rows else grad
+        return dx, dw, None, d_added, None
+
+
+def _gradient_dtype(weight: Tensor) -> torch.dtype | None:
+    """In what type a leaf's gradients are kept. The compiler knows nothing of it, and rounds them to the weight's."""
+    return None if torch.compiler.is_compiling() else weight.grad_dtype
+
+
+def _in_16_bits(x: Tensor, weight: Tensor, cast: Tensor | None, added: Tensor | None, inputs_first: bool) -> Tensor:
+    if cast is None:
+        cast = weight.detach().to(x.dtype)
+    out: Tensor = _CastProject.apply(x, weight, cast, added, inputs_first)  # type: ignore[no-untyped-call]
+    return out
+
+
 def _by_onednn(x: Tensor, weight: Tensor) -> bool:
     return (
         x.device.type == "cpu"
@@ -92,25 +136,41 @@ def _by_onednn(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, cast_OI: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``, as ``torch.nn.functional.linear``: (T, I) -> (T, O).
 
-    No second derivatives where oneDNN runs (fp32 on a CPU, without a bias).
+    No second derivatives in 16 bits, nor where oneDNN runs (fp32 on a CPU, without a bias).
+
+    Args:
+        weight_OI: in the type of ``x``, or wider.
+        bias_O: in the type of ``x``.
+        cast_OI: the weight in the type of ``x`` where that was made beforehand; gradients are the weight's still.
     """
+    if x_TI.element_size() == 2:
+        return _in_16_bits(x_TI, weight_OI, cast_OI, bias_O, False)
     if bias_O is not None or not _by_onednn(x_TI, weight_OI):
-        return F.linear(x_TI, weight_OI, bias_O)
+        return F.linear(x_TI, weight_OI.to(x_TI.dtype), bias_O)
     out: Tensor = _Project.apply(x_TI, weight_OI, None, False)  # type: ignore[no-untyped-call]
     return out
 
 
-def project(x_TI: Tensor, weight_IO: Tensor, residual_TO: Tensor | None = None) -> Tensor:
-    """``x @ weight``, plus ``residual`` of the same type where one is given: (T, I) -> (T, O).
+def project(x_TI: Tensor, weight_IO: Tensor, added: Tensor | None = None, *, cast_IO: Tensor | None = None) -> Tensor:
+    """``x @ weight``, plus what is `added`, in one kernel: (T, I) -> (T, O).
 
-    No second derivatives where oneDNN runs (fp32 on a CPU).
+    No second derivatives in 16 bits, nor where oneDNN runs (fp32 on a CPU).
+
+    Args:
+        weight_IO: in the type of ``x``, or wider.
+        added: a residual (T, O) or a bias (O,), in the type of ``x``.
+        cast_IO: the weight in the type of ``x`` where that was made beforehand; gradients are the weight's still.
     """
-    if not _by_onednn(x_TI, weight_IO):
-        return torch.mm(x_TI, weight_IO) if residual_TO is None else torch.addmm(residual_TO, x_TI, weight_IO)
-    out: Tensor = _Project.apply(x_TI, weight_IO, residual_TO, True)  # type: ignore[no-untyped-call]
+    if x_TI.element_size() == 2:
+        return _in_16_bits(x_TI, weight_IO, cast_IO, added, True)
+    is_bias = added is not None and added.dim() == 1
+    if is_bias or not _by_onednn(x_TI, weight_IO):
+        weight_IO = weight_IO.to(x_TI.dtype)
+        return torch.mm(x_TI, weight_IO) if added is None else torch.addmm(added, x_TI, weight_IO)
+    out: Tensor = _Project.apply(x_TI, weight_IO, added, True)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -53,6 +53,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
+        cast: Tensor,
         targets: Tensor,
         weights: Tensor,
         terms: LogitTerms,
@@ -61,7 +62,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_dw: bool,
     ) -> tuple[Tensor, Tensor]:
         loss_sum, z_sum = (x.new_zeros((), dtype=torch.float32) for _ in range(2))
-        cast = weight.to(x.dtype)
         dx = torch.empty_like(x) if needs_dx else None
         dw: Tensor | None = None
         for start in range(0, x.shape[0], chunk):
@@ -89,8 +89,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.z_loss and not same_factor(grad_loss, grad_z):
             raise UserError("the loss and the z-loss share one gradient", cure="differentiate their sum")
         if grad_loss is None:
-            return (None,) * 8
-        return *scaled(ctx, grad_loss), *(None,) * 6
+            return (None,) * 9
+        return *scaled(ctx, grad_loss), *(None,) * 7
 
 
 def scaled(ctx: Any, factor: Tensor) -> list[Tensor | None]:
@@ -150,6 +150,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     vocabulary: int | None = None,
     chunk: int | None = None,
+    cast_VD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sums over tokens of weight times cross-entropy, and of weight times ``z_loss * logsumexp ** 2``.
 
@@ -165,6 +166,7 @@ def linear_cross_entropy(
         z_loss: factor of the squared log-sum-exp; 0 for none.
         vocabulary: words; rows of `weight_VD` behind them are padding, with no part in the softmax (default: V).
         chunk: tokens per chunk (default: by vocabulary size).
+        cast_VD: the weight in the type of ``x_TD``, where that was made beforehand; gradients are the weight's still.
 
     Returns:
         (loss_sum, z_sum), fp32 scalars.
@@ -193,7 +195,9 @@ def linear_cross_entropy(
     needs_dx, needs_dw = (torch.is_grad_enabled() and t.requires_grad for t in (x_TD, weight_VD))
     size = chunk or chunk_tokens(x_TD.shape[0], rows, x_TD.shape[1], x_TD.device.type)
     terms = LogitTerms(words, softcap, z_loss)
+    if cast_VD is None:
+        cast_VD = weight_VD.detach().to(x_TD.dtype)
     out: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x_TD, weight_VD, targets_T, weights_T.float(), terms, size, needs_dx, needs_dw
+        x_TD, weight_VD, cast_VD, targets_T, weights_T.float(), terms, size, needs_dx, needs_dw
     )
     return out

@@ -10,12 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.model.config import ModelConfig
-from phalanx.model.context import Context
+from phalanx.model.context import Context, Site
 from phalanx.model.layers import Attention, InputProjection, Make, Norm, OutputProjection
+from phalanx.model.recompute import Recompute, recomputed
 
 
 class Block(nn.Module):
-    """One layer. Serial, parallel, or parallel with merged projections: the parts differ, not the class."""
+    """One layer. Serial, parallel, or parallel with merged projections: the parts differ, not the class.
+
+    Attributes:
+        recompute: what its backward pass computes again (`phalanx.model.recompute`).
+    """
 
     def __init__(self, config: ModelConfig, layer: int, make: Make) -> None:
         super().__init__()
@@ -28,7 +33,9 @@ class Block(nn.Module):
         biased_mlp = mlp if config.bias == "all" else {}
         everywhere = config.bias == "all"
         self.kind = "merged" if config.merged else config.block
-        self.prefix, self.rate, self.activation_name = prefix, config.dropout, config.activation
+        self.recompute: Recompute = "none"
+        self.rate, self.activation_name = config.dropout, config.activation
+        self.attention_site, self.mlp_site, self.site = (Site(prefix + name) for name in ("attention", "mlp", "block"))
         self.qkv_rows, self.inner_rows = sum(qkv.values()), config.heads * size
         if self.kind == "serial":
             self.attention_norm = Norm(config, f"{prefix}attention.norm", make)
@@ -47,15 +54,19 @@ class Block(nn.Module):
 
     def forward(self, x_TD: Tensor, context: Context) -> Tensor:
         """The residual stream after this layer: (T, D) -> (T, D)."""
+        return recomputed(self.recompute, lambda x: self.layer(x, context), x_TD)
+
+    def layer(self, x_TD: Tensor, context: Context) -> Tensor:
+        """What `forward` does, without a thought for memory."""
         if self.kind == "serial":
             return self._serial(x_TD, context)
         return self._merged(x_TD, context) if self.kind == "merged" else self._parallel(x_TD, context)
 
     def _serial(self, x: Tensor, context: Context) -> Tensor:
         inner = self.attention(self.attention_input(self.attention_norm(x)), context)
-        x = self._add(self.attention_output, inner, x, context, "attention")
+        x = self._add(self.attention_output, inner, x, context, self.attention_site)
         inner = self.activate(self.mlp_input(self.mlp_norm(x)))
-        return self._add(self.mlp_output, inner, x, context, "mlp")
+        return self._add(self.mlp_output, inner, x, context, self.mlp_site)
 
     def _parallel(self, x: Tensor, context: Context) -> Tensor:
         normed = self.norm(x)
@@ -65,20 +76,20 @@ class Block(nn.Module):
             added: Tensor = self.mlp_output(wide, self.attention_output(inner, x))
             return added
         out = self.mlp_output(wide, self.attention_output(inner))
-        return x + context.drop(out, self.rate, self.prefix + "block")
+        return x + context.drop(out, self.rate, self.site)
 
     def _merged(self, x: Tensor, context: Context) -> Tensor:
         stacked = self.input(self.norm(x))
         qkv, mlp = stacked.split((self.qkv_rows, stacked.shape[1] - self.qkv_rows), dim=1)
         inner = torch.cat([self.attention(qkv, context), self.activate(mlp)], dim=1)
-        return self._add(self.output, inner, x, context, "block")
+        return self._add(self.output, inner, x, context, self.site)
 
-    def _add(self, output: nn.Module, inner: Tensor, x: Tensor, context: Context, site: str) -> Tensor:
+    def _add(self, output: nn.Module, inner: Tensor, x: Tensor, context: Context, site: Site) -> Tensor:
         """The stream plus a projection of `inner`, dropped where training drops; one GEMM writes both otherwise."""
         if context.dropout is None or not self.rate:
             added: Tensor = output(inner, x)
             return added
-        return x + context.drop(output(inner), self.rate, self.prefix + site)
+        return x + context.drop(output(inner), self.rate, site)
 
     def activate(self, inner_TF: Tensor) -> Tensor:
         """The MLP's nonlinearity: (T, F) -> (T, F), or with a gate (T, 2F) -> (T, F)."""

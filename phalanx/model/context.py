@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from phalanx.kernels.attention import AttentionDropout, Backend, attention
 from phalanx.kernels.counter import dropout, make_key
 from phalanx.kernels.masks import AttentionMask
 from phalanx.model.cache import CachePass
+from phalanx.model.compiled import call
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,13 @@ class DropoutState:
 
 
 @dataclass(frozen=True)
+class Site:
+    """A place where elements are dropped. Not its bare name: a compiled layer would be another for every name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class Context:
     """The constants of one forward pass.
 
@@ -46,6 +55,8 @@ class Context:
             have split); None: they are.
         attend_with: attention of a layout that splits sequences, in place of `phalanx.kernels.attention`; called with
             the local queries, keys and values, and with how the layer attends.
+        apart: calls what must not be compiled with a layer: a mask whose 64-bit key is another in every step, a wait
+            for another rank.
     """
 
     batch: int
@@ -57,27 +68,28 @@ class Context:
     cache: CachePass | None = None
     attention_rows_BS: Tensor | None = None
     attend_with: Callable[[Tensor, Tensor, Tensor, Attending], Tensor] | None = None
+    apart: Callable[..., Any] = call
 
-    def drop(self, x_TD: Tensor, rate: float, site: str) -> Tensor:
+    def drop(self, x_TD: Tensor, rate: float, site: Site) -> Tensor:
         """`x` with elements dropped at `rate` and the rest scaled up; the mask belongs to (step, `site`)."""
         if self.dropout is None or self.rows_T is None or not rate:
             return x_TD
-        if torch.compiler.is_compiling():
-            return _untraced(_drop)(x_TD, rate, self.dropout, site, self.rows_T)
-        return _drop(x_TD, rate, self.dropout, site, self.rows_T)
+        out: Tensor = self.apart(_drop, x_TD, rate, self.dropout, site, self.rows_T)
+        return out
 
     def attend(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, how: Attending) -> Tensor:
         """Attention of one layer over the keys of this pass, with its masks and dropout; (B, H, S, E)."""
         if self.attend_with is not None:
-            return self.attend_with(q_BHSE, k_BKSE, v_BKSE, how)
+            out: Tensor = self.apart(_attend_with, self, q_BHSE, k_BKSE, v_BKSE, how)
+            return out
         mask = self.masks.get(how.window)
         if self.dropout is None or self.rows_T is None or not how.dropout:
             return attention(q_BHSE, k_BKSE, v_BKSE, window=how.window, mask=mask, backend=how.backend)
         rows_BS = self.attention_rows_BS
         if rows_BS is None:
             rows_BS = self.rows_T.view(self.batch, self.length)
-        attend = _untraced(_attend_dropping) if torch.compiler.is_compiling() else _attend_dropping
-        return attend(q_BHSE, k_BKSE, v_BKSE, mask, how, self.dropout, rows_BS)
+        dropped: Tensor = self.apart(_attend_dropping, q_BHSE, k_BKSE, v_BKSE, mask, how, self.dropout, rows_BS)
+        return dropped
 
 
 @dataclass(frozen=True)
@@ -98,8 +110,13 @@ class Attending:
     num_heads: int | None = None
 
 
-def _drop(x_TD: Tensor, rate: float, state: DropoutState, site: str, rows_T: Tensor) -> Tensor:
-    return dropout(x_TD, rate, state.key(site), rows_T)
+def _drop(x_TD: Tensor, rate: float, state: DropoutState, site: Site, rows_T: Tensor) -> Tensor:
+    return dropout(x_TD, rate, state.key(site.name), rows_T)
+
+
+def _attend_with(context: Context, q: Tensor, k: Tensor, v: Tensor, how: Attending) -> Tensor:
+    assert context.attend_with is not None
+    return context.attend_with(q, k, v, how)
 
 
 def _attend_dropping(
@@ -107,15 +124,6 @@ def _attend_dropping(
 ) -> Tensor:
     weights = AttentionDropout(how.dropout, state.key(how.site), rows_BS, how.first_head, how.num_heads)
     return attention(q, k, v, window=how.window, mask=mask, dropout=weights, backend=how.backend)
-
-
-def _untraced(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`function` out of the compiler's sight: the 64-bit key is another in every step, and each would be compiled anew.
-
-    Not a decorator, because torch.compiler.disable imports the compiler, which takes seconds.
-    """
-    opaque: Callable[..., Tensor] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return opaque
 
 
 def dropout_rows(state: DropoutState, length: int, max_sequence: int) -> Tensor:

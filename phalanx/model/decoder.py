@@ -10,8 +10,6 @@ Shapes: B batch, S sequence, T tokens (B*S), D hidden, V vocabulary rows.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -94,13 +92,6 @@ class Decoder(DecoderPart):
             cache.advance(length, lengths_B)
         hidden: Tensor = self.norm(x_TD)
         return hidden.view(*tokens_BS.shape, -1)
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As of torch. What a first pass would make is made before: the second would find another model, and be
-        compiled anew."""
-        if self.rotary is not None:
-            self.rotary.tables(self.embedding.weight.device)
-        super().compile(*args, **kwargs)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits (..., V) of hidden states (..., D); those of padding, behind `vocab_size`, are -inf."""

@@ -2,7 +2,7 @@
 
 Each is a small module that a layout may replace from outside by another with the same call. Activations between them
 are token rows, (T, width) with T = B*S, so that eager execution needs no reshapes. Stored weights are float32 masters;
-each matrix is cast to the compute dtype where it is used.
+each matrix is cast to the compute dtype where it is used, or once for all uses until it changes (`Matrix.cast`).
 
 Shapes: B batch, S sequence, T tokens (B*S), D hidden, H query heads, K key/value heads, E head size, F MLP hidden,
 V vocabulary rows, N rows of a stacked weight.
@@ -51,6 +51,28 @@ class Stored(nn.Module):
     """A module whose stored parameters hold logical ones; `parts` says which rows are whose."""
 
     parts: tuple[Part, ...]
+
+
+class Matrix(Stored):
+    """A module that multiplies by its `weight` in the compute dtype.
+
+    Attributes:
+        cast: the weight in that dtype, for who says when the weight changes (`DecoderPart.hold_casts`); None: it is
+            cast wherever it is used.
+    """
+
+    weight: nn.Parameter
+    cast: Tensor | None
+
+    def __init__(self, make: Make) -> None:
+        super().__init__()
+        self.compute = make.compute
+        self.register_buffer("cast", None, persistent=False)
+
+    def hold_cast(self) -> None:
+        """Keep a cast of the weight from now on, where it is of another dtype: still to be filled."""
+        if self.weight.dtype != self.compute:
+            self.cast = torch.empty_like(self.weight, dtype=self.compute, requires_grad=False)
 
 
 def stack(attribute: str, rows: Mapping[str, int], suffix: str = "") -> tuple[Part, ...]:
@@ -106,7 +128,7 @@ class Embedding(Stored):
         return x_BSD.flatten(0, 1)
 
 
-class InputProjection(Stored):
+class InputProjection(Matrix):
     """Stacked matrices that read the residual stream, as one GEMM: (T, D) -> (T, N).
 
     Args:
@@ -116,23 +138,20 @@ class InputProjection(Stored):
     bias: nn.Parameter | None
 
     def __init__(self, hidden: int, rows: Mapping[str, int], biased: Mapping[str, int], make: Make) -> None:
-        super().__init__()
-        self.compute = make.compute
+        super().__init__(make)
         self.weight = make.empty(sum(rows.values()), hidden)
         self.bias = make.empty(sum(biased.values())) if biased else None
         self.parts = stack("weight", rows) + stack("bias", biased, "_bias")
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Project rows; a bias shorter than the stack (only q, k, v have one) is padded with zeros."""
-        if self.bias is None:
-            return linear(x_TD, self.weight.to(self.compute))
-        bias = self.bias.to(self.compute)
-        if len(bias) < len(self.weight):
+        bias = None if self.bias is None else self.bias.to(self.compute)
+        if bias is not None and len(bias) < len(self.weight):
             bias = F.pad(bias, (0, len(self.weight) - len(bias)))
-        return F.linear(x_TD, self.weight.to(self.compute), bias)
+        return linear(x_TD, self.weight, bias, cast_OI=self.cast)
 
 
-class OutputProjection(Stored):
+class OutputProjection(Matrix):
     """Stacked matrices that write the residual stream, as one GEMM: (T, N) -> (T, D), summed over the stack.
 
     The weight is (inputs, outputs), so that the logical matrices stack along dimension 0 here too. Biases, one per
@@ -142,8 +161,7 @@ class OutputProjection(Stored):
     bias: nn.Parameter | None
 
     def __init__(self, hidden: int, rows: Mapping[str, int], biased: bool, make: Make) -> None:
-        super().__init__()
-        self.compute = make.compute
+        super().__init__(make)
         self.weight = make.empty(sum(rows.values()), hidden)
         self.bias = make.empty(len(rows) * hidden) if biased else None
         self.parts = stack("weight", rows)
@@ -152,14 +170,14 @@ class OutputProjection(Stored):
 
     def forward(self, inner_TN: Tensor, residual_TD: Tensor | None = None) -> Tensor:
         """Project rows, and add them to `residual` (in its dtype) where one is given."""
-        weight = self.weight.to(self.compute)
         if self.bias is None:
             if residual_TD is not None and residual_TD.dtype == inner_TN.dtype:
-                return project(inner_TN, weight, residual_TD)
-            out = project(inner_TN, weight)
+                return project(inner_TN, self.weight, residual_TD, cast_IO=self.cast)
+            out = project(inner_TN, self.weight, cast_IO=self.cast)
         else:
-            bias = self.bias.view(-1, weight.shape[1]).sum(0) if len(self.bias) > weight.shape[1] else self.bias
-            out = torch.addmm(bias.to(self.compute), inner_TN, weight)
+            width = self.weight.shape[1]
+            bias = self.bias.view(-1, width).sum(0) if len(self.bias) > width else self.bias
+            out = project(inner_TN, self.weight, bias.to(self.compute), cast_IO=self.cast)
         return out if residual_TD is None else residual_TD + out
 
 
@@ -206,7 +224,7 @@ class Attention(Stored):
         return q, k, v
 
 
-class LossHead(Stored):
+class LossHead(Matrix):
     """Logits and loss over the vocabulary.
 
     Args:
@@ -215,8 +233,8 @@ class LossHead(Stored):
     """
 
     def __init__(self, config: ModelConfig, make: Make, tied: nn.Parameter | None) -> None:
-        super().__init__()
-        self.compute, self.softcap, self.z_loss = make.compute, config.logit_softcap, config.z_loss
+        super().__init__(make)
+        self.softcap, self.z_loss = config.logit_softcap, config.z_loss
         self.vocabulary = config.vocab_size
         self.weight = make.empty(config.vocab_rows, config.hidden) if tied is None else tied
         name = "embedding" if config.tie_embeddings else "head"
@@ -232,6 +250,7 @@ class LossHead(Stored):
             softcap=self.softcap,
             z_loss=self.z_loss,
             vocabulary=self.vocabulary,
+            cast_VD=self.cast,
         )
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -8,24 +8,21 @@ Shapes: B batch, S sequence, T tokens (B*S), D hidden, V vocabulary rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from phalanx.kernels.attention import prepare
 from phalanx.kernels.masks import AttentionMask
 from phalanx.model.block import Block
 from phalanx.model.cache import KVCache
+from phalanx.model.compiled import call, call_untraced, compile_layers
 from phalanx.model.config import ModelConfig
-from phalanx.model.context import Context, DropoutState, dropout_rows
-from phalanx.model.layers import Embedding, LossHead, Make, Norm
-from phalanx.model.recompute import selective_contexts
+from phalanx.model.context import Context, DropoutState, Site, dropout_rows
+from phalanx.model.layers import Embedding, LossHead, Make, Matrix, Norm
+from phalanx.model.recompute import Recompute
 from phalanx.model.rotary import Rotary
-
-Recompute = Literal["none", "selective", "full"]
 
 
 class DecoderPart(nn.Module):
@@ -40,11 +37,6 @@ class DecoderPart(nn.Module):
         device: where the weights are; ``"meta"`` allocates none.
         dtype: of the stored weights.
         compute_dtype: of matrix products and attention; None = `dtype`.
-
-    Attributes:
-        recompute: what the backward pass computes again instead of keeping: ``"none"``; ``"selective"`` (all but the
-            results of matrix products and attention); ``"full"`` (everything but each block's input). Gradients are the
-            same bits.
 
     Raises:
         UserError: `vocab_size` or `max_sequence` is not known.
@@ -70,7 +62,7 @@ class DecoderPart(nn.Module):
         self.config = config
         self.compute_dtype = compute_dtype or dtype
         self.residual_dtype = self.compute_dtype if config.residual == "compute" else dtype
-        self.recompute: Recompute = "none"
+        self._apart = call
         make = Make(None if device is None else torch.device(device), dtype, self.compute_dtype)
         self.embedding = Embedding(config, make) if first else None
         self.rotary = Rotary(config) if config.position == "rotary" else None
@@ -79,6 +71,33 @@ class DecoderPart(nn.Module):
         self.norm = Norm(config, "norm", make) if last else None
         tied = self.embedding.weight if config.tie_embeddings and self.embedding is not None else None
         self.head = LossHead(config, make, tied) if last else None
+
+    def set_recompute(self, what: Recompute) -> None:
+        """What the backward pass of every layer computes again (`phalanx.model.recompute`)."""
+        for block in self.layers:
+            block.recompute = what
+
+    def compile(self, **options: Any) -> None:
+        """Compile each layer by torch.compile (`phalanx.model.compiled`), once it is settled what is recomputed."""
+        self._apart = call_untraced()
+        compile_layers(self.layers, **options)
+
+    def hold_casts(self) -> None:
+        """Keep matrices in the compute dtype beside the stored ones, instead of casting them at every use.
+
+        Whoever asks for it calls `weights_changed` whenever weights have other values.
+        """
+        for module in self.modules():
+            if isinstance(module, Matrix):
+                module.hold_cast()
+        self.weights_changed()
+
+    @torch.no_grad()
+    def weights_changed(self) -> None:
+        """Make the casts that are kept anew."""
+        held = [m for m in self.modules() if isinstance(m, Matrix) and m.cast is not None]
+        if held:
+            torch._foreach_copy_([m.cast for m in held], [m.weight for m in held])
 
     def context(
         self,
@@ -106,19 +125,19 @@ class DecoderPart(nn.Module):
             dropout=dropout,
             rows_T=None if dropout is None else dropout_rows(dropout, length, self.config.max_sequence),
             cache=None if cache is None else cache.begin(length, lengths_B),
+            apart=self._apart,
         )
 
     def embed(self, tokens_BS: Tensor, context: Context, *, positions_BS: Tensor | None = None) -> Tensor:
         """The residual stream before the first layer, (T, D)."""
         assert self.embedding is not None, "this part begins after the embedding"
         x_TD = self.embedding(tokens_BS, positions_BS).to(self.residual_dtype)
-        return context.drop(x_TD, self.config.dropout, "embedding")
+        return context.drop(x_TD, self.config.dropout, Site("embedding"))
 
     def blocks(self, x_TD: Tensor, context: Context) -> Tensor:
         """The residual stream after this part's layers: (T, D) -> (T, D)."""
-        run = self._runner()
         for block in self.layers:
-            x_TD = run(block, x_TD, context)
+            x_TD = block(x_TD, context)
         return x_TD
 
     def sums(self, hidden_TD: Tensor, targets_T: Tensor, weights_T: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -126,15 +145,3 @@ class DecoderPart(nn.Module):
         assert self.head is not None, "this part ends before the head"
         sums: tuple[Tensor, Tensor] = self.head(hidden_TD, targets_T, weights_T)
         return sums
-
-    def _runner(self) -> Callable[[nn.Module, Tensor, Context], Tensor]:
-        """How a block is run: plainly, or so that the backward pass computes parts of it again."""
-        if self.recompute == "none" or not torch.is_grad_enabled():
-            return lambda block, x, context: block(x, context)
-        if self.recompute == "full":
-            return lambda block, x, context: checkpoint(
-                block, x, context, use_reentrant=False, preserve_rng_state=False
-            )
-        return lambda block, x, context: checkpoint(
-            block, x, context, use_reentrant=False, preserve_rng_state=False, context_fn=selective_contexts
-        )

@@ -1,13 +1,30 @@
-"""Selective recompute: keep what is dear to compute (matrix products, attention), compute the rest again."""
+"""What the backward pass of a layer computes again instead of keeping: nothing, all that is cheap, or everything.
+
+It happens within the layer, so that a compiled layer is compiled with it, and hooks that wait for weights stay outside.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from phalanx.kernels import linear
+
+Recompute = Literal["none", "selective", "full"]
+"""``"selective"``: all but the results of matrix products and attention. ``"full"``: all but the layer's input."""
+
+
+def recomputed(what: Recompute, layer: Callable[[Tensor], Tensor], x_TD: Tensor) -> Tensor:
+    """``layer(x)``, of which the backward pass computes `what` again. Gradients are the same bits."""
+    if what == "none" or not torch.is_grad_enabled():
+        return layer(x_TD)
+    contexts = {"context_fn": selective_contexts} if what == "selective" else {}
+    out: Tensor = checkpoint(layer, x_TD, use_reentrant=False, preserve_rng_state=False, **contexts)
+    return out
 
 
 def selective_contexts() -> tuple[Any, Any]:

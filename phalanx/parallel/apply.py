@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from phalanx.core.shard import Shard
+from phalanx.model.compiled import leave_out
 from phalanx.model.config import ModelConfig
 from phalanx.model.init import initial_values
-from phalanx.model.part import DecoderPart, Recompute
+from phalanx.model.part import DecoderPart
+from phalanx.model.recompute import Recompute
 from phalanx.model.shapes import parameter_table
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.context.spread import ContextSpread
@@ -25,6 +27,7 @@ from phalanx.parallel.group import Group, Groups
 from phalanx.parallel.pipeline.split import StageSpan, split_stages
 from phalanx.parallel.pipeline.tables import Placement, placement_of
 from phalanx.parallel.stage import Stage
+from phalanx.parallel.tensor.seams import GatheredInput, ScatteredOutput
 from phalanx.parallel.tensor.sizes import local_config, tensor_shards
 from phalanx.parallel.tensor.spread import spread_tensor
 from phalanx.parallel.zero.chunk import Initial, ShardedChunk
@@ -39,7 +42,7 @@ class Build:
         compute_dtype: of matrix products; master weights are float32.
         seed: of the initial weights.
         blank: leave the weights zero, since a restore fills them next.
-        compile: compile each block; only where no rank is waited for inside of one.
+        compile: compile each block, without what waits for other ranks inside of one.
         registered: the name under which torch finds a group, for its operators over symmetric memory; None where there
             are none.
     """
@@ -112,9 +115,10 @@ def _hold(
         queue=queue,
         registered=build.registered,
     )
-    part.recompute = build.recompute
+    part.set_recompute(build.recompute)
     if build.compile:
-        _compile_blocks(part)
+        leave_out(m for m in part.layers.modules() if isinstance(m, GatheredInput | ScatteredOutput))
+        part.compile()
     if model.tie_embeddings and first is not None:
         _share_embedding(first.chunk, part)
     shards = tensor_shards(model, config.tensor, tensor.index)
@@ -128,12 +132,6 @@ def _hold(
         whole_blocks=build.compile,
     )
     return Held(Stage(part, tensor, build.device), chunk, queue)
-
-
-def _compile_blocks(part: DecoderPart) -> None:
-    """Block by block, their forward functions alone: hooks that wait for weights stay outside of what is compiled."""
-    for block in part.layers:
-        block.forward = torch.compile(block.forward)
 
 
 def _share_embedding(first: ShardedChunk, last: DecoderPart) -> None:

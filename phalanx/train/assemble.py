@@ -30,6 +30,7 @@ from phalanx.parallel.apply import Build, build_engine
 from phalanx.parallel.choose import Machines
 from phalanx.train.batches import open_stream
 from phalanx.train.config import RunConfig
+from phalanx.train.derived.compiling import decide_compiling
 from phalanx.train.derived.figures import complete_model, destination, total_steps
 from phalanx.train.derived.layout import ignored_settings, resolve_layout
 from phalanx.train.derived.memory import described, require_memory, smaller_model, standing_bytes
@@ -71,7 +72,7 @@ def assemble(
     ranks = ranks or Ranks()
     device = choose_device(config.train, ranks.worker)
     prepared = _prepare_once(config, ranks, prepare_progress)
-    spread = _with_layout(config, prepared, ranks, device, say)
+    spread = _with_compiling(_with_layout(config, prepared, ranks, device, say), device, say)
     _require_a_batch(config, prepared)
     _require_room_for_the_prompt(config, prepared)
     needed = standing_bytes(complete_model(config, prepared.vocab_size), config.optim)
@@ -129,6 +130,14 @@ def _with_layout(config: RunConfig, prepared: Prepared, ranks: Ranks, device: De
     config = resolve_layout(config, prepared.vocab_size, machines, ranks.size, say)
     ranks.join(config.parallel, device.torch_device)
     return config
+
+
+def _with_compiling(config: RunConfig, device: Device, say: Say) -> RunConfig:
+    """The config with `train.compile` decided."""
+    on, why = decide_compiling(config, device.torch_device.type == "cuda")
+    if why:
+        say(why)
+    return config.model_copy(update={"train": config.train.model_copy(update={"compile": on})})
 
 
 def _require_a_batch(config: RunConfig, prepared: Prepared) -> None:
@@ -197,7 +206,7 @@ def build_trainer(config: RunConfig, vocab_size: int, device: Device, ranks: Ran
     """The model with the weights of its seed, or `blank`: whole, or this rank's part of it."""
     if ranks.mesh is None:
         model = build_model(config, vocab_size, device, blank=blank)
-        return LocalTrainer(model, device, compiled=config.train.compile)
+        return LocalTrainer(model, device, compiled=config.train.compile is True)
     build = Build(
         sequence_length=config.data.sequence_length,
         device=device.torch_device,
@@ -205,7 +214,7 @@ def build_trainer(config: RunConfig, vocab_size: int, device: Device, ranks: Ran
         seed=config.train.seed,
         blank=blank,
         recompute=config.train.recompute,
-        compile=config.train.compile,
+        compile=config.train.compile is True,
         registered=ranks.mesh.registered,
     )
     return SpreadTrainer(build_engine(complete_model(config, vocab_size), config.parallel, ranks.mesh, build))
@@ -216,8 +225,8 @@ def build_model(config: RunConfig, vocab_size: int, device: Device, *, blank: bo
     model = Decoder(complete_model(config, vocab_size), device=device.torch_device, compute_dtype=device.compute_dtype)
     if not blank:
         initialise(model, config.train.seed)
-    model.recompute = config.train.recompute
-    if config.train.compile:
+    model.set_recompute(config.train.recompute)
+    if config.train.compile is True:
         model.compile()
     return model
 

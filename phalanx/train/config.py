@@ -72,7 +72,10 @@ class TrainConfig(Config):
     bf16_layers_at_start: int = Field(1, ge=0, description="with precision = fp8: first blocks that stay in bf16")
     bf16_layers_at_end: int = Field(1, ge=0, description="with precision = fp8: last blocks that stay in bf16")
     threads: int = Field(0, ge=0, description="CPU threads for arithmetic; 0: OMP_NUM_THREADS, else one per core")
-    compile: bool = Field(False, description="compile the model with torch.compile: slower to start, faster steps")
+    compile: Literal["auto"] | bool = Field(
+        "auto",
+        description="compile each layer with torch.compile: slower to start, faster steps; auto: on a GPU, if it can",
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="activations computed again in the backward pass: none, all but matrix products, or all"
     )
@@ -129,15 +132,24 @@ class RunConfig(Config):
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description="metrics and the live view")
     profile: ProfileConfig = Field(default_factory=ProfileConfig, description="profiler window")
 
+    def not_traced(self) -> str:
+        """The settings that put something into layers which no compiler sees, for messages; empty: none do."""
+        parallel, model = self.parallel, self.model
+        dropped = {"model.dropout": model.dropout, "model.attention_dropout": model.attention_dropout}
+        found = [f"{name} = {rate}" for name, rate in dropped.items() if rate]
+        spread = {"parallel.tensor": parallel.tensor, "parallel.context": parallel.context}
+        found += [f"{name} = {size}" for name, size in spread.items() if size > 1]
+        found += [f"parallel.schedule = {parallel.schedule!r}"] if parallel.splits_backward else []
+        return ", ".join(found)
+
     @model_validator(mode="after")
-    def _compiles_alone(self) -> RunConfig:
-        parallel = self.parallel
-        if self.train.compile and (parallel.tensor > 1 or parallel.context > 1 or parallel.splits_backward):
+    def _chooses_what_to_keep_in_what_is_compiled(self) -> RunConfig:
+        opaque = self.not_traced()
+        if self.train.compile is True and self.train.recompute == "selective" and opaque:
             raise ValueError(
-                f"train.compile = True does not fit parallel.tensor = {parallel.tensor}, parallel.context = "
-                f"{parallel.context}, parallel.schedule = {parallel.schedule!r}: layers that wait for other ranks, or "
-                "put gradients off, cannot be compiled; set train.compile = false, or spread over shard, replicate or "
-                "pipeline with 1f1b"
+                f"train.compile = True does not fit train.recompute = 'selective' with {opaque}: what is kept is "
+                "chosen by the compiler, which would have to see a layer as a whole; set train.compile = false, or "
+                "train.recompute to none or full"
             )
         return self
 

@@ -118,7 +118,7 @@ class Run:
         Evaluation and sampling compute without gradients, and sampling in ever new shapes: for each, the compiler would
         make other kernels, in tens of seconds, that are used for next to nothing and that no step has tried.
         """
-        return torch.compiler.set_stance("force_eager") if self.config.train.compile else nullcontext()
+        return torch.compiler.set_stance("force_eager") if self.config.train.compile is True else nullcontext()
 
     def evaluate(self, text: HeldOut, watched: Watched) -> Evaluation:
         """What the model makes of `text`, as it is written; all ranks together."""

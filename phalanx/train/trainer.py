@@ -90,7 +90,7 @@ class Trainer(Protocol):
 
 
 class LocalTrainer:
-    """A whole model on one device.
+    """A whole model on one device, whose matrices are cast once per step.
 
     Args:
         compiled: the model is. As on a GPU, whose attention kernels are, micro-batches then have one shape.
@@ -102,6 +102,7 @@ class LocalTrainer:
 
     def __init__(self, model: Decoder, device: Device, *, compiled: bool = False) -> None:
         self.model = model
+        model.hold_casts()
         self.parameters = LogicalParameters(model)
         self.shards = {name: Shard.whole(tuple(p.shape)) for name, p in self.parameters.items()}
         self._device = device
@@ -136,7 +137,8 @@ class LocalTrainer:
         self.parameters.drop_gradients()
 
     def weights_changed(self) -> None:
-        """Nothing to do: the parameters are the model's own."""
+        """Cast the matrices anew."""
+        self.model.weights_changed()
 
     def held_out_loss(self, batches: Iterable[Batch]) -> Tensor:
         """See `phalanx.train.evaluate.held_out_loss`."""

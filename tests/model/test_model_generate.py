@@ -298,9 +298,8 @@ def _compiled(model: Decoder) -> None:
     model.compile(backend=_refuse)
 
 
-def _compiled_blocks(model: Decoder) -> None:
-    for block in model.layers:
-        block.compile(backend=_refuse)
+def _compiled_whole(model: Decoder) -> None:
+    torch.nn.Module.compile(model, backend=_refuse)
 
 
 def _replaced_forward(model: Decoder) -> None:
@@ -312,7 +311,7 @@ def _hooked(model: Decoder) -> None:
     model.layers[0].register_forward_pre_hook(_refuse)
 
 
-@pytest.mark.parametrize("prepare", [_compiled, _compiled_blocks, _replaced_forward, _hooked])
+@pytest.mark.parametrize("prepare", [_compiled, _compiled_whole, _replaced_forward, _hooked])
 def test_what_is_put_on_a_model_for_training_stays_out_of_generation(prepare: Callable[[Decoder], None]) -> None:
     model, plain = build(tiny(tie_embeddings=True)), build(tiny(tie_embeddings=True))
     prepare(model)

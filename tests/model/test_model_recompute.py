@@ -13,7 +13,7 @@ MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 def _gradients(model: Decoder, mode: Recompute, ids: Tensor, dropout: DropoutState | None = None) -> dict[str, Tensor]:
-    model.recompute = mode
+    model.set_recompute(mode)
     model.zero_grad()
     sum(model.loss(model(ids, dropout=dropout), ids)).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -53,7 +53,7 @@ def test_recompute_keeps_fewer_bytes(variant: str) -> None:
 
 
 def _kept_bytes(model: Decoder, mode: Recompute, ids: Tensor) -> int:
-    model.recompute = mode
+    model.set_recompute(mode)
     with torch.profiler.profile(profile_memory=True) as profile:
         hidden = model(ids)
     assert hidden.requires_grad

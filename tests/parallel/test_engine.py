@@ -69,6 +69,24 @@ def test_real_processes_compute_what_one_process_computes() -> None:
     assert seen.passes, seen
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case({"tensor": 2}, PARALLEL_BLOCK | DROPPED, optim=SGD, micro_batch=4, recompute="full", compiled=True),
+        Case({"context": 2}, WINDOWS, optim=SGD, compiled=True),
+        Case({"pipeline": 2, "schedule": "zbv"}, {"tie_embeddings": True}, optim=SGD, compiled=True),
+        Case({"shard": 2, "zero": 3}, optim=SGD, recompute="selective", compiled=True),
+    ],
+    ids=["tensor", "context", "zero bubble", "zero 3"],
+)
+def test_compiled_layers_compute_what_one_process_computes(case: Case) -> None:
+    """Whole or in pieces, around what waits for other ranks."""
+    (found,) = by_processes([case])
+    seen = difference(found, single(case))
+    assert seen.passes, seen
+
+
 def test_the_comparison_sees_what_is_wrong() -> None:
     """A gradient twice as large, one weight that is another in its last bit, a loss that is none, a name too few."""
     case = dataclasses.replace(TABLE["one rank"], steps=2, optim=SGD)

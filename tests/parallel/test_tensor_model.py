@@ -128,7 +128,7 @@ def check(config: ModelConfig, size: int, tolerance: float = 1e-5, recompute: st
     def body(groups: ThreadGroups) -> tuple[list[float], dict[str, Tensor]]:
         group = groups.group("tensor")
         part = local_part(whole, config, group, **how)
-        part.recompute = recompute  # type: ignore[assignment]
+        part.set_recompute(recompute)
         sums = run_part(part, group, batch)
         (sums[0] + sums[1]).backward()
         return [s.item() for s in sums], gradients(part)

@@ -114,7 +114,7 @@ def backwards(model: Any, rows: Sequence[Tensor], job: Job, total: float, before
 def single(job: Job) -> Record:
     """The run of one process."""
     model = Decoder(job.config, compute_dtype=job.compute_dtype)
-    model.recompute = job.recompute
+    model.set_recompute(job.recompute)
     initialise(model, SEED)
     logical = LogicalParameters(model)
     optimizer = job.optimizer(logical)
@@ -150,7 +150,7 @@ def make_chunk(groups: ThreadGroups, config: ModelConfig, parallel: ParallelConf
         device="meta",
         compute_dtype=job.compute_dtype,
     )
-    part.recompute = job.recompute
+    part.set_recompute(job.recompute)
     spread_tensor(part, groups.group("tensor"), config, queue=job.queue)
     shards = tensor_shards(config, layout.tensor, here.tensor)
     return ShardedChunk(part, shards, groups, parallel, initial=initial)

@@ -154,7 +154,7 @@ def step(optimizer: str = "adamw", *, documents: bool = False, recompute: str = 
     from phalanx.train.trainer import LocalTrainer
 
     device, model = _device(), _model(changes)
-    model.recompute = recompute
+    model.set_recompute(recompute)
     trainer = LocalTrainer(model, device)
     update = build_optimizer(OptimConfig(name=optimizer), trainer.parameters)  # type: ignore[arg-type]
     judge, record = BadStepJudge(BadStepConfig(), device.torch_device), StepRecord()

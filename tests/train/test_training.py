@@ -21,6 +21,7 @@ from train_helpers import begin, configured, entries, figures, finish, overrides
 from phalanx.core.config import load
 from phalanx.core.errors import UserError
 from phalanx.data.batch import Batch
+from phalanx.model.decoder import Decoder
 from phalanx.optim.bad_step import _Mailbox
 from phalanx.optim.base import SkippingOptimizer
 from phalanx.train.accumulate import accumulate_gradients
@@ -382,8 +383,8 @@ def _counted_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return graph
 
     torch.compiler.reset()
-    compile_module = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda model: compile_module(model, backend=count))
+    compile_model = Decoder.compile
+    monkeypatch.setattr(Decoder, "compile", lambda model: compile_model(model, backend=count))
     return graphs
 
 

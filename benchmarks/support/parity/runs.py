@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -107,8 +109,9 @@ def whole(pieces: Sequence[Piece]) -> Seen:
 
 
 def make_engine(case: Case, groups: Groups) -> Engine:
-    build = Build(LENGTH, CPU, torch.float32, seed=_WEIGHTS_SEED, recompute=case.recompute)
-    return build_engine(case.config, case.spread, groups, build)
+    build = Build(LENGTH, CPU, torch.float32, seed=_WEIGHTS_SEED, recompute=case.recompute, compile=case.compiled)
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        return build_engine(case.config, case.spread, groups, build)
 
 
 def make_optimizer(

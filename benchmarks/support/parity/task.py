@@ -36,6 +36,7 @@ class Case:
         batch: samples of a step, over all ranks.
         micro_batch: samples of a forward pass on each rank; the single process takes all at once.
         masked: whether targets have uneven weights and samples hold several documents.
+        compiled: whether the layout's layers are, without code being generated.
     """
 
     parallel: Mapping[str, Any]
@@ -46,6 +47,7 @@ class Case:
     steps: int = 4
     masked: bool = True
     recompute: Any = "none"
+    compiled: bool = False
 
     @property
     def config(self) -> ModelConfig:
