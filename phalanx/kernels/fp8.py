@@ -21,6 +21,7 @@ Shapes: T tokens, I inputs, O outputs, each a multiple of 16.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _TOP_EXPONENT = {E4M3: 8, E5M2: 15}
 # Where a tensor has nothing but zeros, or nearly so: small, and two of them still multiply to a normal fp32.
 _LEAST_SCALE = 2.0**-60
-_MANTISSA_BEYOND_175, _EXPONENT_BITS, _TWICE_BIAS = 0x1FFFFF, 0x7F800000, 254 << 23
+# Of fp32; the bits of infinity are all those of the exponent.
+_ALL_BUT_SIGN, _INFINITY, _MANTISSA_BEYOND_175, _TWICE_BIAS = 0x7FFFFFFF, 0x7F800000, 0x1FFFFF, 254 << 23
 
 
 class Scaled(NamedTuple):
@@ -53,18 +55,28 @@ class Scaled(NamedTuple):
 
 def quantise(x: Tensor, dtype: torch.dtype) -> Scaled:
     """`x` (float32 or bf16) in `dtype` (`E4M3` or `E5M2`), with the least power of two as scale that lets it fit."""
-    largest = torch.linalg.vector_norm(x.detach(), float("inf")).float()
-    # 2^e with largest <= 1.75 * 2^e, by the bits: adding carries into the exponent where the mantissa is beyond .75.
-    # Infinity and NaN become infinity.
-    power = ((largest.view(torch.int32) + _MANTISSA_BEYOND_175) & _EXPONENT_BITS).view(torch.float32)
-    scale = (power * 2.0 ** -_TOP_EXPONENT[dtype]).clamp_min(_LEAST_SCALE)
-    # The reciprocal, exact on every device; of infinity 0, which makes NaN of what is not finite.
-    inverse = (_TWICE_BIAS - scale.view(torch.int32)).clamp_min(0).view(torch.float32)
+    scale, inverse = _scales(torch.linalg.vector_norm(x.detach(), float("inf")), dtype)
     return Scaled((x.detach() * inverse).to(dtype), scale)
 
 
+def _scales(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Scales of tensors with these largest magnitudes, and their reciprocals, fp32."""
+    # 2^e with largest <= 1.75 * 2^e, by the bits: adding carries into the exponent where the mantissa is beyond .75.
+    # Infinity stays, and NaN, whose bits (sign and all) depend on the device, becomes infinity.
+    bits = (largest.float().view(torch.int32) & _ALL_BUT_SIGN).clamp_max(_INFINITY)
+    power = ((bits + _MANTISSA_BEYOND_175) & _INFINITY).view(torch.float32)
+    scale = (power * 2.0 ** -_TOP_EXPONENT[dtype]).clamp_min(_LEAST_SCALE)
+    # The reciprocal, exact on every device; of infinity 0, which makes NaN of what is not finite.
+    return scale, (_TWICE_BIAS - scale.view(torch.int32)).clamp_min(0).view(torch.float32)
+
+
+def quantise_weight(weight: Tensor) -> Scaled:
+    """`weight` in E4M3, by way of bf16: as those have it that gathered it from other ranks, who get no more of it."""
+    return quantise(weight.bfloat16(), E4M3)
+
+
 class Fp8Weight:
-    """A weight in both layouts that products need, in memory that stays where it is when the weight is made anew.
+    """A weight in both layouts that products need, still to be filled (`requantise`); its memory stays where it is.
 
     Attributes:
         stored: as the weight is stored.
@@ -76,15 +88,19 @@ class Fp8Weight:
         self.stored = torch.empty_like(weight, dtype=E4M3, memory_format=torch.contiguous_format)
         self.transposed = torch.empty_like(weight.t(), dtype=E4M3, memory_format=torch.contiguous_format)
         self.scale = torch.empty((), dtype=torch.float32, device=weight.device)
-        self.remake(weight)
 
-    @torch.no_grad()
-    def remake(self, weight: Tensor) -> None:
-        """Quantise the weight that an optimizer has changed."""
-        values, scale = quantise(weight, E4M3)
-        self.stored.copy_(values)
-        self.transposed.copy_(values.t())
-        self.scale.copy_(scale)
+
+@torch.no_grad()
+def requantise(weights: Sequence[tuple[Tensor, Fp8Weight]]) -> None:
+    """Quantise weights that an optimizer has changed, as `quantise_weight` does; all scales in a few launches."""
+    if not weights:
+        return
+    largest = torch.stack(torch._foreach_norm([weight for weight, _ in weights], float("inf")))
+    scales, inverses = _scales(largest.bfloat16(), E4M3)
+    torch._foreach_copy_([held.scale for _, held in weights], scales.unbind())
+    for (weight, held), inverse in zip(weights, inverses.unbind(), strict=True):
+        held.stored.copy_(weight.bfloat16() * inverse)
+        held.transposed.copy_(held.stored.t())
 
 
 def fp8_linear(
@@ -143,7 +159,7 @@ def _factor(
     if stored is not None and transposed is not None and scale is not None:
         return Scaled(transposed if is_transposed else stored, scale)
     assert weight is not None
-    made = quantise(weight, E4M3)
+    made = quantise_weight(weight)
     return _transposed(made) if is_transposed else made
 
 

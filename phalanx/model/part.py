@@ -8,12 +8,14 @@ Shapes: B batch, S sequence, T tokens (B*S), D hidden, V vocabulary rows.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.kernels.attention import prepare
+from phalanx.kernels.fp8 import requantise
 from phalanx.kernels.masks import AttentionMask
 from phalanx.model.block import Block
 from phalanx.model.cache import KVCache
@@ -37,6 +39,7 @@ class DecoderPart(nn.Module):
         device: where the weights are; ``"meta"`` allocates none.
         dtype: of the stored weights.
         compute_dtype: of matrix products and attention; None = `dtype`.
+        fp8_layers: those whose matrices are multiplied in 8 bits.
 
     Raises:
         UserError: `vocab_size` or `max_sequence` is not known.
@@ -56,6 +59,7 @@ class DecoderPart(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         compute_dtype: torch.dtype | None = None,
+        fp8_layers: Container[int] = (),
     ) -> None:
         super().__init__()
         config.require_sizes()
@@ -67,7 +71,7 @@ class DecoderPart(nn.Module):
         self.embedding = Embedding(config, make) if first else None
         self.rotary = Rotary(config) if config.position == "rotary" else None
         chosen = range(config.layers) if layers is None else layers
-        self.layers = nn.ModuleList(Block(config, layer, make) for layer in chosen)
+        self.layers = nn.ModuleList(Block(config, n, make._replace(fp8=n in fp8_layers)) for n in chosen)
         self.norm = Norm(config, "norm", make) if last else None
         tied = self.embedding.weight if config.tie_embeddings and self.embedding is not None else None
         self.head = LossHead(config, make, tied) if last else None
@@ -95,9 +99,11 @@ class DecoderPart(nn.Module):
     @torch.no_grad()
     def weights_changed(self) -> None:
         """Make the casts that are kept anew."""
-        held = [m for m in self.modules() if isinstance(m, Matrix) and m.cast is not None]
+        matrices = [m for m in self.modules() if isinstance(m, Matrix)]
+        held = [m for m in matrices if m.cast is not None]
         if held:
             torch._foreach_copy_([m.cast for m in held], [m.weight for m in held])
+        requantise([(m.weight, m.quantised) for m in matrices if m.quantised is not None])
 
     def context(
         self,

@@ -215,6 +215,7 @@ def build_trainer(config: RunConfig, vocab_size: int, device: Device, ranks: Ran
         blank=blank,
         recompute=config.train.recompute,
         compile=config.train.compile is True,
+        fp8_layers=config.train.fp8_layers(config.model.layers),
         registered=ranks.mesh.registered,
     )
     return SpreadTrainer(build_engine(complete_model(config, vocab_size), config.parallel, ranks.mesh, build))
@@ -222,7 +223,12 @@ def build_trainer(config: RunConfig, vocab_size: int, device: Device, ranks: Ran
 
 def build_model(config: RunConfig, vocab_size: int, device: Device, *, blank: bool = False) -> Decoder:
     """The model on its device with the weights of its seed, or `blank`; recomputation and compilation as configured."""
-    model = Decoder(complete_model(config, vocab_size), device=device.torch_device, compute_dtype=device.compute_dtype)
+    model = Decoder(
+        complete_model(config, vocab_size),
+        device=device.torch_device,
+        compute_dtype=device.compute_dtype,
+        fp8_layers=config.train.fp8_layers(config.model.layers),
+    )
     if not blank:
         initialise(model, config.train.seed)
     model.set_recompute(config.train.recompute)

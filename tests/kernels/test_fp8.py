@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from phalanx.kernels.fp8 import E4M3, E5M2, LEAST_CAPABILITY, Fp8Weight, fp8_linear, quantise
+from phalanx.kernels import fp8 as room
+from phalanx.kernels.fp8 import (
+    E4M3,
+    E5M2,
+    LEAST_CAPABILITY,
+    Fp8Weight,
+    fp8_linear,
+    quantise,
+    quantise_weight,
+    requantise,
+)
 
 # Bits of exponent, bits of mantissa, the exponent's bias, the largest value (table 1 of the paper).
 FORMATS = {E4M3: (4, 3, 7, 448.0), E5M2: (5, 2, 15, 57344.0)}
@@ -43,15 +53,21 @@ def randn(*shape, seed=0, dtype=torch.float32):
 
 def tensors(dtype=torch.bfloat16, device="cpu"):
     tokens, inputs, outputs = SHAPE
-    x, weight = randn(tokens, inputs, seed=1, dtype=dtype), randn(outputs, inputs, seed=2)
+    x, weight = randn(tokens, inputs, seed=1, dtype=dtype), randn(outputs, inputs, seed=2).bfloat16().float()
     grad = randn(tokens, outputs, seed=3, dtype=dtype) * 1e-3
     return x.to(device).requires_grad_(), weight.to(device).requires_grad_(), grad.to(device)
+
+
+def held_weight(weight):
+    held = Fp8Weight(weight.detach())
+    requantise([(weight.detach(), held)])
+    return held
 
 
 def results(x, weight, grad, *, inputs_first=False, function=fp8_linear):
     """Output, input gradient and weight gradient of a weight (O, I), however it is stored."""
     weight = (weight.t() if inputs_first else weight).detach().contiguous().requires_grad_()
-    out = function(x, weight, Fp8Weight(weight.detach()), inputs_first=inputs_first)
+    out = function(x, weight, held_weight(weight), inputs_first=inputs_first)
     dx, dw = torch.autograd.grad(out, (x, weight), grad)
     return out, dx, dw.t() if inputs_first else dw
 
@@ -77,6 +93,17 @@ def test_scale_is_the_least_power_of_two_that_fits(dtype):
         _, scale = quantise(x, dtype)
         assert torch.frexp(scale).mantissa == 0.5
         assert x.abs().max() / scale <= largest < x.abs().max() / scale * 2
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, 0x7F800001, 0x7F800000, -0x400000, -1, -0x800000, -0x7FFFFF])
+def test_whatever_the_bits_of_nan_its_scale_is_infinite(bits):
+    """A GPU's has all bits set but the sign, a CPU's but one of the mantissa, or all where its vector unit rounds."""
+    largest = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    assert not largest.isfinite()
+    for dtype in (E4M3, E5M2):
+        scale, inverse = room._scales(largest, dtype)
+        assert scale == float("inf")
+        assert inverse == 0
 
 
 def test_zeros_stay_zeros():
@@ -108,7 +135,7 @@ def test_what_is_not_finite_is_not_hidden(value):
 def test_products_are_those_of_the_rounded_factors(inputs_first):
     x, weight, grad = tensors()
     made = results(x, weight, grad, inputs_first=inputs_first)
-    (x8, w8), g8 = (quantise(t, E4M3) for t in (x, weight)), quantise(grad, E5M2)
+    x8, w8, g8 = quantise(x, E4M3), quantise_weight(weight), quantise(grad, E5M2)
     x64, w64, g64 = (
         rounded(t.detach() / q.scale, f) * q.scale.double()
         for t, q, f in ((x.float(), x8, E4M3), (weight, w8, E4M3), (grad.float(), g8, E5M2))
@@ -154,7 +181,7 @@ def test_a_weight_quantised_at_every_use_gives_the_same_bits_and_is_not_kept(inp
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         anew = fp8_linear(x, weight, inputs_first=inputs_first)
     assert [t for t in kept if t.shape == weight.shape] == [weight]  # the parameter itself, and no copy of it
-    held = fp8_linear(x, weight, Fp8Weight(weight.detach()), inputs_first=inputs_first)
+    held = fp8_linear(x, weight, held_weight(weight), inputs_first=inputs_first)
     assert torch.equal(anew, held)
     for mine, theirs in zip(*(torch.autograd.grad(out, (x, weight), grad) for out in (anew, held)), strict=True):
         assert torch.equal(mine, theirs)
@@ -175,22 +202,24 @@ def test_gradients_are_kept_as_the_weight_says():
 
 
 def test_a_weight_is_made_anew_where_it_lies():
-    weight = randn(32, 64)
-    held = Fp8Weight(weight)
-    places = [t.data_ptr() for t in (held.stored, held.transposed, held.scale)]
-    held.remake(weight * 100)
-    fresh = Fp8Weight(weight * 100)
-    assert places == [t.data_ptr() for t in (held.stored, held.transposed, held.scale)]
-    for mine, other in ((held.stored, fresh.stored), (held.transposed, fresh.transposed)):
-        assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
-        assert mine.is_contiguous()
-    assert torch.equal(held.scale, fresh.scale)
-    assert torch.equal(held.stored.view(torch.uint8).t(), held.transposed.view(torch.uint8))
+    weights = [randn(32, 64), randn(16, 48) * 1e-3, torch.zeros(16, 16)]
+    held = [held_weight(weight) for weight in weights]
+    places = [t.data_ptr() for h in held for t in (h.stored, h.transposed, h.scale)]
+    changed = [weight * 100 for weight in weights]
+    requantise(list(zip(changed, held, strict=True)))
+    assert places == [t.data_ptr() for h in held for t in (h.stored, h.transposed, h.scale)]
+    for weight, mine in zip(changed, held, strict=True):
+        values, scale = quantise_weight(weight)
+        for layout, expected in ((mine.stored, values), (mine.transposed, values.t())):
+            assert layout.is_contiguous()
+            assert torch.equal(layout.view(torch.uint8), expected.view(torch.uint8))
+        assert torch.equal(mine.scale, scale)
+    requantise([])
 
 
 def test_only_what_needs_a_gradient_gets_one():
     x, weight, grad = tensors()
-    held = Fp8Weight(weight.detach())
+    held = held_weight(weight)
     assert not fp8_linear(x.detach(), weight.detach(), held).requires_grad
     fp8_linear(x.detach(), weight, held).backward(grad)
     assert x.grad is None

@@ -116,14 +116,15 @@ def _flex(q: Any, k: Any, v: Any, *, block_mask: Any, scale: float | None, enabl
     )
 
 
-def _model(changes: Mapping[str, Any]) -> Any:
+def _model(changes: Mapping[str, Any], fp8_layers: range = range(0)) -> Any:
     import torch
 
     from phalanx.model.config import ModelConfig
     from phalanx.model.decoder import Decoder
 
     sizes: dict[str, Any] = {"vocab_size": 512, "max_sequence": 256, "layers": 2, "hidden": 64, "heads": 4}
-    return Decoder(ModelConfig(**(sizes | dict(changes))), device="cuda:0", compute_dtype=torch.bfloat16)
+    config = ModelConfig(**(sizes | dict(changes)))
+    return Decoder(config, device="cuda:0", compute_dtype=torch.bfloat16, fp8_layers=fp8_layers)
 
 
 def _device() -> Any:
@@ -143,7 +144,14 @@ def _batch(count: int, *, documents: bool) -> Any:
     return Batch(tokens, tokens, torch.ones(count, 256), borders.int() if documents else None, torch.arange(count))
 
 
-def step(optimizer: str = "adamw", *, documents: bool = False, recompute: str = "none", **changes: Any) -> None:
+def step(
+    optimizer: str = "adamw",
+    *,
+    documents: bool = False,
+    recompute: str = "none",
+    fp8_layers: range = range(0),
+    **changes: Any,
+) -> None:
     """Two optimizer steps as the training loop makes them, with a short last micro-batch, and held-out text."""
     import torch
 
@@ -153,7 +161,7 @@ def step(optimizer: str = "adamw", *, documents: bool = False, recompute: str = 
     from phalanx.train.reports.record import StepRecord
     from phalanx.train.trainer import LocalTrainer
 
-    device, model = _device(), _model(changes)
+    device, model = _device(), _model(changes, fp8_layers)
     model.set_recompute(recompute)
     trainer = LocalTrainer(model, device)
     update = build_optimizer(OptimConfig(name=optimizer), trainer.parameters)  # type: ignore[arg-type]
@@ -173,7 +181,7 @@ def step(optimizer: str = "adamw", *, documents: bool = False, recompute: str = 
     assert all(tensor.device.type == "cuda" for tensor in tensors)
 
 
-def engine(**changes: Any) -> None:
+def engine(*, fp8_layers: range = range(0), **changes: Any) -> None:
     """The same step by the engine of spread models, of one rank."""
     import torch
 
@@ -193,7 +201,7 @@ def engine(**changes: Any) -> None:
             return Group.alone()
 
     sizes: dict[str, Any] = {"vocab_size": 512, "max_sequence": 256, "layers": 2, "hidden": 64, "heads": 4}
-    build = Build(256, torch.device("cuda", 0), torch.bfloat16, seed=0, blank=True)
+    build = Build(256, torch.device("cuda", 0), torch.bfloat16, seed=0, blank=True, fp8_layers=fp8_layers)
     config = ParallelConfig(replicate=1, shard=1, tensor=1, pipeline=1, context=1)
     made = build_engine(ModelConfig(**(sizes | changes)), config, Alone(), build)
     for number in range(2):
@@ -243,6 +251,9 @@ CASES: dict[str, Callable[[], None]] = {
     "decoding, learned positions": partial(decode, **LEARNED),
     "engine": partial(engine, dropout=0.1),
     "engine, dropped attention": partial(engine, **MATH),
+    "products in 8 bits": partial(step, fp8_layers=range(1, 2)),
+    "products in 8 bits, biases": partial(step, fp8_layers=range(2), recompute="selective", bias="all"),
+    "engine, products in 8 bits": partial(engine, fp8_layers=range(2), block="parallel"),
     "counters": counters,
 }
 
