@@ -79,6 +79,7 @@ class DecoderPart(nn.Module):
     def set_recompute(self, what: Recompute) -> None:
         """What the backward pass of every layer computes again (`phalanx.model.recompute`)."""
         for block in self.layers:
+            assert isinstance(block, Block)
             block.recompute = what
 
     def compile(self, **options: Any) -> None:
@@ -100,9 +101,9 @@ class DecoderPart(nn.Module):
     def weights_changed(self) -> None:
         """Make the casts that are kept anew."""
         matrices = [m for m in self.modules() if isinstance(m, Matrix)]
-        held = [m for m in matrices if m.cast is not None]
+        held = [(m.cast, m.weight) for m in matrices if m.cast is not None]
         if held:
-            torch._foreach_copy_([m.cast for m in held], [m.weight for m in held])
+            torch._foreach_copy_([cast for cast, _ in held], [weight for _, weight in held])
         requantise([(m.weight, m.quantised) for m in matrices if m.quantised is not None])
 
     def context(

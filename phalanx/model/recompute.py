@@ -22,7 +22,7 @@ def recomputed(what: Recompute, layer: Callable[[Tensor], Tensor], x_TD: Tensor)
     """``layer(x)``, of which the backward pass computes `what` again. Gradients are the same bits."""
     if what == "none" or not torch.is_grad_enabled():
         return layer(x_TD)
-    contexts = {"context_fn": selective_contexts} if what == "selective" else {}
+    contexts: dict[str, Any] = {"context_fn": selective_contexts} if what == "selective" else {}
     out: Tensor = checkpoint(layer, x_TD, use_reentrant=False, preserve_rng_state=False, **contexts)
     return out
 

@@ -149,6 +149,7 @@ def step(
     *,
     documents: bool = False,
     recompute: str = "none",
+    compiled: bool = False,
     fp8_layers: range = range(0),
     **changes: Any,
 ) -> None:
@@ -163,6 +164,8 @@ def step(
 
     device, model = _device(), _model(changes, fp8_layers)
     model.set_recompute(recompute)
+    if compiled:
+        model.compile(backend="aot_eager", fullgraph=True)
     trainer = LocalTrainer(model, device)
     update = build_optimizer(OptimConfig(name=optimizer), trainer.parameters)  # type: ignore[arg-type]
     judge, record = BadStepJudge(BadStepConfig(), device.torch_device), StepRecord()
@@ -247,12 +250,16 @@ CASES: dict[str, Callable[[], None]] = {
     "muon, dropped attention": partial(step, "muon", block="parallel", residual="compute", **MATH),
     "selective recompute": partial(step, documents=True, recompute="selective", dropout=0.1),
     "full recompute": partial(step, recompute="full", **MATH),
+    "compiled": partial(step, compiled=True),
+    "compiled, learned positions, recompute": partial(step, compiled=True, recompute="selective", **LEARNED),
+    "compiled, windows, documents": partial(step, compiled=True, documents=True, **WINDOWS),
     "decoding": partial(decode, **WINDOWS),
     "decoding, learned positions": partial(decode, **LEARNED),
     "engine": partial(engine, dropout=0.1),
     "engine, dropped attention": partial(engine, **MATH),
     "products in 8 bits": partial(step, fp8_layers=range(1, 2)),
     "products in 8 bits, biases": partial(step, fp8_layers=range(2), recompute="selective", bias="all"),
+    "compiled, products in 8 bits": partial(step, compiled=True, fp8_layers=range(1, 2)),
     "engine, products in 8 bits": partial(engine, fp8_layers=range(2), block="parallel"),
     "counters": counters,
 }
