@@ -2,6 +2,7 @@
 
     python benchmarks/train_gpu.py                                  # 124M, 1.3B and four layers of an 8B model
     python benchmarks/train_gpu.py --shapes gpt2-124m --no-compile --json out.json
+    python benchmarks/train_gpu.py --fp8 0                          # products of blocks in 8 bits; MFU of the bf16 peak
 
 A step is forward, backward, gradient norm, bad-step verdict and fused AdamW, as in the training loop, on random tokens
 that are on the device already. bf16 matrix products with fp32 master weights. The first steps (compilation) are left
@@ -115,13 +116,17 @@ def gemm_flops_per_s(device: Device) -> float:
     return 2 * size**3 / statistics.median(times_s[2:])
 
 
-def run(name: str, shape: Shape, device: Device, *, compiled: bool, steps: int, gemm: float) -> Result:
-    """Train `shape` for some steps."""
+def run(
+    name: str, shape: Shape, device: Device, *, compiled: bool, steps: int, gemm: float, bf16_ends: int | None = None
+) -> Result:
+    """Train `shape` for some steps; in 8 bits but for so many blocks at both ends, if a number is given."""
     if device.torch_device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    model = Decoder(shape.model, device=device.torch_device, compute_dtype=device.compute_dtype)
+    fp8_layers = range(0) if bf16_ends is None else range(bf16_ends, shape.model.layers - bf16_ends)
+    model = Decoder(shape.model, device=device.torch_device, compute_dtype=device.compute_dtype, fp8_layers=fp8_layers)
     initialise(model, 0)
+    model.hold_casts()
     if compiled:
         model.compile()
     parameters = LogicalParameters(model)
@@ -134,6 +139,7 @@ def run(name: str, shape: Shape, device: Device, *, compiled: bool, steps: int, 
         parameters.bind_gradients()
         norm, scale = optimizer.clip()
         optimizer.step(found_inf=judge.judge(loss, norm), grad_scale=scale)
+        model.weights_changed()
         model.zero_grad(set_to_none=True)
         parameters.bind_gradients()
 
@@ -196,6 +202,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=[n for n in SHAPES if n != "tiny"])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--fp8", type=int, metavar="N", help="products in 8 bits; N first and N last blocks in bf16")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--quick", action="store_true", help="few steps")
@@ -212,7 +219,8 @@ def main() -> None:
     gemm = gemm_flops_per_s(device)
     steps = 3 if arguments.quick else arguments.steps
     results = [
-        run(name, SHAPES[name], device, compiled=arguments.compile, steps=steps, gemm=gemm) for name in arguments.shapes
+        run(name, SHAPES[name], device, compiled=arguments.compile, steps=steps, gemm=gemm, bf16_ends=arguments.fp8)
+        for name in arguments.shapes
     ]
     print_table(results, device, gemm)
     if arguments.json:
