@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from gpu.task import measured_s
 from rich.console import Console
 from rich.table import Table
-from train_gpu import measured_s
 
 from phalanx.core import units
 from phalanx.model.config import ModelConfig
@@ -100,7 +100,7 @@ def compare(name: str, model: Decoder, number: int, sampling: Sampling, device: 
     makes = {"ours": ours(model, prompts, sizes.new, sampling)}
     if importlib.util.find_spec("transformers") is not None:
         makes["transformers"] = theirs(model, prompts, sizes.new, sampling, device)
-    first_s = {who: measured_s(device, make) for who, make in makes.items()}
+    first_s = {who: measured_s(device.torch_device.type, make) for who, make in makes.items()}
     times_s: dict[str, list[float]] = {who: [] for who in makes}
     texts: dict[str, list[list[int]]] = {}
 
@@ -109,7 +109,7 @@ def compare(name: str, model: Decoder, number: int, sampling: Sampling, device: 
 
     for _ in range(sizes.rounds):
         for who in makes:
-            times_s[who].append(measured_s(device, lambda who=who: once(who)))
+            times_s[who].append(measured_s(device.torch_device.type, lambda who=who: once(who)))
     same = {who: sum(a == b for a, b in zip(texts[who], texts["ours"], strict=True)) for who in makes}
     return [
         Result(

@@ -1,230 +1,213 @@
-"""Tokens per second, MFU and memory of training steps on one CUDA device, beside the device's own GEMM rate.
+"""Training steps on one CUDA device beside those of peers: time, tokens per second, MFU and memory.
 
-    python benchmarks/train_gpu.py                                  # 124M, 1.3B and four layers of an 8B model
-    python benchmarks/train_gpu.py --shapes gpt2-124m --no-compile --json out.json
-    python benchmarks/train_gpu.py --fp8 0                          # products of blocks in 8 bits; MFU of the bf16 peak
+    python benchmarks/train_gpu.py                                            # ours alone, compiled
+    python benchmarks/train_gpu.py --peers --nanogpt DIR --text FILE          # beside nanoGPT, transformers, Liger, …
+    python benchmarks/train_gpu.py --shapes llama-8b-4-layers --ours bf16 fp8 eager --json out.json
 
-A step is forward, backward, gradient norm, bad-step verdict and fused AdamW, as in the training loop, on random tokens
-that are on the device already. bf16 matrix products with fp32 master weights. The first steps (compilation) are left
-out; the median of the rest is taken. Without a CUDA device it says so and ends. `--device cpu --shapes tiny` runs the
-same code on a CPU.
+A step is forward, backward, clipped gradients and AdamW, bf16 products over fp32 weights, on random tokens that are on
+the device already. Every contender runs in a process of its own, in turn, --rounds times; a figure is the median over
+rounds of the median over steps, after a warm-up, and a ratio the median of the ratios within rounds. MFU is told twice:
+with attention counted as causal (half of the square; embeddings out, the head in), and as PaLM's formula has it (six
+times all parameters, embeddings in, and the whole square); recomputation counts in neither. Both are over the bf16 peak
+of the data sheet, for fp8 too. --text adds the trainer itself: `phalanx train` on that file, checkpoints on.
+
+Peers that cannot be imported under --peers-python are left out, and named. Without a CUDA device it says so and ends;
+`--device cpu --shapes tiny tiny-llama` runs the same code on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import torch
+from gpu.task import SHAPES, Task
 from rich.console import Console
 from rich.table import Table
 
 from phalanx.core import units
-from phalanx.core.hardware import table_peak
-from phalanx.data.batch import Batch
-from phalanx.model.config import ModelConfig
-from phalanx.model.decoder import Decoder
-from phalanx.model.init import initialise
-from phalanx.model.logical import LogicalParameters
-from phalanx.model.shapes import flops_per_token, num_parameters
-from phalanx.optim.bad_step import BadStepJudge
-from phalanx.optim.build import build_optimizer
-from phalanx.optim.config import BadStepConfig, OptimConfig
-from phalanx.train.accumulate import accumulate_gradients
-from phalanx.train.device import Device
 
-
-@dataclass(frozen=True)
-class Shape:
-    """A model and how much of it goes through the device at once."""
-
-    model: ModelConfig
-    batch: int
-    length: int
-
-
-SHAPES = {
-    "tiny": Shape(ModelConfig(vocab_size=512, layers=2, hidden=64, heads=2, max_sequence=64), 2, 64),
-    "gpt2-124m": Shape(
-        ModelConfig(
-            vocab_size=50304,
-            layers=12,
-            hidden=768,
-            heads=12,
-            max_sequence=1024,
-            position="learned",
-            norm="layer",
-            activation="gelu_tanh",
-            tie_embeddings=True,
-        ),
-        32,
-        1024,
-    ),
-    "llama-1.3b": Shape(ModelConfig(vocab_size=32000, layers=24, hidden=2048, heads=16, max_sequence=2048), 8, 2048),
-    "llama-8b-4-layers": Shape(
-        ModelConfig(
-            vocab_size=128256,
-            layers=4,
-            hidden=4096,
-            heads=32,
-            kv_heads=8,
-            mlp_hidden=14336,
-            max_sequence=8192,
-            rope_theta=500000.0,
-        ),
-        2,
-        8192,
-    ),
+HERE = Path(__file__).parent
+# What must be importable under the interpreter of the peers.
+NEEDS = {"huggingface": "transformers", "liger": "liger_kernel", "torchtitan": "torchtitan"}
+OURS = {
+    "bf16": {"compiled": True},
+    "fp8": {"compiled": True, "precision": "fp8"},
+    "eager": {"compiled": False},
 }
 
 
-@dataclass(frozen=True)
-class Result:
-    """What one shape reached; `gemm_share` is the rate over that of large GEMMs measured in the same run."""
+@dataclass
+class Contender:
+    """A line of the table.
 
-    shape: str
-    parameters: int
-    tokens_per_step: int
-    step_s: float
-    tokens_per_s: float
-    flops_per_s: float
-    mfu: float | None
-    gemm_share: float
-    peak_memory_bytes: int
-    first_step_s: float
+    Attributes:
+        rounds: what each of its processes said; None where that failed, as `problem` says.
+    """
 
+    label: str
+    name: str
+    task: Task
+    python: str = sys.executable
+    rounds: list[dict[str, Any] | None] = field(default_factory=list)
+    problem: str = ""
 
-def measured_s(device: Device, work: Callable[[], object]) -> float:
-    """Wall time of `work` with the device's queue empty before and after."""
-    device.synchronize()
-    start_s = time.perf_counter()
-    work()
-    device.synchronize()
-    return time.perf_counter() - start_s
+    def run(self) -> None:
+        """Once more, in a process of its own."""
+        with tempfile.TemporaryDirectory() as folder:
+            task = dataclasses.replace(self.task, folder=folder)
+            command = [self.python, "-m", "gpu", self.name, task.to_json()]
+            done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+        said = done.stdout.strip().splitlines()
+        if done.returncode or not said:
+            self.problem = next(
+                (line for line in reversed(done.stderr.splitlines()) if "Error" in line), "nothing was said"
+            )
+            self.rounds.append(None)
+        else:
+            self.rounds.append(json.loads(said[-1]))
 
+    def median(self, what: str) -> float:
+        """Over the rounds that ended well."""
+        return statistics.median(found[what] for found in self.rounds if found is not None)
 
-def gemm_flops_per_s(device: Device) -> float:
-    """Rate of a large square product in the compute type: what a step could reach at best."""
-    size = 8192 if device.torch_device.type == "cuda" else 1024
-    left = torch.randn(size, size, device=device.torch_device, dtype=device.compute_dtype)
-    times_s = [measured_s(device, lambda: torch.mm(left, left)) for _ in range(12)]
-    return 2 * size**3 / statistics.median(times_s[2:])
-
-
-def run(
-    name: str, shape: Shape, device: Device, *, compiled: bool, steps: int, gemm: float, bf16_ends: int | None = None
-) -> Result:
-    """Train `shape` for some steps; in 8 bits but for so many blocks at both ends, if a number is given."""
-    if device.torch_device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    fp8_layers = range(0) if bf16_ends is None else range(bf16_ends, shape.model.layers - bf16_ends)
-    model = Decoder(shape.model, device=device.torch_device, compute_dtype=device.compute_dtype, fp8_layers=fp8_layers)
-    initialise(model, 0)
-    model.hold_casts()
-    if compiled:
-        model.compile()
-    parameters = LogicalParameters(model)
-    optimizer = build_optimizer(OptimConfig(lr=1e-4), parameters)
-    judge = BadStepJudge(BadStepConfig(), device.torch_device)
-    batch = random_batch(shape, device)
-
-    def step() -> None:
-        loss = accumulate_gradients(model, batch, micro_batch=shape.batch, device=device, seed=0, step=0)
-        parameters.bind_gradients()
-        norm, scale = optimizer.clip()
-        optimizer.step(found_inf=judge.judge(loss, norm), grad_scale=scale)
-        model.weights_changed()
-        model.zero_grad(set_to_none=True)
-        parameters.bind_gradients()
-
-    times_s = [measured_s(device, step) for _ in range(steps + 3)]
-    step_s = statistics.median(times_s[3:])
-    tokens = shape.batch * shape.length
-    flops_per_s = tokens / step_s * flops_per_token(shape.model, shape.length).total
-    peak = table_peak(device.name, bf16=device.compute_dtype == torch.bfloat16)
-    return Result(
-        shape=name,
-        parameters=num_parameters(shape.model),
-        tokens_per_step=tokens,
-        step_s=step_s,
-        tokens_per_s=tokens / step_s,
-        flops_per_s=flops_per_s,
-        mfu=None if peak is None else flops_per_s / peak.flops_per_s,
-        gemm_share=flops_per_s / gemm,
-        peak_memory_bytes=device.memory_in_use_bytes(),
-        first_step_s=times_s[0],
-    )
+    def ratio(self, to: Contender) -> float | None:
+        """How many times as fast as this one another is, round by round."""
+        pairs = [(a, b) for a, b in zip(self.rounds, to.rounds, strict=True) if a is not None and b is not None]
+        return statistics.median(a["step_s"] / b["step_s"] for a, b in pairs) if pairs else None
 
 
-def random_batch(shape: Shape, device: Device) -> Batch:
-    """Tokens that mean nothing; arithmetic does not care."""
-    generator = torch.Generator().manual_seed(0)
-    size = (shape.batch, shape.length + 1)
-    tokens = torch.randint(0, shape.model.vocab_size, size, generator=generator)
-    batch = Batch(
-        tokens[:, :-1].contiguous(),
-        tokens[:, 1:].contiguous(),
-        torch.ones(shape.batch, shape.length),
-        None,
-        torch.arange(shape.batch),
-    )
-    return batch.to(device.torch_device)
+def contenders(arguments: argparse.Namespace, shape: str) -> Iterator[Contender]:
+    """Those that can train `shape` here; the first is ours, to which the others are compared."""
+    base = Task(shape, arguments.device, 3 if arguments.quick else arguments.steps)
+    for label in arguments.ours:
+        task = dataclasses.replace(base, **OURS[label])
+        if arguments.no_compile:
+            task = dataclasses.replace(task, compiled=False)
+        yield Contender(f"ours, {label}", "ours.step", task)
+    if arguments.text:
+        text = dataclasses.replace(base, source=str(arguments.text.resolve()), compiled=not arguments.no_compile)
+        yield Contender("ours, the trainer", "ours.trainer", text)
+    if not arguments.peers:
+        return
+    sizes = SHAPES[shape]
+    base = dataclasses.replace(base, compiled=not arguments.no_compile)
+    if sizes.state_bits != 32:
+        return
+    if sizes.gpt and arguments.nanogpt:
+        source = str(arguments.nanogpt.resolve())
+        yield Contender("nanoGPT", "peers.nanogpt", dataclasses.replace(base, source=source), arguments.peers_python)
+    names = ("huggingface",) if sizes.gpt else tuple(NEEDS)
+    for name in names:
+        if _has(arguments.peers_python, NEEDS[name]):
+            yield Contender(name, f"peers.{name}", base, arguments.peers_python)
+        else:
+            print(f"{name} is left out: {NEEDS[name]} cannot be imported by {arguments.peers_python}")
 
 
-def print_table(results: list[Result], device: Device, gemm: float) -> None:
-    title = f"{device.name}, torch {torch.__version__}; large GEMM: {gemm / 1e12:.1f} TFLOP/s"
+def _has(python: str, package: str) -> bool:
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    return subprocess.run([python, "-c", code], check=False).returncode == 0
+
+
+def measure(arguments: argparse.Namespace, shape: str) -> dict[str, Any]:
+    """A table of one shape, and its figures."""
+    about = Contender("products", "ours.products", Task(shape, arguments.device))
+    about.run()
+    if about.problem:
+        raise SystemExit(f"the device could not be measured: {about.problem}")
+    facts = about.rounds[0]
+    assert facts is not None
+    entries = list(contenders(arguments, shape))
+    for _ in range(arguments.rounds):
+        for entry in entries:
+            entry.run()
+    sizes = SHAPES[shape]
+    title = f"{shape}, {units.count(facts['parameters'])} parameters, {sizes.batch} x {sizes.length} tokens; "
+    title += f"{facts['device']}; large product: {facts['product_flops_per_s'] / 1e12:.0f} TFLOP/s"
     table = Table(title=title, title_justify="left")
-    for column in ("shape", "parameters", "tokens/step", "step", "tokens/s", "TFLOP/s", "MFU", "of GEMM", "memory"):
-        table.add_column(column, justify="left" if column == "shape" else "right")
-    for result in results:
-        table.add_row(
-            result.shape,
-            units.count(result.parameters),
-            f"{result.tokens_per_step:,}",
-            units.duration(result.step_s),
-            f"{result.tokens_per_s:,.0f}",
-            f"{result.flops_per_s / 1e12:.2f}",
-            "n/a" if result.mfu is None else f"{result.mfu:.1%}",
-            f"{result.gemm_share:.1%}",
-            units.size(result.peak_memory_bytes),
-        )
-    Console(width=140).print(table)
+    for column in ("", "step", "tokens/s", "MFU", "MFU, PaLM", "of products", "memory", "first step", "ours is"):
+        table.add_column(column, justify="left" if not column else "right")
+    found = [_figures(entry, entries[0], facts) for entry in entries]
+    for figures in found:
+        table.add_row(*_cells(figures))
+    Console(width=150).print(table)
+    return {"shape": shape, **facts, "contenders": found}
+
+
+def _figures(entry: Contender, first: Contender, facts: dict[str, Any]) -> dict[str, Any]:
+    figures: dict[str, Any] = {"label": entry.label, "problem": entry.problem}
+    if all(found is None for found in entry.rounds):
+        return figures
+    sizes, step_s = entry.task.sizes, entry.median("step_s")
+    tokens_per_s = sizes.batch * sizes.length / step_s
+    flops_per_s, peak = tokens_per_s * facts["flops_per_token"], facts["peak_flops_per_s"]
+    return figures | {
+        "step_s": step_s,
+        "tokens_per_step": sizes.batch * sizes.length,
+        "tokens_per_s": tokens_per_s,
+        "mfu": None if peak is None else flops_per_s / peak,
+        "palm_mfu": None if peak is None else tokens_per_s * facts["palm_flops_per_token"] / peak,
+        "product_share": flops_per_s / facts["product_flops_per_s"],
+        "peak_bytes": entry.median("peak_bytes"),
+        "first_step_s": entry.median("first_step_s"),
+        "ours_is": entry.ratio(first),
+    }
+
+
+def _cells(figures: dict[str, Any]) -> list[str]:
+    if "step_s" not in figures:
+        return [figures["label"], f"failed: {figures['problem'][:90]}"]
+    shares = ["n/a" if figures[name] is None else f"{figures[name]:.1%}" for name in ("mfu", "palm_mfu")]
+    return [
+        figures["label"],
+        f"{figures['step_s'] * 1e3:,.1f} ms",
+        f"{figures['tokens_per_s']:,.0f}",
+        *shares,
+        f"{figures['product_share']:.1%}",
+        units.size(int(figures["peak_bytes"])),
+        units.duration(figures["first_step_s"]) if figures["first_step_s"] else "",
+        "" if figures["ours_is"] is None else f"{figures['ours_is']:.2f}x",
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=[n for n in SHAPES if n != "tiny"])
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--fp8", type=int, metavar="N", help="products in 8 bits; N first and N last blocks in bf16")
+    usual = ["gpt2-124m", "llama-1.3b", "llama-8b-4-layers", "llama-8b"]
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=usual)
+    parser.add_argument("--ours", nargs="+", choices=list(OURS), default=["bf16"])
+    parser.add_argument("--no-compile", action="store_true", help="run everything as it is written")
+    parser.add_argument("--peers", action="store_true", help="peers too")
+    parser.add_argument("--peers-python", default=sys.executable, help="interpreter that has them (implies --peers)")
+    parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT (implies --peers)")
+    parser.add_argument("--text", type=Path, help="text file for the trainer itself")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--quick", action="store_true", help="few steps")
     arguments = parser.parse_args()
-    if arguments.device == "cuda" and not torch.cuda.is_available():
+    arguments.peers |= arguments.peers_python != sys.executable or arguments.nanogpt is not None
+    if arguments.device == "cuda" and not _has_gpu():
         print("no CUDA device is visible: nothing was measured (--device cpu --shapes tiny runs the code on a CPU)")
         return
-    if arguments.device == "cuda":
-        torch.set_float32_matmul_precision("high")
-        where = torch.device("cuda", torch.cuda.current_device())
-        device = Device(where, torch.cuda.get_device_name(where), torch.bfloat16, torch.get_num_threads())
-    else:
-        device = Device(torch.device("cpu"), "CPU", torch.float32, torch.get_num_threads())
-    gemm = gemm_flops_per_s(device)
-    steps = 3 if arguments.quick else arguments.steps
-    results = [
-        run(name, SHAPES[name], device, compiled=arguments.compile, steps=steps, gemm=gemm, bf16_ends=arguments.fp8)
-        for name in arguments.shapes
-    ]
-    print_table(results, device, gemm)
+    results = [measure(arguments, shape) for shape in arguments.shapes]
     if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+        arguments.json.write_text(json.dumps(results, indent=1))
+
+
+def _has_gpu() -> bool:
+    """Asked of another process: this one is not to hold memory of the device."""
+    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 if __name__ == "__main__":

@@ -30,6 +30,11 @@ class Batch:
     def __len__(self) -> int:
         return self.tokens_BS.shape[0]
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that there are."""
+        known = (self.tokens_BS, self.targets_BS, self.weights_BS, self.documents_BS, self.sample_index_B)
+        return tuple(tensor for tensor in known if tensor is not None)
+
     def rows(self, begin: int, end: int) -> Batch:
         """Samples ``begin..end`` of this batch, without a copy."""
         return Batch(

@@ -29,17 +29,18 @@ def accumulate_gradients(
         The mean cross-entropy per weighted token, nats, without the z-loss term; a scalar on the device. NaN where no
         token of the batch counts.
     """
-    total_weight = float(batch.weights_BS.sum())  # still on the host: nothing waits
+    batch = batch.to(device.torch_device)
+    total_weight = batch.weights_BS.sum()  # never read back: nothing waits
     loss = torch.zeros((), device=device.torch_device)
     for begin in range(0, len(batch), micro_batch):
         micro = batch.rows(begin, min(begin + micro_batch, len(batch)))
         if fill:
             micro = micro.filled(micro_batch)
-        loss += _both_passes(model, micro.to(device.torch_device), seed, step, total_weight)
+        loss += _both_passes(model, micro, seed, step, total_weight)
     return loss / total_weight
 
 
-def _both_passes(model: Decoder, micro: Batch, seed: int, step: int, total_weight: float) -> Tensor:
+def _both_passes(model: Decoder, micro: Batch, seed: int, step: int, total_weight: Tensor) -> Tensor:
     """The summed loss of one micro-batch, of which nothing else is left when the next one's passes begin."""
     dropout = DropoutState(seed, step, micro.sample_index_B)
     hidden_BSD = model(micro.tokens_BS, documents_BS=micro.documents_BS, dropout=dropout)

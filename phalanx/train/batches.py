@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol
 
+import torch
+
 from phalanx.data.batch import Batch
 from phalanx.data.host_loader import HostLoaderClient, start_host_loader, why_no_host_loader
 from phalanx.data.loader import Loader, LoaderState
@@ -44,6 +46,25 @@ def open_stream(config: RunConfig, loader: Loader, ranks: Ranks, trainer: Traine
     if not known:
         return partial(loader.stream, rank=index, ranks=count)
     return HostLoaderClient(known[0], rank=index, ranks=count).stream
+
+
+def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    """`batches` on `device`, copied on a stream of their own: beside what the GPU still computes for the step before.
+
+    Nothing waits but the GPU, for the copy; on a CPU batches are passed on as they are.
+    """
+    if device.type != "cuda":
+        yield from batches
+        return
+    copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    for batch in batches:
+        with torch.cuda.stream(copies):
+            copied = batch.to(device)
+        here = torch.cuda.current_stream(device)
+        here.wait_stream(copies)
+        for tensor in copied.tensors():
+            tensor.record_stream(here)  # or its memory would be given to the next copy while it is computed with
+        yield copied
 
 
 def _serve(config: RunConfig, loader: Loader, ranks: Ranks, places: list[int]) -> str:

@@ -25,7 +25,7 @@ from phalanx.data.tokens.prepared import Prepared
 from phalanx.optim.bad_step import BadStepJudge
 from phalanx.optim.build import OptimizerSet
 from phalanx.optim.state_shards import state_shards
-from phalanx.train.batches import Stream
+from phalanx.train.batches import Stream, on_device
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.changes import changes_between, require_allowed
 from phalanx.train.derived.figures import batch_sizes, destination
@@ -73,12 +73,13 @@ class Run:
 
     @contextmanager
     def batches(self) -> Iterator[Iterator[Batch]]:
-        """This rank's share of the global batches from the present step to the last, prepared in the background."""
+        """This rank's share of the global batches from the present step to the last, prepared in the background, on its
+        device."""
         remaining = itertools.islice(batch_sizes(self.config), self.progress.step, self.total_steps)
         pinned = self.device.torch_device.type == "cuda"
         state = LoaderState(self.progress.samples)
         with self.stream(state, counts=remaining, pin_memory=pinned) as stream:
-            yield (batch for batch, _ in stream)
+            yield on_device((batch for batch, _ in stream), self.device.torch_device)
 
     def accumulate_gradients(self, batch: Batch) -> Tensor:
         """Gradients of one global batch, of which `batch` is this rank's share; returns its mean loss, nats."""

@@ -104,6 +104,40 @@ def test_other_types_are_torchs_own_products(dtype, calls):
     assert not calls
 
 
+@pytest.mark.parametrize("inputs_first", [False, True])
+@pytest.mark.parametrize("added", ["nothing", "bias", "residual"])
+@pytest.mark.parametrize("beforehand", [False, True])
+def test_masters_are_multiplied_by_their_cast_and_get_gradients_of_their_own_type(inputs_first, added, beforehand):
+    """The numbers of a cast in the graph, bit for bit, but for where a bias and its gradient are wider there."""
+    x, weight, residual, grad = tensors(96, 64, 48)
+    x, grad = x.bfloat16().requires_grad_(), grad.bfloat16()
+    weight = (weight.t().contiguous() if inputs_first else weight).requires_grad_()
+    extra = {"nothing": None, "bias": residual[0], "residual": residual}[added]
+    extra = None if extra is None else extra.bfloat16().requires_grad_()
+    cast = weight.detach().bfloat16() if beforehand else None
+    if inputs_first:
+        out = project(x, weight, extra, cast_IO=cast)
+        product = x @ weight.bfloat16()
+        expected = product if extra is None else torch.addmm(extra, x, weight.bfloat16())
+    else:
+        if added == "residual":
+            pytest.skip("an input projection adds to nothing")
+        out, expected = linear(x, weight, extra, cast_OI=cast), F.linear(x, weight.bfloat16(), extra)
+    assert torch.equal(out, expected)
+    leaves = [leaf for leaf in (x, weight, extra) if leaf is not None]
+    found, wanted = gradients(out, leaves, grad), gradients(expected, leaves, grad)
+    assert [g.dtype for g in found] == [leaf.dtype for leaf in leaves]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted, strict=True))
+
+
+def test_16_bits_have_no_second_derivatives():
+    x, weight, _, _ = tensors(8, 16, 4)
+    x, weight = x.bfloat16().requires_grad_(), weight.requires_grad_()
+    (dx,) = torch.autograd.grad(linear(x, weight).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.float().square().sum().backward()
+
+
 def test_without_the_operator_torchs_own_products_run(monkeypatch, calls):
     monkeypatch.setattr(room, "is_available", lambda: False)
     x, weight, residual, _ = tensors(512, 64, 192)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_builders import VARIANTS, build, tiny, tokens
 from model_reference import reference_logits
+from torch import Tensor
 
 from phalanx.core.errors import UserError
 from phalanx.model.context import DropoutState
@@ -152,3 +153,26 @@ def test_a_meta_model_allocates_nothing() -> None:
     model = Decoder(tiny(hidden=4096, heads=32, layers=80, mlp_hidden=50000, vocab_size=200_000), device="meta")
     assert all(p.is_meta for p in model.parameters())
     assert sum(p.numel() for p in model.parameters()) > 5e10
+
+
+@pytest.mark.parametrize("variant", ["llama", "gpt2", "merged_biased", "capped"])
+def test_held_casts_change_no_bit_and_follow_the_weights(variant: str) -> None:
+    """Also after an update, once the model is told of it; memory of what is made from them is the same."""
+    config = tiny(variant)
+    ids = tokens(config)
+
+    def gradients(model: Decoder) -> list[Tensor]:
+        model.zero_grad(set_to_none=True)
+        sum(model.loss(model(ids), ids)).backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    plain, held = (build(config, compute_dtype=torch.bfloat16) for _ in range(2))
+    held.hold_casts()
+    assert list(held.state_dict()) == list(plain.state_dict())
+    for _ in range(2):
+        for mine, theirs in zip(gradients(held), gradients(plain), strict=True):
+            assert mine.dtype == torch.float32 and torch.equal(mine, theirs)
+        with torch.no_grad():
+            for parameter in (*plain.parameters(), *held.parameters()):
+                parameter.mul_(1.5)
+        held.weights_changed()

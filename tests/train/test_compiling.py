@@ -1,0 +1,65 @@
+"""Whether layers are compiled, and why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from phalanx.train.config import RunConfig
+from phalanx.train.derived import compiling
+from phalanx.train.derived.compiling import Compiling, decide_compiling
+
+TENSOR = {"parallel": {"tensor": 2}}
+ZERO_BUBBLE = {"parallel": {"pipeline": 2, "schedule": "zbv"}}
+DROPOUT = {"model": {"dropout": 0.1}}
+
+
+def _config(settings: dict[str, Any], **train: Any) -> RunConfig:
+    text = {"sources": [{"kind": "text", "path": "here"}]}
+    return RunConfig.model_validate(settings | {"train": {"steps": 1} | train, "data": text})
+
+
+@pytest.fixture
+def able(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "lacking_for_a_gpu", lambda: "")
+
+
+@pytest.mark.usefixtures("able")
+def test_auto_compiles_on_a_gpu_alone() -> None:
+    assert decide_compiling(_config({}), on_gpu=True) == Compiling(True)
+    assert decide_compiling(_config({}), on_gpu=False) == Compiling(False)
+    assert decide_compiling(_config({}, compile=True), on_gpu=False) == Compiling(True)
+    assert decide_compiling(_config({}, compile=False), on_gpu=True) == Compiling(False)
+
+
+@pytest.mark.usefixtures("able")
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (TENSOR, "parallel.tensor = 2"),
+        ({"parallel": {"context": 2}}, "parallel.context = 2"),
+        (ZERO_BUBBLE, "parallel.schedule = 'zbv'"),
+        (DROPOUT, "model.dropout = 0.1"),
+    ],
+)
+def test_what_no_compiler_sees_is_named(settings: dict[str, Any], named: str) -> None:
+    on, why = decide_compiling(_config(settings), on_gpu=True)
+    assert on and why == f"layers are compiled in pieces, around {named}"
+    on, why = decide_compiling(_config(settings, recompute="selective"), on_gpu=True)
+    assert not on and "train.recompute = 'selective'" in why and named in why
+    with pytest.raises(ValueError, match=r"set train\.compile = false, or train\.recompute to none or full"):
+        _config(settings, recompute="selective", compile=True)
+
+
+def test_a_gpu_without_a_c_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: name)
+    on, why = decide_compiling(_config({}), on_gpu=True)
+    assert not on and "there is no C compiler here" in why
+
+
+def test_a_gpu_without_triton_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: None)
+    assert "no package triton" in decide_compiling(_config({}), on_gpu=True).why
