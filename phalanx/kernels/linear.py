@@ -187,6 +187,8 @@ def add_product(sum_IO: Tensor | None, left_IT: Tensor, right_TO: Tensor) -> Ten
     if left_IT.device.type == "cuda" and is_16_bit:
         if sum_IO is None:
             return torch.mm(left_IT, right_TO, out_dtype=torch.float32)
+        if torch.compiler.is_compiling():  # its addmm rounds the sum to 16 bits (pytorch #163880)
+            return sum_IO.add_(torch.mm(left_IT, right_TO, out_dtype=torch.float32))
         return torch.addmm(sum_IO, left_IT, right_TO, out_dtype=torch.float32, out=sum_IO)
     part_IO = torch.mm(left_IT, right_TO).float()
     return part_IO if sum_IO is None else sum_IO.add_(part_IO)
