@@ -54,9 +54,12 @@ class Scaled(NamedTuple):
 
 
 def quantise(x: Tensor, dtype: torch.dtype) -> Scaled:
-    """`x` (float32 or bf16) in `dtype` (`E4M3` or `E5M2`), with the least power of two as scale that lets it fit."""
+    """`x` (float32 or bf16) in `dtype` (`E4M3` or `E5M2`), with the least power of two as scale that lets it fit.
+
+    The values are row-major, however `x` lies.
+    """
     scale, inverse = _scales(torch.linalg.vector_norm(x.detach(), float("inf")), dtype)
-    return Scaled((x.detach() * inverse).to(dtype), scale)
+    return Scaled((x.detach() * inverse).to(dtype, memory_format=torch.contiguous_format), scale)
 
 
 def _scales(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -106,6 +106,14 @@ def test_whatever_the_bits_of_nan_its_scale_is_infinite(bits):
         assert inverse == 0
 
 
+def test_values_are_row_major_however_a_tensor_lies():
+    x = randn(48, 32)
+    for other in (x.t().contiguous().t(), torch.cat([x, x], dim=1)[:, :32], x[:1].expand(48, 32)):
+        values, _ = quantise(other, E5M2)
+        assert values.is_contiguous()
+        assert torch.equal(values.float(), quantise(other.contiguous(), E5M2).values.float())
+
+
 def test_zeros_stay_zeros():
     x, weight, grad = tensors()
     nothing = [torch.zeros_like(t).requires_grad_() for t in (x, weight)]
