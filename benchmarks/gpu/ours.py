@@ -16,15 +16,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from gpu.task import Task, measured_s, timed, tokens
 from phalanx.core.hardware import table_peak
 from phalanx.data.batch import Batch
+from phalanx.kernels.attention import CausalKernel
+from phalanx.kernels.attention_trial import find_fault
 from phalanx.model.config import ModelConfig
 from phalanx.model.shapes import flops_per_token, num_parameters
 from phalanx.optim.bad_step import BadStepJudge
 from phalanx.optim.build import build_optimizer
 from phalanx.train.assemble import build_trainer
 from phalanx.train.config import RunConfig
-from phalanx.train.device import choose_device
+from phalanx.train.device import Device, choose_device
 from phalanx.train.ranks import Ranks
 from phalanx.train.session import train_session
+from phalanx.train.trainer import Trainer
 
 _SKIPPED_STEPS = 10
 _TRAINER_STEPS = 60
@@ -75,6 +78,7 @@ def step(task: Task) -> dict[str, Any]:
     config = run_config(task, model=model_settings(task) | sizes)
     device = choose_device(config.train, None)
     trainer = build_trainer(config, shape.vocabulary, device, Ranks())
+    _choose_attention(trainer, task, device)
     optimizer = build_optimizer(config.optim, trainer.parameters)
     judge = BadStepJudge(config.optim.bad_step, device.torch_device)
     drawn = tokens(task)
@@ -90,6 +94,19 @@ def step(task: Task) -> dict[str, Any]:
         return loss
 
     return timed(task, one)
+
+
+def _choose_attention(trainer: Trainer, task: Task, device: Device) -> None:
+    """The fastest kernel that passes its trial, as `phalanx train` chooses it."""
+    if task.device != "cuda":
+        return
+    trial = trainer.attention_trial(task.sizes.batch, task.sizes.length)
+    for kernel in trial.kernels:
+        fault = find_fault(kernel, trial.shape, device.torch_device)
+        print(f"attention by {kernel}: {fault or 'passed'}", flush=True)
+        if not fault:
+            trainer.use_attention(CausalKernel(kernel, task.sizes.length))
+            return
 
 
 def trainer(task: Task) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import click
 from rich.console import Console
@@ -16,6 +17,7 @@ from phalanx.core import units
 from phalanx.core.config import Loaded, load, walk
 from phalanx.parallel.config import ParallelConfig
 from phalanx.train.config import RunConfig
+from phalanx.train.derived.attention import attention_lines
 from phalanx.train.derived.figures import Derived, check_early, derive, known_vocab_size
 from phalanx.train.derived.layout import ignored_settings, wanted_ranks
 from phalanx.train.derived.spread import Spread, explain_spread
@@ -44,6 +46,8 @@ def command(config: Path, overrides: tuple[str, ...], given: bool, describe: boo
         console.print("What follows is not known before the text is read, of which the tokenizer is made.")
     else:
         console.print(derived_table(derive(loaded.value)))
+    console.print()
+    console.print(attention_table(loaded.value))
     if spread is None:
         _print_ignored(loaded.value.parallel, console)
     else:
@@ -89,6 +93,17 @@ def derived_table(derived: Derived) -> Table:
     ]
     for name, text in rows:
         table.add_row(name, text)
+    return table
+
+
+def attention_table(config: RunConfig) -> Table:
+    """By which kernels the layers attend, on each kind of device that the settings allow, and why."""
+    table = Table(title="attention", title_justify="left", box=None, pad_edge=False, show_header=False)
+    devices: tuple[Literal["cpu", "cuda"], ...] = ("cpu", "cuda")
+    for device in devices:
+        if config.train.device in ("auto", device):
+            for line in attention_lines(config, device):
+                table.add_row("GPU" if device == "cuda" else "CPU", *map(escape, line))
     return table
 
 

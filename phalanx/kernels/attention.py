@@ -3,13 +3,18 @@
 =========== ========================================================================================================
 back end    what it does
 =========== ========================================================================================================
-``sdpa``    torch's scaled_dot_product_attention: flash kernels on CPU and CUDA; windows and documents as a mask
+``sdpa``    torch's scaled_dot_product_attention, by the kernel that torch prefers; windows and documents as a mask
 ``chunked`` chunks of queries, each over just the keys it can see: the way to do a sliding window, and on a CPU the
             faster way for full attention too, but in fp32 for very short and very long sequences
 ``flex``    FlexAttention, compiled; CUDA only (it has no backward on a CPU)
+``cudnn``   CUDA only: cuDNN's kernel where attention is plain causal, FlexAttention where it is not
+``flash``   the same by FlashAttention 2, and ``efficient`` by torch's memory-efficient kernel, which takes fp32 too
 ``math``    plain matrix products and a softmax in fp32; the only one that honours attention dropout
 ``auto``    the fastest of these that honours the request
 =========== ========================================================================================================
+
+On CUDA a run finds out once which kernel is right for it (`phalanx.kernels.attention_trial`) and hands it on as a
+`CausalKernel`, which decides what ``auto`` does.
 
 Shapes: B batch, S queries, K keys, H query heads, G key/value heads (G divides H), E head size. The queries are the
 last S positions of the keys.
@@ -26,15 +31,44 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from phalanx.core.errors import UserError
-from phalanx.kernels import flash_cpu
+from phalanx.kernels import flash_cpu, fused_cuda
 from phalanx.kernels.blocked import Engine, blocked_attention
 from phalanx.kernels.counter import dropout as counter_dropout
 from phalanx.kernels.flex_mask import flex_mask
 from phalanx.kernels.masks import AttentionMask
 
-Backend = Literal["auto", "sdpa", "chunked", "flex", "math"]
+Backend = Literal["auto", "sdpa", "chunked", "flex", "cudnn", "flash", "efficient", "math"]
+Kernel = Literal["cudnn", "flash", "flex", "efficient", "math"]
+
+_CAUSAL_ONLY = ("cudnn", "flash", "efficient")
+SMALLEST_FLEX_HEAD = 16
+"""FlexAttention has no kernel for smaller heads."""
+
+
+@dataclass(frozen=True)
+class CausalKernel:
+    """The kernel of plain causal attention on CUDA: what a run's self-test found to be right.
+
+    Attributes:
+        name: of the kernel.
+        length: positions of the sequences that it was tested with.
+    """
+
+    name: Kernel
+    length: int
+
+    def of(self, length: int) -> Kernel:
+        """The kernel for sequences of `length`: cuDNN's and FlexAttention only where they were tried.
+
+        cuDNN's faults depend on the length, and both make something anew for each (a plan, a kernel), which prompts of
+        ever new lengths are not worth.
+        """
+        if length == self.length or self.name not in ("cudnn", "flex"):
+            return self.name
+        return "flash" if self.name == "cudnn" else "efficient"
 
 
 @dataclass(frozen=True)
@@ -81,8 +115,20 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | N
     grouped = q.shape[1] != k.shape[1]
     if mask.is_plain_causal:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-    dense = None if mask.sees_everything else mask.dense(q.device)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=dense, scale=scale, enable_gqa=grouped)
+    if mask.sees_everything:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped)
+    if q.device.type == "cuda":
+        return _efficient(q, k, v, mask, scale)  # cuDNN's backward makes NaN of masks (pytorch #196678)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense(q.device), scale=scale, enable_gqa=grouped)
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None) -> Tensor:
+    """torch's memory-efficient kernel, or else products; it takes no grouped heads, so that keys are repeated."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
+    dense = None if mask.is_plain_causal else mask.dense(q.device)
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=dense, is_causal=dense is None, scale=scale)
 
 
 def _chunked(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None, chunk: int | None) -> Tensor:
@@ -119,6 +165,17 @@ def _compiled_flex() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
+def _causal(backend: Backend, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None) -> Tensor:
+    """Plain causal attention by one of torch's kernels for CUDA, named."""
+    if q.device.type != "cuda":
+        raise UserError(
+            "this kernel is one of CUDA's", cure="use auto on this device", field="attention back end", value=backend
+        )
+    if backend == "efficient":
+        return _efficient(q, k, v, mask, scale)
+    return fused_cuda.causal("cudnn" if backend == "cudnn" else "flash", q, k, v, scale)
+
+
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None) -> Tensor:
     if q.device.type != "cuda":
         raise UserError(
@@ -136,6 +193,29 @@ def flex_attend(
     """Attention by `flex`, which is FlexAttention, compiled or not, on any device that it runs on."""
     block_mask, grouped = flex_mask(mask, q.device), q.shape[1] != k.shape[1]
     return one_kernel(partial(flex, block_mask=block_mask, scale=scale, enable_gqa=grouped), q, k, v)
+
+
+def flex_partial(
+    q: Tensor, k: Tensor, v: Tensor, block_mask: Any, scale: float
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
+    """Attention to some of the keys by FlexAttention on CUDA, so that it can be put together with that to others.
+
+    Args:
+        block_mask: see `phalanx.kernels.flex_mask.block_mask`.
+
+    Returns:
+        The leaves that autograd can give gradients to, the result (B, H, S, E), and the fp32 log-sum-exp (B, H, S) of
+        the scores: -inf where a query sees none of the keys.
+    """
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    flex, grouped = _compiled_flex(), q.shape[1] != k.shape[1]
+    # Always with gradients, as in `one_kernel`.
+    with torch.compiler.set_stance("default"), torch.enable_grad():
+        leaves = (q.detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_())
+        request = AuxRequest(lse=True)
+        out, also = flex(*leaves, block_mask=block_mask, scale=scale, enable_gqa=grouped, return_aux=request)
+    return leaves, out, also.lse
 
 
 def one_kernel(attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -169,14 +249,22 @@ def cpu_engine(q: Tensor, mask: AttentionMask) -> Engine:
     return "matmul" if q.dtype == torch.bfloat16 and kept_bytes <= 64 << 20 else "flash"
 
 
-def choose_backend(q_BHSE: Tensor, mask: AttentionMask, *, has_dropout: bool = False) -> Backend:
-    """The back end that ``auto`` stands for: the fastest that honours the request (figures: docs/kernels.md)."""
+def choose_backend(
+    q_BHSE: Tensor, mask: AttentionMask, *, has_dropout: bool = False, kernel: CausalKernel | None = None
+) -> Backend:
+    """The back end that ``auto`` stands for: the fastest that honours the request (figures: docs/kernels.md).
+
+    Args:
+        kernel: of plain causal attention on CUDA; None: as torch chooses.
+    """
     if has_dropout:
         return "math"
     if mask.sees_everything or mask.query_length == 1:
         return "sdpa"
     if q_BHSE.device.type == "cuda":
-        return "sdpa" if mask.is_plain_causal else "flex"
+        if mask.is_plain_causal:
+            return "sdpa" if kernel is None else kernel.of(mask.query_length)
+        return "flex" if q_BHSE.shape[-1] >= SMALLEST_FLEX_HEAD else "sdpa"
     if q_BHSE.device.type != "cpu" or torch.compiler.is_compiling():
         return "sdpa"
     if q_BHSE.dtype == torch.bfloat16 and cpu_engine(q_BHSE, mask) == "matmul":
@@ -186,10 +274,20 @@ def choose_backend(q_BHSE: Tensor, mask: AttentionMask, *, has_dropout: bool = F
     return "chunked" if 128 <= mask.query_length <= 1024 else "sdpa"
 
 
-def prepare(mask: AttentionMask, device: torch.device, backend: Backend = "auto", *, has_dropout: bool = False) -> None:
+def prepare(
+    mask: AttentionMask,
+    device: torch.device,
+    backend: Backend = "auto",
+    *,
+    has_dropout: bool = False,
+    kernel: CausalKernel | None = None,
+) -> None:
     """Make what kernels on `device` need of a mask, before layers, which may be compiled one by one, ask for it."""
-    flex = backend == "flex" or (backend == "auto" and not mask.is_plain_causal and mask.query_length > 1)
-    if flex and device.type == "cuda" and not has_dropout:
+    if device.type != "cuda" or has_dropout or mask.query_length == 1:
+        return
+    restricted = not mask.is_plain_causal and backend in ("auto", *_CAUSAL_ONLY)
+    chosen = backend == "auto" and kernel is not None and kernel.of(mask.query_length) == "flex"
+    if backend == "flex" or restricted or chosen:
         flex_mask(mask, device)
 
 
@@ -205,6 +303,7 @@ def attention(
     backend: Backend = "auto",
     mask: AttentionMask | None = None,
     chunk: int | None = None,
+    kernel: CausalKernel | None = None,
 ) -> Tensor:
     """Causal attention of queries over keys, exact in every back end.
 
@@ -219,6 +318,7 @@ def attention(
         backend: see the module's table.
         mask: a mask built once for several layers, instead of ``window`` and ``documents_BS``.
         chunk: queries per chunk of the chunked back end (default: by engine).
+        kernel: what ``auto`` takes for plain causal attention on CUDA (default: what torch prefers).
 
     Returns:
         (B, H, S, E).
@@ -231,8 +331,8 @@ def attention(
         dropout = None
     if mask is None:
         mask = AttentionMask(q_BHSE.shape[2], k_BKSE.shape[2], window=window, documents_BS=documents_BS)
-    if backend == "auto":
-        backend = choose_backend(q_BHSE, mask, has_dropout=dropout is not None)
+    if backend == "auto" or (backend in _CAUSAL_ONLY and not mask.is_plain_causal and q_BHSE.device.type == "cuda"):
+        backend = choose_backend(q_BHSE, mask, has_dropout=dropout is not None, kernel=kernel)
     if dropout is not None and backend != "math":
         raise UserError(
             "only the math back end drops attention probabilities",
@@ -242,6 +342,8 @@ def attention(
         )
     if backend == "math":
         return _math(q_BHSE, k_BKSE, v_BKSE, mask, scale, dropout)
+    if backend in _CAUSAL_ONLY:
+        return _causal(backend, q_BHSE, k_BKSE, v_BKSE, mask, scale)
     if backend == "flex":
         return _flex(q_BHSE, k_BKSE, v_BKSE, mask, scale)
     if backend == "chunked":

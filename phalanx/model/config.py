@@ -66,8 +66,10 @@ class ModelConfig(Config):
         ("full",), min_length=1, description="attention of the layers, repeated over depth, e.g. window, window, full"
     )
     window: int = Field(0, ge=0, description="keys a window layer sees, the current token included, tokens")
-    attention_backend: Literal["auto", "sdpa", "chunked", "flex", "math"] = Field(
-        "auto", description="auto, sdpa, chunked (exact windows on CPU), flex (CUDA) or math (plain operators)"
+    attention_backend: Literal["auto", "sdpa", "chunked", "flex", "cudnn", "flash", "efficient", "math"] = Field(
+        "auto",
+        description="auto, sdpa (as torch prefers), chunked (exact windows on CPU), math (plain operators); on CUDA "
+        "flex, or cudnn, flash, efficient where nothing but causality restricts attention, and flex elsewhere",
     )
     position: Literal["rotary", "learned", "none"] = Field("rotary", description="rotary, learned or none")
     rope_theta: float = Field(10000.0, gt=0, description="base of the rotary wavelengths")

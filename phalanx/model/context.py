@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.kernels.attention import AttentionDropout, Backend, attention
+from phalanx.kernels.attention import AttentionDropout, Backend, CausalKernel, attention
 from phalanx.kernels.counter import dropout, make_key
 from phalanx.kernels.masks import AttentionMask
 from phalanx.model.cache import CachePass
@@ -57,6 +57,7 @@ class Context:
             the local queries, keys and values, and with how the layer attends.
         apart: calls what must not be compiled with a layer: a mask whose 64-bit key is another in every step, a wait
             for another rank.
+        kernel: of plain causal attention on CUDA; None: what torch prefers.
     """
 
     batch: int
@@ -69,6 +70,7 @@ class Context:
     attention_rows_BS: Tensor | None = None
     attend_with: Callable[[Tensor, Tensor, Tensor, Attending], Tensor] | None = None
     apart: Callable[..., Any] = call
+    kernel: CausalKernel | None = None
 
     def drop(self, x_TD: Tensor, rate: float, site: Site) -> Tensor:
         """`x` with elements dropped at `rate` and the rest scaled up; the mask belongs to (step, `site`)."""
@@ -84,7 +86,9 @@ class Context:
             return out
         mask = self.masks.get(how.window)
         if self.dropout is None or self.rows_T is None or not how.dropout:
-            return attention(q_BHSE, k_BKSE, v_BKSE, window=how.window, mask=mask, backend=how.backend)
+            return attention(
+                q_BHSE, k_BKSE, v_BKSE, window=how.window, mask=mask, backend=how.backend, kernel=self.kernel
+            )
         rows_BS = self.attention_rows_BS
         if rows_BS is None:
             rows_BS = self.rows_T.view(self.batch, self.length)

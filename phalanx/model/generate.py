@@ -352,6 +352,7 @@ def inference_copy(model: Decoder) -> Decoder:
     if _has_room(sum(weights[name].numel() for name in cast) * model.compute_dtype.itemsize, stored.device):
         weights |= {name: weights[name].to(model.compute_dtype) for name in cast}
     copy.load_state_dict(weights, assign=True)
+    copy.causal_kernel = model.causal_kernel
     return copy.requires_grad_(False).eval()
 
 

@@ -9,12 +9,13 @@ Shapes: B batch, S sequence, T tokens (B*S), D hidden, V vocabulary rows.
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from phalanx.kernels.attention import prepare
+from phalanx.kernels.attention import CausalKernel, prepare
+from phalanx.kernels.attention_trial import Shape
 from phalanx.kernels.fp8 import requantise
 from phalanx.kernels.masks import AttentionMask
 from phalanx.model.block import Block
@@ -40,6 +41,9 @@ class DecoderPart(nn.Module):
         dtype: of the stored weights.
         compute_dtype: of matrix products and attention; None = `dtype`.
         fp8_layers: those whose matrices are multiplied in 8 bits.
+
+    Attributes:
+        causal_kernel: of plain causal attention on CUDA, where one was found to be right; None: what torch prefers.
 
     Raises:
         UserError: `vocab_size` or `max_sequence` is not known.
@@ -67,6 +71,7 @@ class DecoderPart(nn.Module):
         self.compute_dtype = compute_dtype or dtype
         self.residual_dtype = self.compute_dtype if config.residual == "compute" else dtype
         self._apart = call
+        self.causal_kernel: CausalKernel | None = None
         make = Make(None if device is None else torch.device(device), dtype, self.compute_dtype)
         self.embedding = Embedding(config, make) if first else None
         self.rotary = Rotary(config) if config.position == "rotary" else None
@@ -123,7 +128,8 @@ class DecoderPart(nn.Module):
         masks = {w: AttentionMask(length, length, window=w, documents_BS=documents_BS) for w in windows}
         drops = dropout is not None and self.config.attention_dropout > 0
         for mask in masks.values():
-            prepare(mask, tokens_BS.device, self.config.attention_backend, has_dropout=drops)
+            backend, kernel = self.config.attention_backend, self.causal_kernel
+            prepare(mask, tokens_BS.device, backend, has_dropout=drops, kernel=kernel)
         return Context(
             batch=batch,
             length=length,
@@ -133,7 +139,16 @@ class DecoderPart(nn.Module):
             rows_T=None if dropout is None else dropout_rows(dropout, length, self.config.max_sequence),
             cache=None if cache is None else cache.begin(length, lengths_B),
             apart=self._apart,
+            kernel=self.causal_kernel,
         )
+
+    def attention_shape(self, batch: int, length: int) -> Shape:
+        """What a layer asks of attention, for a trial of kernels."""
+        config = self.config
+        is_made_anew = config.position == "rotary" or config.qk_norm  # queries and keys, by what comes before
+        layout: Literal["values", "all"] = "values" if is_made_anew else "all"
+        sizes = config.heads, config.num_kv_heads, length, config.head_dim
+        return Shape(batch, *sizes, self.compute_dtype, layout)
 
     def embed(self, tokens_BS: Tensor, context: Context, *, positions_BS: Tensor | None = None) -> Tensor:
         """The residual stream before the first layer, (T, D)."""

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from phalanx.core.layout import Axis
 from phalanx.core.shard import Shard
+from phalanx.kernels.attention import CausalKernel
+from phalanx.kernels.attention_trial import Trial
 from phalanx.model.config import ModelConfig
 from phalanx.model.context import DropoutState
 from phalanx.parallel.config import ParallelConfig
@@ -131,6 +133,17 @@ class Engine:
             total += self._local_loss().double()
         self._groups.group(*_LOSS_AXES).all_reduce(total).wait()
         return total
+
+    def attention_trial(self, batch: int, length: int) -> Trial:
+        """What is to be tried of the attention of `batch` samples of `length` positions."""
+        part = next(iter(self._held.values())).stage.part
+        return self._spread.attention_trial(part.attention_shape(batch, length))
+
+    def use_attention(self, kernel: CausalKernel) -> None:
+        """Do plain causal attention on CUDA by this kernel, which was found to be right."""
+        self._spread.kernel = kernel
+        for part in self._held.values():
+            part.stage.part.causal_kernel = kernel
 
     def zero_grad(self) -> None:
         """Let go of all gradients."""

@@ -28,6 +28,7 @@ from phalanx.optim.bad_step import BadStepJudge
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.apply import Build, build_engine
 from phalanx.parallel.choose import Machines
+from phalanx.train.attention import described_attention, require_attention
 from phalanx.train.batches import open_stream
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.compiling import decide_compiling
@@ -84,6 +85,7 @@ def assemble(
     try:
         with explained(described(needed), smaller_model(needed)), ranks.phases.phase("checkpoint"):
             run = take_up(run, build, say, blank=blank)
+            require_attention(run)
             run.watch()
         _note_start(run, config, say)
     except BaseException:
@@ -317,6 +319,7 @@ def describe_hardware(run: Run) -> dict[str, object]:
         "threads": run.device.threads,
         "ranks": run.ranks.size,
         "layout": str(run.config.parallel.layout),
+        "attention": described_attention(run),
         "startup_s": run.ranks.phases.seconds,
         "peak_flops_per_s": None if peak is None else peak.flops_per_s,
         "peak_source": None if peak is None else peak.source,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from phalanx.data.batch import Batch
+from phalanx.train.attention import settle_attention
 from phalanx.train.derived.figures import cpu_micro_batch
 from phalanx.train.failures import out_of_memory, too_big
 from phalanx.train.run import Run
@@ -32,6 +33,8 @@ def choose_micro_batch(run: Run) -> int:
 
 
 def _fits_everywhere(run: Run, micro_batch: int) -> bool:
+    if not settle_attention(run, micro_batch):
+        return False
     return all(run.ranks.peers.gather(_fits(run, micro_batch)))
 
 

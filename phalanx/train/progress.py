@@ -16,6 +16,7 @@ class Progress:
         tokens: tokens read.
         train_s: wall time spent training, over all starts.
         micro_batch: sequences per forward and backward pass, kept so that a resumed run repeats the same arithmetic.
+        attention_kernel: of plain causal attention on a GPU, kept for the same reason; empty where none was chosen.
         evaluated: last step after which held-out text was looked at; a clean stop leaves that to the next start.
         evaluated_tokens: how much of it was asked for then, as `evaluate.tokens` or `evaluate.final_tokens` says it.
         metrics: held-out figures of then, such as ``{"validation_loss": 3.1}``.
@@ -26,6 +27,7 @@ class Progress:
     tokens: int = 0
     train_s: float = 0.0
     micro_batch: int = 0
+    attention_kernel: str = ""
     evaluated: int = 0
     evaluated_tokens: int = -1
     metrics: dict[str, float] = field(default_factory=dict)

@@ -27,6 +27,7 @@ from phalanx.optim.build import OptimizerSet
 from phalanx.optim.state_shards import state_shards
 from phalanx.train.batches import Stream, on_device
 from phalanx.train.config import RunConfig
+from phalanx.train.derived.attention import AttentionChoice
 from phalanx.train.derived.changes import changes_between, require_allowed
 from phalanx.train.derived.figures import batch_sizes, destination
 from phalanx.train.device import Device
@@ -66,6 +67,8 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     only_in_memory: bool = False
     """The state that was taken up lies in the memory of hosts, and perhaps nowhere else."""
+    attention: AttentionChoice | None = None
+    """The kernel that was chosen for this run on a GPU, where one was to be chosen."""
     changes: tuple[str, ...] = ()
     """Settings that were others when the state that was taken up was kept, where the run folder has not told them."""
     _updates: int = 0

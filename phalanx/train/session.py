@@ -20,6 +20,7 @@ from phalanx.launch.named import errors_named
 from phalanx.model.shapes import flops_per_token, num_parameters
 from phalanx.telemetry.loggers import MetricsLogger, Silent, open_loggers
 from phalanx.train.assemble import assemble
+from phalanx.train.attention import described_attention
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.figures import default_folder
 from phalanx.train.derived.layout import axes_text
@@ -119,7 +120,8 @@ def headline(run: Run) -> str:
         f"in micro-batches of {run.progress.micro_batch} x {config.data.sequence_length}\n"
         f"text: {units.count(run.prepared.num_tokens('train'))} tokens to train on, "
         f"{units.count(run.prepared.num_tokens('validation'))} held out\n"
-        f"device: {run.device.name}, {run.device.threads} thread(s){each}, {_arithmetic(run)}{peak}\n{_spread(run)}"
+        f"device: {run.device.name}, {run.device.threads} thread(s){each}, {_arithmetic(run)}{peak}\n"
+        f"{_attention(run)}{_spread(run)}"
         f"folder: {run.folder.path}"
     )
 
@@ -132,6 +134,12 @@ def _arithmetic(run: Run) -> str:
         return dtype
     emulated = ", emulated" if run.device.torch_device.type == "cpu" else ""
     return f"fp8 (blocks {layers.start} to {layers.stop - 1} of {run.trainer.config.layers}{emulated}) and {dtype}"
+
+
+def _attention(run: Run) -> str:
+    """By which kernels a GPU attends."""
+    described = described_attention(run)
+    return f"attention: {described}\n" if described else ""
 
 
 def _spread(run: Run) -> str:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from phalanx.core.shard import Shard
 from phalanx.data.batch import Batch
+from phalanx.kernels.attention import CausalKernel
+from phalanx.kernels.attention_trial import Trial
 from phalanx.model.config import ModelConfig
 from phalanx.model.decoder import Decoder
 from phalanx.model.logical import LogicalParameters
@@ -84,6 +86,14 @@ class Trainer(Protocol):
         """Take note that `parameters` have other values now: after an update, or when they were loaded."""
         ...
 
+    def attention_trial(self, batch: int, length: int) -> Trial:
+        """What is to be tried of the attention of `batch` sequences of `length` before a kernel is chosen."""
+        ...
+
+    def use_attention(self, kernel: CausalKernel) -> None:
+        """Do plain causal attention on a GPU by this kernel."""
+        ...
+
     def held_out_loss(self, batches: Iterable[Batch]) -> Tensor:
         """Cross-entropy summed over the weighted tokens of `batches`, nats, float64; the same batches on all ranks."""
         ...
@@ -140,6 +150,14 @@ class LocalTrainer:
         """Cast the matrices anew."""
         self.model.weights_changed()
 
+    def attention_trial(self, batch: int, length: int) -> Trial:
+        """One layer's, of the whole model."""
+        return Trial(self.model.attention_shape(batch, length))
+
+    def use_attention(self, kernel: CausalKernel) -> None:
+        """Do plain causal attention on a GPU by this kernel."""
+        self.model.causal_kernel = kernel
+
     def held_out_loss(self, batches: Iterable[Batch]) -> Tensor:
         """See `phalanx.train.evaluate.held_out_loss`."""
         return held_out_loss(self.model, batches, self._device)
@@ -169,6 +187,14 @@ class SpreadTrainer:
     def weights_changed(self) -> None:
         """Start to make the weights whole again where they are split."""
         self._engine.weights_changed()
+
+    def attention_trial(self, batch: int, length: int) -> Trial:
+        """See `phalanx.parallel.engine.Engine.attention_trial`."""
+        return self._engine.attention_trial(batch, length)
+
+    def use_attention(self, kernel: CausalKernel) -> None:
+        """See `phalanx.parallel.engine.Engine.use_attention`."""
+        self._engine.use_attention(kernel)
 
     def held_out_loss(self, batches: Iterable[Batch]) -> Tensor:
         """See `phalanx.parallel.engine.Engine.held_out_loss`."""

@@ -81,6 +81,19 @@ def test_given_leaves_defaults_out_and_describe_adds_meaning() -> None:
     assert "optimizer steps" in result.output
 
 
+def test_explain_says_which_attention_kernels_are_used() -> None:
+    def rows(*overrides: str) -> list[str]:
+        result = CliRunner().invoke(explain, [str(CONFIGS[0]), "--given", *overrides], env={"COLUMNS": "240"})
+        return [line for line in result.output.splitlines() if line.startswith(("CPU ", "GPU "))]
+
+    both = rows("data.document_mask=false")
+    assert [line[:3] for line in both] == ["CPU", "GPU"]
+    assert "cuDNN, else FlashAttention 2" in both[1]
+    (alone,) = rows("data.document_mask=true", "train.device=cuda")
+    assert "FlexAttention" in alone
+    assert "documents without a dense mask" in alone
+
+
 def test_a_mistake_is_one_line_on_stderr_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["explain", str(CONFIGS[0]), "train.stepz=3"])

@@ -2,14 +2,17 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, create_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.kernels.attention import attention, flex_attend, one_kernel, prepare
-from phalanx.kernels.flex_mask import flex_mask
+from phalanx.kernels.flex_mask import block_mask, flex_mask
 from phalanx.kernels.masks import AttentionMask
+from phalanx.model.config import ModelConfig
+from phalanx.model.part import DecoderPart
 
 CPU = torch.device("cpu")
 
@@ -135,6 +138,77 @@ def test_masks_of_one_shape_share_a_kernel():
         mask = AttentionMask(256, 256, documents_BS=rising_documents(2, 256, 4, seed))
         with torch.inference_mode():
             flex_attend(q, k, v, mask, None, flex)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_compiled_block_takes_every_mask(monkeypatch, backend, window):
+    """One graph without a break, and no second one: masks of other documents are inputs of it."""
+    torch._dynamo.reset()
+    config = ModelConfig(
+        vocab_size=8, max_sequence=256, layers=1, hidden=32, heads=2, kv_heads=1, window=window or 0,
+        attention=("window",) if window else ("full",), attention_backend="flex",
+    )  # fmt: skip
+    part = DecoderPart(config, first=True, last=False).requires_grad_(False)  # there is no backward on a CPU
+    for parameter in part.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    by_flex = lambda q, k, v, mask, scale: flex_attend(q, k, v, mask, scale, flex_attention)  # noqa: E731
+    monkeypatch.setattr("phalanx.kernels.attention._flex", by_flex)
+    compiled = torch.compile(part.layers[0].forward, backend=backend, fullgraph=True)
+    tokens, x = torch.zeros(2, 256, dtype=torch.int64), torch.randn(512, 32)
+    for seed in range(4):
+        context = part.context(tokens, documents_BS=rising_documents(2, 256, 4, seed))
+        for mask in context.masks.values():
+            flex_mask(mask, CPU)  # as `prepare` does on a GPU
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            found = compiled(x, context)
+        monkeypatch.setattr("phalanx.kernels.attention._flex", attend_by_math)
+        expected = part.layers[0](x, context)
+        monkeypatch.setattr("phalanx.kernels.attention._flex", by_flex)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def attend_by_math(q, k, v, mask, scale):
+    return attention(q, k, v, mask=mask, scale=scale, backend="math")
+
+
+PIECES = [(range(200, 400), range(200)), (range(200, 400), range(200, 400)), (range(400, 600), range(200))]
+
+
+@pytest.mark.parametrize("window", [None, 70, 250])
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_blocks_of_a_ring(window, has_documents):
+    documents = rising_documents(2, 600, 5, 2) if has_documents else None
+    dense = AttentionMask(600, 600, window=window, documents_BS=documents).dense(CPU)
+    for queries, keys in PIECES:
+        found = block_mask(queries, keys, window, documents, CPU)
+        expected = dense[:, :, queries.start : queries.stop, keys.start : keys.stop]
+        by_pairs = create_mask(found.mask_mod, len(dense), 1, 200, 200, device="cpu")
+        assert torch.equal(by_pairs, expected)
+        blocks = F.pad(expected, (0, 56, 0, 56)).unflatten(3, (2, 128)).unflatten(2, (2, 128))
+        some, whole = blocks.any(5).any(3), blocks.all(5).all(3)
+        listed = [
+            columns(found.kv_num_blocks, found.kv_indices),
+            columns(found.full_kv_num_blocks, found.full_kv_indices),
+        ]
+        for have, kinds in zip(listed, (some & ~whole, whole), strict=True):
+            assert have == [row.nonzero().flatten().tolist() for row in kinds.flatten(0, -2)]
+
+
+def test_blocks_of_a_ring_share_a_kernel():
+    """Wherever they lie: a position that the compiler saw as a number would be compiled anew for each."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    flex = torch.compile(flex_attention, dynamic=False, backend=counter)
+    q, k, v = torch.randn(3, 2, 2, 200, 16).unbind()
+    for seed in range(2):
+        documents = rising_documents(2, 600, 5, seed)
+        for queries, keys in PIECES:
+            with torch.inference_mode():
+                flex(
+                    q, k, v, block_mask=block_mask(queries, keys, 250, documents, CPU), return_aux=AuxRequest(lse=True)
+                )
     assert counter.frame_count == 1
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 # torch without CUDA knows neither a device guard nor streams of CUDA, which the autograd engine asks for: a library
@@ -103,7 +104,9 @@ class _Event:
         return True
 
 
-def _flex(q: Any, k: Any, v: Any, *, block_mask: Any, scale: float | None, enable_gqa: bool) -> Any:
+def _flex(
+    q: Any, k: Any, v: Any, *, block_mask: Any, scale: float | None, enable_gqa: bool, return_aux: Any = None
+) -> Any:
     """In place of FlexAttention, whose kernels are made for values: the mask asked of every pair, and products."""
     import torch
 
@@ -111,9 +114,10 @@ def _flex(q: Any, k: Any, v: Any, *, block_mask: Any, scale: float | None, enabl
         assert tensor.device == q.device, "the block mask is elsewhere"
     batch, i, j = (torch.arange(n, device=q.device) for n in (q.shape[0], q.shape[2], k.shape[2]))
     seen = block_mask.mask_mod(batch[:, None, None], None, i[:, None], j).expand(len(batch), len(i), len(j))
-    return torch.nn.functional.scaled_dot_product_attention(
+    out = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=seen[:, None], scale=scale, enable_gqa=enable_gqa
     )
+    return out if return_aux is None else (out, SimpleNamespace(lse=out.float().sum(-1)))
 
 
 def _model(changes: Mapping[str, Any], fp8_layers: range = range(0)) -> Any:
@@ -151,11 +155,13 @@ def step(
     recompute: str = "none",
     compiled: bool = False,
     fp8_layers: range = range(0),
+    kernel: Any = None,
     **changes: Any,
 ) -> None:
     """Two optimizer steps as the training loop makes them, with a short last micro-batch, and held-out text."""
     import torch
 
+    from phalanx.kernels.attention import CausalKernel
     from phalanx.optim.bad_step import BadStepJudge
     from phalanx.optim.build import build_optimizer
     from phalanx.optim.config import BadStepConfig, OptimConfig
@@ -167,6 +173,8 @@ def step(
     if compiled:
         model.compile(backend="aot_eager", fullgraph=True)
     trainer = LocalTrainer(model, device)
+    if kernel:
+        trainer.use_attention(CausalKernel(kernel, 256))
     update = build_optimizer(OptimConfig(name=optimizer), trainer.parameters)  # type: ignore[arg-type]
     judge, record = BadStepJudge(BadStepConfig(), device.torch_device), StepRecord()
     for number in range(2):
@@ -227,6 +235,18 @@ def decode(**changes: Any) -> None:
     assert logits.device == torch.device("cuda", 0)
 
 
+def blocks() -> None:
+    """Two pieces of a ring, forward and backward, by every kernel."""
+    import torch
+
+    from phalanx.parallel.context.blocks import tried
+
+    made = [torch.zeros(2, n, keys, 16, dtype=torch.bfloat16).to("cuda:0") for n, keys in ((4, 64), (2, 128), (2, 128))]
+    for kernel in ("cudnn", "flash", "flex"):
+        results = tried(kernel, 64)(*made, made[0])  # type: ignore[arg-type]
+        assert all(x.device == torch.device("cuda", 0) for x in results)
+
+
 def counters() -> None:
     """Hashes of rows, and masks of a slice of them."""
     import torch
@@ -252,7 +272,15 @@ CASES: dict[str, Callable[[], None]] = {
     "full recompute": partial(step, recompute="full", **MATH),
     "compiled": partial(step, compiled=True),
     "compiled, learned positions, recompute": partial(step, compiled=True, recompute="selective", **LEARNED),
+    "compiled, cudnn": partial(step, compiled=True, kernel="cudnn", kv_heads=2),
     "compiled, windows, documents": partial(step, compiled=True, documents=True, **WINDOWS),
+    "cudnn": partial(step, kernel="cudnn", kv_heads=2),
+    "cudnn, selective recompute": partial(step, kernel="cudnn", recompute="selective", **CAPPED),
+    "flash, learned positions": partial(step, kernel="flash", **LEARNED),
+    "flex where all is plain": partial(step, kernel="flex", kv_heads=1),
+    "efficient": partial(step, kernel="efficient", kv_heads=2),
+    "cudnn by name, windows": partial(step, attention_backend="cudnn", **WINDOWS),
+    "ring of blocks": blocks,
     "decoding": partial(decode, **WINDOWS),
     "decoding, learned positions": partial(decode, **LEARNED),
     "engine": partial(engine, dropout=0.1),

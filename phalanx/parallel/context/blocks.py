@@ -4,23 +4,31 @@ With S = scale Q K^T, a softmax over all keys is made of softmaxes over pieces o
 log-sum-exp of its scores, and pieces add up with weights exp(lse - total). In the backward pass every piece needs only
 the final output and log-sum-exp (FlashAttention, arXiv 2205.14135, section 3.1; ring attention, arXiv 2310.01889).
 
+On CUDA a block is computed by the fused kernel that the run's trial found right where all of it is seen, or what
+causality leaves of it, and by FlexAttention where windows and documents decide: no score is kept, nor a dense mask.
+
 Shapes: B batch, H query heads, G key/value heads (dividing H), S queries, K keys, E head size.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from phalanx.kernels import flash_cpu
-from phalanx.kernels.attention import AttentionDropout
+from phalanx.kernels import flash_cpu, fused_cuda
+from phalanx.kernels.attention import SMALLEST_FLEX_HEAD, AttentionDropout, Kernel, flex_partial
+from phalanx.kernels.attention_trial import Attend
 from phalanx.kernels.counter import keep_mask
+from phalanx.kernels.flex_mask import block_mask
 from phalanx.parallel.context.split import Piece
 
 # Finite, so that a query that sees none of a piece's keys gets weight exp(-1e30 - lse) = 0 instead of NaN.
 _UNSEEN = -1e30
+
+Way = Literal["cudnn", "flash", "flex", "cpu", "products"]
+"""How a block is computed; ``cpu`` is torch's flash kernel for CPUs, ``products`` matrix products that keep scores."""
 
 
 class Block:
@@ -35,6 +43,25 @@ class Block:
     def __init__(self, queries: Piece, keys: Piece, window: int | None, documents_BS: Tensor | None) -> None:
         self.queries, self.keys, self.window, self.documents_BS = queries, keys, window, documents_BS
         self._bias: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._flex_mask: dict[torch.device, Any] = {}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every query sees every key."""
+        return self.documents_BS is None and self.queries.sees_all(self.keys, self.window)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether query i sees the keys up to i, and nothing else restricts it."""
+        unrestricted = self.documents_BS is None and (self.window is None or self.window >= self.keys.length)
+        return unrestricted and self.queries == self.keys
+
+    def flex_mask(self, device: torch.device) -> Any:
+        """FlexAttention's mask of this block."""
+        if device not in self._flex_mask:
+            queries, keys = (range(piece.start, piece.stop) for piece in (self.queries, self.keys))
+            self._flex_mask[device] = block_mask(queries, keys, self.window, self.documents_BS, device)
+        return self._flex_mask[device]
 
     def bias(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """What is added to the scores, (B or 1, 1, S, K): 0 where seen, a very negative number elsewhere."""
@@ -43,7 +70,7 @@ class Block:
         return self._bias[dtype, device]
 
     def _make_bias(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self.documents_BS is None and self.queries.sees_all(self.keys, self.window):
+        if self.is_whole:
             zero = torch.zeros(1, 1, 1, 1, dtype=dtype, device=device)
             return zero.expand(1, 1, self.queries.length, self.keys.length)
         i = torch.arange(self.queries.start, self.queries.stop, device=device)[:, None]
@@ -67,11 +94,27 @@ class Partial(NamedTuple):
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, dropout: AttentionDropout | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block: Block,
+    scale: float,
+    dropout: AttentionDropout | None = None,
+    kernel: Kernel | None = None,
 ) -> Partial:
-    """Attention of a block's queries to its keys alone."""
+    """Attention of a block's queries to its keys alone.
+
+    Args:
+        kernel: that a trial found right on CUDA; None: what the device is known to have.
+    """
+    way = way_of(q, block, dropout, kernel)
+    if way == "cudnn" or way == "flash":
+        return Partial(*fused_cuda.forward(way, q, k, v, is_causal=not block.is_whole, scale=scale))
+    if way == "flex":
+        _, out, lse = flex_partial(q, k, v, block.flex_mask(q.device), scale)
+        return Partial(out.detach(), lse.detach().clamp(min=_UNSEEN))
     bias = block.bias(q.dtype, q.device)
-    if _by_flash(q, dropout):
+    if way == "cpu":
         return Partial(*flash_cpu.forward(q, k, v, bias, scale))
     scores = _scores(q, k, bias, scale)
     lse = scores.logsumexp(-1)
@@ -90,10 +133,17 @@ def attend_backward(
     block: Block,
     scale: float,
     dropout: AttentionDropout | None = None,
+    kernel: Kernel | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v through this block, given the output and log-sum-exp over *all* keys."""
+    way = way_of(q, block, dropout, kernel)
+    if way == "cudnn" or way == "flash":
+        whole = block.is_whole
+        return fused_cuda.backward(way, grad, q, k, v, final.out, final.lse, is_causal=not whole, scale=scale)
+    if way == "flex":
+        return _flex_backward(grad, q, k, v, final, block, scale)
     bias = block.bias(q.dtype, q.device)
-    if _by_flash(q, dropout):
+    if way == "cpu":
         return flash_cpu.backward(grad, q, k, v, final.out, final.lse, bias, scale)
     probabilities = (_scores(q, k, bias, scale) - final.lse[..., None]).exp()
     kept = _kept(probabilities, block, dropout)
@@ -107,6 +157,62 @@ def attend_backward(
     return ds @ _expanded(k, q), _folded(ds.transpose(-1, -2) @ q, k), _folded(dv, v)
 
 
+def _flex_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, final: Partial, block: Block, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The block again, and back through how it was put together with the others.
+
+    FlexAttention's backward knows its own log-sum-exp alone; what that adds to the final one has a gradient, too.
+    """
+    leaves, out, lse = flex_partial(q, k, v, block.flex_mask(q.device), scale)
+    share = (lse.detach() - final.lse).exp()
+    lse_grad = share * (_wide(grad) * (_wide(out.detach()) - _wide(final.out))).sum(-1)
+    out_grad = (_wide(grad) * share[..., None]).to(out.dtype)
+    with torch.enable_grad():
+        dq, dk, dv = torch.autograd.grad((out, lse), leaves, (out_grad, lse_grad))
+    return dq, dk, dv
+
+
+def way_of(q: Tensor, block: Block, dropout: AttentionDropout | None, kernel: Kernel | None) -> Way:
+    """How a block is computed.
+
+    Args:
+        kernel: that a trial found right; it does what it can.
+    """
+    if dropout is not None:
+        return "products"
+    if kernel is None and q.device.type == "cpu":
+        return "cpu" if q.dtype != torch.float64 and flash_cpu.is_available() else "products"
+    is_half, size = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
+    kernel = kernel or ("flash" if is_half and size % 8 == 0 else "flex")
+    if (kernel == "cudnn" or kernel == "flash") and (block.is_whole or block.is_causal):
+        return kernel
+    return "flex" if kernel in ("cudnn", "flash", "flex") and size >= SMALLEST_FLEX_HEAD else "products"
+
+
+def tried(kernel: Kernel, length: int) -> Attend:
+    """A ring's attention by `kernel`, for its trial: queries of one piece on that before it, and on their own."""
+    first, second = Piece(0, length), Piece(length, 2 * length)
+    blocks = [Block(second, keys, None, None) for keys in (first, second)]
+
+    def through(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        scale, kv = q.shape[-1] ** -0.5, torch.stack([k, v])
+        pieces = torch.split(kv, length, dim=3)
+        total = None
+        for block, (keys, values) in zip(blocks, pieces, strict=True):
+            total = merge(total, attend(q, keys, values, block, scale, kernel=kernel))
+        assert total is not None
+        final = Partial(total.out.to(q.dtype), total.lse)
+        parts = [
+            attend_backward(grad, q, keys, values, final, block, scale, kernel=kernel)
+            for block, (keys, values) in zip(blocks, pieces, strict=True)
+        ]
+        dq, dk, dv = zip(*parts, strict=True)
+        return final.out, _wide(dq[0]) + dq[1], torch.cat(dk, dim=2), torch.cat(dv, dim=2)
+
+    return through
+
+
 def merge(total: Partial | None, new: Partial) -> Partial:
     """What two disjoint sets of keys give together; the running output is at least fp32."""
     if total is None:
@@ -114,10 +220,6 @@ def merge(total: Partial | None, new: Partial) -> Partial:
     lse = torch.logaddexp(total.lse, new.lse)
     out = total.out * (total.lse - lse).exp()[..., None] + _wide(new.out) * (new.lse - lse).exp()[..., None]
     return Partial(out, lse)
-
-
-def _by_flash(q: Tensor, dropout: AttentionDropout | None) -> bool:
-    return dropout is None and q.device.type == "cpu" and q.dtype != torch.float64 and flash_cpu.is_available()
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> Tensor:

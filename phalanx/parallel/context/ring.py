@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.kernels.attention import AttentionDropout
+from phalanx.kernels.attention import AttentionDropout, Kernel
 from phalanx.parallel.context.blocks import Block, Partial, attend, attend_backward, merge
 from phalanx.parallel.context.split import SequenceSplit
 from phalanx.parallel.group import Group, Work
@@ -27,11 +27,16 @@ _KEYS, _GRADIENTS = 0, 1  # tags
 
 @dataclass(frozen=True)
 class Layer:
-    """What attention of one layer needs to know beside its tensors."""
+    """What attention of one layer needs to know beside its tensors.
+
+    Attributes:
+        kernel: that a trial found right on CUDA; None: what the device is known to have.
+    """
 
     window: int | None
     scale: float
     dropout: AttentionDropout | None
+    kernel: Kernel | None = None
 
 
 class _Arrival(NamedTuple):
@@ -149,7 +154,8 @@ class _RingAttention(torch.autograd.Function):
                         continue
                     here, there = ring.queries(mine), ring.queries(number)
                     keys, values = arrival.kv[:, :, :, there]
-                    new = attend(q[:, :, here], keys, values, block, layer.scale, _rows(layer.dropout, here))
+                    rows = _rows(layer.dropout, here)
+                    new = attend(q[:, :, here], keys, values, block, layer.scale, rows, layer.kernel)
                     totals[mine] = merge(totals[mine], new)
         found = [total for total in totals if total is not None]  # every query sees itself, so none is missing
         out = torch.cat([total.out for total in found], dim=2).to(q.dtype)
@@ -211,6 +217,7 @@ def _gradients(ring: Ring, layer: Layer, arrival: _Arrival, saved: _Saved) -> Te
                 block,
                 layer.scale,
                 _rows(layer.dropout, here),
+                layer.kernel,
             )
             saved.dq[:, :, here] += dq
             part[0, :, :, there] += dk

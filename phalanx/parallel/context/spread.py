@@ -6,15 +6,18 @@ Shapes: B batch, L positions of whole sequences, S positions on this rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from phalanx.kernels.attention import AttentionDropout, attention
+from phalanx.kernels.attention import AttentionDropout, CausalKernel, attention
+from phalanx.kernels.attention_trial import Shape, Trial
 from phalanx.kernels.masks import AttentionMask
 from phalanx.model.config import ModelConfig
 from phalanx.model.context import Attending, DropoutState
 from phalanx.parallel.config import ContextMethod
+from phalanx.parallel.context.blocks import tried
 from phalanx.parallel.context.heads import to_heads, to_positions
 from phalanx.parallel.context.ring import Layer, Ring
 from phalanx.parallel.context.split import SequenceSplit
@@ -31,6 +34,9 @@ class ContextSpread:
         group: the context group; of one rank, everything stays as it is.
         method: how attention meets the keys of other ranks.
 
+    Attributes:
+        kernel: of plain causal attention on CUDA, where one was found to be right.
+
     Raises:
         UserError: sequences cannot be cut evenly.
     """
@@ -39,6 +45,7 @@ class ContextSpread:
         all_windows = all(config.window_of(layer) is not None for layer in range(config.layers))
         balanced = method == "ring" and not all_windows
         self.group, self._method, self._rows = group, method, config.max_sequence
+        self.kernel: CausalKernel | None = None
         self.split = SequenceSplit(length, group.size, balanced)
         places = [_positions(self.split, rank) for rank in range(group.size)]
         self.positions_S = places[group.index]
@@ -55,6 +62,22 @@ class ContextSpread:
         positions = self.positions_S.to(state.sample_index_B.device)
         return state.sample_index_B.to(torch.int64)[:, None] * self._rows + positions
 
+    def attention_trial(self, whole: Shape) -> Trial:
+        """What is to be tried of a layer's attention over split sequences.
+
+        Args:
+            whole: what a layer with all heads of this rank asks for, of a whole sequence.
+        """
+        size = self.group.size
+        if size == 1:
+            return Trial(whole)
+        if self._method == "ring":
+            piece = self.split.local_length // self.split.pieces_per_rank
+            shape = replace(whole, length=piece, past=piece)
+            return Trial(shape, lambda kernel: tried(kernel, piece), ("cudnn", "flash", "flex", "math"))
+        heads, kv_heads = whole.heads // size, whole.kv_heads // size
+        return Trial(replace(whole, heads=heads, kv_heads=kv_heads, layout="heads"))
+
     def attend_with(self, documents_BL: Tensor | None, dropout: DropoutState | None) -> Attend | None:
         """Attention for one forward pass; None where the ordinary one will do.
 
@@ -70,11 +93,12 @@ class ContextSpread:
 
     def _ring(self, documents_BL: Tensor | None, state: DropoutState | None) -> Attend:
         ring = Ring(self.group, self.split, documents_BL)
+        kernel = None if self.kernel is None else self.kernel.name
         rows_BS = None if state is None else self.dropout_rows(state)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, how: Attending) -> Tensor:
             dropped = _dropout(how, state, rows_BS, how.first_head, how.num_heads or q.shape[1])
-            return ring.attention(q, k, v, Layer(how.window, q.shape[-1] ** -0.5, dropped))
+            return ring.attention(q, k, v, Layer(how.window, q.shape[-1] ** -0.5, dropped, kernel))
 
         return attend
 
@@ -94,7 +118,8 @@ class ContextSpread:
             mine = [to_heads(x, group, order) for x in (q, k, v)]
             first = how.first_head + group.index * (q.shape[1] // group.size)
             dropped = _dropout(how, state, rows_BL, first, how.num_heads or q.shape[1])
-            out = attention(*mine, window=how.window, mask=masks[how.window], dropout=dropped, backend=how.backend)
+            mask, kernel = masks[how.window], self.kernel
+            out = attention(*mine, window=how.window, mask=mask, dropout=dropped, backend=how.backend, kernel=kernel)
             return to_positions(out, group, order)
 
         return attend

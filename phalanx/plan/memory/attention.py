@@ -157,6 +157,8 @@ def _ring(local: Local, strategy: Strategy, rows: _Rows, lse: Floats, window: in
     per_block = (rows.q + lse) / pieces
     each = piece**2 * local.compute_bytes
     masks = blocks * local.sequences * each if local.software.document_masks else masked * each
+    if not (local.software.on_cpu or local.model.attention_dropout):
+        masks = 0.0  # fused kernels, and FlexAttention's lists of blocks
     return Attended(kept_q + 2 * rows.kv, lse, 2 * rows.q, blocks * per_block, masks)
 
 
