@@ -172,6 +172,7 @@ def job_of(
         global_batch=config.train.global_batch,
         precision=precision,
         optimizer=config.optim.name,
+        state_bits=config.optim.state_bits,
         software=software_of(
             model,
             parallel,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from phalanx.core.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from phalanx.optim.adamw import AdamW
     from phalanx.optim.bad_step import BadStepJudge
     from phalanx.optim.build import OptimizerSet, build_optimizer
     from phalanx.optim.came import CAME
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CAME",
     "LAMB",
+    "AdamW",
     "BadStepJudge",
     "GroupConfig",
     "Muon",
@@ -33,6 +35,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "phalanx.optim.adamw": ["AdamW"],
         "phalanx.optim.bad_step": ["BadStepJudge"],
         "phalanx.optim.build": ["OptimizerSet", "build_optimizer"],
         "phalanx.optim.came": ["CAME"],

@@ -7,11 +7,15 @@ kernels, these optimizers leave ``.grad`` as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+STACK_BYTES = 1 << 28
+"""Of a stack of matrices that are updated at once: enough to fill any device, and little beside the model."""
 
 
 class SkippingOptimizer(torch.optim.Optimizer):
@@ -32,15 +36,15 @@ class SkippingOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         bad = self.found_inf
-        if bad is not None and bad.device.type == "cpu" and not self._masked_on_cpu:
+        if bad is not None and bad.device.type == "cpu" and not self.as_on_device:
             if bad.item() != 0.0:
                 return loss
             bad = None
         self._update(None if bad is None else bad == 0.0, self.grad_scale)
         return loss
 
-    # Tests set this, so that the masked path, which only devices take, is checked on a CPU as well.
-    _masked_on_cpu: bool = False
+    # Tests set this, so that what only devices do (masks, stacks of matrices) is checked on a CPU as well.
+    as_on_device: bool = False
 
     def create_state(self) -> None:
         """Make the state of every parameter now, so that a checkpoint can be loaded before the first step."""
@@ -82,6 +86,30 @@ def refuse_unfit(parameter: Tensor) -> None:
         )
 
 
+def twin(parameters: Sequence[Tensor]) -> ModuleType | None:
+    """The Triton kernels, where parameters with gradients like these are on a GPU and Triton is there.
+
+    They take fp32 parameters that lie as they are walked, and gradients alike, of one dtype of at most 32 bits.
+    """
+    if not parameters or not on_gpu(parameters[0]):
+        return None
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    fits = all(p.dtype == torch.float32 and p.is_contiguous() and p.device == parameters[0].device for p in parameters)
+    fits = fits and all(g.is_contiguous() and g.dtype == gradients[0].dtype for g in gradients)
+    if not fits or gradients[0].dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return None
+    try:
+        from phalanx.optim import update_triton
+    except ImportError:
+        return None
+    return update_triton
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether the tensor is on a GPU. Tests of the kernels say so of a CPU, where Triton interprets them."""
+    return tensor.is_cuda
+
+
 def inverse_scale(grad_scale: Tensor | None, keep: Tensor | None, like: Tensor) -> Tensor | None:
     """``1 / grad_scale`` as a scalar tensor beside `like`; 1 on a skipped step, where the scale may be NaN."""
     if grad_scale is None:
@@ -117,3 +145,38 @@ def bundles(parameters: list[Tensor], *, together: bool) -> Iterator[list[Tensor
     for parameter in parameters:
         kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
     yield from kinds.values()
+
+
+def stacks(parameters: list[Tensor], *, alone: bool) -> list[list[Tensor]]:
+    """Lists of parameters of one shape to update as one stack of at most `STACK_BYTES`, in order of first use.
+
+    Args:
+        alone: each by itself, as is faster on a CPU, whose cache then holds the temporaries.
+    """
+    if alone:
+        return [[parameter] for parameter in parameters]
+    shapes: dict[tuple[Any, ...], list[Tensor]] = {}
+    for p in parameters:
+        kind = p.dtype if p.grad is None else p.grad.dtype
+        shapes.setdefault((p.shape, p.device, p.dtype, kind), []).append(p)
+    found = []
+    for alike in shapes.values():
+        most = max(1, STACK_BYTES // max(1, alike[0].numel() * alike[0].element_size()))
+        found += [alike[start : start + most] for start in range(0, len(alike), most)]
+    return found
+
+
+def stacked(tensors: list[Tensor]) -> Tensor:
+    """Tensors of one shape along a new first dimension; of a single one a view."""
+    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)
+
+
+def stacked_gradients(parameters: list[Tensor], inverse: Tensor | None, keep: Tensor | None) -> Tensor:
+    """What `clean_gradients` says of parameters of one shape, as one stack, in a number of kernels that is constant.
+
+    On a skipped step they are -0.0, which leaves every sum as it is, bit for bit.
+    """
+    stack = stacked([p.grad for p in parameters if p.grad is not None]).to(parameters[0].dtype)
+    if keep is not None:
+        stack = torch.where(keep.to(stack.device), stack, -0.0)
+    return stack if inverse is None else stack * inverse

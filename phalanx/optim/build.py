@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from phalanx.core.errors import UserError
+from phalanx.optim.adamw import AdamW
+from phalanx.optim.base import SkippingOptimizer
 from phalanx.optim.came import CAME
 from phalanx.optim.clip import clip_scale, grad_norm
 from phalanx.optim.config import Kind, OptimConfig
@@ -16,6 +18,7 @@ from phalanx.optim.groups import Settings, assign
 from phalanx.optim.lamb import LAMB
 from phalanx.optim.muon import Muon
 from phalanx.optim.reduction import GradientNorm, Reduction, local
+from phalanx.optim.state_shards import bits_of
 
 
 class OptimizerSet:
@@ -135,7 +138,7 @@ def build_optimizer(
     _check_parts(config, everywhere, shapes, trained)
     optimizers: dict[Kind, torch.optim.Optimizer] = {}
     for kind in dict.fromkeys((config.name, *(s.kind for s in settings.values()))):
-        groups = _torch_groups(kind, settings, trained)
+        groups = _torch_groups(kind, settings, trained, config.state_bits, shapes)
         if groups:
             optimizers[kind] = _make(kind, groups, config, reduction, gradient_norm)
     return OptimizerSet(trained, optimizers, config.clip_norm, gradient_norm)
@@ -143,7 +146,7 @@ def build_optimizer(
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the state that the first step would make; parameters and steps taken are untouched."""
-    if isinstance(optimizer, LAMB | CAME | Muon):
+    if isinstance(optimizer, SkippingOptimizer):
         optimizer.create_state()
         return
     for group in optimizer.param_groups:
@@ -154,13 +157,21 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _torch_groups(
-    kind: Kind, settings: Mapping[str, Settings], parameters: Mapping[str, torch.nn.Parameter]
+    kind: Kind,
+    settings: Mapping[str, Settings],
+    parameters: Mapping[str, torch.nn.Parameter],
+    bits: int,
+    shapes: Mapping[str, Sequence[int]],
 ) -> list[dict[str, Any]]:
-    groups: dict[Settings, dict[str, Any]] = {}
+    """Parameters of the same settings, and, where some states have fewer bits, of as many."""
+    groups: dict[tuple[Settings, int], dict[str, Any]] = {}
     for name, chosen in settings.items():
         if chosen.kind == kind:
+            own = bits_of(shapes[name], bits)
             fresh = {"params": [], "lr": chosen.lr, "peak_lr": chosen.lr, "weight_decay": chosen.weight_decay}
-            groups.setdefault(chosen, fresh)["params"].append(parameters[name])
+            if bits != 32:  # torch's AdamW knows no such setting
+                fresh["state_bits"] = own
+            groups.setdefault((chosen, own), fresh)["params"].append(parameters[name])
     return list(groups.values())
 
 
@@ -197,6 +208,8 @@ def _make(
     gradient_norm: GradientNorm,
 ) -> torch.optim.Optimizer:
     betas, eps = config.betas_of(kind), config.eps_of(kind)
+    if kind == "adamw" and config.state_bits != 32:
+        return AdamW(groups, betas=(betas[0], betas[1]), eps=eps)
     if kind == "adamw":
         return torch.optim.AdamW(groups, betas=(betas[0], betas[1]), eps=eps, fused=True)
     if kind == "muon":

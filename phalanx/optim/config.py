@@ -172,6 +172,9 @@ class OptimConfig(Config):
     weight_decay: float | None = Field(
         None, ge=0, description="decoupled decay of matrices; empty: adamw and muon 0.1, lamb and came 0.01"
     )
+    state_bits: Literal[32, 16, 8] = Field(
+        32, description="AdamW's moments: 32 (fp32), 16 (bf16, stochastic rounding) or 8 (block-wise quantised)"
+    )
     decay_vectors: bool = Field(False, description="decay norms and biases too")
     decay_embeddings: bool = Field(False, description="decay embeddings too")
     clip_norm: float = Field(1.0, ge=0, description="largest norm of the whole gradient; 0: no clipping")
@@ -190,6 +193,18 @@ class OptimConfig(Config):
         if betas is not None and not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"{betas} are not all in [0, 1): give decay rates such as 0.9 and 0.95")
         return betas
+
+    @model_validator(mode="after")
+    def _bits_are_adamws(self) -> OptimConfig:
+        other = next(
+            (kind for kind in (self.name, *(g.optimizer for g in self.groups)) if kind not in ("adamw", None)), ""
+        )
+        if self.state_bits != 32 and other:
+            raise ValueError(
+                f"state_bits = {self.state_bits} is made for AdamW, and {other} updates some parameters: "
+                "set state_bits = 32, or adamw as name and in all groups"
+            )
+        return self
 
     def lr_of(self, kind: Kind) -> float:
         """Peak learning rate of the parameters that `kind` updates."""

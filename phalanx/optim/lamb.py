@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from phalanx.optim import base
 from phalanx.optim.base import SkippingOptimizer, bundles, clean_gradients, inverse_scale
 from phalanx.optim.reduction import GradientNorm, Reduction, local
 
@@ -45,7 +46,8 @@ class LAMB(SkippingOptimizer):
         max_weight_norm: bound the parameter's norm in the trust ratio (cybertronai: 10); None for no bound.
         reduction: completes sums over matrices that are spread over ranks.
         gradient_norm: for `max_grad_norm`, where other ranks hold parts of the gradient.
-        compile: run the step through ``torch.compile`` (one graph for all shapes; needs the local reduction).
+        compile: on a CPU, run the step through ``torch.compile`` (one graph for all shapes; needs the local
+            reduction). On a GPU three Triton kernels do it in any case.
 
     Raises:
         ValueError: a setting is out of range, or `compile` is combined with a reduction.
@@ -86,6 +88,7 @@ class LAMB(SkippingOptimizer):
         self.max_grad_norm = max_grad_norm
         self._reduction = reduction
         self._gradient_norm = gradient_norm
+        self._launches: dict[Tensor, Any] = {}  # by first parameter: what the Triton kernels were last told
         self._compiled: Callable[..., None] | None = (
             torch.compile(_compiled_step, dynamic=True, fullgraph=True) if compile else None
         )
@@ -115,8 +118,13 @@ class LAMB(SkippingOptimizer):
             step.add_(1.0 if keep is None else keep.to(step.device))
             scalars = _scalars(group, step)
             inverse = inverse_scale(grad_scale, keep, parameters[0])
-            for bundle in bundles(parameters, together=self._reduction is not local):
-                self._update_bundle(group, bundle, keep, inverse, scalars)
+            for bundle in bundles(parameters, together=self._reduction is not local or self.as_on_device):
+                kernels = base.twin(bundle)
+                if kernels is not None:
+                    launch = self._launches.setdefault(bundle[0], kernels.Launch())
+                    self._launch(launch, group, bundle, keep, inverse, scalars)
+                else:
+                    self._update_bundle(group, bundle, keep, inverse, scalars)
 
     def _clipping_scale(self, parameters: list[Tensor], grad_scale: Tensor | None, limit: float) -> Tensor:
         """The divisor that brings the norm of all gradients, already divided by `grad_scale`, down to `limit`."""
@@ -128,6 +136,24 @@ class LAMB(SkippingOptimizer):
             total = torch.stack([square.to(squares[0]) for square in squares]).sum().sqrt()
         scale = torch.ones_like(total) if grad_scale is None else grad_scale.to(total)
         return torch.maximum(scale, total / limit)
+
+    def _launch(
+        self,
+        launch: Any,
+        group: dict[str, Any],
+        ps: list[Tensor],
+        keep: Tensor | None,
+        inverse: Tensor | None,
+        scalars: Tensor,
+    ) -> None:
+        """The step of a bundle by three kernels."""
+        one = torch.ones_like(scalars[0])
+        rest = [one if inverse is None else inverse.to(scalars), one if keep is None else keep.to(scalars)]
+        numbers = torch.cat([scalars, torch.stack(rest)]).to(ps[0])
+        squares = launch.lamb_moments(ps, [self.state[p] for p in ps], numbers)
+        if self._reduction is not local:
+            squares = torch.stack(self._reduction(list(squares.unbind()), ps, None))
+        launch.lamb_apply(numbers, _factors(squares, numbers, keep, _rule(group)))
 
     def _update_bundle(
         self, group: dict[str, Any], ps: list[Tensor], keep: Tensor | None, inverse: Tensor | None, scalars: Tensor

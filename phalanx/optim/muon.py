@@ -1,8 +1,8 @@
 """Muon: momentum orthogonalised by Newton-Schulz, for the matrices inside the blocks.
 
 This is `torch.optim.Muon` (its settings, its state, its arithmetic, checked against it in the tests) with what the
-training loop needs besides: skipping a bad step and scaling gradients without waiting for the device, and on GPUs one
-batched product for all matrices of a shape.
+training loop needs besides: skipping a bad step and scaling gradients without waiting for the device, and on GPUs
+batched products over stacks of matrices of a shape.
 
 On a CPU the Newton-Schulz products run at the speed of any other product, so Muon costs what its arithmetic costs:
 5 (4 n² m + 2 n³) operations per n x m matrix (n <= m) and step, however many tokens the step has.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.precision import cpu_has_fast_bf16
-from phalanx.optim.base import SkippingOptimizer, clean_gradients, inverse_scale
+from phalanx.optim.base import SkippingOptimizer, inverse_scale, stacked, stacked_gradients, stacks
 
 # Keller Jordan's coefficients, as in torch: steepest at zero.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -81,30 +81,40 @@ class Muon(SkippingOptimizer):
 
     def _update(self, keep: Tensor | None, grad_scale: Tensor | None) -> None:
         for group in self.param_groups:
-            for bundle in _bundles(self._with_gradients(group)):
-                inverse = inverse_scale(grad_scale, keep, bundle[0])
-                gradients = clean_gradients(bundle, inverse, keep)
-                self._update_bundle(group, bundle, gradients, keep)
+            parameters = self._with_gradients(group)
+            alone = bool(parameters) and parameters[0].is_cpu and not self.as_on_device
+            for alike in stacks(parameters, alone=alone):  # on a CPU a batch is no faster
+                inverse = inverse_scale(grad_scale, keep, alike[0])
+                self._update_stack(group, alike, stacked_gradients(alike, inverse, keep), keep)
 
-    def _update_bundle(self, group: dict[str, Any], ps: list[Tensor], gs: list[Tensor], keep: Tensor | None) -> None:
-        """Update matrices of one shape."""
+    def _update_stack(self, group: dict[str, Any], ps: list[Tensor], g_LNM: Tensor, keep: Tensor | None) -> None:
+        """Update matrices of one shape, given their gradients: the number of kernels is the same for any number."""
         momentum, lr, decay = group["momentum"], float(group["lr"]), group["weight_decay"]
-        buffers = [self.state[p]["momentum_buffer"] for p in ps]
+        buffers, gs = [self.state[p]["momentum_buffer"] for p in ps], list(g_LNM.unbind())
         if keep is None:
             torch._foreach_lerp_(buffers, gs, 1 - momentum)
             torch._foreach_mul_(ps, 1 - lr * decay)
-        else:  # a weight of 0 leaves everything as it is
-            kept = keep.to(buffers[0])
-            torch._foreach_lerp_(buffers, gs, [kept * (1 - momentum)] * len(gs))
+        else:  # a weight in a tensor would be a kernel for each matrix; gradients of -0.0 change nothing
+            kept = keep.to(g_LNM)
+            torch._foreach_mul_(buffers, 1 - kept * (1 - momentum))
+            torch._foreach_add_(buffers, gs, alpha=1 - momentum)
             torch._foreach_mul_(ps, 1 - kept * (lr * decay))
-        directions = list(torch._foreach_lerp(gs, buffers, momentum)) if group["nesterov"] else buffers
-        stacked = directions[0] if len(ps) == 1 else torch.stack(directions)
-        dtype = self._cpu_dtype if stacked.is_cpu else torch.bfloat16
-        updates = orthogonalise(stacked, group["ns_coefficients"], group["ns_steps"], group["eps"], dtype)
+        if not group["nesterov"]:
+            directions = stacked(buffers)
+        elif len(ps) == 1:
+            directions = torch.lerp(gs[0], buffers[0], momentum).unsqueeze(0)
+        else:  # the stack is a copy of the gradients, so it may be overwritten
+            torch._foreach_lerp_(gs, buffers, momentum)
+            directions = g_LNM
+        dtype = self._cpu_dtype if g_LNM.is_cpu else torch.bfloat16
+        one = directions[0] if len(ps) == 1 else directions
+        updates = orthogonalise(one, group["ns_coefficients"], group["ns_steps"], group["eps"], dtype)
+        if len(ps) > 1:  # in rows and in the type of the parameters, else each would be added by a kernel of its own
+            updates = updates.to(g_LNM.dtype, memory_format=torch.contiguous_format)
         if keep is not None:
             updates = torch.where(keep, updates, 0.0)
         size = -lr * _adjustment(group["adjust_lr_fn"], ps[0].shape)
-        torch._foreach_add_(ps, [updates] if len(ps) == 1 else list(updates.unbind()), alpha=size)
+        torch._foreach_add_(ps, list(updates.view_as(g_LNM).unbind()), alpha=size)
 
 
 def orthogonalise(
@@ -138,13 +148,3 @@ def orthogonalise(
 def _adjustment(kind: str, shape: torch.Size) -> float:
     rows, columns = shape
     return math.sqrt(max(1.0, rows / columns)) if kind == "original" else 0.2 * math.sqrt(max(rows, columns))
-
-
-def _bundles(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Matrices to update at once: all of a shape on a GPU; each alone on a CPU, where a batch is no faster."""
-    if parameters and parameters[0].device.type == "cpu":
-        return [[parameter] for parameter in parameters]
-    shapes: dict[tuple[Any, ...], list[Tensor]] = {}
-    for parameter in parameters:
-        shapes.setdefault((parameter.shape, parameter.device, parameter.dtype), []).append(parameter)
-    return list(shapes.values())

@@ -23,6 +23,7 @@ def make_job(
     precision: Precision,
     optimizer: Optimizer,
     software: Software | None = None,
+    state_bits: int = 32,
 ) -> Job:
     """What one step of a run computes.
 
@@ -31,11 +32,12 @@ def make_job(
         sequence: tokens.
         global_batch: sequences.
         software: which program trains; None: Phalanx, with its defaults.
+        state_bits: of AdamW's moments.
 
     Raises:
         UserError: the model's sizes are not known yet.
     """
-    return Job(Model.of(model), sequence, global_batch, precision, optimizer, software or Software())
+    return Job(Model.of(model), sequence, global_batch, precision, optimizer, software or Software(), state_bits)
 
 
 def software_of(

@@ -9,6 +9,7 @@ v chunks, d data-parallel ranks, m micro-batches per step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 from phalanx.model.config import ModelConfig
 from phalanx.optim.config import Kind as Optimizer
+from phalanx.optim.state_shards import LEAST_NUMEL, moment_bytes
 from phalanx.parallel.config import ContextMethod, Schedule
 
 Ints: TypeAlias = Any
@@ -207,7 +209,11 @@ class Software:
 
 @dataclass(frozen=True)
 class Job:
-    """What is computed in one optimizer step, however it is spread."""
+    """What is computed in one optimizer step, however it is spread.
+
+    Attributes:
+        state_bits: of AdamW's moments of matrices, as `optim.state_bits`.
+    """
 
     model: Model
     sequence: int
@@ -215,6 +221,13 @@ class Job:
     precision: Precision = "bf16"
     optimizer: Optimizer = "adamw"
     software: Software = field(default_factory=Software)
+    state_bits: int = 32
+
+    @property
+    def moment_bytes(self) -> float:
+        """Of one moment of a matrix, for each of its elements."""
+        rows_of_one = (LEAST_NUMEL, self.model.hidden)  # every matrix is stored in rows of this width
+        return moment_bytes(rows_of_one, self.state_bits) / math.prod(rows_of_one)
 
     @property
     def tokens(self) -> int:

@@ -64,7 +64,7 @@ def check(case: str, mode: str) -> None:
     def make(ps: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = plain(ps)
         if mode == "masked":
-            optimizer._masked_on_cpu, optimizer.found_inf = True, torch.zeros(())
+            optimizer.as_on_device, optimizer.found_inf = True, torch.zeros(())
         return optimizer
 
     mine, _ = trajectory(make, np.load(GOLDEN / f"inputs_{inputs}.npz"), dtype)

@@ -14,7 +14,7 @@ from phalanx.optim.came import CAME
 from phalanx.optim.lamb import LAMB
 
 SPLIT = {"rows": 0, "columns": 1}
-SHAPES = [(8, 6), (4, 10), (12, 12)]
+SHAPES = [(8, 6), (4, 10), (12, 12), (7, 6), (8, 6), (7, 7)]  # halves of 7 are stacked with others on one rank only
 
 
 class Pair:
@@ -31,30 +31,32 @@ class Pair:
             assert len(sums) == len(parameters)
             self.given[rank] = sums
             self.barrier.wait()
-            whole = [a + b for a, b in zip(*self.given, strict=True)]
+            complete = dim is not None and dim + 2 != self.split
+            whole = sums if complete else [a + b for a, b in zip(*self.given, strict=True)]
             self.barrier.wait()
             self.calls += rank == 0
-            complete = dim is not None and dim + 2 != self.split
-            return sums if complete else whole
+            return whole
 
         return reduce
 
 
-def train(make: Any, ps: list[torch.nn.Parameter], gradients: list[list[Tensor]]) -> None:
+def train(make: Any, ps: list[torch.nn.Parameter], gradients: list[list[Tensor]], *, on_device: bool = False) -> None:
     optimizer = make(ps)
+    optimizer.as_on_device = on_device
     for step in gradients:
         for p, g in zip(ps, step, strict=True):
             p.grad = g.clone()
         optimizer.step()
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("split", SPLIT.values(), ids=SPLIT)
 @pytest.mark.parametrize(
     ("make", "settings"),
     [(LAMB, {"lr": 0.01, "max_grad_norm": 0.5}), (CAME, {"lr": 0.01, "clip_threshold": 0.3})],
     ids=["lamb", "came"],
 )
-def test_two_halves_are_one_matrix(make: Any, settings: dict[str, Any], split: int) -> None:
+def test_two_halves_are_one_matrix(make: Any, settings: dict[str, Any], split: int, on_device: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(s, generator=generator, dtype=torch.float64) for s in SHAPES]
     steps = [[torch.randn(s, generator=generator, dtype=torch.float64) for s in SHAPES] for _ in range(3)]
@@ -66,7 +68,7 @@ def test_two_halves_are_one_matrix(make: Any, settings: dict[str, Any], split: i
     parts = [[[g.chunk(2, split)[rank] for g in step] for step in steps] for rank in range(2)]
 
     def work(rank: int) -> None:
-        train(lambda ps: make(ps, reduction=pair.of(rank), **settings), halves[rank], parts[rank])
+        train(lambda ps: make(ps, reduction=pair.of(rank), **settings), halves[rank], parts[rank], on_device=on_device)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
     for thread in threads:

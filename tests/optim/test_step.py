@@ -26,7 +26,7 @@ def build(kind: str, named: dict[str, torch.nn.Parameter], *, masked: bool = Fal
     optimizer = build_optimizer(OptimConfig(name=kind, **settings), named)  # type: ignore[arg-type]
     for each in optimizer._optimizers.values():
         if masked and not isinstance(each, torch.optim.AdamW):
-            each._masked_on_cpu = True  # type: ignore[attr-defined]
+            each.as_on_device = True  # type: ignore[attr-defined]
     return optimizer
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
 from phalanx.model.config import ModelConfig
-from phalanx.model.shapes import num_parameters
+from phalanx.model.shapes import num_parameters, parameter_table
 from phalanx.parallel.tensor.sizes import tensor_shards
 from phalanx.plan.memory import rank_memory
 from phalanx.plan.types import Job, Model, RankMemory, Software, Strategy
@@ -82,6 +83,17 @@ def test_optimizers_keep_less_and_less() -> None:
     elements = num_parameters(config_of({}))
     assert masters == 4 * elements
     assert masters + 4 * elements < state["came"] < masters + 4.2 * elements
+
+
+@pytest.mark.parametrize(("bits", "of_matrices"), [(32, 8), (16, 4), (8, 2 * (1 + 4 / 128))])
+def test_adamws_moments_of_matrices_have_as_many_bits_as_asked(bits: int, of_matrices: float) -> None:
+    """Scales of 8 bits: one for 256 columns, of which there are 128 here; vectors stay fp32."""
+    config = config_of({})
+    shapes = [parameter.shape for parameter in parameter_table(config).values()]
+    matrices = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+    job = Job(Model.of(config), 256, 64, "bf16", "adamw", Software(), bits)
+    (found,) = rank_memory(job, Strategy(zero=0))
+    assert found.optimizer == of_matrices * matrices + 8 * (num_parameters(config) - matrices)
 
 
 def test_experts_are_split_over_their_ranks_and_the_rest_is_not() -> None:

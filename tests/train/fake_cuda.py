@@ -104,6 +104,26 @@ class _Event:
         return True
 
 
+class _Launch:
+    """In place of the Triton kernels of the optimizers: what they are told lies on the device."""
+
+    Launch: Any
+
+    def adamw(self, parameters: Any, states: Any, numbers: Any, seed: Any, bits: int) -> None:
+        told = [*parameters, *(p.grad for p in parameters), *(t for state in states for t in state.values())]
+        assert all(tensor.device.type == "cuda" for tensor in (*told, numbers, seed)) and bits in (8, 16, 32)
+
+    def lamb_moments(self, parameters: Any, states: Any, numbers: Any) -> Any:
+        self.adamw(parameters, states, numbers, numbers, 32)
+        return parameters[0].new_empty(len(parameters), 2)
+
+    def lamb_apply(self, numbers: Any, factors: Any) -> None:
+        assert factors.device.type == numbers.device.type == "cuda"
+
+
+_Launch.Launch = _Launch
+
+
 def _flex(
     q: Any, k: Any, v: Any, *, block_mask: Any, scale: float | None, enable_gqa: bool, return_aux: Any = None
 ) -> Any:
@@ -151,6 +171,7 @@ def _batch(count: int, *, documents: bool) -> Any:
 def step(
     optimizer: str = "adamw",
     *,
+    bits: int = 32,
     documents: bool = False,
     recompute: str = "none",
     compiled: bool = False,
@@ -175,7 +196,7 @@ def step(
     trainer = LocalTrainer(model, device)
     if kernel:
         trainer.use_attention(CausalKernel(kernel, 256))
-    update = build_optimizer(OptimConfig(name=optimizer), trainer.parameters)  # type: ignore[arg-type]
+    update = build_optimizer(OptimConfig(name=optimizer, state_bits=bits), trainer.parameters)  # type: ignore[arg-type]
     judge, record = BadStepJudge(BadStepConfig(), device.torch_device), StepRecord()
     for number in range(2):
         batch = _batch(3, documents=documents)
@@ -265,6 +286,8 @@ MATH: dict[str, Any] = {"attention_dropout": 0.1, "attention_backend": "math"}
 CASES: dict[str, Callable[[], None]] = {
     "adamw, dropout, documents": partial(step, documents=True, dropout=0.1),
     "adamw, learned positions": partial(step, **LEARNED),
+    "adamw, states of 8 bits": partial(step, bits=8),
+    "adamw, states of 16 bits": partial(step, bits=16),
     "lamb, learned positions": partial(step, "lamb", **LEARNED),
     "came, windows, documents": partial(step, "came", documents=True, **WINDOWS, **CAPPED),
     "muon, dropped attention": partial(step, "muon", block="parallel", residual="compute", **MATH),
@@ -298,9 +321,11 @@ def main() -> None:
     import torch
 
     from phalanx.kernels import attention, cross_entropy
+    from phalanx.optim import base
 
     torch.cuda.Event = _Event  # type: ignore[assignment,misc]
     cross_entropy.twin = lambda like: None  # nor are the kernels of Triton
+    base.twin = lambda parameters: _Launch  # type: ignore[assignment,return-value]
     attention._compiled_flex = lambda: _flex  # type: ignore[assignment]
     problems = {}
     for name, case in CASES.items():

@@ -27,9 +27,11 @@ from phalanx.train.failures import explained, out_of_memory
 
 
 @pytest.mark.usefixtures("no_peak")
-@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "came", "muon"])
-def test_standing_memory_is_what_a_run_holds(tmp_path: Path, optimizer: str) -> None:
-    run = begin(configured(tmp_path, {"optim.name": optimizer}))
+@pytest.mark.parametrize(
+    ("optimizer", "bits"), [("adamw", 32), ("adamw", 16), ("adamw", 8), ("lamb", 32), ("came", 32), ("muon", 32)]
+)
+def test_standing_memory_is_what_a_run_holds(tmp_path: Path, optimizer: str, bits: int) -> None:
+    run = begin(configured(tmp_path, {"optim.name": optimizer, "optim.state_bits": bits}))
     run.folder.release()
     told = standing_bytes(run.trainer.config, run.config.optim)
     weights = sum(parameter.nbytes for parameter in run.trainer.parameters.values())
@@ -45,7 +47,14 @@ def test_a_model_that_cannot_fit_is_refused_with_its_parts() -> None:
     require_memory(needed, None, "the host")
     with pytest.raises(UserError) as refusal:
         require_memory(needed, 2**32 - 1, "the host")
-    for words in ("weights 1.00 GiB", "gradients 1.00 GiB", "adamw state 2.00 GiB", "the host", "optim.name=came"):
+    for words in (
+        "weights 1.00 GiB",
+        "gradients 1.00 GiB",
+        "adamw state 2.00 GiB",
+        "the host",
+        "optim.name=came",
+        "optim.state_bits=8",
+    ):
         assert words in str(refusal.value)
 
 

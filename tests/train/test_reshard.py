@@ -11,11 +11,13 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoint_helpers import rewrite
 from support.parity import reshard as resharding
 from support.parity.reshard import moved, process_rank, reshard
 from train_helpers import copies
 
+from phalanx.checkpoint.restoring.checkpoint import open_checkpoint
 from phalanx.launch.environment import Worker
 from phalanx.train.config import RunConfig
 
@@ -65,6 +67,20 @@ def test_runs_go_on_in_layouts_of_other_axes_and_sizes(tmp_path: Path) -> None:
     found = reshard(tmp_path, PAIRS, by_threads)
     assert [(pair.saved, pair.loaded) for pair in found] == PAIRS
     assert all(pair.passes for pair in found), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [8, 16])
+def test_moments_of_fewer_bits_move_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
+    """Codes and scales go with the rows: blocks never cross them, so no layout rounds differently."""
+    monkeypatch.setitem(resharding.SETTINGS, "optim.state_bits", bits)
+    monkeypatch.setitem(resharding.SETTINGS, "model.hidden", 64)
+    pairs = [("fs2 zero 3", "pp2 zbv"), ("single", "pp2 fs2 tp2")]
+    found = reshard(tmp_path, pairs, by_threads)
+    assert all(pair.passes for pair in found), found
+    saved = open_checkpoint(list(copies(tmp_path / "single to pp2 fs2 tp2"))[-1]).read()
+    kinds = {saved[f"optim.{name}.exp_avg"].dtype for name in ("layers.0.attention.q", "layers.0.mlp.up")}
+    assert kinds == {torch.uint8 if bits == 8 else torch.bfloat16}
 
 
 @pytest.mark.slow

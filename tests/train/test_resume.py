@@ -45,6 +45,8 @@ WARM_UP = {
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "adamw": {},
+    "8 bits": {"optim.state_bits": 8, "model.hidden": 64},
+    "16 bits": {"optim.state_bits": 16, "model.hidden": 64},
     "lamb": {"optim.name": "lamb"},
     "came": {"optim.name": "came"},
     "muon": {"optim.name": "muon"},

@@ -274,7 +274,7 @@ def test_a_step_reads_nothing_back_from_the_device(
     """
     changes = {"optim.name": optimizer, "logging.every_steps": 1000, "checkpoint.every_steps": 0, "model.dropout": 0.1}
     run = begin(configured(tmp_path, changes))
-    monkeypatch.setattr(SkippingOptimizer, "_masked_on_cpu", True)
+    monkeypatch.setattr(SkippingOptimizer, "as_on_device", True)
     above: list[int] = []
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "numpy"):
         original = getattr(torch.Tensor, name)

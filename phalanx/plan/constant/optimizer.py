@@ -9,7 +9,8 @@ from phalanx.plan.hardware.device import Device
 from phalanx.plan.types import Floats, Ints, Job, Strategy
 
 _STATE_PASSES: Mapping[Kind, float] = {"adamw": 2.0, "lamb": 2.0, "came": 1.0, "muon": 1.0}
-"""fp32 moments of each weight that are read and written: two, or one (CAME's other moments are vectors)."""
+"""Moments of each weight that are read and written: two, or one (CAME's other moments are vectors). They are fp32, but
+AdamW's perhaps of fewer bits."""
 _EXTRA_READS: Mapping[Kind, float] = {"adamw": 0.0, "lamb": 3.0, "came": 4.0, "muon": 0.0}
 """fp32 passes more: LAMB writes its update, reads it for its norm and again to apply it; CAME reads the squared
 gradient and the squared residual twice each, once for the sums along either axis (arXiv 2307.02047, algorithm 2)."""
@@ -24,7 +25,7 @@ def update_s(job: Job, strategy: Strategy, device: Device, weights: Floats) -> F
     """
     own = weights / strategy.shard if strategy.zero else weights
     software, kind = job.software, job.optimizer
-    moments = 8 * _STATE_PASSES[kind] + 4 * _EXTRA_READS[kind]
+    moments = 2 * job.moment_bytes * _STATE_PASSES[kind] + 4 * _EXTRA_READS[kind]
     masters = 8 + software.weight_bytes if software.master_bytes else 2 * software.weight_bytes
     seconds = device.stream_s(own * (software.gradient_bytes + moments + masters))
     if kind == "muon":

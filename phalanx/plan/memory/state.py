@@ -106,7 +106,9 @@ def apart(job: Job, strategy: Strategy, held: Held, at_end: Any) -> Floats:
 
 
 def _moments(job: Job, strategy: Strategy, held: Held, ways: Ints, expert_ways: Ints, elements: Floats) -> Floats:
-    """State of the optimizer, fp32: split over ranks from ZeRO-1 on, but for CAME's factors of columns.
+    """State of the optimizer: split over ranks from ZeRO-1 on, but for CAME's factors of columns.
+
+    It is fp32, but AdamW's moments of matrices, which have `state_bits`.
 
     CAME keeps one moment, and for each matrix means over rows and columns of two statistics; Muon one for the blocks'
     matrices, and AdamW's two for the rest.
@@ -117,7 +119,8 @@ def _moments(job: Job, strategy: Strategy, held: Held, ways: Ints, expert_ways: 
     blocks = held.rows * width / ways + held.expert_rows * width / expert_ways
     rest = (held.ends * width + held.vectors) / ways
     if job.optimizer in ("adamw", "lamb"):
-        return 8 * (blocks + rest)
+        vectors = held.vectors / ways
+        return 2 * job.moment_bytes * (blocks + rest - vectors) + 8 * vectors
     if job.optimizer == "muon":
         return 4 * blocks + 8 * rest
     rows = (held.rows + held.ends) / ways + held.expert_rows / expert_ways

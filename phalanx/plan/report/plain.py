@@ -79,5 +79,6 @@ def _job(report: Report) -> dict[str, Any]:
         "global_batch_sequences": job.global_batch,
         "precision": job.precision,
         "optimizer": job.optimizer,
+        "state_bits": job.state_bits,
         "software": asdict(job.software),
     }

@@ -12,7 +12,7 @@ def start_up_s(job: Job, strategy: Strategy, cluster: Cluster, weights: Weights)
 
     One rank of each group that holds the same state reads it (MegaScale, section 4); all do so at once.
     """
-    state_bytes = weights.total * (job.software.master_bytes + job.software.weight_bytes + 8)
+    state_bytes = weights.total * (job.software.master_bytes + job.software.weight_bytes + 2 * job.moment_bytes)
     readers = strategy.tensor * strategy.pipeline * (strategy.shard if strategy.zero else 1)
     return {
         "start_up/processes": cluster.value("start_up.process_s"),

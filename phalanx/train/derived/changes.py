@@ -59,6 +59,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (ASKED, "optim.batch_warmup", "start increment every_steps every_samples"),
     (ASKED, "optim.bad_step", "enabled sigma min_history max_in_a_row"),
     (HISTORY, "optim.bad_step", "history"),
+    (STATE, "optim", "state_bits"),
     (FREE, "optim", "compile"),
     (ASKED, "train", "steps tokens global_batch seed precision init_from"),  # a length that is no shorter is free
     (ASKED, "train", "bf16_layers_at_start bf16_layers_at_end"),

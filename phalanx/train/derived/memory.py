@@ -13,9 +13,10 @@ from phalanx.model.config import ModelConfig
 from phalanx.model.shapes import parameter_table
 from phalanx.optim.config import OptimConfig
 from phalanx.optim.groups import assign
+from phalanx.optim.state_shards import moment_bytes
 
-# Bytes of optimizer state per parameter, all fp32: two moments, or one (CAME's factors are vectors: next to nothing).
-_STATE_BYTES = {"adamw": 8, "lamb": 8, "came": 4, "muon": 4}
+# fp32 moments, or for AdamW of `optim.state_bits` (CAME's factors are vectors: next to nothing).
+_MOMENTS = {"adamw": 2, "lamb": 2, "came": 1, "muon": 1}
 
 
 def standing_bytes(model: ModelConfig, optim: OptimConfig) -> dict[str, int]:
@@ -29,7 +30,8 @@ def standing_bytes(model: ModelConfig, optim: OptimConfig) -> dict[str, int]:
     table = parameter_table(model)
     kinds = assign(optim, {name: len(parameter.shape) for name, parameter in table.items()})
     elements = sum(parameter.size for parameter in table.values())
-    state = sum(_STATE_BYTES[kinds[name].kind] * parameter.size for name, parameter in table.items())
+    bits = optim.state_bits
+    state = sum(_MOMENTS[kinds[name].kind] * moment_bytes(parameter.shape, bits) for name, parameter in table.items())
     return {"weights": 4 * elements, "gradients": 4 * elements, f"{optim.name} state": state}
 
 
@@ -61,8 +63,12 @@ def described(needed: Mapping[str, int]) -> str:
 
 def smaller_model(needed: Mapping[str, int]) -> str:
     """What makes the standing memory smaller."""
-    halves = "" if any(name in needed for name in ("came state", "muon state")) else ", or optim.name=came (half state)"
-    return f"make model.hidden or model.layers smaller{halves}"
+    less = ""
+    if any(needed.get(f"{name} state", 0) > needed.get("weights", 0) for name in ("adamw", "lamb")):
+        less = ", or optim.name=came (half state)"
+    if less and "adamw state" in needed:
+        less = ", or optim.state_bits=8 (a quarter of the state)" + less
+    return f"make model.hidden or model.layers smaller{less}"
 
 
 def host_available_bytes() -> int | None:
