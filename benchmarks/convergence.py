@@ -1,7 +1,8 @@
-"""Loss curves side by side on the same text, as MegaScale 6.2 does: blocks, windows and optimizers at equal tokens.
+"""Loss curves side by side on the same text, as MegaScale 6.2 does: blocks, windows, optimizers, fp8 at equal tokens.
 
     python benchmarks/convergence.py --folder /tmp/convergence            # every comparison, a few minutes each
     python benchmarks/convergence.py --only optimizers --tokens 500000
+    python benchmarks/convergence.py --only precision                     # a GPU's 8-bit numbers, emulated on a CPU
 
 Every variant reads the same samples in the same order from the same seed; each optimizer is given several learning
 rates and its best one is compared. Prints a table of held-out bits per byte over training.
@@ -63,6 +64,21 @@ COMPARISONS: dict[str, tuple[Variant, ...]] = {
         Variant("AdamW, batch x4", ADAMW, (2e-3, 4e-3, 8e-3), 32),
         Variant("LAMB, batch x4", ("optim.name=lamb", "optim.weight_decay=0.01"), (2e-2, 4e-2, 8e-2), 32),
         Variant("Muon", ("optim.name=muon",), (2e-3, 4e-3)),
+    ),
+    "precision": tuple(
+        Variant(
+            name + f", seed {seed}" * bool(seed), (*ADAMW, "model.layers=6", f"train.seed={seed}", *changes), (4e-3,)
+        )
+        for name, changes in {
+            "bf16": ("train.precision=bf16",),
+            "fp8, first and last block bf16": ("train.precision=fp8",),
+            "fp8 in all blocks": (
+                "train.precision=fp8",
+                "train.bf16_layers_at_start=0",
+                "train.bf16_layers_at_end=0",
+            ),
+        }.items()
+        for seed in (0, 1)
     ),
 }
 

@@ -62,6 +62,8 @@ def run_config(task: Task, **changes: Any) -> RunConfig:
         "compile": task.compiled,
         "recompute": "full" if shape.recompute else "none",
     }
+    if task.precision == "fp8":  # in all blocks: a shape of four stands for a model of many
+        train |= {"bf16_layers_at_start": 0, "bf16_layers_at_end": 0}
     optim: dict[str, Any] = {"lr": 1e-4}
     if shape.state_bits != 32:
         optim["state_bits"] = shape.state_bits

@@ -88,7 +88,7 @@ def plan_of(config: RunConfig, cluster: Cluster, precision: Precision | None = N
         strategy=strategy,
         parameters=num_parameters(model),
         total_tokens=derive(config).total_tokens,
-        remarks=(*choice.reasons, *remark),
+        remarks=(*choice.reasons, *remark, *_of_fp8(config)),
     )
 
 
@@ -102,7 +102,7 @@ def job_to_search(config: RunConfig, cluster: Cluster) -> Planned:
     model = complete_model(config, known_vocab_size(config))
     precision = precision_of(config, cluster.device)
     job = job_of(config, model, config.parallel, precision, on_cpu=cluster.device.kind == "cpu")
-    return Planned(job, Strategy(), num_parameters(model), derive(config).total_tokens, ())
+    return Planned(job, Strategy(), num_parameters(model), derive(config).total_tokens, _of_fp8(config))
 
 
 def check_sizes(config: RunConfig) -> None:
@@ -147,10 +147,21 @@ def known_vocab_size(config: RunConfig) -> int:
 
 
 def precision_of(config: RunConfig, device: Device) -> Precision:
-    """Type of the matrix products; where the config leaves it open, bf16 where that is faster."""
+    """Type of the matrix products as far as it can be predicted; where the config leaves it open, bf16 where faster."""
+    if config.train.precision == "fp8":
+        return "bf16"
     if config.train.precision != "auto":
         return config.train.precision
     return "bf16" if device.peak_flops_per_s("bf16") > device.peak_flops_per_s("fp32") else "fp32"
+
+
+def _of_fp8(config: RunConfig) -> tuple[str, ...]:
+    """What is to be said of a prediction for 8-bit products, whose rates nobody has calibrated."""
+    if config.train.precision != "fp8":
+        return ()
+    return (
+        "train.precision = fp8 is predicted as bf16: times of 8-bit products are not known; MFU is of the bf16 peak",
+    )
 
 
 def _choose(config: RunConfig, vocab_size: int, cluster: Cluster) -> Choice:

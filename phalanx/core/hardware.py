@@ -49,7 +49,8 @@ def table_peak(device_name: str, *, bf16: bool) -> Peak | None:
 
     MI250X counts one of its two dies (GCD), as the driver does.
     """
+    kind = "bf16" if bf16 else "fp32"
     for name, bf16_flops_per_s, fp32_flops_per_s in _PEAKS:
         if name.lower() in device_name.lower():
-            return Peak(bf16_flops_per_s if bf16 else fp32_flops_per_s, f"data sheet of {name}")
+            return Peak(bf16_flops_per_s if bf16 else fp32_flops_per_s, f"{kind}, data sheet of {name}")
     return None

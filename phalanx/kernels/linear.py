@@ -95,7 +95,7 @@ class _CastProject(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, cast: Tensor, added: Tensor | None, inputs_first: bool) -> Tensor:
         ctx.save_for_backward(x, cast)
         ctx.inputs_first, ctx.sums_rows = inputs_first, added is not None and added.dim() == 1
-        ctx.is_wide = torch.float32 in (weight.dtype, _gradient_dtype(weight))
+        ctx.is_wide = gradient_dtype(weight) == torch.float32
         cast_IO = cast if inputs_first else cast.t()
         return torch.mm(x, cast_IO) if added is None else torch.addmm(added, x, cast_IO)
 
@@ -114,9 +114,13 @@ class _CastProject(torch.autograd.Function):
         return dx, dw, None, d_added, None
 
 
-def _gradient_dtype(weight: Tensor) -> torch.dtype | None:
-    """In what type a leaf's gradients are kept. The compiler knows nothing of it, and rounds them to the weight's."""
-    return None if torch.compiler.is_compiling() else weight.grad_dtype
+def gradient_dtype(weight: Tensor) -> torch.dtype:
+    """fp32 where a weight or its gradient is kept so, else the type of the weight.
+
+    The compiler knows nothing of a leaf's `grad_dtype`, and rounds its gradients to the type of the weight.
+    """
+    kept = None if torch.compiler.is_compiling() else weight.grad_dtype
+    return torch.float32 if torch.float32 in (weight.dtype, kept) else weight.dtype
 
 
 def _in_16_bits(x: Tensor, weight: Tensor, cast: Tensor | None, added: Tensor | None, inputs_first: bool) -> Tensor:

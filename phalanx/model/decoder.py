@@ -10,6 +10,8 @@ Shapes: B batch, S sequence, T tokens (B*S), D hidden, V vocabulary rows.
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,7 @@ class Decoder(DecoderPart):
         device: where the weights are; ``"meta"`` allocates none.
         dtype: of the stored weights.
         compute_dtype: of matrix products and attention; None = `dtype`.
+        fp8_layers: those whose matrices are multiplied in 8 bits.
 
     Raises:
         UserError: `vocab_size` or `max_sequence` is not known.
@@ -46,8 +49,9 @@ class Decoder(DecoderPart):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         compute_dtype: torch.dtype | None = None,
+        fp8_layers: Container[int] = (),
     ) -> None:
-        super().__init__(config, device=device, dtype=dtype, compute_dtype=compute_dtype)
+        super().__init__(config, device=device, dtype=dtype, compute_dtype=compute_dtype, fp8_layers=fp8_layers)
 
     def forward(
         self,

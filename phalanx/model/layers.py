@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.kernels.cross_entropy import mask_padding
+from phalanx.kernels.fp8 import Fp8Weight, fp8_linear
 from phalanx.kernels.linear import linear, project
 from phalanx.kernels.loss import linear_cross_entropy
 from phalanx.kernels.norm import rms_norm
@@ -27,11 +28,12 @@ from phalanx.model.rotary import rotate, rotate_heads
 
 
 class Make(NamedTuple):
-    """How weights are created and used: where, in which master dtype, in which compute dtype."""
+    """How weights are created and used: where, in which master dtype, in which compute dtype, or products in 8 bits."""
 
     device: torch.device | None
     dtype: torch.dtype
     compute: torch.dtype
+    fp8: bool = False
 
     def empty(self, *shape: int) -> nn.Parameter:
         """A parameter still to be initialised."""
@@ -57,8 +59,10 @@ class Matrix(Stored):
     """A module that multiplies by its `weight` in the compute dtype.
 
     Attributes:
+        fp8: whether it multiplies in 8 bits instead (`phalanx.kernels.fp8`).
         cast: the weight in that dtype, for who says when the weight changes (`DecoderPart.hold_casts`); None: it is
             cast wherever it is used.
+        quantised: the same of a weight that is multiplied in 8 bits.
     """
 
     weight: nn.Parameter
@@ -66,13 +70,22 @@ class Matrix(Stored):
 
     def __init__(self, make: Make) -> None:
         super().__init__()
-        self.compute = make.compute
+        self.compute, self.fp8 = make.compute, make.fp8
         self.register_buffer("cast", None, persistent=False)
+        self.quantised: Fp8Weight | None = None
 
     def hold_cast(self) -> None:
         """Keep a cast of the weight from now on, where it is of another dtype: still to be filled."""
-        if self.weight.dtype != self.compute:
+        if self.fp8:
+            self.quantised = Fp8Weight(self.weight.detach())
+        elif self.weight.dtype != self.compute:
             self.cast = torch.empty_like(self.weight, dtype=self.compute, requires_grad=False)
+
+    def held(self) -> tuple[Tensor, ...]:
+        """What is kept beside the weight."""
+        quantised = self.quantised
+        made = () if quantised is None else (quantised.stored, quantised.transposed, quantised.scale)
+        return made if self.cast is None else (self.cast, *made)
 
 
 def stack(attribute: str, rows: Mapping[str, int], suffix: str = "") -> tuple[Part, ...]:
@@ -148,7 +161,10 @@ class InputProjection(Matrix):
         bias = None if self.bias is None else self.bias.to(self.compute)
         if bias is not None and len(bias) < len(self.weight):
             bias = F.pad(bias, (0, len(self.weight) - len(bias)))
-        return linear(x_TD, self.weight, bias, cast_OI=self.cast)
+        if not self.fp8:
+            return linear(x_TD, self.weight, bias, cast_OI=self.cast)
+        out = fp8_linear(x_TD, self.weight, self.quantised)
+        return out if bias is None else out + bias
 
 
 class OutputProjection(Matrix):
@@ -170,15 +186,22 @@ class OutputProjection(Matrix):
 
     def forward(self, inner_TN: Tensor, residual_TD: Tensor | None = None) -> Tensor:
         """Project rows, and add them to `residual` (in its dtype) where one is given."""
-        if self.bias is None:
-            if residual_TD is not None and residual_TD.dtype == inner_TN.dtype:
-                return project(inner_TN, self.weight, residual_TD, cast_IO=self.cast)
-            out = project(inner_TN, self.weight, cast_IO=self.cast)
+        bias = self._bias()
+        if self.fp8:
+            out = fp8_linear(inner_TN, self.weight, self.quantised, inputs_first=True)
+            out = out if bias is None else out + bias
+        elif bias is None and residual_TD is not None and residual_TD.dtype == inner_TN.dtype:
+            return project(inner_TN, self.weight, residual_TD, cast_IO=self.cast)
         else:
-            width = self.weight.shape[1]
-            bias = self.bias.view(-1, width).sum(0) if len(self.bias) > width else self.bias
-            out = project(inner_TN, self.weight, bias.to(self.compute), cast_IO=self.cast)
+            out = project(inner_TN, self.weight, bias, cast_IO=self.cast)
         return out if residual_TD is None else residual_TD + out
+
+    def _bias(self) -> Tensor | None:
+        """Of the stack, (D,) in compute dtype."""
+        if self.bias is None:
+            return None
+        width = self.weight.shape[1]
+        return (self.bias.view(-1, width).sum(0) if len(self.bias) > width else self.bias).to(self.compute)
 
 
 class Attention(Stored):

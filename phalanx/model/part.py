@@ -8,6 +8,7 @@ Shapes: B batch, S sequence, T tokens (B*S), D hidden, V vocabulary rows.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from phalanx.kernels.attention import CausalKernel, prepare
 from phalanx.kernels.attention_trial import Shape
+from phalanx.kernels.fp8 import requantise
 from phalanx.kernels.masks import AttentionMask
 from phalanx.model.block import Block
 from phalanx.model.cache import KVCache
@@ -39,6 +41,7 @@ class DecoderPart(nn.Module):
         device: where the weights are; ``"meta"`` allocates none.
         dtype: of the stored weights.
         compute_dtype: of matrix products and attention; None = `dtype`.
+        fp8_layers: those whose matrices are multiplied in 8 bits.
 
     Attributes:
         causal_kernel: of plain causal attention on CUDA, where one was found to be right; None: what torch prefers.
@@ -62,6 +65,7 @@ class DecoderPart(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         compute_dtype: torch.dtype | None = None,
+        fp8_layers: Container[int] = (),
     ) -> None:
         super().__init__()
         config.require_sizes()
@@ -75,7 +79,7 @@ class DecoderPart(nn.Module):
         self.embedding = Embedding(config, make) if first else None
         self.rotary = Rotary(config) if config.position == "rotary" else None
         chosen = range(config.layers) if layers is None else layers
-        self.layers = nn.ModuleList(Block(config, layer, make) for layer in chosen)
+        self.layers = nn.ModuleList(Block(config, n, make._replace(fp8=n in fp8_layers)) for n in chosen)
         self.norm = Norm(config, "norm", make) if last else None
         tied = self.embedding.weight if config.tie_embeddings and self.embedding is not None else None
         self.head = LossHead(config, make, tied) if last else None
@@ -104,9 +108,11 @@ class DecoderPart(nn.Module):
     @torch.no_grad()
     def weights_changed(self) -> None:
         """Make the casts that are kept anew."""
-        held = [(m.cast, m.weight) for m in self.modules() if isinstance(m, Matrix) and m.cast is not None]
+        matrices = [m for m in self.modules() if isinstance(m, Matrix)]
+        held = [(m.cast, m.weight) for m in matrices if m.cast is not None]
         if held:
             torch._foreach_copy_([cast for cast, _ in held], [weight for _, weight in held])
+        requantise([(m.weight, m.quantised) for m in matrices if m.quantised is not None])
 
     def context(
         self,
@@ -159,8 +165,8 @@ class DecoderPart(nn.Module):
             for block in self.layers:
                 x_TD = block(x_TD, context)
             return x_TD
-        casts = [module.cast for module in self.modules() if isinstance(module, Matrix) and module.cast is not None]
-        leaving = self.offload.forward_pass(len(self.layers), [*(context.rotary or ()), *casts])
+        shared = [*(context.rotary or ()), *(t for m in self.modules() if isinstance(m, Matrix) for t in m.held())]
+        leaving = self.offload.forward_pass(len(self.layers), shared)
         for index, block in enumerate(self.layers):
             with leaving.layer(index, block):
                 x_TD = block(x_TD, context)

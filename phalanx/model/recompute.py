@@ -98,6 +98,7 @@ def _kept_operators() -> frozenset[Any]:
             aten.mm.default,
             aten.addmm.default,
             aten.bmm.default,
+            aten._scaled_mm.default,
             aten._scaled_dot_product_flash_attention_for_cpu.default,
             aten._scaled_dot_product_flash_attention.default,
             aten._scaled_dot_product_efficient_attention.default,

@@ -6,7 +6,7 @@ replaced, recompute, and its parameters laid on flat buckets, of which this rank
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +45,7 @@ class Build:
         offload: share of each stage's layers whose activations wait on the host.
         blank: leave the weights zero, since a restore fills them next.
         compile: compile each block, without what waits for other ranks inside of one.
+        fp8_layers: those whose matrices are multiplied in 8 bits.
         registered: the name under which torch finds a group, for its operators over symmetric memory; None where there
             are none.
     """
@@ -57,6 +58,7 @@ class Build:
     recompute: Recompute = "none"
     offload: float = 0.0
     compile: bool = False
+    fp8_layers: Container[int] = ()
     registered: Callable[[Group], str] | None = None
 
 
@@ -107,6 +109,7 @@ def _hold(
         last=span.last,
         device="meta",
         compute_dtype=build.compute_dtype,
+        fp8_layers=build.fp8_layers,
     )
     queue = WeightQueue() if config.splits_backward else None
     spread_tensor(

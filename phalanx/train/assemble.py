@@ -222,6 +222,7 @@ def build_trainer(config: RunConfig, vocab_size: int, device: Device, ranks: Ran
         recompute=first_level(config),
         offload=_offloaded(config, device),
         compile=config.train.compile is True,
+        fp8_layers=config.train.fp8_layers(config.model.layers),
         registered=ranks.mesh.registered,
     )
     return SpreadTrainer(build_engine(complete_model(config, vocab_size), config.parallel, ranks.mesh, build))
@@ -229,7 +230,12 @@ def build_trainer(config: RunConfig, vocab_size: int, device: Device, ranks: Ran
 
 def build_model(config: RunConfig, vocab_size: int, device: Device, *, blank: bool = False) -> Decoder:
     """The model on its device with the weights of its seed, or `blank`; recomputation and compilation as configured."""
-    model = Decoder(complete_model(config, vocab_size), device=device.torch_device, compute_dtype=device.compute_dtype)
+    model = Decoder(
+        complete_model(config, vocab_size),
+        device=device.torch_device,
+        compute_dtype=device.compute_dtype,
+        fp8_layers=config.train.fp8_layers(config.model.layers),
+    )
     if not blank:
         initialise(model, config.train.seed)
     model.set_recompute(first_level(config))
@@ -301,7 +307,7 @@ def _note_ignored_settings(run: Run, say: Say) -> None:
         say(f"{problem} ({run.device.threads} here); set it to a whole number from 1, or unset it")
     if run.config.train.offload and run.device.torch_device.type == "cpu":
         say(f"train.offload = {run.config.train.offload:g} has no effect: activations are on the host already")
-    for line in ignored_settings(run.config.parallel):
+    for line in (*ignored_settings(run.config.parallel), *run.config.train.ignored()):
         say(line)
     if not _finds_the_best(run.config, run.total_steps):
         say("checkpoint.keep_best has no effect before the end: no checkpoint is due at a step that is evaluated")

@@ -1,7 +1,8 @@
-"""The whole config of a run: each room's own, the training loop's, and where the run is kept."""
+"""The whole config of a run: each room's own, the training loop's, and where the run is kept. Torch-free."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -13,6 +14,9 @@ from phalanx.model.config import ModelConfig
 from phalanx.optim.config import OptimConfig
 from phalanx.parallel.config import ParallelConfig
 from phalanx.telemetry.config import LoggingConfig
+
+# What the dimensions of 8-bit products have to be multiples of: see phalanx.kernels.fp8.
+_FP8_MULTIPLE = 16
 
 
 class FolderConfig(Config):
@@ -60,9 +64,13 @@ class TrainConfig(Config):
     micro_batch: int = Field(0, ge=0, description="sequences per forward and backward pass; 0: chosen for the device")
     seed: int = Field(0, ge=0, description="seed of initial weights and dropout; data.seed orders the samples")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="device; auto: CUDA where there is one")
-    precision: Literal["auto", "bf16", "fp32"] = Field(
-        "auto", description="type of the matrix products (master weights are fp32); auto: bf16 where it is fast"
+    precision: Literal["auto", "bf16", "fp32", "fp8"] = Field(
+        "auto",
+        description="type of the matrix products (master weights are fp32); auto: bf16 where it is fast; fp8: bf16, "
+        "but 8 bits for the products of blocks",
     )
+    bf16_layers_at_start: int = Field(1, ge=0, description="with precision = fp8: first blocks that stay in bf16")
+    bf16_layers_at_end: int = Field(1, ge=0, description="with precision = fp8: last blocks that stay in bf16")
     threads: int = Field(0, ge=0, description="CPU threads for arithmetic; 0: OMP_NUM_THREADS, else one per core")
     compile: Literal["auto"] | bool = Field(
         "auto",
@@ -91,6 +99,20 @@ class TrainConfig(Config):
         "",
         description="run or Hugging Face folder whose weights to start from, with a fresh optimizer; empty: random",
     )
+
+    def fp8_layers(self, layers: int) -> range:
+        """Of `layers` blocks those whose products are in 8 bits."""
+        if self.precision != "fp8":
+            return range(0)
+        return range(self.bf16_layers_at_start, max(self.bf16_layers_at_start, layers - self.bf16_layers_at_end))
+
+    def ignored(self) -> list[str]:
+        """What was set and has no effect, a line each."""
+        if self.precision == "fp8":
+            return []
+        names = ("bf16_layers_at_start", "bf16_layers_at_end")
+        changed = [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+        return [f"train.{name} = {getattr(self, name)} has no effect: train.precision is not fp8" for name in changed]
 
     @model_validator(mode="after")
     def _one_length(self) -> TrainConfig:
@@ -136,7 +158,46 @@ class RunConfig(Config):
         if self.train.compile is True and self.train.recompute in ("selective", "mlp") and opaque:
             raise ValueError(
                 f"train.compile = True does not fit train.recompute = {self.train.recompute!r} with {opaque}: what is "
-                "kept is chosen by the compiler, which would have to see a layer as a whole; set train.compile = false, or "
+                "kept is chosen by the compiler, which would have to see a whole layer; set train.compile = false, or "
                 "train.recompute to none or full"
             )
         return self
+
+    @model_validator(mode="after")
+    def _fits_fp8(self) -> RunConfig:
+        """What 8-bit products ask for, known before any work begins; tensor cores take dimensions of 16, 32, 48 …"""
+        train, model, parallel = self.train, self.model, self.parallel
+        if train.precision != "fp8":
+            return self
+        if not train.fp8_layers(model.layers):
+            raise ValueError(
+                f"train.bf16_layers_at_start = {train.bf16_layers_at_start} and train.bf16_layers_at_end = "
+                f"{train.bf16_layers_at_end} leave none of model.layers = {model.layers} to train.precision = 'fp8': "
+                "lower them, or set train.precision = 'bf16'"
+            )
+        if parallel.tensor > 1 or parallel.splits_backward:
+            raise ValueError(
+                f"train.precision = 'fp8' does not fit parallel.tensor = {parallel.tensor}, parallel.schedule = "
+                f"{parallel.schedule!r}: neither split matrices nor gradients that are put off are made in 8 bits; "
+                "set train.precision = 'bf16', or spread over shard, replicate, context or pipeline with 1f1b or "
+                "interleaved_1f1b"
+            )
+        for key, what, size, cure in self._multiplied():
+            if size % _FP8_MULTIPLE:
+                raise ValueError(
+                    f"{key} ({what}) comes to {size}, no multiple of {_FP8_MULTIPLE} as train.precision = 'fp8' "
+                    f"needs: {cure}, or set train.precision = 'bf16'"
+                )
+        return self
+
+    def _multiplied(self) -> Iterator[tuple[str, str, int, str]]:
+        """Every dimension of the products of blocks: the setting, what it is, its size, and how it would fit."""
+        model, context = self.model, self.parallel.context
+        heads, kv_heads, size = model.heads, model.num_kv_heads, model.head_dim
+        by_head = f"set model.head_size = {-(-size // _FP8_MULTIPLE) * _FP8_MULTIPLE}"
+        by_length = f"make data.sequence_length a multiple of {_FP8_MULTIPLE * context}"
+        yield "model.hidden", "width of the residual stream", model.hidden, f"make it a multiple of {_FP8_MULTIPLE}"
+        yield "model.mlp_hidden", "inner width of the MLP", model.mlp_width, f"make it a multiple of {_FP8_MULTIPLE}"
+        yield "model.heads", "rows of all query heads", heads * size, by_head
+        yield "model.kv_heads", "rows of q, k and v together", (heads + 2 * kv_heads) * size, by_head
+        yield "data.sequence_length", "tokens on one rank", self.data.sequence_length // context, by_length

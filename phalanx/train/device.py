@@ -15,6 +15,7 @@ import torch
 from phalanx.core.cpu import cpu_line
 from phalanx.core.errors import UserError
 from phalanx.core.hardware import Peak, table_peak
+from phalanx.kernels.fp8 import LEAST_CAPABILITY
 from phalanx.kernels.host_memory import keep_freed_memory, use_huge_pages
 from phalanx.kernels.precision import cpu_has_fast_bf16
 from phalanx.launch.cores import wanted_threads
@@ -170,11 +171,24 @@ def _compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_has_fast_bf16()
     if config.precision == "auto":
         return torch.bfloat16 if fast else torch.float32
+    if config.precision == "fp8" and device.type == "cuda":
+        _require_fp8(torch.cuda.get_device_capability(device))
     if config.precision == "bf16" and device.type == "cuda" and not fast:
         raise UserError(
             "this GPU has no bf16 arithmetic", cure="use fp32 or auto", field="train.precision", value=config.precision
         )
-    return torch.bfloat16 if config.precision == "bf16" else torch.float32
+    return torch.float32 if config.precision == "fp32" else torch.bfloat16
+
+
+def _require_fp8(capability: tuple[int, int]) -> None:
+    if capability < LEAST_CAPABILITY:
+        needed, found = (".".join(map(str, each)) for each in (LEAST_CAPABILITY, capability))
+        raise UserError(
+            f"this GPU does not multiply in 8 bits (compute capability {found}; {needed} is needed: Ada, Hopper)",
+            cure="use bf16 or auto",
+            field="train.precision",
+            value="fp8",
+        )
 
 
 def _name(device: torch.device) -> str:

@@ -115,16 +115,25 @@ def headline(run: Run) -> str:
     peak = "" if run.peak is None else f", peak {run.peak.flops_per_s / 1e12:.2f} TFLOP/s ({run.peak.source})"
     tokens_per_step = config.train.global_batch * config.data.sequence_length
     each = " for each rank" if run.ranks.size > 1 else ""
-    dtype = str(run.device.compute_dtype).removeprefix("torch.")
     return (
         f"{units.count(num_parameters(model))} parameters, {run.total_steps} steps of {tokens_per_step:,} tokens "
         f"in micro-batches of {run.progress.micro_batch} x {config.data.sequence_length}\n"
         f"text: {units.count(run.prepared.num_tokens('train'))} tokens to train on, "
         f"{units.count(run.prepared.num_tokens('validation'))} held out\n"
-        f"device: {run.device.name}, {run.device.threads} thread(s){each}, {dtype}{peak}\n"
+        f"device: {run.device.name}, {run.device.threads} thread(s){each}, {_arithmetic(run)}{peak}\n"
         f"{_attention(run)}{_spread(run)}"
         f"folder: {run.folder.path}"
     )
+
+
+def _arithmetic(run: Run) -> str:
+    """In which types matrices are multiplied."""
+    dtype = str(run.device.compute_dtype).removeprefix("torch.")
+    layers = run.config.train.fp8_layers(run.trainer.config.layers)
+    if not layers:
+        return dtype
+    emulated = ", emulated" if run.device.torch_device.type == "cpu" else ""
+    return f"fp8 (blocks {layers.start} to {layers.stop - 1} of {run.trainer.config.layers}{emulated}) and {dtype}"
 
 
 def _attention(run: Run) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -108,6 +109,22 @@ def test_compiled_layers_compute_what_one_process_computes(case: Case) -> None:
     (found,) = by_processes([case])
     seen = difference(found, single(case))
     assert seen.passes, seen
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [{"context": 2}, {"pipeline": 2}, {"pipeline": 2, "schedule": "interleaved_1f1b"}, {"shard": 2, "zero": 3}],
+    ids=["context", "1f1b", "interleaved", "zero 3"],
+)
+def test_products_in_8_bits_in_every_layout_that_has_them(parallel: dict[str, Any]) -> None:
+    """Close, not equal: of other tokens at a time the sums differ, and here and there what a value is rounded to."""
+    case = Case(parallel, {"layers": 4}, optim=SGD, fp8_layers=range(1, 4))
+    (found,) = by_threads([case])
+    seen = difference(found, single(case))
+    assert seen.weights_equal
+    assert seen.losses < 2e-3
+    assert seen.norms < 2e-2
+    assert seen.gradients < 0.1
 
 
 def test_the_comparison_sees_what_is_wrong() -> None:

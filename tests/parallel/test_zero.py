@@ -78,6 +78,22 @@ def test_weights_gathered_in_bf16_give_the_same_bits(layout: Layout, zero: int) 
     assert_parity(mine, whole, tolerance=1e-6)
 
 
+@pytest.mark.parametrize("block", ["serial", "parallel"])
+@pytest.mark.parametrize(
+    ("layout", "zero"), [(Layout(replicate=2), 1), (Layout(shard=2), 1), (Layout(shard=2), 2), (Layout(shard=2), 3)]
+)
+def test_products_in_8_bits_of_gathered_weights_give_the_same_bits(layout: Layout, zero: int, block: str) -> None:
+    """Quantised once per step where weights stay whole, at every use where they come and go."""
+    model = {"layers": 3, "block": block}
+    job = Job(model=model, compute_dtype=torch.bfloat16, fp8_layers=range(1, 3), steps=3)
+    one = replace(job, micro_batches=2)
+    bf16 = replace(one, fp8_layers=range(0))
+    mine, whole = split(job, layout, zero=zero), single(one)
+    assert_parity(mine, whole, tolerance=1e-6)
+    assert whole.losses != single(bf16).losses
+    torch.testing.assert_close(torch.tensor(whole.losses), torch.tensor(single(bf16).losses), rtol=2e-2, atol=0)
+
+
 def test_a_group_of_one_and_evaluation_between_steps() -> None:
     """Without gradients weights are gathered and freed as in training, and nothing is left behind."""
     job = Job()

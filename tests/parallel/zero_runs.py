@@ -43,6 +43,7 @@ class Job:
     steps: int = 5
     recompute: Any = "none"
     compute_dtype: torch.dtype = torch.float32
+    fp8_layers: range = range(0)
     defers: bool = False
     queue: WeightQueue | None = None
 
@@ -113,7 +114,7 @@ def backwards(model: Any, rows: Sequence[Tensor], job: Job, total: float, before
 
 def single(job: Job) -> Record:
     """The run of one process."""
-    model = Decoder(job.config, compute_dtype=job.compute_dtype)
+    model = Decoder(job.config, compute_dtype=job.compute_dtype, fp8_layers=job.fp8_layers)
     model.set_recompute(job.recompute)
     initialise(model, SEED)
     logical = LogicalParameters(model)
@@ -149,6 +150,7 @@ def make_chunk(groups: ThreadGroups, config: ModelConfig, parallel: ParallelConf
         last=here.pipeline == layout.pipeline - 1,
         device="meta",
         compute_dtype=job.compute_dtype,
+        fp8_layers=job.fp8_layers,
     )
     part.set_recompute(job.recompute)
     spread_tensor(part, groups.group("tensor"), config, queue=job.queue)

@@ -153,14 +153,15 @@ def _flex(
     return out if return_aux is None else (out, SimpleNamespace(lse=out.float().sum(-1)))
 
 
-def _model(changes: Mapping[str, Any]) -> Any:
+def _model(changes: Mapping[str, Any], fp8_layers: range = range(0)) -> Any:
     import torch
 
     from phalanx.model.config import ModelConfig
     from phalanx.model.decoder import Decoder
 
     sizes: dict[str, Any] = {"vocab_size": 512, "max_sequence": 256, "layers": 2, "hidden": 64, "heads": 4}
-    return Decoder(ModelConfig(**(sizes | dict(changes))), device="cuda:0", compute_dtype=torch.bfloat16)
+    config = ModelConfig(**(sizes | dict(changes)))
+    return Decoder(config, device="cuda:0", compute_dtype=torch.bfloat16, fp8_layers=fp8_layers)
 
 
 def _device() -> Any:
@@ -188,6 +189,7 @@ def step(
     recompute: str = "none",
     compiled: bool = False,
     offload: float = 0.0,
+    fp8_layers: range = range(0),
     kernel: Any = None,
     **changes: Any,
 ) -> None:
@@ -202,7 +204,7 @@ def step(
     from phalanx.train.reports.record import StepRecord
     from phalanx.train.trainer import LocalTrainer
 
-    device, model = _device(), _model(changes)
+    device, model = _device(), _model(changes, fp8_layers)
     model.set_recompute(recompute)
     if compiled:
         model.compile(backend="aot_eager", fullgraph=True)
@@ -228,7 +230,7 @@ def step(
     assert all(tensor.device.type == "cuda" for tensor in tensors)
 
 
-def engine(**changes: Any) -> None:
+def engine(*, fp8_layers: range = range(0), **changes: Any) -> None:
     """The same step by the engine of spread models, of one rank."""
     import torch
 
@@ -248,7 +250,7 @@ def engine(**changes: Any) -> None:
             return Group.alone()
 
     sizes: dict[str, Any] = {"vocab_size": 512, "max_sequence": 256, "layers": 2, "hidden": 64, "heads": 4}
-    build = Build(256, torch.device("cuda", 0), torch.bfloat16, seed=0, blank=True)
+    build = Build(256, torch.device("cuda", 0), torch.bfloat16, seed=0, blank=True, fp8_layers=fp8_layers)
     config = ParallelConfig(replicate=1, shard=1, tensor=1, pipeline=1, context=1)
     made = build_engine(ModelConfig(**(sizes | changes)), config, Alone(), build)
     for number in range(2):
@@ -327,6 +329,10 @@ CASES: dict[str, Callable[[], None]] = {
     "decoding, learned positions": partial(decode, **LEARNED),
     "engine": partial(engine, dropout=0.1),
     "engine, dropped attention": partial(engine, **MATH),
+    "products in 8 bits": partial(step, fp8_layers=range(1, 2)),
+    "products in 8 bits, biases": partial(step, fp8_layers=range(2), recompute="selective", bias="all"),
+    "compiled, products in 8 bits": partial(step, compiled=True, fp8_layers=range(1, 2)),
+    "engine, products in 8 bits": partial(engine, fp8_layers=range(2), block="parallel"),
     "counters": counters,
 }
 

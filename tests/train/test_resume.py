@@ -55,6 +55,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "batch warm-up": WARM_UP,
     "recompute": {"train.recompute": "full", "model.dropout": 0.1},
     "bf16": {"train.precision": "bf16"},
+    "fp8": {"train.precision": "fp8", "model.layers": 3, "train.recompute": "selective"},
     "parallel": {"model.block": "parallel", "model.window": 4, "model.attention": ["window", "full"]},
     "tied": {"model.tie_embeddings": True, "model.vocab_multiple": 64},
     "evaluations": {"evaluate.every_steps": 3, "evaluate.tokens": 200},

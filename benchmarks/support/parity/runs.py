@@ -54,7 +54,7 @@ class Piece:
 
 def single(case: Case) -> Seen:
     """One process with the whole model, which takes every batch at once."""
-    model = Decoder(case.config)
+    model = Decoder(case.config, fp8_layers=case.fp8_layers)
     initialise(model, _WEIGHTS_SEED)
     trainer = LocalTrainer(model, Device(CPU, "cpu", torch.float32, 1))
     seen = Seen({n: p.detach().clone() for n, p in trainer.parameters.items()}, {})
@@ -109,7 +109,15 @@ def whole(pieces: Sequence[Piece]) -> Seen:
 
 
 def make_engine(case: Case, groups: Groups) -> Engine:
-    build = Build(LENGTH, CPU, torch.float32, seed=_WEIGHTS_SEED, recompute=case.recompute, compile=case.compiled)
+    build = Build(
+        LENGTH,
+        CPU,
+        torch.float32,
+        seed=_WEIGHTS_SEED,
+        recompute=case.recompute,
+        compile=case.compiled,
+        fp8_layers=case.fp8_layers,
+    )
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
         return build_engine(case.config, case.spread, groups, build)
 

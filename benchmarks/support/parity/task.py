@@ -37,6 +37,7 @@ class Case:
         micro_batch: samples of a forward pass on each rank; the single process takes all at once.
         masked: whether targets have uneven weights and samples hold several documents.
         compiled: whether the layout's layers are, without code being generated.
+        fp8_layers: those that multiply in 8 bits.
     """
 
     parallel: Mapping[str, Any]
@@ -48,6 +49,7 @@ class Case:
     masked: bool = True
     recompute: Any = "none"
     compiled: bool = False
+    fp8_layers: range = range(0)
 
     @property
     def config(self) -> ModelConfig:

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from phalanx.core.layout import AXES, Axis
 from phalanx.core.shard import Shard
+from phalanx.kernels.fp8 import requantise
 from phalanx.model.block import Block
+from phalanx.model.layers import Matrix
 from phalanx.model.part import DecoderPart
 from phalanx.model.shapes import parameter_table
 from phalanx.parallel.config import ParallelConfig
@@ -98,6 +100,8 @@ class ShardedChunk:
         self._passed: set[Bucket] = set()  # reduced since the present backward pass began
         self.parameters, self.shards = self._logical()
         self._fill(initial)
+        self._stale: set[Matrix] = set()  # quantised from weights that have since been gathered anew
+        self._hold_quantised()
         self._units = self._make_units()
         self._add_hooks()
 
@@ -110,6 +114,7 @@ class ShardedChunk:
         for bucket in self._buckets:
             if bucket.keeps_weights:
                 bucket.gather()
+        self._stale = {matrix for matrix in self._matrices(self.part) if matrix.quantised is not None}
         if self._units:
             self._units[0].prefetch()
 
@@ -244,7 +249,7 @@ class ShardedChunk:
             # The last norm waits for the head, whose logits are not taken by a call of the module.
             needed = [*module.parameters(), *(head.parameters() if module is norm and head is not None else ())]
             buckets = self._holding(needed, keeps_weights=True)
-            module.register_forward_pre_hook(partial(_wait_for, buckets))
+            module.register_forward_pre_hook(partial(self._make_ready, buckets, self._matrices(module)))
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.parameters):
                 hook = partial(self._accumulated, bucket, index)
@@ -261,6 +266,24 @@ class ShardedChunk:
                 yield from top.children()
             else:
                 yield top
+
+    @staticmethod
+    def _matrices(top: nn.Module) -> list[Matrix]:
+        return [module for module in top.modules() if isinstance(module, Matrix)]
+
+    def _hold_quantised(self) -> None:
+        """Quantise once per step what stays whole; what is gathered for every use (ZeRO-3) is quantised for each."""
+        kept = {id(parameter) for b in self._buckets if b.keeps_weights for parameter in b.parameters}
+        for matrix in self._matrices(self.part):
+            if matrix.fp8 and id(matrix.weight) in kept:
+                matrix.hold_cast()
+
+    def _make_ready(self, buckets: list[Bucket], matrices: list[Matrix], module: nn.Module, arguments: object) -> None:
+        """Before a forward pass: the weights are there, and quantised where they are new."""
+        _wait_for(buckets, module, arguments)
+        stale = self._stale.intersection(matrices)
+        requantise([(m.weight, m.quantised) for m in matrices if m in stale and m.quantised is not None])
+        self._stale -= stale
 
     def _logical(self) -> tuple[dict[str, nn.Parameter], dict[str, Shard]]:
         found, shards = {}, {}

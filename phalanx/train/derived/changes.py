@@ -62,6 +62,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (STATE, "optim", "state_bits"),
     (FREE, "optim", "compile"),
     (ASKED, "train", "steps tokens global_batch seed precision init_from"),  # a length that is no shorter is free
+    (ASKED, "train", "bf16_layers_at_start bf16_layers_at_end"),
     (FREE, "train", "micro_batch device threads compile recompute offload deterministic garbage_collect_steps"),
     (FREE, "parallel", "devices pipeline replicate shard context tensor zero bucket_bytes reduce_dtype schedule"),
     (FREE, "parallel", "chunks tensor_overlap tensor_chunks context_method host_loader timeout_s first_timeout_s"),
