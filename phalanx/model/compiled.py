@@ -35,8 +35,8 @@ def compile_layers(layers: Iterable[nn.Module], **options: Any) -> None:
         options: of `torch.compile`.
     """
     for layer in layers:
-        layer.layer = torch.compile(layer.layer, **options)
-        layer.choosing = torch.compile(layer.choosing, **options)
+        for name in ("layer", "choosing"):
+            setattr(layer, name, torch.compile(getattr(layer, name), **options))
 
 
 def leave_out(modules: Iterable[nn.Module]) -> None:

@@ -353,6 +353,7 @@ def main() -> None:
     attention._compiled_flex = lambda: _flex  # type: ignore[assignment]
     problems = {}
     for name, case in CASES.items():
+        torch.compiler.reset()  # a process compiles for so many kinds of layers, which no case of its own has
         with _mode():
             try:
                 case()
