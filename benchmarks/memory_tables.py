@@ -9,16 +9,14 @@ bf16. A test holds the page against them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-
-from train_gpu import SHAPES
 
 from phalanx.model.config import ModelConfig
+from phalanx.model.shapes import num_parameters
 from phalanx.parallel.config import ParallelConfig
 from phalanx.plan.jobs import make_job, make_strategy, software_of
 from phalanx.plan.memory import rank_memory
 from phalanx.plan.memory.pieces import pieces_of
-from phalanx.plan.types import Job, RankMemory, Strategy
+from phalanx.plan.types import Job, Strategy
 from phalanx.plan.work.layer import layer
 from phalanx.plan.work.local import local_of
 from phalanx.plan.work.operations import Product
@@ -26,17 +24,30 @@ from phalanx.train.derived.fit import GPU_MEMORY_SHARE, LEVELS, Level
 
 _GIB, _MIB = 1 << 30, 1 << 20
 _CARD_BYTES = 79.1 * _GIB  # what an H100 of 80 GB reports
-_LAYER = SHAPES["llama-8b-4-layers"].model  # of Llama 3 8B
 _SEQUENCE = 8192
-_EIGHT_BIT = 2 / 8
-"""Bytes of AdamW's state in 8 bit over those in fp32."""
+_LAYER = ModelConfig(  # of Llama 3 8B, four of them
+    vocab_size=128256,
+    layers=4,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    mlp_hidden=14336,
+    max_sequence=_SEQUENCE,
+    rope_theta=500000.0,
+)
 
 
-def job_of(model: ModelConfig, sequences: int, *, compiled: bool = False) -> Job:
+def job_of(model: ModelConfig, sequences: int, *, compiled: bool = False, state_bits: int = 32) -> Job:
     """A step of `sequences` on one GPU."""
     software = software_of(model, ParallelConfig(), "bf16", compiled=compiled, on_cpu=False)
     return make_job(
-        model, sequence=_SEQUENCE, global_batch=sequences, precision="bf16", optimizer="adamw", software=software
+        model,
+        sequence=_SEQUENCE,
+        global_batch=sequences,
+        precision="bf16",
+        optimizer="adamw",
+        state_bits=state_bits,
+        software=software,
     )
 
 
@@ -71,26 +82,21 @@ def parts() -> Iterator[str]:
             yield f"| `{level}`, {'compiled' if compiled else 'eager'} | {shown} |"
 
 
-def largest(level: Level, offload: float, state: float) -> tuple[int, float]:
-    """Layers of Llama 3 8B's shape that fit onto one card, and parameters of that model in billions.
-
-    Args:
-        state: bytes of the optimizer's state over those in fp32.
-    """
+def largest(level: Level, offload: float, state_bits: int) -> tuple[int, float]:
+    """Layers of Llama 3 8B's shape that fit onto one card, and parameters of that model in billions."""
     layers = 0
-    while _total(rank_memory(*_grown(layers + 1, level, offload))[0], state) <= GPU_MEMORY_SHARE * _CARD_BYTES:
+    while _total_bytes(layers + 1, level, offload, state_bits) <= GPU_MEMORY_SHARE * _CARD_BYTES:
         layers += 1
-    weights = rank_memory(*_grown(max(layers, 1), level, offload))[0].parameters / 4
-    return layers, weights / 1e9
+    return layers, num_parameters(_grown(max(layers, 1))) / 1e9
 
 
-def _grown(layers: int, level: Level, offload: float) -> tuple[Job, Strategy]:
-    model = _LAYER.model_copy(update={"layers": layers})
-    return job_of(model, 8), strategy_of(level, micro_batch=1, offload=offload)
+def _grown(layers: int) -> ModelConfig:
+    return _LAYER.model_copy(update={"layers": layers})
 
 
-def _total(found: RankMemory, state: float) -> float:
-    return replace(found, optimizer=found.optimizer * state).total
+def _total_bytes(layers: int, level: Level, offload: float, state_bits: int) -> float:
+    job, strategy = job_of(_grown(layers), 8, state_bits=state_bits), strategy_of(level, micro_batch=1, offload=offload)
+    return float(rank_memory(job, strategy)[0].total)
 
 
 def cards() -> Iterator[str]:
@@ -99,9 +105,9 @@ def cards() -> Iterator[str]:
     yield "|---|--:|--:|--:|--:|"
     for level in LEVELS:
         cells = []
-        for state in (1.0, _EIGHT_BIT):
+        for state_bits in (32, 8):
             for offload in (0.0, 1.0):
-                layers, billions = largest(level, offload, state)
+                layers, billions = largest(level, offload, state_bits)
                 cells.append(f"{billions:.1f}B, {layers} layers")
         yield f"| `{level}` | {' | '.join(cells)} |"
 

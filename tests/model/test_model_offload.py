@@ -77,7 +77,8 @@ def test_copies_are_made_once_and_waited_for_before_memory_is_used_again() -> No
     """Full recompute keeps one tensor a layer, so there is one copy out and one back for each."""
     config = tiny("llama", layers=4)
     model, ids = build(config), tokens(config)
-    model.recompute, lanes = "full", Recorded()
+    lanes = Recorded()
+    model.set_recompute("full")
     model.offload = Offload(0.75, lanes, least_bytes=64)
     gradients(model, ids)
     assert lanes.log == [

@@ -44,7 +44,7 @@ def test_nothing_is_computed_again_where_enough_fits_without() -> None:
     assert chosen.predicted_bytes <= GPU_MEMORY_SHARE * 141 * GIB < found.predicted(32, "none").predicted_bytes
 
 
-@pytest.mark.parametrize(("gib", "expected"), [(46.0, "none"), (36.0, "selective"), (33.0, "mlp"), (28.0, "full")])
+@pytest.mark.parametrize(("gib", "expected"), [(46.0, "none"), (39.0, "selective"), (33.0, "mlp"), (28.0, "full")])
 def test_less_memory_computes_more_again(gib: float, expected: Level) -> None:
     chosen = fit(gib).choose()
     assert chosen.recompute == expected
@@ -160,7 +160,7 @@ def test_a_resumed_run_computes_as_much_again_as_it_did(run: Run) -> None:
     run.progress.micro_batch, run.progress.recompute = 2, "mlp"
     choose_passes(run, lambda _: None, keep=True)
     assert (run.progress.micro_batch, run.progress.recompute) == (2, "mlp")
-    assert run.trainer.model.recompute == "mlp"  # type: ignore[attr-defined]
+    assert {block.recompute for block in run.trainer.model.layers} == {"mlp"}  # type: ignore[attr-defined]
 
 
 def test_out_of_memory_takes_the_next_smaller_choice_and_the_same_gradients(run: Run) -> None:

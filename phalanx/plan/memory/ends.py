@@ -66,15 +66,16 @@ def _phalanx(local: Local, alone: Floats) -> tuple[Floats, Floats]:
     made = local.kept_tokens * width * c + weight * 4
     chunk, is_small = loss_chunk(local)
     logits = chunk * words
-    cast = 0 if c == 4 else weight * (c + c + 4) + logits * c
+    own_cast = 0 if c == 4 else weight * c * (1 - alone)  # a program alone has one beside its weights
+    cast = 0 if c == 4 else own_cast + weight * (c + 4) + logits * c
     again = where(chunk < tokens, largest(logits * 4, weight * 4), 0)
     spread_rows = where((local.tensor > 1), tokens * width * c, 0)
     if local.software.on_cpu:
         chunked = made, largest(2 * 4 * logits + cast + again + spread_rows, made)
     else:
-        part = where(chunk < tokens, weight * 4, 0) if c == 4 else weight * c  # of the sum, or the weight's cast
+        part = where(chunk < tokens, weight * 4, 0) if c == 4 else own_cast  # of the sum, or the weight's cast
         chunked = made, logits * c + part + spread_rows
     whole = tokens * words
-    plain = whole * 4 + tokens * width * c * (1 - alone) + (0 if c == 4 else weight * c)
+    plain = whole * 4 + tokens * width * c * (1 - alone) + own_cast
     passing = whole * 4 + weight * 4
     return where(is_small, plain, chunked[0]), where(is_small, passing, chunked[1])

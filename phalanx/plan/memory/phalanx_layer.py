@@ -18,8 +18,7 @@ from phalanx.plan.work.mixture import routed_rows
 def layer(local: Local, strategy: Strategy, window: int, is_mixture: bool) -> Kept:
     """One layer that sees `window` keys (0: all of the past)."""
     seen = attended(local, strategy, window)
-    casts = _casts(local, strategy, is_mixture)
-    whole = _stream(local) + seen.total + _mlp(local, is_mixture) + _joined(local) + casts
+    whole = _stream(local) + seen.total + _mlp(local, is_mixture) + _joined(local)
     products = _products(local, strategy, seen, is_mixture)
     chosen = {
         "none": whole,
@@ -30,7 +29,7 @@ def layer(local: Local, strategy: Strategy, window: int, is_mixture: bool) -> Ke
     }[strategy.recompute]
     # What selective recompute keeps passes no hook of autograd's, so of such a layer its input alone can leave.
     stream = local.kept_tokens * local.model.hidden * local.residual_bytes
-    leaving = whole - casts if strategy.recompute == "none" else stream
+    leaving = whole if strategy.recompute == "none" else stream
     return Kept(whole, chosen, _waiting(local, is_mixture), seen.masks, _passing(local, is_mixture), leaving)
 
 
@@ -65,17 +64,6 @@ def _inner(local: Local, rows: Floats, width: Floats) -> Floats:
 def _joined(local: Local) -> Floats:
     """Merged projections join what attention and the MLP give; attention keeps its own result besides."""
     return local.tokens * local.query_rows * local.compute_bytes if local.model.merged else 0.0
-
-
-def _casts(local: Local, strategy: Strategy, is_mixture: bool) -> Floats:
-    """16-bit copies of the layer's matrices: where a program alone casts them from fp32 in every forward pass.
-
-    Ranks of a spread model have them in 16 bits anyway.
-    """
-    if local.compute_bytes == 4 or is_mixture:
-        return 0.0
-    rows = local.projection_rows + local.query_rows + local.in_width + local.dense_inner
-    return (strategy.world_size == 1) * rows * local.model.hidden * local.compute_bytes
 
 
 def _wide(local: Local, is_mixture: bool) -> Floats:

@@ -77,7 +77,7 @@ def _phalanx(job: Job, strategy: Strategy, held: Held) -> State:
     vectors = where(alone, held.vectors, held.vector_rows * width)
     c = matrix_bytes(job, strategy)
     masters = where(c < 4, 4 * (matrices / ways + experts / expert_ways), 0)
-    whole = c * (matrices + experts) + 4 * ends + masters
+    whole = c * (matrices + experts) + 4 * ends + masters + _casts(job, alone, matrices + experts)
     gradients = 4 * (matrices + experts + ends)
     part = 4 * ((matrices + ends) / ways + experts / expert_ways)
     splits = ways > 1
@@ -92,6 +92,12 @@ def _phalanx(job: Job, strategy: Strategy, held: Held) -> State:
     first = where(alone, 0, where(kept, between, summed))
     elements = matrices + experts + ends + vectors
     return State(parameters, between, first, _moments(job, strategy, held, ways, expert_ways, elements))
+
+
+def _casts(job: Job, alone: Any, blocks: Floats) -> Floats:
+    """16-bit copies of the blocks' matrices and of the head's, which a program alone keeps beside the fp32 ones."""
+    each = BYTES[job.precision]
+    return where(alone, each, 0) * (blocks + job.model.vocab_rows * job.model.hidden) if each < 4 else 0.0
 
 
 def apart(job: Job, strategy: Strategy, held: Held, at_end: Any) -> Floats:
