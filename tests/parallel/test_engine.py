@@ -7,11 +7,14 @@ import math
 
 import pytest
 import torch
+from ranks import OneAtATime
 from support.parity.cases import CASES as TABLE
 from support.parity.compare import difference, worst
 from support.parity.places import by_processes, by_threads
 from support.parity.runs import single
 from support.parity.task import Case, Seen
+
+from phalanx.parallel.backends import make_gloo
 
 PARALLEL_BLOCK = {"block": "parallel"}
 WINDOWS = {"attention": ("window", "window", "full"), "window": 5, "kv_heads": 2}
@@ -57,6 +60,15 @@ CASES = {
 def test_a_layout_computes_what_one_process_computes(name: str) -> None:
     case = CASES[name]
     (found,) = by_threads([case])
+    seen = difference(found, single(case))
+    assert seen.passes, seen
+
+
+@pytest.mark.parametrize("name", ["ring", "interleaved", "zero bubble", "zbv, tied, zero 3", "fs, cp, tp, zero 3"])
+def test_a_layout_needs_no_two_things_at_a_time_of_a_group(name: str) -> None:
+    """As NCCL does things: what would wait for something that was started behind it would hang."""
+    case = CASES[name]
+    (found,) = by_threads([case], lambda *told: OneAtATime(make_gloo(*told)))
     seen = difference(found, single(case))
     assert seen.passes, seen
 
