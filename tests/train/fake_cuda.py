@@ -102,7 +102,7 @@ def _refuse_waiting(function: Any, args: Any, kwargs: Mapping[str, Any]) -> None
         source, target, promised = args[0].device, kwargs.get("device") or args[0].device, kwargs.get("non_blocking")
     elif function is torch.ops.aten.copy_.default:
         source, target, promised = args[1].device, args[0].device, args[2] if len(args) > 2 else False
-        promised = promised or args[1].numel() == 1 and target.type == "cuda"  # a number, as an argument of a kernel
+        promised = promised or (args[1].numel() == 1 and target.type == "cuda")  # a number, as an argument of a kernel
     else:
         return
     if source.type != target.type and not promised:
@@ -395,9 +395,7 @@ CASES: dict[str, Callable[[], None]] = {
     "zero 2, replicate": partial(spread, shard=2, replicate=2, zero=2),
     "zero 3, replicate": partial(spread, shard=2, replicate=2, zero=3, recompute="selective"),
     "tensor": partial(spread, tensor=2, model={"dropout": 0.1}),
-    "tensor, chunked, parallel block": partial(
-        spread, tensor=2, tensor_overlap="chunked", model={"block": "parallel"}
-    ),
+    "tensor, chunked, parallel block": partial(spread, tensor=2, tensor_overlap="chunked", model={"block": "parallel"}),
     "1f1b": partial(spread, pipeline=2, model={"tie_embeddings": True}),
     "zero bubble": partial(spread, pipeline=2, schedule="interleaved_zero_bubble"),
     "zbv, zero 3": partial(spread, pipeline=2, shard=2, zero=3, schedule="zbv"),

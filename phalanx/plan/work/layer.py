@@ -34,12 +34,12 @@ def _norms(local: Local) -> list[Operation]:
             elements * (2 * (r + c) + r),
             count,
             2 * count,
-            kernel=f"{local.model.norm}_norm",
+            kernel=local.kernel(f"{local.model.norm}_norm"),
         ),
     ]
     if local.model.qk_norm:
         rows = local.tokens * local.projection_rows
-        found.append(Stream("compute/norm", rows * 2 * c, rows * 4 * c, 2, 4, kernel="rms_norm"))
+        found.append(Stream("compute/norm", rows * 2 * c, rows * 4 * c, 2, 4, kernel=local.kernel("rms_norm")))
     return found
 
 
@@ -76,7 +76,7 @@ def _heads(local: Local) -> list[Operation]:
         turned = q + (qkv - q) / 2
         times = 1 if local.software.fused_elementwise else 3
         moved = 2 * c * turned * times
-        found.append(Stream("compute/rotary", moved, moved, 2 * times, 2 * times, kernel="rotary"))
+        found.append(Stream("compute/rotary", moved, moved, 2 * times, 2 * times, kernel=local.kernel("rotary")))
     if local.model.bias != "none":
         found.append(Stream("compute/bias", 0.0, c * qkv, 0, 1, ALWAYS_FULL))
     return found
