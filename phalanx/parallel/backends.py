@@ -58,6 +58,11 @@ def make_nccl(store: Store, index: int, size: int, timeout_s: float, name: str, 
     return backend
 
 
+def keeps_order(backend: Any) -> bool:
+    """Whether what is started in the group of `backend` is done one at a time, messages too: in all but gloo."""
+    return bool(backend.name() != "gloo")
+
+
 def set_timeout(backend: Any, timeout_s: float) -> None:
     """From now on, operations of `backend` that start may take so long."""
     backend._set_default_timeout(timedelta(seconds=timeout_s))

@@ -22,7 +22,7 @@ from phalanx.model.recompute import Recompute
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.context.spread import ContextSpread
 from phalanx.parallel.deferred import WeightQueue
-from phalanx.parallel.group import Groups
+from phalanx.parallel.group import Groups, Work
 from phalanx.parallel.pipeline.executor import PipelineExecutor
 from phalanx.parallel.pipeline.stage import AutogradStage
 from phalanx.parallel.pipeline.tables import Placement, Table, forward_table, make_table
@@ -83,7 +83,7 @@ class Engine:
         known: dict[Tensor, Shard] = {parameter: self.shards[name] for name, parameter in self.parameters.items()}
         self.reduction, self.gradient_norm = reduction_over(groups, known), GradientNorm(groups, known)
         self._micros: list[MicroBatch] = []
-        self._total_weight = torch.ones((), device=device)
+        self._total_weight, self._adding = torch.ones((), device=device), Work()
         self._runners = {number: _Runner(self, part) for number, part in held.items()}
         self._executor = self._make_executor() if config.pipeline > 1 else None
         self._tables: dict[tuple[int, bool], Table] = {}
@@ -114,15 +114,15 @@ class Engine:
         Returns:
             The mean cross-entropy per weighted token, nats, without the z-loss term; the same on all ranks.
         """
-        total = batch.weights_BS.sum().to(self._device)
-        self._groups.group(*_SAMPLE_AXES).all_reduce(total).wait()
-        self._total_weight = total
+        total = batch.weights_BS.sum().to(self._device, non_blocking=True)
+        self._total_weight, self._adding = total, self._groups.group(*_SAMPLE_AXES).all_reduce(total)
         self._load(_pieces(batch, micro_batch, fill=self._fill), seed, step)
         self._run(backward=True)
         for chunk in self.chunks:
             chunk.reduce()
         for chunk in self.chunks:
             chunk.finish()
+        self._adding.wait()
         return self._loss_sum() / total
 
     @torch.no_grad()
@@ -164,7 +164,10 @@ class Engine:
     def objective(self, part: Held, x: Tensor | None, micro_batch: int) -> Tensor:
         """The forward pass of one stage; of the last, the objective's share of this micro-batch."""
         out = part.stage.forward(x, self._micros[micro_batch])
-        return out / self._total_weight if part.stage.is_last else out
+        if not part.stage.is_last:
+            return out
+        self._adding.wait()  # it was on its way while the layers were computed
+        return out / self._total_weight
 
     def is_last(self, micro_batch: int) -> bool:
         """Whether a micro-batch is the last of the step."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from phalanx.core.layout import Axis, Layout
+from phalanx.parallel import backends
 from phalanx.parallel.place import CollectiveError, Place
 from phalanx.parallel.waits import Waits
 
@@ -87,6 +88,8 @@ class Work:
     def is_done(self) -> bool:
         """Whether `wait` would return at once."""
         return all(handle.is_completed() for handle in self._handles)
+
+    is_completed = is_done  # a work may be a handle of another
 
 
 class Group:
@@ -231,6 +234,29 @@ class Group:
         self._count("receive", 0)
         operation = f"receive from rank {self.ranks[source]}"
         return self._start(operation, lambda backend: backend.recv([x], source, tag))
+
+    def exchange(self, x: Tensor | None, to: int, out: Tensor | None, source: int, tag: int = 0) -> Work:
+        """Send contiguous `x` to member `to` while `out` is received from member `source`; None: nothing goes there.
+
+        Every member of the group calls it, in the same order. NCCL does one thing at a time: where each member sent
+        before it received, or the other way round, all would wait for each other; so there it is one operation.
+        """
+        if not backends.keeps_order(self.backend):
+            works = [] if out is None else [self.receive(out, source, tag)]
+            works += [] if x is None else [self.send(x, to, tag)]
+            return Work(works)
+        if x is not None:
+            self._count("send", _bytes(x))
+        if out is not None:
+            self._count("receive", 0)
+        some = x if x is not None else out
+        if some is None:
+            return Work()
+        sent, received = (some.new_empty(0) if tensor is None else tensor.view(-1) for tensor in (x, out))
+        rows, out_rows = [0] * self.size, [0] * self.size
+        rows[to], out_rows[source] = sent.numel(), received.numel()
+        operation = f"exchange with ranks {self.ranks[to]} and {self.ranks[source]}"
+        return self._start(operation, lambda backend: backend.alltoall_base(received, sent, out_rows, rows))
 
     def barrier(self) -> None:
         """Wait until every member is here."""

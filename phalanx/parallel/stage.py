@@ -92,7 +92,7 @@ def cut_micro_batch(
     split = spread.group.size > 1
     tokens = spread.cut(samples.tokens_BS).to(device, non_blocking=True)
     documents = None if samples.documents_BS is None else samples.documents_BS.to(device, non_blocking=True)
-    positions = spread.positions_S.to(device).expand(len(tokens), -1) if split else None
+    positions = spread.positions_on(device).expand(len(tokens), -1) if split else None
     return MicroBatch(
         tokens_BS=tokens,
         targets_T=spread.cut(samples.targets_BS).flatten().to(device, non_blocking=True),
@@ -100,7 +100,7 @@ def cut_micro_batch(
         positions_BS=positions,
         documents_BS=None if split else documents,
         dropout=dropout,
-        rows_BS=None if dropout is None else spread.dropout_rows(dropout).to(device),
+        rows_BS=None if dropout is None else spread.dropout_rows(dropout).to(device, non_blocking=True),
         attend_with=spread.attend_with(documents, dropout),
     )
 

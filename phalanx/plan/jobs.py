@@ -57,6 +57,7 @@ def software_of(
     return Software(
         fused_attention=model.attention_backend != "math",
         fused_elementwise=compiled,
+        compiled=compiled,
         residual_bytes=residual_bytes,
         sent_bytes=residual_bytes,
         reduce_bytes=2 if parallel.reduce_dtype == "bf16" else 4,

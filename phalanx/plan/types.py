@@ -157,6 +157,8 @@ class Software:
         fused_attention: scores stay on the chip (FlashAttention); else they are written and read, S x S of them.
         fused_elementwise: bias with GELU, bias with dropout and residual, scale with mask and softmax are one kernel
             each; else every operation reads and writes memory.
+        compiled: layers are compiled: their kernels have ratios of their own where a device's file has them, and the
+            host takes another time for each.
         fused_loss: cross-entropy reads the logits once each way; else every step of it reads and writes them in fp32.
         fused_gradients: the product that makes a weight's gradient adds it to the sum; else a kernel of its own does.
         residual_bytes: of one element of the residual stream.
@@ -182,6 +184,7 @@ class Software:
     name: str = "phalanx"
     fused_attention: bool = True
     fused_elementwise: bool = False
+    compiled: bool = False
     fused_loss: bool = True
     fused_gradients: bool = False
     residual_bytes: int = 4

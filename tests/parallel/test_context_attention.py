@@ -223,6 +223,17 @@ def test_blocks_of_documents_on_a_gpu(window: int | None) -> None:
             assert (a.float() - b).norm() <= 0.03 * b.norm() + 1e-3
 
 
+@pytest.mark.parametrize("name", ["ring", "ring of 4 with documents", "ring with a window"])
+def test_a_ring_needs_no_two_messages_at_a_time(name: str) -> None:
+    """NCCL does what is started in a group in that order: ranks that all sent first, or received, would hang."""
+    case = CASES[name]
+    expected = whole(case)
+    layout = Layout(context=case.ranks)
+    for positions, found in run_ranks(layout, lambda groups: split(case, groups), in_order=True):
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs[:, :, positions], rtol=1e-5, atol=1e-5)
+
+
 def test_windows_send_to_neighbours_only() -> None:
     def sent(case: Case) -> int:
         def body(groups: ThreadGroups) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import OneAtATime
 from support.parity.cases import CASES as TABLE
 from support.parity.compare import difference, worst
 from support.parity.places import by_processes, by_threads
@@ -16,6 +17,7 @@ from support.parity.task import Case, Seen
 
 from phalanx.model.offload import Offload, PlainLanes
 from phalanx.parallel import apply
+from phalanx.parallel.backends import make_gloo
 
 PARALLEL_BLOCK = {"block": "parallel"}
 WINDOWS = {"attention": ("window", "window", "full"), "window": 5, "kv_heads": 2}
@@ -83,6 +85,15 @@ def test_activations_on_the_host_change_nothing(name: str, monkeypatch: pytest.M
     seen = difference(found, expected)
     assert seen.passes, seen
     assert made and all(each.host_bytes for each in made)
+
+
+@pytest.mark.parametrize("name", ["ring", "interleaved", "zero bubble", "zbv, tied, zero 3", "fs, cp, tp, zero 3"])
+def test_a_layout_needs_no_two_things_at_a_time_of_a_group(name: str) -> None:
+    """As NCCL does things: what would wait for something that was started behind it would hang."""
+    case = CASES[name]
+    (found,) = by_threads([case], lambda *told: OneAtATime(make_gloo(*told)))
+    seen = difference(found, single(case))
+    assert seen.passes, seen
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 import plan_calibrate_samples as samples
 import pytest
 
-from phalanx.checks.calibration.contract import LAYERS, Timing
+from phalanx.checks.calibration.contract import LAYERS, TINY, Timing
 from phalanx.core.errors import UserError
 from phalanx.model.shapes import mean_keys
 from phalanx.plan.calibrate.found import Found, found_of
@@ -87,6 +87,99 @@ def test_the_host_has_what_whole_layers_take_beside_their_kernels(tmp_path: Path
 def with_layers(*timings: Timing) -> Found:
     answer = samples.answer()
     return found_of([replace(answer, timings=(*answer.timings, *timings))], 4)
+
+
+def of_gpu(kernel_s: float, compiled_s: float, layer_s: float, compiled_layer_s: float) -> Found:
+    """What a GPU would answer: each kernel between products takes so long as written, and so long compiled."""
+    answer = samples.answer(seconds_of=lambda name: kernel_s)
+    sizes = [timing for timing in answer.timings if timing.what.partition("_forward")[0] in COMPILED]
+    extra = [
+        Timing(f"{kernel}_compiled_{each}", timing.sizes, "fp32", compiled_s)
+        for timing in sizes
+        for kernel in (timing.what.removesuffix("_forward"),)
+        for each in ("forward", "backward")
+    ]
+    numbers = {"kernel_s": 2e-6, "kernel_gap_s": 0.0, "layer_host_s": layer_s}
+    numbers["compiled_layer_host_s"] = compiled_layer_s
+    return found_of([replace(answer, timings=(*answer.timings, *extra), numbers=answer.numbers | numbers)], 4)
+
+
+COMPILED = ("rms_norm", "layer_norm", "swiglu", "gelu", "rotary")
+GPU = replace(MACHINE, kind="gpu")
+
+
+def gpu_of(found: Found, folder: Path) -> Device:
+    path = folder / "gpu.toml"
+    path.write_text(described(found, GPU), encoding="utf-8")
+    return load_device(path)
+
+
+def layer_s(device: Device, *, compiled: bool) -> float:
+    """Both passes of the layer in whose size kernels were measured, between its products."""
+    software = Software(fused_elementwise=compiled, compiled=compiled)
+    tokens, width = samples.SHAPES[-1]
+    model = Model(
+        layers=1, hidden=width, heads=width // 64, head_dim=64, vocab_rows=1, mlp_width=width, max_sequence=tokens,
+        gated=True, position="rotary", norm="rms", bias="none", dropout=False, attention_dropout=False,
+        tie_embeddings=False,
+    )  # fmt: skip
+    local = local_of(Job(model, tokens, 1, "fp32", "adamw", software), Strategy())
+    found = timed(layer(local, 0, False), device, "fp32", "none")
+    names = ("compute/norm", "compute/rotary", "compute/mlp_activation")
+    return sum(float(found.by_path[name].total) for name in names)
+
+
+def test_compiled_kernels_have_times_of_their_own(tmp_path: Path) -> None:
+    """Norms are two, so four kernels in each pass of a layer: what each was measured to take comes back."""
+    device = gpu_of(of_gpu(1e-3, 0.25e-3, 1e-3, 1e-4), tmp_path)
+    # Ratios are of sums over sizes; so are these.
+    assert layer_s(device, compiled=True) < 0.4 * layer_s(device, compiled=False)
+    for kernel in COMPILED:
+        what = f"one_pass_{kernel}" if kernel in ("swiglu", "gelu") else kernel
+        assert device.stream_ratio(f"{what}_compiled_forward") != 1.0
+    same = gpu_of(of_gpu(1e-3, 1e-3, 1e-3, 1e-4), tmp_path)
+    assert layer_s(same, compiled=True) == pytest.approx(layer_s(same, compiled=False), rel=0.05)
+
+
+def test_a_kernel_that_was_not_compiled_when_it_was_measured_is_taken_as_written(tmp_path: Path) -> None:
+    device = device_of(one(), tmp_path)
+    for name in ("rms_norm_forward", "rotary_backward"):
+        kernel, _, each = name.rpartition("_")
+        assert device.stream_ratio(f"{kernel}_compiled_{each}") == device.stream_ratio(name) != 1.0
+    assert device.launching_s(compiled=True) == device.launching_s(compiled=False) == device.host_launch_s
+
+
+def test_the_host_has_another_time_for_kernels_of_compiled_layers(tmp_path: Path) -> None:
+    compiled_s = 2e-6
+    launches = float(timed(_layer(*TINY, compiled=True), device_of(one(), tmp_path), "fp32", "none").launches.total)
+    device = gpu_of(of_gpu(1e-3, 1e-3, 50e-3, compiled_s * launches), tmp_path)
+    assert device.launching_s(compiled=True) == pytest.approx(compiled_s, rel=1e-3)
+    assert device.launching_s(compiled=False) > 100e-6
+
+
+def test_launching_decides_small_models_and_compiling_helps_them_most(tmp_path: Path) -> None:
+    numbers = {"kernel_s": 2e-6, "layer_host_s": 50e-3, "compiled_layer_host_s": 2e-3}
+    found = of_gpu(1e-3, 0.4e-3, numbers["layer_host_s"], numbers["compiled_layer_host_s"])
+    (path,) = [each for each in write_cluster(tmp_path / "gpu.toml", [found], GPU) if each.name == "gpu.toml"]
+    cluster = load_cluster(path, 1)
+
+    def step(width: int, *, compiled: bool) -> tuple[float, float]:
+        """Seconds of a step, and the share of them in which the device waits for the host."""
+        model = Model(
+            layers=8, hidden=width, heads=width // 64, head_dim=64, vocab_rows=1024, mlp_width=4 * width,
+            max_sequence=512, gated=True, position="rotary", norm="rms", bias="none", dropout=False,
+            attention_dropout=False, tie_embeddings=False,
+        )  # fmt: skip
+        software = Software(fused_elementwise=compiled, compiled=compiled)
+        prediction = predict(Job(model, 512, 1, "fp32", "adamw", software), Strategy(), cluster)
+        host_s = sum(float(part.seconds) for part in prediction.parts if part.path == "compute/host")
+        return float(prediction.step_s), host_s / float(prediction.step_s)
+
+    (small_s, waiting), (small_compiled_s, still) = step(64, compiled=False), step(64, compiled=True)
+    (large_s, hardly), (large_compiled_s, _) = step(1024, compiled=False), step(1024, compiled=True)
+    assert waiting > 0.3 > still and hardly < 0.01
+    assert small_compiled_s < small_s and large_compiled_s < large_s
+    assert small_s / small_compiled_s > large_s / large_compiled_s
 
 
 def test_every_number_says_where_it_was_measured(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from phalanx.checks.calibration import products, worker
+from phalanx.checks.calibration import products, streams, worker
 from phalanx.checks.calibration.both_ways import both_ways
 from phalanx.checks.calibration.contract import Task
 from phalanx.checks.calibration.stopwatch import Case, Pool, Stopwatch
@@ -65,6 +65,72 @@ def test_short_cases_are_repeated_and_long_ones_seen_three_times() -> None:
     watch(machine).measure([short, long])
     assert machine.order.count("s") == 2 + 5 * 30  # three milliseconds a turn
     assert machine.order.count("l") == 1 + 3
+
+
+class Gpu:
+    """A GPU in front of which kernels queue up, as `torch.cuda` shows it: its clock is not the host's."""
+
+    def __init__(self) -> None:
+        self.host_s = self.free_s = 0.0
+
+    def kernel(self, seconds: float, host_s: float) -> None:
+        """The host launches it; it begins when it is launched and the one before has ended."""
+        self.host_s += host_s
+        self.free_s = max(self.free_s, self.host_s) + seconds
+
+    def synchronize(self, _device: object = None) -> None:
+        self.host_s = max(self.host_s, self.free_s)
+
+    def _sleep(self, cycles: int) -> None:
+        self.kernel(cycles / 2e9, 0.0)
+
+    def Event(self, **_options: object) -> Gpu._Event:  # noqa: N802
+        return self._Event(self)
+
+    class _Event:
+        def __init__(self, gpu: Gpu) -> None:
+            self.gpu, self.at_s = gpu, 0.0
+
+        def record(self) -> None:
+            self.gpu.kernel(0.0, 0.0)
+            self.at_s = self.gpu.free_s
+
+        def synchronize(self) -> None:
+            self.gpu.synchronize()
+
+        def elapsed_time(self, later: Gpu._Event) -> float:
+            return (later.at_s - self.at_s) * 1e3
+
+
+@pytest.mark.parametrize(("kernel_s", "host_s"), [(3e-6, 12e-6), (200e-6, 12e-6), (1e-3, 1e-6)])
+def test_a_kernel_that_is_shorter_than_its_launch_is_timed_without_it(
+    kernel_s: float, host_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Gpu()
+    monkeypatch.setattr(torch, "cuda", gpu)
+
+    class Alone(Stopwatch):
+        def _of_first_rank(self, seconds: float) -> float:
+            return seconds
+
+    watch = Alone(torch.device("cuda", 0), Group.alone(), rounds=5, clock=lambda: gpu.host_s)
+    (timing,) = watch.measure([Case("small", {}, "fp32", lambda: gpu.kernel(kernel_s, host_s))])
+    assert timing.seconds == pytest.approx(kernel_s, rel=0.01)
+
+
+def test_kernels_are_compiled_for_the_larger_shapes_under_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **_: made.append(function) or function)
+    pool = Pool(CPU, torch.float32, 1 << 16)
+    plain = streams.cases(((8, 64), (16, 64)), "fp32", pool, pool)
+    assert not made
+    found = streams.cases(((8, 64), (16, 64)), "fp32", pool, pool, compiled=True)
+    extra = [case for case in found if "_compiled_" in case.what]
+    assert len(found) == len(plain) + len(extra) and {case.sizes["tokens"] for case in extra} == {16}
+    kinds = {case.what.partition("_compiled_")[0] for case in extra}
+    assert kinds == {"rms_norm", "layer_norm", "swiglu", "gelu", "rotary"}
+    for case in extra:
+        case.run()
 
 
 def test_what_a_case_does_several_times_is_divided() -> None:

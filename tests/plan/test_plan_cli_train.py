@@ -51,6 +51,17 @@ def test_clusters_of_known_gpus_are_there(name: str) -> None:
     assert load_cluster(name, 1).devices == 1
 
 
+def test_layers_are_expected_compiled_on_a_gpu_as_they_are_run_there() -> None:
+    def expected(*words: str) -> tuple[float, bool]:
+        config = load(RunConfig, GPT, ("model.layers=4", "train.micro_batch=1", "train.global_batch=1", *words)).value
+        planned = plan_of(config, load_cluster("h100_400g", 1))
+        return expected_of(config, "gpt", "h100_400g", 1).step_s, planned.job.software.compiled
+
+    plain, as_left = expected("train.compile=false"), expected()
+    assert as_left == expected("train.compile=true")
+    assert (plain[1], as_left[1]) == (False, True) and as_left[0] < plain[0]
+
+
 def test_what_is_handed_to_training_is_the_prediction() -> None:
     words = ("parallel.pipeline=8", "parallel.tensor=8", "parallel.shard=8", "train.micro_batch=1")
     config = load(RunConfig, GPT, words).value

@@ -79,9 +79,13 @@ def _mode() -> AbstractContextManager[Any]:
     from torch.utils._pytree import tree_leaves
 
     class FakeDevice(FakeTensorMode):
+        waits_are_errors = False
+
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = dict(kwargs or {})
             kwargs.pop("pin_memory", None)  # there is nothing that could copy from it
+            if self.waits_are_errors:
+                _refuse_waiting(function, args, kwargs)
             device = kwargs.get("device")
             on_host = device is None or device.type == "cpu"
             if on_host and not any(isinstance(x, FakeTensor) for x in tree_leaves((args, kwargs))):
@@ -89,6 +93,21 @@ def _mode() -> AbstractContextManager[Any]:
             return super().__torch_dispatch__(function, types, args, kwargs)
 
     return FakeDevice(allow_non_fake_inputs=True)
+
+
+def _refuse_waiting(function: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Copies between host and device for which the host would wait, as it does where `non_blocking` is not said."""
+    import torch
+
+    if function is torch.ops.aten._to_copy.default:
+        source, target, promised = args[0].device, kwargs.get("device") or args[0].device, kwargs.get("non_blocking")
+    elif function is torch.ops.aten.copy_.default:
+        source, target, promised = args[1].device, args[0].device, args[2] if len(args) > 2 else False
+        promised = promised or (args[1].numel() == 1 and target.type == "cuda")  # a number, as an argument of a kernel
+    else:
+        return
+    if source.type != target.type and not promised:
+        raise AssertionError(f"the host waits for the device: {function} from {source} to {target}")
 
 
 class _Event:
@@ -125,16 +144,67 @@ _Launch.Launch = _Launch
 
 
 class _Stream:
-    """A queue in which nothing is ever waiting."""
+    """A queue in which nothing is ever waiting; see `_Event`."""
 
-    def __init__(self, _device: Any = None) -> None:
+    def __init__(self, *_arguments: Any, **_options: Any) -> None:
         pass
 
-    def wait_event(self, event: Any) -> None:
+    def wait_stream(self, _other: Any) -> None:
         pass
 
-    def wait_stream(self, stream: Any) -> None:
+    def wait_event(self, _event: Any) -> None:
         pass
+
+    def record_event(self) -> _Event:
+        return _Event()
+
+
+class _FakeNccl:
+    """A group of ranks that are not there: what NCCL asks of operands, and a work that is never asked if it is done."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def name(self) -> str:
+        return "nccl"
+
+    def allreduce(self, tensors: Any, _options: Any) -> Any:
+        return self._work(*tensors)
+
+    def broadcast(self, tensors: Any, _options: Any) -> Any:
+        return self._work(*tensors)
+
+    def send(self, tensors: Any, _to: int, _tag: int) -> Any:
+        return self._work(*tensors)
+
+    def recv(self, tensors: Any, _source: int, _tag: int) -> Any:
+        return self._work(*tensors)
+
+    def _allgather_base(self, out: Any, x: Any) -> Any:
+        assert out.numel() == self.size * x.numel() and out.dtype == x.dtype, "all-gather"
+        return self._work(out, x)
+
+    def _reduce_scatter_base(self, out: Any, x: Any) -> Any:
+        assert x.numel() == self.size * out.numel() and out.dtype == x.dtype, "reduce-scatter"
+        return self._work(out, x)
+
+    def alltoall_base(self, out: Any, x: Any, out_rows: list[int], rows: list[int]) -> Any:
+        assert out.dtype == x.dtype and (sum(rows) or x.shape[0]) == x.shape[0], "all-to-all"
+        assert (sum(out_rows) or out.shape[0]) == out.shape[0], "all-to-all"
+        return self._work(out, x)
+
+    def _work(self, *tensors: Any) -> Any:
+        for tensor in tensors:
+            assert tensor.device.type == "cuda" and tensor.is_contiguous(), f"NCCL does not take {tensor}"
+        return _FakeWork()
+
+
+class _FakeWork:
+    def wait(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        raise AssertionError("the host looks whether the device is done")
 
 
 def _flex(
@@ -260,6 +330,57 @@ def engine(*, fp8_layers: range = range(0), **changes: Any) -> None:
     made.held_out_loss([_batch(2, documents=True)])
 
 
+def spread(recompute: str = "none", model: Mapping[str, Any] | None = None, **axes: Any) -> None:
+    """The second of two steps of every rank of a layout: nothing waits for the device, nor asks how far it is."""
+    import torch
+
+    from phalanx.core.layout import Axis
+    from phalanx.model.config import ModelConfig
+    from phalanx.optim.bad_step import BadStepJudge
+    from phalanx.optim.build import build_optimizer
+    from phalanx.optim.config import BadStepConfig, OptimConfig
+    from phalanx.parallel.apply import Build, build_engine
+    from phalanx.parallel.config import ParallelConfig
+    from phalanx.parallel.group import Group
+
+    class Absent:
+        """The groups of one rank whose peers are not there."""
+
+        def __init__(self, rank: int) -> None:
+            self.layout, self.rank = config.layout, rank
+
+        def group(self, *wanted: Axis) -> Group:
+            return self.named("", self.layout.members(self.rank, wanted))
+
+        def named(self, _name: str, ranks: Any, _axes: Any = ()) -> Group:
+            return Group(ranks, list(ranks).index(self.rank), lambda: _FakeNccl(len(ranks)))
+
+    config = ParallelConfig(**axes)
+    sizes: dict[str, Any] = {"vocab_size": 512, "max_sequence": 256, "layers": 4, "hidden": 64, "heads": 4}
+    device = torch.device("cuda", 0)
+    build = Build(256, device, torch.bfloat16, seed=0, blank=True, recompute=recompute)  # type: ignore[arg-type]
+    for rank in range(config.layout.world_size):
+        made = build_engine(ModelConfig(**(sizes | dict(model or {}))), config, Absent(rank), build)
+        how = {"reduction": made.reduction, "gradient_norm": made.gradient_norm}
+        update, judge = build_optimizer(OptimConfig(), made.parameters, **how), BadStepJudge(BadStepConfig(), device)
+        for number in range(2):
+            batch = _batch(4, documents=True).to(device)
+            _current().waits_are_errors = number > 0
+            loss = made.accumulate_gradients(batch, micro_batch=2, seed=0, step=number)
+            norm, scale = update.clip()
+            update.step(found_inf=judge.judge(loss, norm), grad_scale=scale)
+            made.zero_grad()
+            made.weights_changed()
+            _current().waits_are_errors = False
+        made.held_out_loss([_batch(4, documents=True)])
+
+
+def _current() -> Any:
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    return _get_current_dispatch_mode()
+
+
 def decode(**changes: Any) -> None:
     """A prompt and two more tokens with a cache of keys and values, up to the logits, which are read back."""
     import torch
@@ -334,6 +455,17 @@ CASES: dict[str, Callable[[], None]] = {
     "compiled, products in 8 bits": partial(step, compiled=True, fp8_layers=range(1, 2)),
     "engine, products in 8 bits": partial(engine, fp8_layers=range(2), block="parallel"),
     "counters": counters,
+    "replicate": partial(spread, replicate=2),
+    "zero 1": partial(spread, shard=2, reduce_dtype="bf16"),
+    "zero 2, replicate": partial(spread, shard=2, replicate=2, zero=2),
+    "zero 3, replicate": partial(spread, shard=2, replicate=2, zero=3, recompute="selective"),
+    "tensor": partial(spread, tensor=2, model={"dropout": 0.1}),
+    "tensor, chunked, parallel block": partial(spread, tensor=2, tensor_overlap="chunked", model={"block": "parallel"}),
+    "1f1b": partial(spread, pipeline=2, model={"tie_embeddings": True}),
+    "zero bubble": partial(spread, pipeline=2, schedule="interleaved_zero_bubble"),
+    "zbv, zero 3": partial(spread, pipeline=2, shard=2, zero=3, schedule="zbv"),
+    "ring": partial(spread, context=2, model=WINDOWS | {"dropout": 0.1}),
+    "all to all": partial(spread, context=2, context_method="all_to_all", model={"dropout": 0.1}),
 }
 
 
@@ -344,8 +476,7 @@ def main() -> None:
     from phalanx.kernels import attention, cross_entropy
     from phalanx.optim import base
 
-    torch.cuda.Event = _Event  # type: ignore[assignment,misc]
-    torch.cuda.Stream = _Stream  # type: ignore[assignment,misc]
+    torch.cuda.Event, torch.cuda.Stream = _Event, _Stream  # type: ignore[assignment,misc]
     torch.cuda.current_stream = _Stream  # type: ignore[assignment]
     torch.cuda.stream = lambda _stream: nullcontext()  # type: ignore[assignment,misc,return-value]
     cross_entropy.twin = lambda like: None  # nor are the kernels of Triton

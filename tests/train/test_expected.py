@@ -68,6 +68,36 @@ def test_a_large_difference_names_the_part_that_is_off(step_s: float, parts: dic
     assert f"\n  most of the difference: {named}" in line
 
 
+def test_parts_of_a_step_on_a_gpu_are_what_its_queue_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By events, which are looked at when all steps are done: marking makes nothing wait."""
+    queue = {"at_s": 0.0, "waits": 0.0}
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+            self.at_s = 0.0
+
+        def record(self) -> None:
+            self.at_s = queue["at_s"]
+
+        def elapsed_time(self, later: Event) -> float:
+            assert queue["waits"], "an event that may not have come yet"
+            return 1e3 * (later.at_s - self.at_s)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: queue.update(waits=1.0))
+    laps = Laps(torch.device("cuda", 0), lambda: 10**9)
+    for factor in (1.0, 2.0, 3.0):
+        laps.begin_step()
+        for part, seconds in ((LOADER, 0.1), (PASSES, 0.6), (OPTIMIZER, 0.2), (BETWEEN, 0.1)):
+            queue["at_s"] += factor * seconds
+            laps.end(part)
+    assert not queue["waits"]
+    step_s, parts = laps.medians()
+    assert step_s == pytest.approx(2.0)
+    assert parts == pytest.approx({LOADER: 0.2, PASSES: 1.2, OPTIMIZER: 0.4, BETWEEN: 0.2})
+
+
 def test_a_gpu_cannot_tell_waiting_from_passes() -> None:
     measured = _measured(1.5, {PASSES: 1.4, OPTIMIZER: 0.1, LOADER: 0.0})
     assert told_apart(EXPECTED, measured) == {PASSES: pytest.approx(0.9), OPTIMIZER: 0.1, LOADER: 0.0}

@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from phalanx.core.layout import Layout
 from phalanx.launch.environment import Worker
+from phalanx.parallel.backends import Maker
 from phalanx.parallel.mesh import Mesh
 from support.parity.runs import CPU, Piece, on_rank, whole
 from support.parity.task import Case, Seen
@@ -43,9 +44,13 @@ def in_threads(layout: Layout, body: Callable[[int, Store], T]) -> list[T]:
     return results
 
 
-def by_threads(cases: Sequence[Case]) -> list[Seen]:
-    """What the ranks of a layout did in each of `cases`, which are of one layout, as threads of this process."""
-    pieces = in_threads(cases[0].spread.layout, lambda rank, store: _pieces(cases, rank, store))
+def by_threads(cases: Sequence[Case], make: Maker | None = None) -> list[Seen]:
+    """What the ranks of a layout did in each of `cases`, which are of one layout, as threads of this process.
+
+    Args:
+        make: makes one member's process group; gloo's by default.
+    """
+    pieces = in_threads(cases[0].spread.layout, lambda rank, store: _pieces(cases, rank, store, make))
     return [whole(ranks) for ranks in zip(*pieces, strict=True)]
 
 
@@ -67,10 +72,10 @@ def process_rank(worker: Worker, cases: Sequence[Case], folder: str) -> None:
     Mesh(Layout(replicate=worker.world_size), worker.rank, store, CPU).named("end", range(worker.world_size)).barrier()
 
 
-def _pieces(cases: Sequence[Case], rank: int, store: Store) -> list[Piece]:
+def _pieces(cases: Sequence[Case], rank: int, store: Store, make: Maker | None = None) -> list[Piece]:
     pieces = []
     for number, case in enumerate(cases):
-        mesh = Mesh(case.spread.layout, rank, PrefixStore(str(number), store), CPU, TIMEOUT_S, TIMEOUT_S)
+        mesh = Mesh(case.spread.layout, rank, PrefixStore(str(number), store), CPU, TIMEOUT_S, TIMEOUT_S, make=make)
         pieces.append(on_rank(case, mesh))
         mesh.close()
     return pieces

@@ -33,12 +33,16 @@ def _embedding(sizes: dict[str, int], chosen: torch.Tensor, precision: Precision
 
 
 def _head(tokens: int, width: int, words: int, targets: torch.Tensor, pool: Pool, wide: Pool) -> Callable[[], object]:
-    """Hidden states so small that logits are as in training: exponentials of large ones are slow, or fast, in vain."""
+    """Hidden states so small that logits are as in training: exponentials of large ones are slow, or fast, in vain.
+
+    The weight is cast once per step in training, so before.
+    """
     x = (pool.take(tokens, width) / width**0.5).requires_grad_()
     weight = wide.take(words, width).detach().requires_grad_()
+    cast = None if x.dtype == weight.dtype else weight.detach().to(x.dtype)
 
     def run() -> object:
-        loss, _ = linear_cross_entropy(x, weight, targets)
+        loss, _ = linear_cross_entropy(x, weight, targets, cast_VD=cast)
         return torch.autograd.grad(loss, (x, weight))
 
     return run

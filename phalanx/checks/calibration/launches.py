@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 
@@ -36,13 +37,30 @@ def host_launch_s(device: torch.device) -> float:
     return sorted(times)[_TURNS // 2]
 
 
-def layer_host_s(device: torch.device) -> float:
+def compiles(device: torch.device) -> bool:
+    """Whether layers are compiled in a run here: on a GPU where what torch.compile needs is there.
+
+    What is lacking is said on stderr. Every shape is compiled for itself, so the compiler is allowed many.
+    """
+    if device.type != "cuda":
+        return False
+    torch._dynamo.config.recompile_limit = 256
+    try:
+        torch.compile(lambda x: x + 1.0)(torch.ones(16, device=device))
+    except Exception as error:  # of Triton, a C compiler, or what these need
+        print(f"compiled kernels are not measured: {type(error).__name__}: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def layer_host_s(device: torch.device, *, compiled: bool = False) -> float:
     """Seconds of the host for both passes of one layer of a model, plain, with SwiGLU, RMS norms and rotation.
 
     Operands are so small that kernels take next to nothing: it is what modules, functions with gradients of their own
     and views cost beside the operators.
     """
-    return _layer_s(device, *TINY, time.perf_counter if device.type == "cuda" else time.process_time)
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    return _layer_s(device, *TINY, clock, compiled=compiled)
 
 
 def layers(device: torch.device) -> list[Timing]:
@@ -56,10 +74,20 @@ def layers(device: torch.device) -> list[Timing]:
     ]
 
 
-def _layer_s(device: torch.device, sequences: int, length: int, width: int, clock: Callable[[], float]) -> float:
+def _layer_s(
+    device: torch.device,
+    sequences: int,
+    length: int,
+    width: int,
+    clock: Callable[[], float],
+    *,
+    compiled: bool = False,
+) -> float:
     """By how much a model with more layers takes longer: at their quickest, since other work on the host would be
     taken for the layers'."""
     shallow, deep = (_model(device, layers, length, width) for layers in _DEPTHS)
+    for model in (shallow, deep) if compiled else ():
+        model.compile()
     tokens_BS = torch.zeros(sequences, length, dtype=torch.int64, device=device)
     pairs = [[_both_passes_s(model, tokens_BS, clock) for model in (shallow, deep)] for _ in range(_LAYER_TURNS)]
     less_s, more_s = (min(pair[n] for pair in pairs) for n in (0, 1))

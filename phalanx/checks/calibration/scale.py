@@ -14,7 +14,7 @@ _SHARE = 0.8
 
 # Bytes held at once for each element, in fp32: results, gradients and what is kept for backward passes, of all cases.
 _ATTENDED_BYTES = 24
-_STREAMED_BYTES = 80
+_STREAMED_BYTES = 160  # as written, and compiled
 _UPDATED_BYTES = 48
 _HEAD_WEIGHT_BYTES = 16
 _LOGITS_BYTES = 12

@@ -37,6 +37,7 @@ def measure(task: Task) -> Answer:
     if device.type == "cuda":
         scale = fitting(scale, _least_free_bytes(device, group))
     watch = Stopwatch(device, group, scale.rounds, clock=_clock(task))
+    compiled = launches.compiles(device)
     wide = Pool(device, torch.float32, scale.pool)
     timings: list[Timing] = []
     precisions = task.precisions or _fast_precisions(device)
@@ -45,7 +46,7 @@ def measure(task: Task) -> Answer:
         timings += watch.measure(products.cases(scale.tokens, scale.widths, precision, pool))
         timings += watch.measure(
             attention.cases(scale.attended, scale.queries, scale.head_dims, precision, pool)
-            + streams.cases(scale.shapes, precision, pool, wide)
+            + streams.cases(scale.shapes, precision, pool, wide, compiled=compiled)
             + ends.cases(scale.heads, precision, pool, wide)
         )
     timings += watch.measure(updates.cases(scale.updated, device))
@@ -54,6 +55,8 @@ def measure(task: Task) -> Answer:
         patient = Stopwatch(device, group, 4 * scale.rounds, long_s=1.0)
         timings += patient.measure(collectives.cases(scale.messages, group, device))
     numbers |= {"host_launch_s": launches.host_launch_s(device), "layer_host_s": launches.layer_host_s(device)}
+    if compiled:
+        numbers["compiled_layer_host_s"] = launches.layer_host_s(device, compiled=True)
     timings += launches.layers(device)
     numbers |= launches.kernel_numbers(device)
     numbers |= {**_memory(device), **products.slow_rates(precisions, device), **loading.numbers(task.quick)}

@@ -82,63 +82,58 @@ class Ring:
         return slice(mine * self.piece, (mine + 1) * self.piece)
 
     def arrivals(self, kv: Tensor, window: int | None) -> Iterator[_Arrival]:
-        """Keys and values of every rank that this one needs, own ones first, each while the next is on its way.
+        """What this rank needs of every rank, own keys and values first, each while the next is on its way.
 
         Args:
             kv: (2, B, G, S, E), this rank's.
         """
         size, here = self.group.size, self.group.index
-        sends: list[tuple[Work, Tensor]] = []
-        coming = self._start(kv, 1, window, sends) if size > 1 else None
+        coming = self._start(kv, 1, window) if size > 1 else None
         yield _Arrival(here, tuple(range(self.split.pieces_per_rank)), kv)
         for step in range(1, size):
-            present, coming = coming, self._start(kv, step + 1, window, sends) if step + 1 < size else None
-            if present is not None:
-                work, arrival = present
-                work.wait()
-                yield arrival
-        for work, _ in sends:
+            assert coming is not None
+            present, coming = coming, self._start(kv, step + 1, window) if step + 1 < size else None
+            work, arrival, _sent = present
             work.wait()
+            yield arrival
 
-    def _start(
-        self, kv: Tensor, step: int, window: int | None, sends: list[tuple[Work, Tensor]]
-    ) -> tuple[Work, _Arrival] | None:
-        """Send what rank ``here + step`` needs, and receive what is needed of rank ``here - step``."""
+    def send_home(self, step: int, part: Tensor, window: int | None) -> tuple[Work, Tensor, tuple[int, ...], Tensor]:
+        """Send gradients (2, B, G, P, E) of what arrived in `step` to its owner, and receive those of this rank's keys.
+
+        Returns:
+            The work; what it receives, and of which pieces; and `part`, to be kept until it is done.
+        """
         size, here = self.group.size, self.group.index
         reader, owner = (here + step) % size, (here - step) % size
-        wanted = self.split.needed(reader, here, window)
-        if wanted:
-            parcel = self._pieces(kv, wanted)
-            sends.append((self.group.send(parcel, reader, _KEYS), parcel))
-        places = self.split.needed(here, owner, window)
-        if not places:
-            return None
-        buffer = kv.new_empty((*kv.shape[:3], len(places) * self.piece, kv.shape[4]))
-        return self.group.receive(buffer, owner, _KEYS), _Arrival(owner, places, buffer)
-
-    def send_home(self, grad: Tensor, owner: int) -> Work:
-        """Send gradients (2, B, G, P, E) of `owner`'s keys and values to it."""
-        return self.group.send(grad, owner, _GRADIENTS)
-
-    def gradients_from(
-        self, step: int, like: Tensor, window: int | None
-    ) -> tuple[Work, Tensor, tuple[int, ...]] | None:
-        """Begin to receive the gradients of this rank's keys from the rank that has them in `step`."""
-        reader = (self.group.index + step) % self.group.size
-        places = self.split.needed(reader, self.group.index, window)
-        if not places:
-            return None
-        shape = (*like.shape[:3], len(places) * self.piece, like.shape[4])
-        buffer = torch.empty(shape, dtype=like.dtype, device=like.device)
-        return self.group.receive(buffer, reader, _GRADIENTS), buffer, places
+        places = self.split.needed(reader, here, window)
+        buffer = part.new_empty((*part.shape[:3], len(places) * self.piece, part.shape[4]))
+        work = self.group.exchange(_some(part), owner, _some(buffer), reader, _GRADIENTS)
+        return work, buffer, places, part
 
     def add_pieces(self, total: Tensor, part: Tensor, places: tuple[int, ...]) -> None:
         """Add (2, B, G, P, E) of some pieces to (2, B, G, S, E) of all."""
         for number, place in enumerate(places):
             total[:, :, :, self.queries(place)] += part[:, :, :, self.queries(number)]
 
+    def _start(self, kv: Tensor, step: int, window: int | None) -> tuple[Work, _Arrival, Tensor]:
+        """Send what rank ``here + step`` needs, the last that is returned, while what is needed of ``here - step``
+        arrives."""
+        size, here = self.group.size, self.group.index
+        reader, owner = (here + step) % size, (here - step) % size
+        parcel = self._pieces(kv, self.split.needed(reader, here, window))
+        places = self.split.needed(here, owner, window)
+        buffer = kv.new_empty((*kv.shape[:3], len(places) * self.piece, kv.shape[4]))
+        work = self.group.exchange(_some(parcel), reader, _some(buffer), owner, _KEYS)
+        return work, _Arrival(owner, places, buffer), parcel
+
     def _pieces(self, kv: Tensor, places: tuple[int, ...]) -> Tensor:
+        if not places:
+            return kv[:, :, :, :0]
         return torch.cat([kv[:, :, :, self.queries(place)] for place in places], dim=3).contiguous()
+
+
+def _some(x: Tensor) -> Tensor | None:
+    return x if x.numel() else None
 
 
 class _RingAttention(torch.autograd.Function):
@@ -170,21 +165,17 @@ class _RingAttention(torch.autograd.Function):
         ring, layer = ctx.ring, ctx.layer
         dq = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
         dkv = torch.zeros(kv.shape, dtype=dq.dtype, device=q.device)
-        coming = [ring.gradients_from(step, dkv, layer.window) for step in range(1, ring.group.size)]
-        sends = []
+        going = []
         saved = _Saved(grad.contiguous(), q, Partial(out, lse), dq)
-        for arrival in ring.arrivals(kv, layer.window):
+        for step, arrival in enumerate(ring.arrivals(kv, layer.window)):
             part = _gradients(ring, layer, arrival, saved)
-            if arrival.owner == ring.group.index:
+            if step == 0:
                 dkv += part
             else:
-                sends.append((ring.send_home(part, arrival.owner), part))
-        for parcel in coming:
-            if parcel is not None:
-                parcel[0].wait()
-                ring.add_pieces(dkv, parcel[1], parcel[2])
-        for work, _ in sends:
+                going.append(ring.send_home(step, part, layer.window))
+        for work, pieces, places, _sent in going:
             work.wait()
+            ring.add_pieces(dkv, pieces, places)
         dk, dv = dkv.to(kv.dtype)
         return dq.to(q.dtype), dk, dv, None, None
 

@@ -50,16 +50,21 @@ class ContextSpread:
         places = [_positions(self.split, rank) for rank in range(group.size)]
         self.positions_S = places[group.index]
         self._order_L = torch.argsort(torch.cat(places))
+        self._copies: dict[tuple[int, torch.device], Tensor] = {}
 
     def cut(self, x_BL: Tensor) -> Tensor:
         """This rank's positions of (B, L, …)."""
         if self.group.size == 1:
             return x_BL
-        return x_BL.index_select(1, self.positions_S.to(x_BL.device))
+        return x_BL.index_select(1, self.positions_on(x_BL.device))
+
+    def positions_on(self, device: torch.device) -> Tensor:
+        """Where this rank's positions (S,) stand in their sequences."""
+        return self._on(self.positions_S, device)
 
     def dropout_rows(self, state: DropoutState) -> Tensor:
         """Hash rows (B, S) of this rank's tokens, the same numbers as in a whole sequence."""
-        positions = self.positions_S.to(state.sample_index_B.device)
+        positions = self.positions_on(state.sample_index_B.device)
         return state.sample_index_B.to(torch.int64)[:, None] * self._rows + positions
 
     def attention_trial(self, whole: Shape) -> Trial:
@@ -114,7 +119,7 @@ class ContextSpread:
         def attend(q: Tensor, k: Tensor, v: Tensor, how: Attending) -> Tensor:
             if how.window not in masks:
                 masks[how.window] = AttentionMask(length, length, window=how.window, documents_BS=documents_BL)
-            order = self._order_L.to(q.device)
+            order = self._on(self._order_L, q.device)
             mine = [to_heads(x, group, order) for x in (q, k, v)]
             first = how.first_head + group.index * (q.shape[1] // group.size)
             dropped = _dropout(how, state, rows_BL, first, how.num_heads or q.shape[1])
@@ -123,6 +128,13 @@ class ContextSpread:
             return to_positions(out, group, order)
 
         return attend
+
+    def _on(self, x: Tensor, device: torch.device) -> Tensor:
+        """One of this value's tensors on a device: copied there once, since a copy from the host waits for it."""
+        key = id(x), device
+        if key not in self._copies:
+            self._copies[key] = x.to(device)
+        return self._copies[key]
 
 
 def _dropout(

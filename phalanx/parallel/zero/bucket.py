@@ -84,6 +84,7 @@ class Bucket:
         self._sum: Tensor | None = None
         self._has_sum = False
         self._sending: list[Tensor] = []
+        self._on_wire: Tensor | None = None
         self._bound: Tensor | None = None
         if not self.keeps_weights:
             self.release()
@@ -142,14 +143,21 @@ class Bucket:
     def reduce(self, last: bool) -> Iterator[Work]:
         """Sum this rank's part of the gradients over ranks.
 
-        Yields every collective as it is started, and is to be resumed when that is done.
+        Takes the gradients now, for they are where this is called. What is returned yields every collective as it is
+        started, and is to be resumed when that is done; after the first, `sent`.
 
         Args:
             last: nothing will be added any more: sum over replicas too.
         """
-        yield from self._scatter()
-        for group in self.groups.add if last else ():
-            yield from self._add(group)
+        whole = None if self._has_sum and not self._has_gradients else self._take_gradients()
+        if self.groups.split.size > 1 and whole is not None:
+            self._sending.append(whole)
+        return self._reduce(whole, last)
+
+    def sent(self) -> None:
+        """Let go of the oldest whole gradient that has been reduced."""
+        if self._sending:
+            del self._sending[0]
 
     def add_tied(self) -> Iterator[Work]:
         """Add what the other stage with the same weights has; not before both have made all their gradients."""
@@ -207,10 +215,14 @@ class Bucket:
     def _has_gradients(self) -> bool:
         return self._gradients is not None or any(parameter.grad is not None for parameter in self.parameters)
 
-    def _scatter(self) -> Iterator[Work]:
-        if self._has_sum and not self._has_gradients:
-            return
-        whole = self._take_gradients()
+    def _reduce(self, whole: Tensor | None, last: bool) -> Iterator[Work]:
+        if whole is not None:
+            yield from self._scatter(whole)
+            del whole
+        for group in self.groups.add if last else ():
+            yield from self._add(group)
+
+    def _scatter(self, whole: Tensor) -> Iterator[Work]:
         if self.zero == 1 and self._sum is None:
             self._sum = whole[self._own]
         elif self._sum is None:
@@ -218,9 +230,10 @@ class Bucket:
         target = torch.empty_like(self._sum) if self._has_sum else self._sum
         self._has_sum = True
         if self.groups.split.size > 1:
-            self._sending += [whole, whole.to(self.wire_dtype)]
-            yield self.groups.split.reduce_scatter(target, self._sending[-1])
-            del self._sending[:2]
+            self._on_wire = whole.to(self.wire_dtype)
+            del whole
+            yield self.groups.split.reduce_scatter(target, self._on_wire)
+            self._on_wire = None
         if target is not self._sum:
             self._sum.add_(target)
 
@@ -233,7 +246,7 @@ class Bucket:
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """The memory that is in use: weights, masters (the same where in place), gradients and what is on its way."""
-        gradients = [self._gradients, self._sum, *self._sending, *(p.grad for p in self.parameters)]
+        gradients = [self._gradients, self._sum, *self._sending, self._on_wire, *(p.grad for p in self.parameters)]
         return [self._weights], [self._master], [g for g in gradients if g is not None]
 
 

@@ -29,7 +29,7 @@ from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.group import Group, Groups
 from phalanx.parallel.zero.bucket import Bucket, BucketGroups
 from phalanx.parallel.zero.places import Kind, StoredParameter, plan_places, stored_parameters
-from phalanx.parallel.zero.reductions import Reductions
+from phalanx.parallel.zero.reductions import CudaLane, Reductions
 from phalanx.parallel.zero.stream import Unit, link
 
 Initial = Callable[[str, Shard], Tensor]
@@ -92,7 +92,7 @@ class ShardedChunk:
         self._split_axes = _used(groups, "shard", "context")
         self._split = _own_group(groups, "shard", "context")
         self._buckets = self._make_buckets()
-        self._reductions = Reductions(polls=self._device.type == "cpu")
+        self._reductions = Reductions(CudaLane(self._device) if self._device.type == "cuda" else None)
         self._last = False
         self._seen: dict[Bucket, set[int]] = {bucket: set() for bucket in self._buckets}
         # The order in which gradients are complete: what is used first has its gradient last.
@@ -334,8 +334,7 @@ class ShardedChunk:
         self._seen[bucket].clear()
         if bucket.zero in _IN_FLIGHT:
             self._reductions.finish(leave=_IN_FLIGHT[bucket.zero])
-        goes_on = self._last and bool(bucket.groups.add) and bucket.groups.split.size > 1
-        self._reductions.start(bucket.reduce(self._last), goes_on=goes_on)
+        self._reductions.start(bucket.reduce(self._last), bucket.sent)
         self._passed.add(bucket)
 
 

@@ -20,6 +20,7 @@ def device_text(
     where: str,
     date: str,
     host_launch_s: float | None = None,
+    host_compiled_launch_s: float | None = None,
     ratios: Mapping[str, float] | None = None,
 ) -> str:
     """The file of one rank's device.
@@ -29,9 +30,11 @@ def device_text(
         where: on what it was measured, in words.
         date: of that.
         host_launch_s: for each kernel of a step; else for an operator by itself.
+        host_compiled_launch_s: for each kernel of a compiled layer, where that was measured.
         ratios: by kernel and pass: how much longer it takes than its bytes say.
     """
-    parts = [f'kind = "{kind}"\n', _numbers(found, kind, host_launch_s), source(_HERE, where, date)]
+    host = {"host_launch_s": host_launch_s, "host_compiled_launch_s": host_compiled_launch_s}
+    parts = [f'kind = "{kind}"\n', _numbers(found, kind, host), source(_HERE, where, date)]
     parts += [_products(found, precision) for precision in found.precisions]
     parts += [_attention(found, precision) for precision in found.precisions]
     parts.append(_stream(found))
@@ -45,7 +48,7 @@ def _line(key: str, value: float | Sequence[float] | Sequence[Sequence[float]]) 
     return marked(key, value, "measured", _HERE)
 
 
-def _numbers(found: Found, kind: str, host_launch_s: float | None) -> str:
+def _numbers(found: Found, kind: str, host: Mapping[str, float | None]) -> str:
     """Plain numbers; a CPU launches nothing ahead, so the host's time is all that a kernel takes beside its work."""
     numbers = {
         "memory_bytes": found.answer.numbers["memory_bytes"] / (found.ranks if kind == "cpu" else 1),
@@ -54,7 +57,8 @@ def _numbers(found: Found, kind: str, host_launch_s: float | None) -> str:
         "peak_fp32_flops_per_s": _peak(found, "fp32"),
         "kernel_s": found.answer.numbers["kernel_s"],
         "kernel_gap_s": found.answer.numbers["kernel_gap_s"],
-        "host_launch_s": host_launch_s or found.answer.numbers["host_launch_s"],
+        "host_launch_s": found.answer.numbers["host_launch_s"],
+        **{key: value for key, value in host.items() if value},
     }
     return "\n".join(_line(key, value) for key, value in numbers.items()) + "\n"
 

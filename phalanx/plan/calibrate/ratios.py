@@ -7,6 +7,7 @@ device, in the same sizes; what the host needs to launch it, which the model cou
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from phalanx.plan.work.times import timed
 
 _HEAD_DIM = 64
 _BETWEEN = ("rms_norm", "layer_norm", "swiglu", "gelu", "rotary", "rows")
+_ONE_PASS = ("swiglu", "gelu")  # where they are compiled
 _OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "lamb", "came", "muon")
 _LEAST, _MOST = 1e-3, 99.0  # what a device's file may say; tiny kernels can take none of their bytes' time, or all
 
@@ -59,11 +61,13 @@ def _pairs(found: Found, device: Device) -> Iterator[_Pair]:
 
 
 def _of_layers(found: Found, device: Device, precision: Precision) -> Iterator[_Pair]:
-    for kernel in _BETWEEN:
-        for timing in found.all(f"{kernel}_forward", precision):
-            backward = at(found.all(f"{kernel}_backward", precision), timing.sizes)
-            operations = layer(_local(timing, kernel), 0, False)
-            yield from _both(kernel, operations, found, device, timing, backward)
+    for kernel, compiled in itertools.product(_BETWEEN, (False, True)):
+        what = f"{kernel}_compiled" if compiled else kernel
+        for timing in found.all(f"{what}_forward", precision):
+            backward = at(found.all(f"{what}_backward", precision), timing.sizes)
+            operations = layer(_local(timing, kernel, compiled), 0, False)
+            name = f"one_pass_{what}" if compiled and kernel in _ONE_PASS else what
+            yield from _both(name, operations, found, device, timing, backward)
     for timing in found.all("embedding_forward", precision):
         backward = at(found.all("embedding_backward", precision), timing.sizes)
         yield from _both("embedding", embedding(_local(timing)), found, device, timing, backward)
@@ -135,24 +139,32 @@ def host_launch_s(found: Found, device: Device) -> float:
     return max(least_s, products / squares) if squares else least_s
 
 
-def _layer(sequences: int, length: int, width: int) -> list[Operation]:
-    job = replace(_layer_job(length, width, "swiglu", "fp32"), global_batch=sequences)
+def host_compiled_launch_s(found: Found, device: Device) -> float | None:
+    """The same for each kernel of a compiled layer, which one call of the host launches; None: not measured."""
+    layer_s = found.answer.numbers.get("compiled_layer_host_s")
+    if layer_s is None:
+        return None
+    return layer_s / float(timed(_layer(*TINY, compiled=True), device, "fp32", "none").launches.total)
+
+
+def _layer(sequences: int, length: int, width: int, *, compiled: bool = False) -> list[Operation]:
+    job = replace(_layer_job(length, width, "swiglu", "fp32", compiled), global_batch=sequences)
     return layer(local_of(job, Strategy(micro_batch=sequences)), 0, False)
 
 
-def _local(timing: Timing, kernel: str = "") -> Local:
-    return local_of(_job(timing, kernel), Strategy())
+def _local(timing: Timing, kernel: str = "", compiled: bool = False) -> Local:
+    return local_of(_job(timing, kernel, compiled=compiled), Strategy())
 
 
-def _job(timing: Timing, kernel: str = "", optimizer: Optimizer = "adamw") -> Job:
+def _job(timing: Timing, kernel: str = "", optimizer: Optimizer = "adamw", *, compiled: bool = False) -> Job:
     """A job whose one layer has the kernel in the size in which it was measured; a parallel block has one norm."""
     tokens, width = int(timing.sizes.get("tokens", 1)), int(timing.sizes["width"])
-    job = _layer_job(tokens, width, kernel, timing.precision)
+    job = _layer_job(tokens, width, kernel, timing.precision, compiled)
     model = replace(job.model, block="parallel", vocab_rows=int(timing.sizes.get("words", 1)))
     return replace(job, model=model, optimizer=optimizer)
 
 
-def _layer_job(tokens: int, width: int, kernel: str, precision: Precision) -> Job:
+def _layer_job(tokens: int, width: int, kernel: str, precision: Precision, compiled: bool) -> Job:
     """A job with one layer as `phalanx train` has it."""
     model = Model(
         layers=1,
@@ -170,4 +182,5 @@ def _layer_job(tokens: int, width: int, kernel: str, precision: Precision) -> Jo
         attention_dropout=False,
         tie_embeddings=False,
     )
-    return Job(model, tokens, 1, precision, "adamw", Software())
+    software = Software(fused_elementwise=compiled, compiled=compiled)
+    return Job(model, tokens, 1, precision, "adamw", software)

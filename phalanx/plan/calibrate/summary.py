@@ -49,6 +49,9 @@ def _lines(found: Found) -> Iterator[Line]:
     yield Line("host, per operator", host_s, "s", f"{host_s * 1e6:.1f} µs")
     layer_s = found.answer.numbers["layer_host_s"]
     yield Line("host, per layer", layer_s, "s", f"{layer_s * 1e6:.0f} µs")
+    compiled_s = found.answer.numbers.get("compiled_layer_host_s")
+    if compiled_s is not None:
+        yield Line("host, per compiled layer", compiled_s, "s", f"{compiled_s * 1e6:.0f} µs")
     for kind in _COLLECTIVES:
         rates = [timing.sizes["num_bytes"] / timing.seconds for timing in found.all(kind)]
         if rates:

@@ -13,7 +13,7 @@ from phalanx.core.files import write_bytes
 from phalanx.plan.calibrate.cluster_file import cluster_text, links_text
 from phalanx.plan.calibrate.device_file import device_text
 from phalanx.plan.calibrate.found import Found
-from phalanx.plan.calibrate.ratios import host_launch_s, ratios
+from phalanx.plan.calibrate.ratios import host_compiled_launch_s, host_launch_s, ratios
 from phalanx.plan.hardware.device import Device
 from phalanx.plan.hardware.load import load_cluster, load_device
 
@@ -77,7 +77,8 @@ def described(found: Found, machine: Machine) -> str:
     plain = _loaded(device_text(found, machine.kind, where, machine.date))
     known = ratios(found, plain)
     kernels = _loaded(device_text(found, machine.kind, where, machine.date, ratios=known))
-    return device_text(found, machine.kind, where, machine.date, host_launch_s(found, kernels), known)
+    host = host_launch_s(found, kernels), host_compiled_launch_s(found, kernels)
+    return device_text(found, machine.kind, where, machine.date, *host, known)
 
 
 def _loaded(text: str) -> Device:

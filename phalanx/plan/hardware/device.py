@@ -75,6 +75,11 @@ class Device:
         """Time of the host for each kernel that it launches."""
         return self.numbers["host_launch_s"].value
 
+    def launching_s(self, *, compiled: bool) -> float:
+        """Time of the host for each kernel of a layer; of a compiled one too, where that was not measured apart."""
+        key = "host_compiled_launch_s"
+        return self.numbers[key].value if compiled and key in self.numbers else self.host_launch_s
+
     def peak_flops_per_s(self, precision: Precision = "bf16") -> float:
         """Peak rate of dense matrix products."""
         return self.numbers[f"peak_{format_of(precision)}_flops_per_s"].value

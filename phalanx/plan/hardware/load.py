@@ -29,6 +29,8 @@ _DEVICE_NUMBERS = (
     "host_launch_s",
     "kernel_s",
 )
+_DEVICE_EXTRAS = ("host_compiled_launch_s",)
+"""Numbers that a device's file may leave out."""
 
 
 _MANY = 10_000_000
@@ -53,8 +55,9 @@ def load_device(name_or_path: str | Path) -> Device:
     """
     path = _find("devices", str(name_or_path), Path(), "device")
     file = read(path)
-    file.expect(*_DEVICE_NUMBERS, "kind", "gemm", "attention", "stream", "sources")
-    numbers = {key: file.number(key) for key in _DEVICE_NUMBERS}
+    file.expect(*_DEVICE_NUMBERS, *_DEVICE_EXTRAS, "kind", "gemm", "attention", "stream", "sources")
+    extras = [key for key in _DEVICE_EXTRAS if file.has(key)]
+    numbers = {key: file.number(key) for key in (*_DEVICE_NUMBERS, *extras)}
     kind = file.text("kind")
     if kind not in ("gpu", "cpu"):
         raise UserError("is no kind of device", cure='write "gpu" or "cpu"', field=file.where("kind"), value=kind)

@@ -41,5 +41,9 @@ class Stream:
         Args:
             precision: of what it moves; where only that of fp32 is known, that.
         """
-        plain = self.ratios.get(kernel, 1.0)
-        return plain if precision == "fp32" else self.ratios.get(f"{kernel}_half", plain)
+        names = [kernel, kernel.replace("_compiled", "")]  # one that was not compiled for want of the other
+        for name in names:
+            for ending in ("_half", "") if precision != "fp32" else ("",):
+                if f"{name}{ending}" in self.ratios:
+                    return self.ratios[f"{name}{ending}"]
+        return 1.0

@@ -30,6 +30,7 @@ _OWN: Mapping[str, tuple[float, float]] = {
     # Where a unit in general allows what cannot be right for this key, or cannot be computed with.
     "memory_bytes": (1e8, 1e18),
     **dict.fromkeys(("kernel_s", "kernel_gap_s", "host_launch_s", "launch_s", "latency_s"), _AT_ONCE),
+    "host_compiled_launch_s": _AT_ONCE,
     **dict.fromkeys(("send_latency_s", "start_s", "hop_s", "inside_hop_s", "hop_latency_s"), _AT_ONCE),
     **dict.fromkeys(("clock_from_s", "clock_to_s", "time_s"), (1e-9, 1e5)),
     **dict.fromkeys(("achieved_ratio", "share_ratio"), (0.001, 1)),

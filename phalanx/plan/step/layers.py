@@ -135,7 +135,8 @@ def _cost(job: Job, cluster: Cluster, kernels: Timed, exchanges: Mapping[str, Co
     calls = Passes.sum(covered.collectives for covered in exchanges.values())
     exposed["compute/gaps"] = (kernels.launches + calls) * cluster.device.kernel_gap_s
     device = Passes.sum(exposed.values())
-    host = (kernels.launches + calls) * (cluster.device.host_launch_s * job.software.host_factor)
+    launching_s = cluster.device.launching_s(compiled=job.software.compiled)
+    host = (kernels.launches + calls) * (launching_s * job.software.host_factor)
     exposed["compute/host"] = host if cluster.device.kind == "cpu" else _not_covered(host, device)
     return Cost(exposed, hidden)
 

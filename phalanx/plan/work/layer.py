@@ -34,12 +34,12 @@ def _norms(local: Local) -> list[Operation]:
             elements * (2 * (r + c) + r),
             count,
             2 * count,
-            kernel=f"{local.model.norm}_norm",
+            kernel=local.kernel(f"{local.model.norm}_norm"),
         ),
     ]
     if local.model.qk_norm:
         rows = local.tokens * local.projection_rows
-        found.append(Stream("compute/norm", rows * 2 * c, rows * 4 * c, 2, 4, kernel="rms_norm"))
+        found.append(Stream("compute/norm", rows * 2 * c, rows * 4 * c, 2, 4, kernel=local.kernel("rms_norm")))
     return found
 
 
@@ -70,13 +70,14 @@ def _heads(local: Local) -> list[Operation]:
     found: list[Operation] = [
         Stream("compute/attention_layout", 2 * c * q, 2 * c * (q + qkv), 1, 3, ALWAYS_FULL, "rows"),
     ]
-    if local.software.fused_attention and local.software.fused_elementwise:
+    if local.software.fused_attention and local.software.fused_elementwise and not local.software.is_phalanx:
+        # Ours reads q, k and v where their projection has written them, or rotated ones.
         found.append(Stream("compute/attention_layout", 2 * c * qkv, 0.0, 3, 0, ALWAYS_FULL))
     if local.model.position == "rotary":
         turned = q + (qkv - q) / 2
         times = 1 if local.software.fused_elementwise else 3
         moved = 2 * c * turned * times
-        found.append(Stream("compute/rotary", moved, moved, 2 * times, 2 * times, kernel="rotary"))
+        found.append(Stream("compute/rotary", moved, moved, 2 * times, 2 * times, kernel=local.kernel("rotary")))
     if local.model.bias != "none":
         found.append(Stream("compute/bias", 0.0, c * qkv, 0, 1, ALWAYS_FULL))
     return found
@@ -121,9 +122,9 @@ def _residual(local: Local) -> list[Operation]:
     r, c = local.residual_bytes, local.compute_bytes
     count = 1 if local.model.block == "parallel" else 2
     elements = count * local.kept_tokens * local.model.hidden
+    if not local.model.dropout and c == r and (local.software.is_phalanx or not local.software.fused_elementwise):
+        return [Stream("compute/residual", 0.0, elements * 3 * r, 0, count)]
     if not local.model.dropout and not local.software.fused_elementwise:
-        if c == r:
-            return [Stream("compute/residual", 0.0, elements * 3 * r, 0, count)]
         # A product of other numbers than the stream's is cast and added; so is its gradient, the other way.
         casts = elements * (c + r)
         return [Stream("compute/residual", casts + elements * 3 * r, casts + elements * 3 * r, 2 * count, 2 * count)]

@@ -41,6 +41,10 @@ class Local:
     compute_bytes: int
     weight_bytes: int
 
+    def kernel(self, name: str) -> str:
+        """What a device's file calls a kernel of a layer."""
+        return f"{name}_compiled" if self.software.compiled else name
+
     @property
     def residual_bytes(self) -> int:
         """Of one element of the residual stream."""
