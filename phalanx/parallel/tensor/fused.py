@@ -1,8 +1,16 @@
 """torch's fused operators over symmetric memory: the back end for GPUs that read each other's memory over NVLink.
 
 ``symm_mem::fused_all_gather_matmul`` and ``fused_matmul_reduce_scatter`` are private to torch and used in this file
-alone; tests/parallel/test_tensor_symmetric.py says what they must do. They find the group by a name that it is
+alone; tests/parallel/test_tensor_fused.py says what they must do. They find the group by a name that it is
 registered under (`phalanx.parallel.mesh.Mesh.registered`).
+
+*Gather, multiply*: every rank copies its rows into a buffer that the others can read, multiplies them, and then fetches
+and multiplies those of one peer after another, on two streams in turn, so that a copy runs beside a product. *Multiply,
+scatter*: the products of other ranks' rows are written into two such buffers in turn, from which the others fetch them;
+they are added when all are there, in the order of ranks, so that the same inputs give the same bits.
+
+Both wait for the peers on the device, without end: a rank that is gone leaves the others waiting until their supervisor
+ends them. Several ranks may be on one device where TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1, for tests.
 
 Shapes: T tokens, n ranks, R = T / n rows of this rank, I inputs, O outputs.
 """
@@ -24,7 +32,7 @@ from phalanx.parallel.tensor.overlap import Pending
 _PROBE_BYTES = 1 << 20
 
 
-class SymmetricOverlap:
+class FusedOverlap:
     """Collectives fused with products, one peer's rows at a time.
 
     Args:
@@ -38,7 +46,7 @@ class SymmetricOverlap:
     def gather(self, x_RI: Tensor) -> Pending:
         """See `Overlap.gather`; an ordinary collective, beside whatever product comes."""
         out = x_RI.new_empty(self.group.size * x_RI.shape[0], x_RI.shape[1])
-        work = self.group.all_gather(out, x_RI)
+        work = self.group.all_gather(out, x_RI.contiguous())
 
         def finish() -> Tensor:
             work.wait()
@@ -51,7 +59,7 @@ class SymmetricOverlap:
     ) -> tuple[Tensor, list[Tensor]]:
         """See `Overlap.gather_products`."""
         self._count("all_gather", x_RI.numel() * x_RI.element_size() * (self.group.size - 1))
-        x_TI, outs = torch.ops.symm_mem.fused_all_gather_matmul(x_RI, list(matrices_IO), 0, self.name)
+        x_TI, outs = torch.ops.symm_mem.fused_all_gather_matmul(x_RI.contiguous(), list(matrices_IO), 0, self.name)
         return x_TI, [out if bias is None else out.add_(bias) for out, bias in zip(outs, biases_O, strict=True)]
 
     def products_scatter(self, inputs_TI: Sequence[Tensor], matrices_IO: Sequence[Tensor]) -> Pending:
@@ -84,4 +92,4 @@ def require_symmetric_memory(name: str) -> None:
 
 def _refused(reason: str) -> UserError:
     problem = f"needs GPUs of one host that reach each other's memory over NVLink ({reason})"
-    return UserError(problem, cure="set it to 'chunked'", field="parallel.tensor_overlap", value="symmetric")
+    return UserError(problem, cure="set it to 'chunked'", field="parallel.tensor_overlap", value="fused")
