@@ -11,7 +11,7 @@ from phalanx.core.layout import Layout
 
 Schedule = Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]
 ContextMethod = Literal["ring", "all_to_all"]
-TensorOverlap = Literal["none", "chunked", "fused", "auto"]
+TensorOverlap = Literal["none", "chunked", "fused", "tiles", "auto"]
 
 
 class ParallelConfig(Config):
@@ -41,7 +41,8 @@ class ParallelConfig(Config):
     tensor_overlap: TensorOverlap = Field(
         "none",
         description="matrix products against the collectives beside them: one after the other, in pipelined chunks, "
-        "or fused over memory that GPUs share (NVLink); auto: fused where the GPUs can, else chunked",
+        "or fused over memory that GPUs share (NVLink), by torch's operators or (tiles) Triton kernels of ours; "
+        "auto: fused where the GPUs can, else chunked",
     )
     tensor_chunks: int = Field(3, ge=1, description="chunks of `tensor_overlap = chunked`")
     context_method: ContextMethod = Field(

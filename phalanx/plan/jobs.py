@@ -12,7 +12,7 @@ from phalanx.plan.types import BYTES, Job, Model, Overlap, Precision, Recompute,
 
 # What `train.recompute` says, in the words of the cost model.
 _RECOMPUTE: dict[str, Recompute] = {"none": "none", "selective": "elementwise", "full": "full"}
-_OVERLAP: dict[str, Overlap] = {"none": "none", "chunked": "chunked", "fused": "fused"}
+_OVERLAP: dict[str, Overlap] = {"none": "none", "chunked": "chunked", "fused": "fused", "tiles": "fused"}
 
 
 def make_job(

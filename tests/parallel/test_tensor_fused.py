@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,9 @@ from phalanx.parallel.tensor.linear import Spread, gather_products, products_sca
 from phalanx.parallel.tensor.overlap import Overlap, PlainOverlap
 from phalanx.parallel.tensor.reach import SHARED_DEVICE, Reach, Seat, choose_overlap, chosen, obstacle_to_sharing
 from phalanx.parallel.tensor.spread import make_overlap
+from phalanx.parallel.tensor.tiles import TilesOverlap
 
-ROWS, INPUTS, WIDTHS = 8, 16, (24, 32)
+ROWS, INPUTS, WIDTHS = 40, 16, (24, 32)
 
 
 def random_of(rank: int, device: str, dtype: torch.dtype) -> Callable[..., Tensor]:
@@ -159,6 +162,72 @@ def test_auto_on_a_cpu_is_chunked() -> None:
         assert kind == "chunked" and why.endswith("it computes on a CPU")
 
 
+class FileMemory:
+    """Memory of several processes: files that all of them map."""
+
+    def __init__(self, group: Group, path: str) -> None:
+        self._group, self._path, self._bytes = group, path, 0
+        self._of: list[Tensor] = []
+        self.addresses = torch.empty(0, dtype=torch.int64)
+
+    def reserve(self, size_bytes: int) -> None:
+        if size_bytes <= self._bytes:
+            return
+        self._bytes = size_bytes
+        paths = [f"{self._path}-{rank}-{size_bytes}" for rank in range(self._group.size)]
+        Path(paths[self._group.index]).write_bytes(bytes(size_bytes))
+        self._group.barrier()
+        self._of = [torch.from_file(path, shared=True, size=size_bytes, dtype=torch.uint8) for path in paths]
+        self.addresses = torch.tensor([memory.data_ptr() for memory in self._of])
+
+    def meet(self, channel: int) -> None:
+        self._group.barrier()
+
+    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        size_bytes = math.prod(shape) * dtype.itemsize
+        return self._of[rank][:size_bytes].view(dtype).view(*shape)
+
+
+class NoLane:
+    """Copies run at once."""
+
+    def beside(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def signal(self, signals: Tensor, index: int, call: int) -> None:
+        signals.view(torch.int32)[index] = call
+
+    def join(self) -> None:
+        pass
+
+
+def in_processes(rank: int, size: int, folder: str) -> None:
+    """One of several processes whose kernels, interpreted, wait for each other's memory."""
+    from phalanx.kernels.products_triton import Blocks
+
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    group = open_mesh(rank, size, folder, device).group("tensor")
+    memory = [FileMemory(group, f"{folder}/{name}") for name in ("rows", "signals")]
+    blocks = Blocks(rows=16, columns=16, inputs=16, group=2)
+    tiles = TilesOverlap(group, "", *memory, NoLane(), device, 3, blocks)
+    for computed in (functions, gradients, functions):  # memory grows, and is used again
+        group.traffic.sent_bytes.clear()
+        found, sent_bytes = computed(tiles), group.traffic.total_bytes
+        group.traffic.sent_bytes.clear()
+        for got, expected in itertools.zip_longest(found, computed(PlainOverlap(group))):
+            torch.testing.assert_close(got, expected)
+        assert sent_bytes == group.traffic.total_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+@pytest.mark.parametrize("size", [2, 3])
+def test_tile_by_tile_between_processes(tmp_path: Path, size: int) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    torch.multiprocessing.spawn(in_processes, (size, str(tmp_path)), nprocs=size)  # type: ignore[no-untyped-call]
+
+
 def check_on_gpu(fused: Overlap, plain: PlainOverlap, dtype: torch.dtype) -> None:
     """Fused on the GPU against plain on the CPU, from the same numbers; twice, since buffers are used again."""
     for computed in (functions, gradients, functions, gradients):
@@ -179,21 +248,23 @@ def on_one_gpu(rank: int, size: int, folder: str) -> None:
     mesh = open_mesh(rank, size, folder, device, make=backends.make_gloo)
     group = mesh.group("tensor")
     assert choose_overlap(mesh.layout, GroupPeers(group), device).kind == "fused"
-    overlap = make_overlap("fused", group, 4, mesh.registered)
-    for dtype in (torch.bfloat16, torch.float32):
-        check_on_gpu(overlap, PlainOverlap(group), dtype)
+    for kind in ("fused", "tiles"):
+        overlap = make_overlap(kind, group, 4, mesh.registered)  # type: ignore[arg-type]
+        for dtype in (torch.bfloat16, torch.float32):
+            check_on_gpu(overlap, PlainOverlap(group), dtype)
     torch.cuda.synchronize()
     group.barrier()  # nobody's memory goes before all have read it
 
 
 def on_a_gpu_each(rank: int, size: int, folder: str) -> None:
-    """Fused, chunked and plain by NCCL."""
+    """Fused either way, chunked and plain by NCCL."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     mesh = open_mesh(rank, size, folder, device)
     group = mesh.group("tensor")
     plain = functions(PlainOverlap(group), "cuda", torch.bfloat16)
-    for overlap in (make_overlap("fused", group, 4, mesh.registered), make_overlap("chunked", group, 3)):
+    for kind in ("fused", "tiles", "chunked"):
+        overlap = make_overlap(kind, group, 3, mesh.registered)  # type: ignore[arg-type]
         for got, expected in zip(functions(overlap, "cuda", torch.bfloat16), plain, strict=True):
             torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
     torch.cuda.synchronize()

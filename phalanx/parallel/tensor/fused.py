@@ -64,9 +64,7 @@ class FusedOverlap:
 
     def products_scatter(self, inputs_TI: Sequence[Tensor], matrices_IO: Sequence[Tensor]) -> Pending:
         """See `Overlap.products_scatter`; several products are one of their stacked inputs, to be scattered once."""
-        alone = len(inputs_TI) == 1
-        x_TI = inputs_TI[0] if alone else torch.cat(list(inputs_TI), dim=1)
-        matrix_IO = matrices_IO[0] if alone else torch.cat(list(matrices_IO), dim=0)
+        x_TI, matrix_IO = stacked(inputs_TI, matrices_IO)
         sent_bytes = x_TI.shape[0] * matrix_IO.shape[1] * x_TI.element_size()
         self._count("reduce_scatter", sent_bytes * (self.group.size - 1) // self.group.size)
         out = torch.ops.symm_mem.fused_matmul_reduce_scatter(x_TI, matrix_IO, "sum", 0, self.name)
@@ -74,6 +72,13 @@ class FusedOverlap:
 
     def _count(self, operation: str, sent_bytes: int) -> None:
         self.group.traffic.add(operation, sent_bytes)
+
+
+def stacked(inputs_TI: Sequence[Tensor], matrices_IO: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """One input and one matrix, whose product is the sum of those given."""
+    if len(inputs_TI) == 1:
+        return inputs_TI[0], matrices_IO[0]
+    return torch.cat(list(inputs_TI), dim=1), torch.cat(list(matrices_IO), dim=0)
 
 
 def require_symmetric_memory(name: str) -> None:

@@ -34,6 +34,7 @@ from phalanx.parallel.tensor.seams import (
     pair_inputs,
     pair_outputs,
 )
+from phalanx.parallel.tensor.tiles import tiles_on_gpu
 
 Registered = Callable[[Group], str]
 """The name under which torch knows a group, made known to it first: `phalanx.parallel.mesh.Mesh.registered`."""
@@ -58,7 +59,7 @@ def spread_tensor(
         overlap: how collectives run beside matrix products, see `phalanx.parallel.tensor.overlap`; not ``"auto"``.
         chunks: of ``"chunked"``.
         queue: where weight gradients go while it is deferring.
-        registered: names the group for ``"fused"``, which needs it.
+        registered: names the group for ``"fused"`` and ``"tiles"``, which need it.
 
     Raises:
         UserError: the back end cannot run here.
@@ -113,7 +114,7 @@ def make_overlap(kind: TensorOverlap, group: Group, chunks: int, registered: Reg
         raise UserError(problem, cure="pass Mesh.registered", field="parallel.tensor_overlap", value=kind)
     name = registered(group)
     require_symmetric_memory(name)
-    return FusedOverlap(group, name)
+    return tiles_on_gpu(group, name) if kind == "tiles" else FusedOverlap(group, name)
 
 
 def _spread_block(block: Block, spread: Spread, config: ModelConfig) -> None:
