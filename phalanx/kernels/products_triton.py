@@ -66,7 +66,8 @@ class Owners(NamedTuple):
     """Where the tiles of a product go.
 
     Attributes:
-        slots: int64 (n,): of each rank, the address of its (n, R, O) partial sums, of the type of the inputs.
+        slots: int64 (n,): of each rank, the address of its (n, R, O) partial sums, of the type of the inputs; all
+            addresses are multiples of 16.
         signals: int64 (n,): of each rank, the address of its int32 (n, tiles) signals.
         call: number of this call.
     """
@@ -155,7 +156,7 @@ def _product_to_owners(
             x, matrix, member.to(tl.int64) * rows + of_member, in_rows, column, in_columns, inputs,
             x_stride, in_stride, out_stride, ROWS, COLUMNS, INPUTS, PRECISION,
         )  # fmt: skip
-        slot = tl.load(slots + member).to(tl.pointer_type(x.dtype.element_ty))
+        slot = tl.multiple_of(tl.load(slots + member).to(tl.pointer_type(x.dtype.element_ty)), 16)
         row = own.to(tl.int64) * rows + of_member  # in the owner's memory there is a block for each rank
         where = slot + row[:, None] * columns + column[None, :]
         tl.store(where, total.to(x.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])

@@ -19,7 +19,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
 from phalanx.parallel import backends
-from phalanx.parallel.config import ParallelConfig
+from phalanx.parallel.config import ParallelConfig, TensorOverlap
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.peers import GroupPeers
@@ -112,9 +112,10 @@ def test_the_operators_of_torch_have_the_shapes_that_are_relied_on() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_gpu_it_is_refused() -> None:
-    with pytest.raises(UserError, match=r"tensor_overlap = 'fused': needs GPUs.*no CUDA device.*'chunked'"):
-        make_overlap("fused", Group(range(2), 0, None), 4, lambda group: "name")
+@pytest.mark.parametrize("kind", ["fused", "tiles"])
+def test_without_a_gpu_it_is_refused(kind: TensorOverlap) -> None:
+    with pytest.raises(UserError, match=rf"tensor_overlap = '{kind}': needs GPUs.*no CUDA device.*'chunked'"):
+        make_overlap(kind, Group(range(2), 0, None), 4, lambda group: "name")
 
 
 def test_what_is_not_decided_is_refused() -> None:
@@ -208,10 +209,10 @@ def in_processes(rank: int, size: int, folder: str) -> None:
     torch.set_num_threads(1)
     device = torch.device("cpu")
     group = open_mesh(rank, size, folder, device).group("tensor")
-    memory = [FileMemory(group, f"{folder}/{name}") for name in ("rows", "signals")]
-    blocks = Blocks(rows=16, columns=16, inputs=16, group=2)
-    tiles = TilesOverlap(group, "", *memory, NoLane(), device, 3, blocks)
-    for computed in (functions, gradients, functions):  # memory grows, and is used again
+    rows, signals = (FileMemory(group, f"{folder}/{name}") for name in ("rows", "signals"))
+    blocks = Blocks(rows=16, columns=32, inputs=32, group=2)
+    tiles = TilesOverlap(group, "", rows, signals, NoLane(), device, 3, blocks)
+    for computed in (functions, gradients):  # memory grows, and is used again
         group.traffic.sent_bytes.clear()
         found, sent_bytes = computed(tiles), group.traffic.total_bytes
         group.traffic.sent_bytes.clear()
@@ -222,10 +223,9 @@ def in_processes(rank: int, size: int, folder: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
-@pytest.mark.parametrize("size", [2, 3])
-def test_tile_by_tile_between_processes(tmp_path: Path, size: int) -> None:
+def test_tile_by_tile_between_processes(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    torch.multiprocessing.spawn(in_processes, (size, str(tmp_path)), nprocs=size)  # type: ignore[no-untyped-call]
+    torch.multiprocessing.spawn(in_processes, (3, str(tmp_path)), nprocs=3)  # type: ignore[no-untyped-call]
 
 
 def check_on_gpu(fused: Overlap, plain: PlainOverlap, dtype: torch.dtype) -> None:

@@ -81,20 +81,23 @@ def stacked(inputs_TI: Sequence[Tensor], matrices_IO: Sequence[Tensor]) -> tuple
     return torch.cat(list(inputs_TI), dim=1), torch.cat(list(matrices_IO), dim=0)
 
 
-def require_symmetric_memory(name: str) -> None:
+def require_symmetric_memory(name: str, kind: str = "fused") -> None:
     """Refuse symmetric memory where the members of the group `name` cannot have it; all of them call this.
+
+    Args:
+        kind: of overlap that needs it, for the message.
 
     Raises:
         UserError: there is no GPU, or the group's GPUs cannot reach each other's memory.
     """
     if not torch.cuda.is_available():
-        raise _refused("there is no CUDA device")
+        raise _refused("there is no CUDA device", kind)
     try:
         symmetric_memory.get_symm_mem_workspace(c10d.GroupName(name), _PROBE_BYTES)
     except RuntimeError as error:
-        raise _refused(str(error).splitlines()[0]) from error
+        raise _refused(str(error).splitlines()[0], kind) from error
 
 
-def _refused(reason: str) -> UserError:
+def _refused(reason: str, kind: str) -> UserError:
     problem = f"needs GPUs of one host that reach each other's memory over NVLink ({reason})"
-    return UserError(problem, cure="set it to 'chunked'", field="parallel.tensor_overlap", value="fused")
+    return UserError(problem, cure="set it to 'chunked'", field="parallel.tensor_overlap", value=kind)

@@ -113,7 +113,7 @@ def make_overlap(kind: TensorOverlap, group: Group, chunks: int, registered: Reg
         problem = "needs a group that torch knows by a name"
         raise UserError(problem, cure="pass Mesh.registered", field="parallel.tensor_overlap", value=kind)
     name = registered(group)
-    require_symmetric_memory(name)
+    require_symmetric_memory(name, kind)
     return tiles_on_gpu(group, name) if kind == "tiles" else FusedOverlap(group, name)
 
 

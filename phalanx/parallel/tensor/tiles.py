@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import _symmetric_memory as symmetric_memory
+from torch._C._distributed_c10d import _SymmetricMemory as TorchMemory
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx.core.errors import UserError
@@ -178,9 +178,9 @@ def tiles_on_gpu(group: Group, name: str) -> TilesOverlap:
     """
     device = torch.device("cuda", torch.cuda.current_device())
     programs = torch.cuda.get_device_properties(device).multi_processor_count
-    memory = [_SymmetricMemory(name, group.size, device) for _ in range(2)]
+    rows, signals = (_SymmetricMemory(name, group.size, device) for _ in range(2))
     try:
-        return TilesOverlap(group, name, *memory, _CopyStream(device), device, programs)
+        return TilesOverlap(group, name, rows, signals, _CopyStream(device), device, programs)
     except ImportError as error:
         problem, cure = "needs the package triton, which is not there", "set it to 'fused'"
         raise UserError(problem, cure=cure, field="parallel.tensor_overlap", value="tiles") from error
@@ -190,7 +190,7 @@ class _CopyStream:
     """A stream beside the current one."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def beside(self) -> AbstractContextManager[Any]:
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -198,7 +198,7 @@ class _CopyStream:
 
     def signal(self, signals: Tensor, index: int, call: int) -> None:
         """Of the stream, not of a multiprocessor, and with a fence of the whole system before it."""
-        symmetric_memory._SymmetricMemory.stream_write_value32(signals, index, call)
+        TorchMemory.stream_write_value32(signals, index, call)
 
     def join(self) -> None:
         torch.cuda.current_stream().wait_stream(self._stream)
@@ -219,10 +219,9 @@ class _SymmetricMemory:
         if self._handle is not None:
             self._handle.barrier()
             torch.cuda.synchronize(self._device)  # nobody uses the memory of before, which goes now
-        make = symmetric_memory._SymmetricMemory
-        self._memory = make.empty_strided_p2p((size_bytes,), [1], torch.uint8, self._device, self._name)
+        self._memory = TorchMemory.empty_strided_p2p((size_bytes,), [1], torch.uint8, self._device, self._name)
         self._memory.zero_()
-        self._handle = make.rendezvous(self._memory)
+        self._handle = TorchMemory.rendezvous(self._memory)
         pointers = [self.of(rank, (size_bytes,), torch.uint8).data_ptr() for rank in range(self._size)]
         self.addresses = torch.tensor(pointers, dtype=torch.int64, device=self._device)
         self._handle.barrier()  # nobody writes before all are zero
