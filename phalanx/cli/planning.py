@@ -70,7 +70,7 @@ def plan_of(config: RunConfig, cluster: Cluster, precision: Precision | None = N
     check_sizes(config)
     vocab_size = known_vocab_size(config)
     model = complete_model(config, vocab_size)
-    choice = _choose(config, vocab_size, cluster)
+    choice = _with_overlap(_choose(config, vocab_size, cluster), cluster)
     precision = precision or precision_of(config, cluster.device)
     fit = Fit.of(
         config,
@@ -176,6 +176,16 @@ def _choose(config: RunConfig, vocab_size: int, cluster: Cluster) -> Choice:
         return choose(asked, vocab_size, Machines(cluster.devices_per_host, int(cluster.device.memory_bytes)))
     except UserError:
         return choose(asked, vocab_size, Machines(cluster.devices_per_host))
+
+
+def _with_overlap(choice: Choice, cluster: Cluster) -> Choice:
+    """With `parallel.tensor_overlap` decided as the trainer would, GPUs of a host taken to reach each other."""
+    parallel = choice.config
+    if parallel.tensor_overlap != "auto":
+        return choice
+    shared = cluster.device.kind == "gpu" and parallel.tensor <= cluster.devices_per_host
+    kind = "none" if parallel.tensor == 1 else "fused" if shared else "chunked"
+    return replace(choice, config=parallel.model_copy(update={"tensor_overlap": kind}))
 
 
 def _passes(config: RunConfig, fit: Fit, choice: Choice, device: Device) -> tuple[Passes, tuple[str, ...]]:

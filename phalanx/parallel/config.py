@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from phalanx.core.config import Config
 from phalanx.core.layout import Layout
 
 Schedule = Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]
 ContextMethod = Literal["ring", "all_to_all"]
+TensorOverlap = Literal["none", "chunked", "fused", "tiles", "auto"]
 
 
 class ParallelConfig(Config):
@@ -37,10 +38,11 @@ class ParallelConfig(Config):
         0, ge=0, description="model chunks on each pipeline rank; 0: 1 with 1f1b, 2 with the schedules that interleave"
     )
 
-    tensor_overlap: Literal["none", "chunked", "symmetric"] = Field(
+    tensor_overlap: TensorOverlap = Field(
         "none",
         description="matrix products against the collectives beside them: one after the other, in pipelined chunks, "
-        "or torch's fused operators over symmetric memory (NVLink)",
+        "or fused over memory that GPUs share (NVLink), by torch's operators or (tiles) Triton kernels of ours; "
+        "auto: fused where the GPUs can, else chunked",
     )
     tensor_chunks: int = Field(3, ge=1, description="chunks of `tensor_overlap = chunked`")
     context_method: ContextMethod = Field(
@@ -70,6 +72,12 @@ class ParallelConfig(Config):
     def splits_backward(self) -> bool:
         """Whether weight gradients are made apart from those of activations."""
         return self.pipeline > 1 and self.schedule in ("interleaved_zero_bubble", "zbv")
+
+    @field_validator("tensor_overlap", mode="before")
+    @classmethod
+    def _former_name(cls, value: object) -> object:
+        """Configs of before say "symmetric"."""
+        return "fused" if value == "symmetric" else value
 
     @model_validator(mode="after")
     def _check_chunks(self) -> ParallelConfig:

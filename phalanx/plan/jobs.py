@@ -9,7 +9,7 @@ from phalanx.plan.types import BYTES, Job, Model, Overlap, Precision, Recompute,
 
 # What `train.recompute` says, in the words of the cost model.
 _RECOMPUTE: dict[str, Recompute] = {"none": "none", "selective": "elementwise", "mlp": "mlp", "full": "full"}
-_OVERLAP: dict[str, Overlap] = {"none": "none", "chunked": "chunked", "symmetric": "fused"}
+_OVERLAP: dict[str, Overlap] = {"none": "none", "chunked": "chunked", "fused": "fused", "tiles": "fused"}
 
 
 def make_job(

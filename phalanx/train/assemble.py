@@ -29,7 +29,11 @@ from phalanx.optim.bad_step import BadStepJudge
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.apply import Build, build_engine
 from phalanx.parallel.choose import Machines
+<<<<<<< HEAD
 from phalanx.train.attention import described_attention, require_attention
+=======
+from phalanx.parallel.tensor.reach import choose_overlap
+>>>>>>> tpf
 from phalanx.train.batches import open_stream
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.compiling import decide_compiling, lacking_for_a_gpu
@@ -75,7 +79,8 @@ def assemble(
     ranks = ranks or Ranks()
     device = choose_device(config.train, ranks.worker)
     prepared = _prepare_once(config, ranks, prepare_progress)
-    spread = _with_compiling(_with_layout(config, prepared, ranks, device, say), device, say)
+    spread = _with_layout(config, prepared, ranks, device, say)
+    spread = _with_overlap(_with_compiling(spread, device, say), ranks, device, say)
     _require_a_batch(config, prepared)
     _require_room_for_the_prompt(config, prepared)
     needed = standing_bytes(complete_model(config, prepared.vocab_size), config.optim)
@@ -144,6 +149,17 @@ def _with_compiling(config: RunConfig, device: Device, say: Say) -> RunConfig:
     if why:
         say(why)
     return config.model_copy(update={"train": config.train.model_copy(update={"compile": on})})
+
+
+def _with_overlap(config: RunConfig, ranks: Ranks, device: Device, say: Say) -> RunConfig:
+    """The config with `parallel.tensor_overlap` decided; all ranks call it."""
+    if config.parallel.tensor_overlap != "auto":
+        return config
+    kind, why = choose_overlap(config.parallel.layout, ranks.peers, device.torch_device)
+    if why:
+        say(why)
+    parallel = config.parallel.model_copy(update={"tensor_overlap": kind})
+    return config.model_copy(update={"parallel": parallel})
 
 
 def _require_a_batch(config: RunConfig, prepared: Prepared) -> None:

@@ -82,6 +82,13 @@ def test_json_is_what_predict_says() -> None:
     assert len(told["memory"]) == 8
 
 
+@pytest.mark.parametrize(("tensor", "overlap"), [(8, "fused"), (16, "chunked")])
+def test_an_overlap_that_is_left_open_is_fused_within_a_host(tensor: int, overlap: str) -> None:
+    given = ("parallel.pipeline=4", f"parallel.tensor={tensor}", "parallel.tensor_overlap=auto", "train.micro_batch=1")
+    planned = plan_of(load(RunConfig, Path(GPT), given).value, load_cluster("selene", 512))
+    assert planned.strategy.tensor_overlap == overlap
+
+
 def test_prediction_needs_no_torch() -> None:
     code = f"""
 import sys

@@ -59,7 +59,7 @@ def written(axes: tuple[int, ...], layers: int, batch: int) -> Iterator[tuple[in
     choices = itertools.product(
         schedules,
         (1, 2, 3) if shard * context > 1 else (1,),
-        ("none", "chunked", "symmetric") if tensor > 1 else ("none",),
+        ("none", "chunked", "fused") if tensor > 1 else ("none",),
         ("ring", "all_to_all") if context > 1 else ("ring",),
         range(1, batch + 1),
     )
@@ -83,9 +83,8 @@ def written(axes: tuple[int, ...], layers: int, batch: int) -> Iterator[tuple[in
 
 def row_of(config: ParallelConfig, micro_batch: int) -> Row:
     zero = config.zero if config.shard * config.context > 1 else 0
-    overlap = "fused" if config.tensor_overlap == "symmetric" else config.tensor_overlap
     numbers = (config.pipeline, config.replicate, config.shard, config.context, config.tensor, 1, micro_batch)
-    return (*numbers, config.num_chunks, config.schedule, zero, overlap, config.context_method)
+    return (*numbers, config.num_chunks, config.schedule, zero, config.tensor_overlap, config.context_method)
 
 
 @settings(max_examples=25, deadline=None)

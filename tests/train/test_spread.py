@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import spread_targets
+import torch
 from train_helpers import (
     Commands,
     Ended,
@@ -49,7 +50,7 @@ SETTINGS: dict[str, Any] = {
     "model.vocab_multiple": 64,
 }
 TWO = {"parallel.pipeline": 2, "model.tie_embeddings": False}
-FOUR = {"parallel.shard": 2, "parallel.tensor": 2, "parallel.zero": 2}
+FOUR = {"parallel.shard": 2, "parallel.tensor": 2, "parallel.zero": 2, "parallel.tensor_overlap": "auto"}
 
 
 def spread(folder: Path, commands: Commands, changes: Mapping[str, Any], run: str) -> Ended:
@@ -111,6 +112,8 @@ def four(folder: Path, commands: Commands) -> Path:
     result = spread(folder, commands, FOUR, "four")
     assert result.status == 0, result
     assert "ranks: 4, " in result.out and "fs2·tp2" in result.out
+    if not torch.cuda.is_available():
+        assert "parallel.tensor_overlap = 'auto' is 'chunked': it computes on a CPU" in result.out
     assert result.err == ""
     return folder / "four"
 

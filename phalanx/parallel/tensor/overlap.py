@@ -9,7 +9,8 @@ back end  file                  what it does
 ========= ===================== ====================================================================================
 none      overlap.py            one after the other; also what a group of one runs, without copies
 chunked   chunked.py            both cut into chunks of token rows that are pipelined, on any device
-symmetric symmetric.py          torch's fused operators over symmetric memory, on GPUs joined by NVLink
+fused     fused.py              torch's fused operators over symmetric memory, on GPUs that reach each other's memory
+tiles     tiles.py              the same by Triton kernels of ours that wait for rows, and send, tile by tile
 ========= ===================== ====================================================================================
 
 Shapes: T tokens of the sequences, n ranks, R = T / n rows of this rank, I inputs, O outputs of a product.

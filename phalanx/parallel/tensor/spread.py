@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
 
 from phalanx.core.errors import UserError
 from phalanx.model.block import Block
@@ -19,9 +18,11 @@ from phalanx.model.config import ModelConfig
 from phalanx.model.context import Context
 from phalanx.model.layers import InputProjection, OutputProjection
 from phalanx.model.part import DecoderPart
+from phalanx.parallel.config import TensorOverlap
 from phalanx.parallel.deferred import WeightQueue
 from phalanx.parallel.group import Group
 from phalanx.parallel.tensor.chunked import ChunkedOverlap
+from phalanx.parallel.tensor.fused import FusedOverlap, require_symmetric_memory
 from phalanx.parallel.tensor.linear import Spread
 from phalanx.parallel.tensor.overlap import Overlap, PlainOverlap
 from phalanx.parallel.tensor.rows import local_rows
@@ -33,9 +34,7 @@ from phalanx.parallel.tensor.seams import (
     pair_inputs,
     pair_outputs,
 )
-from phalanx.parallel.tensor.symmetric import SymmetricOverlap, require_symmetric_memory
-
-Kind = Literal["none", "chunked", "symmetric"]
+from phalanx.parallel.tensor.tiles import tiles_on_gpu
 
 Registered = Callable[[Group], str]
 """The name under which torch knows a group, made known to it first: `phalanx.parallel.mesh.Mesh.registered`."""
@@ -46,7 +45,7 @@ def spread_tensor(
     group: Group,
     config: ModelConfig,
     *,
-    overlap: Kind = "none",
+    overlap: TensorOverlap = "none",
     chunks: int = 4,
     queue: WeightQueue | None = None,
     registered: Registered | None = None,
@@ -57,10 +56,10 @@ def spread_tensor(
         part: built from ``local_config(config, group.size)``; its parameters stay the same objects.
         group: the tensor-parallel group. In a group of one nothing changes, but that projections use `queue` if given.
         config: of the whole model.
-        overlap: how collectives run beside matrix products, see `phalanx.parallel.tensor.overlap`.
+        overlap: how collectives run beside matrix products, see `phalanx.parallel.tensor.overlap`; not ``"auto"``.
         chunks: of ``"chunked"``.
         queue: where weight gradients go while it is deferring.
-        registered: names the group for ``"symmetric"``, which needs it.
+        registered: names the group for ``"fused"`` and ``"tiles"``, which need it.
 
     Raises:
         UserError: the back end cannot run here.
@@ -97,7 +96,7 @@ def local_context(context: Context, group: Group) -> Context:
     return replace(context, rows_T=context.rows_T[rows], attention_rows_BS=queries)
 
 
-def make_overlap(kind: Kind, group: Group, chunks: int, registered: Registered | None = None) -> Overlap:
+def make_overlap(kind: TensorOverlap, group: Group, chunks: int, registered: Registered | None = None) -> Overlap:
     """The back end named `kind`; the plain one in a group of one.
 
     Raises:
@@ -107,12 +106,15 @@ def make_overlap(kind: Kind, group: Group, chunks: int, registered: Registered |
         return PlainOverlap(group)
     if kind == "chunked":
         return ChunkedOverlap(group, chunks)
+    if kind == "auto":
+        cure = "decide it with phalanx.parallel.tensor.reach.choose_overlap, or set it to 'chunked'"
+        raise UserError("is not decided yet", cure=cure, field="parallel.tensor_overlap", value=kind)
     if registered is None:
         problem = "needs a group that torch knows by a name"
         raise UserError(problem, cure="pass Mesh.registered", field="parallel.tensor_overlap", value=kind)
     name = registered(group)
-    require_symmetric_memory(name)
-    return SymmetricOverlap(group, name)
+    require_symmetric_memory(name, kind)
+    return tiles_on_gpu(group, name) if kind == "tiles" else FusedOverlap(group, name)
 
 
 def _spread_block(block: Block, spread: Spread, config: ModelConfig) -> None:

@@ -85,7 +85,7 @@ def ignored_settings(config: ParallelConfig) -> list[str]:
         "schedule": config.pipeline == 1 and "parallel.pipeline is 1",
         "chunks": config.pipeline == 1 and "parallel.pipeline is 1",
         "tensor_overlap": config.tensor == 1 and "parallel.tensor is 1",
-        "tensor_chunks": config.tensor_overlap != "chunked" and "parallel.tensor_overlap is not chunked",
+        "tensor_chunks": config.tensor_overlap not in ("chunked", "auto") and "parallel.tensor_overlap is not chunked",
         "context_method": config.context == 1 and "parallel.context is 1",
     }
     plain = ParallelConfig()

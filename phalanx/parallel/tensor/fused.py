@@ -1,8 +1,16 @@
 """torch's fused operators over symmetric memory: the back end for GPUs that read each other's memory over NVLink.
 
 ``symm_mem::fused_all_gather_matmul`` and ``fused_matmul_reduce_scatter`` are private to torch and used in this file
-alone; tests/parallel/test_tensor_symmetric.py says what they must do. They find the group by a name that it is
+alone; tests/parallel/test_tensor_fused.py says what they must do. They find the group by a name that it is
 registered under (`phalanx.parallel.mesh.Mesh.registered`).
+
+*Gather, multiply*: every rank copies its rows into a buffer that the others can read, multiplies them, and then fetches
+and multiplies those of one peer after another, on two streams in turn, so that a copy runs beside a product. *Multiply,
+scatter*: the products of other ranks' rows are written into two such buffers in turn, from which the others fetch them;
+they are added when all are there, in the order of ranks, so that the same inputs give the same bits.
+
+Both wait for the peers on the device, without end: a rank that is gone leaves the others waiting until their supervisor
+ends them. Several ranks may be on one device where TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1, for tests.
 
 Shapes: T tokens, n ranks, R = T / n rows of this rank, I inputs, O outputs.
 """
@@ -24,7 +32,7 @@ from phalanx.parallel.tensor.overlap import Pending
 _PROBE_BYTES = 1 << 20
 
 
-class SymmetricOverlap:
+class FusedOverlap:
     """Collectives fused with products, one peer's rows at a time.
 
     Args:
@@ -38,7 +46,7 @@ class SymmetricOverlap:
     def gather(self, x_RI: Tensor) -> Pending:
         """See `Overlap.gather`; an ordinary collective, beside whatever product comes."""
         out = x_RI.new_empty(self.group.size * x_RI.shape[0], x_RI.shape[1])
-        work = self.group.all_gather(out, x_RI)
+        work = self.group.all_gather(out, x_RI.contiguous())
 
         def finish() -> Tensor:
             work.wait()
@@ -51,14 +59,12 @@ class SymmetricOverlap:
     ) -> tuple[Tensor, list[Tensor]]:
         """See `Overlap.gather_products`."""
         self._count("all_gather", x_RI.numel() * x_RI.element_size() * (self.group.size - 1))
-        x_TI, outs = torch.ops.symm_mem.fused_all_gather_matmul(x_RI, list(matrices_IO), 0, self.name)
+        x_TI, outs = torch.ops.symm_mem.fused_all_gather_matmul(x_RI.contiguous(), list(matrices_IO), 0, self.name)
         return x_TI, [out if bias is None else out.add_(bias) for out, bias in zip(outs, biases_O, strict=True)]
 
     def products_scatter(self, inputs_TI: Sequence[Tensor], matrices_IO: Sequence[Tensor]) -> Pending:
         """See `Overlap.products_scatter`; several products are one of their stacked inputs, to be scattered once."""
-        alone = len(inputs_TI) == 1
-        x_TI = inputs_TI[0] if alone else torch.cat(list(inputs_TI), dim=1)
-        matrix_IO = matrices_IO[0] if alone else torch.cat(list(matrices_IO), dim=0)
+        x_TI, matrix_IO = stacked(inputs_TI, matrices_IO)
         sent_bytes = x_TI.shape[0] * matrix_IO.shape[1] * x_TI.element_size()
         self._count("reduce_scatter", sent_bytes * (self.group.size - 1) // self.group.size)
         out = torch.ops.symm_mem.fused_matmul_reduce_scatter(x_TI, matrix_IO, "sum", 0, self.name)
@@ -68,20 +74,30 @@ class SymmetricOverlap:
         self.group.traffic.add(operation, sent_bytes)
 
 
-def require_symmetric_memory(name: str) -> None:
+def stacked(inputs_TI: Sequence[Tensor], matrices_IO: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """One input and one matrix, whose product is the sum of those given."""
+    if len(inputs_TI) == 1:
+        return inputs_TI[0], matrices_IO[0]
+    return torch.cat(list(inputs_TI), dim=1), torch.cat(list(matrices_IO), dim=0)
+
+
+def require_symmetric_memory(name: str, kind: str = "fused") -> None:
     """Refuse symmetric memory where the members of the group `name` cannot have it; all of them call this.
+
+    Args:
+        kind: of overlap that needs it, for the message.
 
     Raises:
         UserError: there is no GPU, or the group's GPUs cannot reach each other's memory.
     """
     if not torch.cuda.is_available():
-        raise _refused("there is no CUDA device")
+        raise _refused("there is no CUDA device", kind)
     try:
         symmetric_memory.get_symm_mem_workspace(c10d.GroupName(name), _PROBE_BYTES)
     except RuntimeError as error:
-        raise _refused(str(error).splitlines()[0]) from error
+        raise _refused(str(error).splitlines()[0], kind) from error
 
 
-def _refused(reason: str) -> UserError:
+def _refused(reason: str, kind: str) -> UserError:
     problem = f"needs GPUs of one host that reach each other's memory over NVLink ({reason})"
-    return UserError(problem, cure="set it to 'chunked'", field="parallel.tensor_overlap", value="symmetric")
+    return UserError(problem, cure="set it to 'chunked'", field="parallel.tensor_overlap", value=kind)
