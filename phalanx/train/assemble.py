@@ -70,7 +70,7 @@ def assemble(
         UserError: anything that the config asks for and that cannot be had.
     """
     ranks = ranks or Ranks()
-    device = choose_device(config.train, ranks.worker)
+    device = choose_device(config.train, ranks.worker, shared=config.parallel.share_device)
     prepared = _prepare_once(config, ranks, prepare_progress)
     spread = _with_compiling(_with_layout(config, prepared, ranks, device, say), device, say)
     _require_a_batch(config, prepared)
