@@ -12,10 +12,12 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, _register_process_group, _unregister_process_group
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
@@ -24,11 +26,139 @@ Maker = Callable[[Store, int, int, float, str], Any]
 """Makes the backend of one member: store of the group, index, members, timeout (seconds), name of the group."""
 
 
-def maker(device: torch.device) -> Maker:
-    """What makes groups for tensors on `device`: NCCL on CUDA, gloo on a CPU."""
+def maker(device: torch.device, *, max_ctas: int = 0, shared: bool = False) -> Maker:
+    """What makes groups for tensors on `device`: NCCL on CUDA, gloo on a CPU.
+
+    Args:
+        max_ctas: see `nccl_settings`.
+        shared: ranks share the device, so gloo carries its tensors through the host.
+    """
     if device.type != "cuda":
         return make_gloo
-    return lambda store, index, size, timeout_s, name: make_nccl(store, index, size, timeout_s, name, device)
+    if shared:
+        return lambda *told: ThroughHost(make_gloo(*told))
+    return lambda store, index, size, timeout_s, name: make_nccl(
+        store, index, size, timeout_s, name, device, nccl_settings(name, max_ctas)
+    )
+
+
+@dataclass(frozen=True)
+class NcclSettings:
+    """What NCCL is told about a group.
+
+    Attributes:
+        high_priority: its kernels go before others that wait for the device.
+        max_ctas: most thread blocks of a kernel, each of which holds a multiprocessor; 0: NCCL chooses.
+    """
+
+    high_priority: bool
+    max_ctas: int = 0
+
+
+def nccl_settings(name: str, max_ctas: int = 0) -> NcclSettings:
+    """What suits a group.
+
+    What layers and stages wait for (tensor, context, neighbours in a pipeline) goes before what was to be computed
+    later. What runs beside a whole pass does not: it should take little of the device from that.
+
+    Args:
+        name: as `phalanx.parallel.mesh.meeting_place` makes it.
+        max_ctas: of groups that run beside computing.
+    """
+    kind, _, what = name.rpartition("/")[0].partition(":")
+    waited_for = set(what.split("·")) <= {"tensor", "context"} if kind == "axes" else what.startswith("pipeline")
+    return NcclSettings(waited_for, 0 if waited_for else max_ctas)
+
+
+class ThroughHost:
+    """A gloo group that takes tensors of any device: they travel as copies in the host's memory.
+
+    gloo itself knows some collectives of CUDA tensors, and not others. The host waits for every copy.
+
+    Args:
+        inner: `ProcessGroupGloo`.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def name(self) -> str:
+        """Of this kind of group."""
+        return "through host"
+
+    def rank(self) -> int:
+        """Index of this member."""
+        return int(self._inner.rank())
+
+    def size(self) -> int:
+        """Members."""
+        return int(self._inner.size())
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._inner._set_default_timeout(timeout)
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> _Arrival:
+        """See torch's `Backend`."""
+        hosts = [_on_host(x) for x in tensors]
+        return _Arrival(self._inner.allreduce(hosts, options), hosts, tensors)
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> _Arrival:
+        """See torch's `Backend`."""
+        hosts = [_on_host(x) for x in tensors]
+        return _Arrival(self._inner.broadcast(hosts, options), hosts, tensors)
+
+    def _allgather_base(self, out: Tensor, x: Tensor) -> _Arrival:
+        host = torch.empty(out.shape, dtype=out.dtype)
+        return _Arrival(self._inner._allgather_base(host, _on_host(x)), [host], [out])
+
+    def _reduce_scatter_base(self, out: Tensor, x: Tensor) -> _Arrival:
+        """By all-to-all, and added up here in the order of ranks: gloo's own is an all-reduce of everything."""
+        blocks = torch.empty(x.shape, dtype=x.dtype)
+        work = self._inner.alltoall_base(blocks, _on_host(x), [], [])
+        return _Arrival(work, [blocks], [out], lambda: blocks.view(self.size(), *out.shape).sum(0))
+
+    def alltoall_base(self, out: Tensor, x: Tensor, out_rows: list[int], rows: list[int]) -> _Arrival:
+        """See torch's `Backend`."""
+        host = torch.empty(out.shape, dtype=out.dtype)
+        return _Arrival(self._inner.alltoall_base(host, _on_host(x), out_rows, rows), [host], [out])
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> _Arrival:
+        """See torch's `Backend`."""
+        hosts = [_on_host(x) for x in tensors]
+        return _Arrival(self._inner.send(hosts, to, tag), hosts, [])
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> _Arrival:
+        """See torch's `Backend`."""
+        hosts = [torch.empty(x.shape, dtype=x.dtype) for x in tensors]
+        return _Arrival(self._inner.recv(hosts, source, tag), hosts, tensors)
+
+    def barrier(self) -> Any:
+        """See torch's `Backend`."""
+        return self._inner.barrier()
+
+
+class _Arrival:
+    """Copies on their way through the host; `wait` puts what has arrived where it belongs."""
+
+    def __init__(
+        self, work: Any, hosts: list[Tensor], targets: list[Tensor], result: Callable[[], Tensor] | None = None
+    ) -> None:
+        self._work, self._hosts, self._targets, self._result = work, hosts, targets, result
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._targets:
+            results = self._hosts if self._result is None else [self._result()]
+            for target, host in zip(self._targets, results, strict=True):
+                target.copy_(host)
+            self._targets = []
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+def _on_host(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype).copy_(x)
 
 
 def make_gloo(store: Store, index: int, size: int, timeout_s: float, name: str) -> Any:
@@ -44,7 +174,9 @@ def make_gloo(store: Store, index: int, size: int, timeout_s: float, name: str) 
     return torch.distributed.ProcessGroupGloo(store, index, size, timedelta(seconds=timeout_s))
 
 
-def make_nccl(store: Store, index: int, size: int, timeout_s: float, name: str, device: torch.device) -> Any:
+def make_nccl(
+    store: Store, index: int, size: int, timeout_s: float, name: str, device: torch.device, settings: NcclSettings
+) -> Any:
     """Meet the other members through NCCL, whose own network carries all but one key of 128 bytes.
 
     Raises:
@@ -53,6 +185,9 @@ def make_nccl(store: Store, index: int, size: int, timeout_s: float, name: str, 
     options = torch.distributed.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     options.group_name = c10d.GroupName(name)
+    options.is_high_priority_stream = settings.high_priority
+    if settings.max_ctas:
+        options.config.max_ctas = settings.max_ctas
     backend = torch.distributed.ProcessGroupNCCL(store, index, size, options)
     backend.eager_connect_single_device(device)
     return backend

@@ -49,6 +49,18 @@ class ParallelConfig(Config):
         "ring", description="attention over split sequences: keys travel in a ring, or heads are exchanged (Ulysses)"
     )
 
+    nccl_max_ctas: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="most thread blocks that NCCL takes of a GPU for what runs beside computing (replicate, shard); "
+        "0: its own choice",
+    )
+    share_device: bool = Field(
+        False,
+        description="let ranks of a host share its GPUs, which NCCL refuses: gloo carries everything through the host. "
+        "To try layouts, not for speed",
+    )
     host_loader: bool = Field(True, description="one loader process per host for all its ranks, over shared memory")
     timeout_s: float = Field(600.0, gt=0, description="longest wait for another rank in a collective, seconds")
     first_timeout_s: float = Field(1800.0, gt=0, description="the same until the first step is done, seconds")

@@ -29,11 +29,8 @@ from phalanx.optim.bad_step import BadStepJudge
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.apply import Build, build_engine
 from phalanx.parallel.choose import Machines
-<<<<<<< HEAD
-from phalanx.train.attention import described_attention, require_attention
-=======
 from phalanx.parallel.tensor.reach import choose_overlap
->>>>>>> tpf
+from phalanx.train.attention import described_attention, require_attention
 from phalanx.train.batches import open_stream
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.compiling import decide_compiling, lacking_for_a_gpu
@@ -77,7 +74,7 @@ def assemble(
         UserError: anything that the config asks for and that cannot be had.
     """
     ranks = ranks or Ranks()
-    device = choose_device(config.train, ranks.worker)
+    device = choose_device(config.train, ranks.worker, shared=config.parallel.share_device)
     prepared = _prepare_once(config, ranks, prepare_progress)
     spread = _with_layout(config, prepared, ranks, device, say)
     spread = _with_overlap(_with_compiling(spread, device, say), ranks, device, say)

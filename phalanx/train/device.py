@@ -72,13 +72,14 @@ class Device:
             torch.cuda.synchronize(self.torch_device)
 
 
-def choose_device(config: TrainConfig, worker: Worker | None = None) -> Device:
+def choose_device(config: TrainConfig, worker: Worker | None = None, *, shared: bool = False) -> Device:
     """Pick device, precision and threads, and set torch's thread count and determinism accordingly.
 
     On a CPU the process is also told to keep the memory that it frees, and to have it in huge pages.
 
     Args:
         worker: which of the ranks on this host this process is; each has a GPU of its own. None: the only one.
+        shared: ranks may share GPUs.
 
     Raises:
         UserError: a CUDA device or a precision was asked for that is not there.
@@ -94,7 +95,7 @@ def choose_device(config: TrainConfig, worker: Worker | None = None) -> Device:
     torch.set_num_threads(threads)
     set_determinism(config.deterministic)
     if kind == "cuda" and worker is not None:
-        torch.cuda.set_device(device_index(worker, torch.cuda.device_count()))
+        torch.cuda.set_device(device_index(worker, torch.cuda.device_count(), shared=shared))
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     if kind == "cpu" and keep_freed_memory():
         use_huge_pages(_HUGE_PAGE_HEAP_BYTES)

@@ -17,6 +17,7 @@ from phalanx.core.layout import Layout
 from phalanx.core.peers import ALONE, Peers
 from phalanx.core.phases import Phases
 from phalanx.launch.environment import Worker
+from phalanx.parallel.backends import maker
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.peers import GroupPeers
@@ -82,8 +83,9 @@ class Ranks:
             self.pulse.without_own_time()
         if self._store is not None:
             times = config.timeout_s, config.first_timeout_s
+            make = maker(device, max_ctas=config.nccl_max_ctas, shared=config.share_device)
             self.mesh = Mesh(
-                config.layout, self.rank, self._store, device, *times, phases=self.phases, waits=self.waits
+                config.layout, self.rank, self._store, device, *times, make=make, phases=self.phases, waits=self.waits
             )
 
     def after_step(self) -> None:

@@ -26,3 +26,8 @@ def test_slurm_may_show_a_task_its_own_device_alone() -> None:
 def test_ranks_without_a_device_are_refused(ranks: int, visible: int) -> None:
     with pytest.raises(UserError, match=f"{ranks} ranks on this host cannot have a device each, {visible} visible"):
         device_index(worker(0, ranks), visible)
+
+
+def test_ranks_share_devices_where_that_is_asked_for() -> None:
+    assert [device_index(worker(rank, 4), 2, shared=True) for rank in range(4)] == [0, 1, 0, 1]
+    assert [device_index(worker(rank, 2), 1, shared=True) for rank in range(2)] == [0, 0]

@@ -17,7 +17,7 @@ from support.parity.task import Case, Seen
 
 from phalanx.model.offload import Offload, PlainLanes
 from phalanx.parallel import apply
-from phalanx.parallel.backends import make_gloo
+from phalanx.parallel.backends import ThroughHost, make_gloo
 
 PARALLEL_BLOCK = {"block": "parallel"}
 WINDOWS = {"attention": ("window", "window", "full"), "window": 5, "kv_heads": 2}
@@ -92,6 +92,15 @@ def test_a_layout_needs_no_two_things_at_a_time_of_a_group(name: str) -> None:
     """As NCCL does things: what would wait for something that was started behind it would hang."""
     case = CASES[name]
     (found,) = by_threads([case], lambda *told: OneAtATime(make_gloo(*told)))
+    seen = difference(found, single(case))
+    assert seen.passes, seen
+
+
+@pytest.mark.parametrize("name", ["zero 3, came", "zbv, tied", "ring"])
+def test_a_layout_computes_the_same_through_the_host(name: str) -> None:
+    """As ranks that share a GPU talk."""
+    case = CASES[name]
+    (found,) = by_threads([case], lambda *told: ThroughHost(make_gloo(*told)))
     seen = difference(found, single(case))
     assert seen.passes, seen
 

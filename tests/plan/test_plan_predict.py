@@ -20,6 +20,7 @@ from phalanx.plan.types import Job, Model, Prediction, Strategy
 
 CLUSTER = load_cluster("selene", 1024)
 GPT = Model(layers=48, hidden=6144, heads=64, vocab_rows=51200, max_sequence=2048)
+ALONE = Strategy()
 PROGRAMS = (PHALANX, MEGATRON_2021, MEGATRON_2023, MEGASCALE)
 
 
@@ -161,3 +162,17 @@ def test_predicting_needs_no_torch() -> None:
 def test_two_predictions_are_equal() -> None:
     found: list[Prediction] = [predict(job(), Strategy(pipeline=4, tensor=8), CLUSTER) for _ in range(2)]
     assert found[0] == found[1]
+
+
+def test_a_process_alone_casts_its_weights_once_per_step() -> None:
+    cluster = load_cluster("h100_400g", 1)
+    small = replace(GPT, layers=2, hidden=1024, heads=16, kv_heads=16)
+
+    def parts(sequences: int, strategy: Strategy = ALONE) -> dict[str, float]:
+        found = predict(Job(small, 2048, sequences), strategy, cluster if strategy.shard == 1 else CLUSTER)
+        return {part.path: float(part.seconds) for part in found.parts}
+
+    once, eight_times = parts(1), parts(8)
+    assert once["optimizer/casts"] == eight_times["optimizer/casts"] > 0
+    assert "compute/casts" not in eight_times
+    assert not parts(1024, Strategy(shard=1024)).get("optimizer/casts")  # what is gathered is cast already

@@ -252,3 +252,41 @@ def test_torchrun_starts_the_same_run(folder: Path, four: Path) -> None:
     done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert figures(folder / "torchrun") == figures(four)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"replicate": 2},
+        {"shard": 2, "zero": 1},
+        {"shard": 2, "zero": 2},
+        {"shard": 2, "zero": 3},
+        {"tensor": 2},
+        {"tensor": 2, "tensor_overlap": "chunked"},
+        {"context": 2},
+        {"context": 2, "context_method": "all_to_all"},
+        {"pipeline": 2},
+        {"pipeline": 2, "schedule": "zbv"},
+    ],
+    ids=lambda layout: " ".join(f"{key}={value}" for key, value in layout.items()),
+)
+def test_two_ranks_on_one_gpu_train_as_one_process(
+    tmp_path: Path, commands: Commands, layout: Mapping[str, Any]
+) -> None:
+    """The CUDA path of a layout; what NCCL would carry goes through the host."""
+    same = {
+        "train.device": "cuda",
+        "train.precision": "fp32",
+        "train.compile": False,
+        "model.attention_backend": "math",
+    }
+    spread_out = {f"parallel.{key}": value for key, value in layout.items()} | {"parallel.share_device": True}
+    for run, changes in (("one", same), ("two", same | spread_out)):
+        done = spread(tmp_path, commands, changes, run)
+        assert done.status == 0, done
+    mine, theirs = figures(tmp_path / "two"), figures(tmp_path / "one")
+    assert len(mine) == len(theirs)
+    for a, b in zip(mine, theirs, strict=True):
+        assert a == pytest.approx(b, rel=1e-4)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from phalanx.optim.config import Kind
 from phalanx.plan.hardware.device import Device
-from phalanx.plan.types import Floats, Ints, Job, Strategy
+from phalanx.plan.types import BYTES, Floats, Ints, Job, Strategy
 
 _STATE_PASSES: Mapping[Kind, float] = {"adamw": 2.0, "lamb": 2.0, "came": 1.0, "muon": 1.0}
 """Moments of each weight that are read and written: two, or one (CAME's other moments are vectors). They are fp32, but
@@ -32,6 +32,19 @@ def update_s(job: Job, strategy: Strategy, device: Device, weights: Floats) -> F
         words = _vocabulary_weights(job, strategy)
         seconds += _newton_schulz_s(job.model.hidden, device, (own - words) * (own > words))
     return seconds * device.stream_ratio(f"{kind}_update")
+
+
+def cast_s(job: Job, device: Device, weights: Floats, weight_bytes: int) -> Floats:
+    """Seconds to cast the updated matrices to what is multiplied, where they are kept wider and as a whole.
+
+    Args:
+        weight_bytes: of one element as it is kept.
+    """
+    narrow = BYTES[job.precision]
+    if not job.software.is_phalanx or weight_bytes == narrow:
+        return 0.0
+    looked_up = 0 if job.model.tie_embeddings else job.model.vocab_rows * job.model.hidden
+    return device.stream_s((weights - looked_up) * (weight_bytes + narrow))
 
 
 def _vocabulary_weights(job: Job, strategy: Strategy) -> Floats:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from phalanx.plan.constant.optimizer import clear_s, model_ranks, norm_s, update_s
+from phalanx.plan.constant.optimizer import cast_s, clear_s, model_ranks, norm_s, update_s
 from phalanx.plan.constant.waiting import waiting_s
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.step.weights import Weights
 from phalanx.plan.types import Floats, Job, Strategy
+from phalanx.plan.work.local import weight_bytes
 
 _SCALAR_BYTES = 8
 
@@ -26,6 +27,7 @@ def constants(
         "optimizer/update": update_s(job, strategy, device, weights.total),
         "optimizer/norm": norm_s(job, strategy, device, weights.total),
         "optimizer/clear": clear_s(job, device, weights.total),
+        "optimizer/casts": cast_s(job, device, weights.total, weight_bytes(job, strategy)),
         "sync": sync_s(strategy, cluster),
         "data/tied_embedding": tied_embedding_s(job, strategy, cluster),
         "loader": loader_s(job, strategy, cluster, step_s),

@@ -137,13 +137,16 @@ def _residual(local: Local) -> list[Operation]:
 
 
 def _weights(local: Local, is_mixture: bool) -> list[Operation]:
-    """Weights cast to what is multiplied where they are kept wider, and gradients added to the sum of micro-batches."""
+    """Weights cast to what is multiplied where they are kept wider, and gradients added to the sum of micro-batches.
+
+    Phalanx casts once per step (`phalanx.plan.constant.optimizer.cast_s`).
+    """
     wide, c, summed = local.weight_bytes, local.compute_bytes, local.software.gradient_bytes
     width = local.model.hidden
     inner = mixture_rows(local) if is_mixture else local.in_width + local.dense_inner
     weights = width * (local.projection_rows + local.query_rows + inner)
     found: list[Operation] = []
-    if wide != c:
+    if wide != c and not local.software.is_phalanx:
         found.append(Stream("compute/casts", weights * (wide + c), 0.0, 4, 0, ALWAYS_FULL))
     if not local.software.fused_gradients:
         found.append(Stream("compute/gradient_sums", 0.0, weights * (c + 2 * summed), 0, 4, frozenset()))

@@ -83,12 +83,14 @@ def local_of(job: Job, strategy: Strategy) -> Local:
         dense_inner=model.dense_mlp_width // tensor,
         expert_ranks=strategy.expert,
         compute_bytes=BYTES[job.precision],
-        weight_bytes=_weight_bytes(job, strategy),
+        weight_bytes=weight_bytes(job, strategy),
     )
 
 
-def _weight_bytes(job: Job, strategy: Strategy) -> int:
-    """Phalanx keeps fp32 matrices in a single process; spread, what it multiplies and fp32 masters beside.
+def weight_bytes(job: Job, strategy: Strategy) -> int:
+    """Of one element of a matrix as the model keeps it.
+
+    Phalanx keeps fp32 matrices in a single process; spread, what it multiplies and fp32 masters beside.
 
     Sets of layouts count as spread: a single process has nothing to choose from.
     """
