@@ -268,6 +268,7 @@ def on_a_gpu_each(rank: int, size: int, folder: str) -> None:
         for got, expected in zip(functions(overlap, "cuda", torch.bfloat16), plain, strict=True):
             torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
     torch.cuda.synchronize()
+    group.barrier()
 
 
 @pytest.mark.gpu
