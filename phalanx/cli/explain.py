@@ -49,12 +49,9 @@ def command(config: Path, overrides: tuple[str, ...], given: bool, describe: boo
         console.print(derived_table(derive(loaded.value)))
     console.print()
     console.print(attention_table(loaded.value))
-    on, why = decide_compiling(loaded.value, on_gpu=True)
-    console.print(
-        f"\non a GPU {why or ('layers are compiled' if on else 'layers run as they are written')}", highlight=False
-    )
+    _print_compiling(loaded.value, console)
     if spread is None:
-        _print_ignored(loaded.value.parallel, console)
+        _print_ignored(loaded.value, loaded.value.parallel, console)
     else:
         explain_layout(loaded.value, spread, console)
 
@@ -63,13 +60,25 @@ def explain_layout(config: RunConfig, spread: Spread, console: Console) -> None:
     """Print how `config` is spread."""
     console.print()
     console.print(spread_text(spread, config.data.sequence_length, console), highlight=False)
-    _print_ignored(spread.config, console)
+    _print_ignored(config, spread.config, console)
     if not spread.held_bytes:
         console.print("Memory and stages are not known before the vocabulary is.")
 
 
-def _print_ignored(config: ParallelConfig, console: Console) -> None:
-    for line in ignored_settings(config):
+def _print_compiling(config: RunConfig, console: Console) -> None:
+    for device, on_gpu in (("CPU", False), ("GPU", True)):
+        if config.train.device in ("auto", "cuda" if on_gpu else "cpu"):
+            on, why = decide_compiling(config, on_gpu=on_gpu)
+            how = why or ("layers are compiled" if on else "layers run as they are written")
+            console.print(f"\nOn a {device} {how}.", highlight=False)
+
+
+def _print_ignored(config: RunConfig, parallel: ParallelConfig, console: Console) -> None:
+    train = config.train
+    lines = [*ignored_settings(parallel), *train.ignored()]
+    if train.offload and train.device == "cpu":
+        lines.append(f"train.offload = {train.offload:g} has no effect: activations are on the host already")
+    for line in lines:
         console.print(f"\n{line}", style="yellow", markup=False, highlight=False)
 
 

@@ -88,7 +88,7 @@ def plan_of(config: RunConfig, cluster: Cluster, precision: Precision | None = N
         strategy=strategy,
         parameters=num_parameters(model),
         total_tokens=derive(config).total_tokens,
-        remarks=(*choice.reasons, *remark, *_of_fp8(config)),
+        remarks=(*choice.reasons, *remark, *_of_what_is_not_timed(config)),
     )
 
 
@@ -102,7 +102,7 @@ def job_to_search(config: RunConfig, cluster: Cluster) -> Planned:
     model = complete_model(config, known_vocab_size(config))
     precision = precision_of(config, cluster.device)
     job = job_of(config, model, config.parallel, precision, on_cpu=cluster.device.kind == "cpu")
-    return Planned(job, Strategy(), num_parameters(model), derive(config).total_tokens, _of_fp8(config))
+    return Planned(job, Strategy(), num_parameters(model), derive(config).total_tokens, _of_what_is_not_timed(config))
 
 
 def check_sizes(config: RunConfig) -> None:
@@ -155,13 +155,16 @@ def precision_of(config: RunConfig, device: Device) -> Precision:
     return "bf16" if device.peak_flops_per_s("bf16") > device.peak_flops_per_s("fp32") else "fp32"
 
 
-def _of_fp8(config: RunConfig) -> tuple[str, ...]:
-    """What is to be said of a prediction for 8-bit products, whose rates nobody has calibrated."""
-    if config.train.precision != "fp8":
-        return ()
-    return (
-        "train.precision = fp8 is predicted as bf16: times of 8-bit products are not known; MFU is of the bf16 peak",
-    )
+def _of_what_is_not_timed(config: RunConfig) -> tuple[str, ...]:
+    """What is to be said of a prediction whose rates nobody has calibrated."""
+    said = []
+    if config.train.precision == "fp8":
+        said.append(
+            "train.precision = fp8 is predicted as bf16: times of 8-bit products are not known; MFU is of the bf16 peak"
+        )
+    if config.train.offload:
+        said.append(f"train.offload = {config.train.offload:g}: its copies are predicted to take no time")
+    return tuple(said)
 
 
 def _choose(config: RunConfig, vocab_size: int, cluster: Cluster) -> Choice:

@@ -184,7 +184,14 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | N
             field="attention back end",
             value="flex",
         )
-    return flex_attend(q, k, v, mask, scale, _compiled_flex())
+    return flex_attend(q, k, v, mask, scale, _traced_flex() if torch.compiler.is_compiling() else _compiled_flex())
+
+
+def _traced_flex() -> Callable[..., Any]:
+    """FlexAttention as part of a graph that is compiled as a whole."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention
 
 
 def flex_attend(

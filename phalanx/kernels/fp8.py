@@ -7,9 +7,10 @@ gradients as bf16, weight gradients as fp32. Forward products let the tensor cor
 (``use_fast_accum``), gradients do not.
 
 Scales are powers of two, the smallest that brings the tensor's largest magnitude within the format. Scaling then rounds
-nothing: compiled and eager, on a GPU and in the emulation of a CPU, the quantised values are the same bits; and nothing
-is left for a clamp to cut. A tensor that is not finite anywhere makes products that are finite nowhere, so that whoever
-watches gradients sees it. No value is read back from the device.
+nothing: on a GPU and in the emulation of a CPU, the quantised values of a tensor are the same bits; and nothing is left
+for a clamp to cut. (A compiler may fuse what makes the tensor, and round once where eager kernels round twice.) A
+tensor that is not finite anywhere makes products that are finite nowhere, so that whoever watches gradients sees it. No
+value is read back from the device.
 
 A GPU's tensor cores (compute capability 8.9 or more) want both factors to run along the dimension that is summed over,
 so a weight is held in both layouts (:class:`Fp8Weight`), made once for all products between two changes of it, while

@@ -72,7 +72,7 @@ class TrainConfig(Config):
     bf16_layers_at_start: int = Field(1, ge=0, description="with precision = fp8: first blocks that stay in bf16")
     bf16_layers_at_end: int = Field(1, ge=0, description="with precision = fp8: last blocks that stay in bf16")
     threads: int = Field(0, ge=0, description="CPU threads for arithmetic; 0: OMP_NUM_THREADS, else one per core")
-    compile: Literal["auto"] | bool = Field(
+    compile: Literal["auto", True, False] = Field(
         "auto",
         description="compile each layer with torch.compile: slower to start, faster steps; auto: on a GPU, if it can",
     )
@@ -151,6 +151,21 @@ class RunConfig(Config):
         found += [f"{name} = {size}" for name, size in spread.items() if size > 1]
         found += [f"parallel.schedule = {parallel.schedule!r}"] if parallel.splits_backward else []
         return ", ".join(found)
+
+    @model_validator(mode="after")
+    def _asks_no_gpu_of_a_cpu(self) -> RunConfig:
+        """Refused here where the device is named; where it is found out, before anything is written."""
+        if self.train.device == "cpu" and (asked := self.asks_for_a_gpu()):
+            raise ValueError(f"{asked} needs a GPU, and train.device = 'cpu' is none: set one of the two to 'auto'")
+        return self
+
+    def asks_for_a_gpu(self) -> str:
+        """The setting that only a GPU can honour, for messages; empty: there is none."""
+        if self.model.attention_backend in ("flex", "cudnn", "flash", "efficient"):
+            return f"model.attention_backend = {self.model.attention_backend!r}"
+        if self.parallel.tensor > 1 and self.parallel.tensor_overlap in ("fused", "tiles"):
+            return f"parallel.tensor_overlap = {self.parallel.tensor_overlap!r}"
+        return ""
 
     @model_validator(mode="after")
     def _chooses_what_to_keep_in_what_is_compiled(self) -> RunConfig:

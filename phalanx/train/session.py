@@ -6,12 +6,14 @@ import os
 from pathlib import Path
 from shlex import quote
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 from rich.text import Text
 
 from phalanx.core import units
+from phalanx.core.errors import UserError
 from phalanx.core.phases import Phases
 from phalanx.core.points import points_from_environment
 from phalanx.launch.cores import bind_started_elsewhere
@@ -84,6 +86,7 @@ def train_session(
         UserError: for everything a person can mend.
     """
     base_bytes = resident_bytes()
+    _require_a_gpu_if_asked(config)
     ranks = ranks or Ranks()
     path = default_folder(config, config_path)
     folder = open_for_training(config, path) if ranks.is_first else RunFolder(path)
@@ -107,6 +110,13 @@ def train_session(
     if config.evaluate.sample_prompt and not outcome.stopped_by and ranks.is_first:
         console.print(Panel(Text(sample(run)), title="a sample", title_align="left"))
     return exit_status(outcome.stopped_by)
+
+
+def _require_a_gpu_if_asked(config: RunConfig) -> None:
+    """Refuse what only a GPU can do, where there is none, before anything is written."""
+    asked = config.asks_for_a_gpu()
+    if asked and not torch.cuda.is_available():
+        raise UserError(f"{asked} needs a GPU, and none is visible here", cure="set it to 'auto'")
 
 
 def headline(run: Run) -> str:

@@ -57,3 +57,22 @@ def test_a_gpu_without_a_c_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch) 
 def test_a_gpu_without_triton_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: None)
     assert "no package triton" in decide_compiling(_config({}), on_gpu=True, lacking=lacking_for_a_gpu()).why
+
+
+def test_compile_is_one_of_three() -> None:
+    with pytest.raises(ValueError, match="Input should be 'auto', True or False") as told:
+        _config({}, compile="maybe")
+    assert str(told.value).count("input_value") == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"model": {"attention_backend": "cudnn"}}, "model.attention_backend = 'cudnn'"),
+        ({"parallel": {"tensor": 2, "tensor_overlap": "fused"}}, "parallel.tensor_overlap = 'fused'"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_on_a_cpu(settings: dict[str, Any], named: str) -> None:
+    assert _config(settings).asks_for_a_gpu() == named
+    with pytest.raises(ValueError, match=f"{named} needs a GPU, and train.device = 'cpu' is none"):
+        _config(settings, device="cpu")
