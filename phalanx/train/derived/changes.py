@@ -66,6 +66,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (FREE, "train", "micro_batch device threads compile recompute offload deterministic garbage_collect_steps"),
     (FREE, "parallel", "devices pipeline replicate shard context tensor zero bucket_bytes reduce_dtype schedule"),
     (FREE, "parallel", "chunks tensor_overlap tensor_chunks context_method host_loader timeout_s first_timeout_s"),
+    (FREE, "parallel", "share_device nccl_max_ctas"),
     (FREE, "evaluate", "every_steps tokens final_tokens sample_prompt sample_tokens"),
     (FREE, "checkpoint", "every_steps every_s auto mtbf_hours restart_s memory_every_steps mode wait folder"),
     (FREE, "checkpoint", "storage_options memory_slots replicas insecure_replicas rack keeper_ttl_s keep_last"),
