@@ -16,7 +16,7 @@ from phalanx.parallel.config import ParallelConfig
 from phalanx.plan.jobs import make_job, make_strategy, software_of
 from phalanx.plan.memory import rank_memory
 from phalanx.plan.memory.pieces import pieces_of
-from phalanx.plan.types import Job, Strategy
+from phalanx.plan.types import Job, StateBits, Strategy
 from phalanx.plan.work.layer import layer
 from phalanx.plan.work.local import local_of
 from phalanx.plan.work.operations import Product
@@ -37,7 +37,7 @@ _LAYER = ModelConfig(  # of Llama 3 8B, four of them
 )
 
 
-def job_of(model: ModelConfig, sequences: int, *, compiled: bool = False, state_bits: int = 32) -> Job:
+def job_of(model: ModelConfig, sequences: int, *, compiled: bool = False, state_bits: StateBits = 32) -> Job:
     """A step of `sequences` on one GPU."""
     software = software_of(model, ParallelConfig(), "bf16", compiled=compiled, on_cpu=False)
     return make_job(
@@ -82,7 +82,7 @@ def parts() -> Iterator[str]:
             yield f"| `{level}`, {'compiled' if compiled else 'eager'} | {shown} |"
 
 
-def largest(level: Level, offload: float, state_bits: int) -> tuple[int, float]:
+def largest(level: Level, offload: float, state_bits: StateBits) -> tuple[int, float]:
     """Layers of Llama 3 8B's shape that fit onto one card, and parameters of that model in billions."""
     layers = 0
     while _total_bytes(layers + 1, level, offload, state_bits) <= GPU_MEMORY_SHARE * _CARD_BYTES:
@@ -94,7 +94,7 @@ def _grown(layers: int) -> ModelConfig:
     return _LAYER.model_copy(update={"layers": layers})
 
 
-def _total_bytes(layers: int, level: Level, offload: float, state_bits: int) -> float:
+def _total_bytes(layers: int, level: Level, offload: float, state_bits: StateBits) -> float:
     job, strategy = job_of(_grown(layers), 8, state_bits=state_bits), strategy_of(level, micro_batch=1, offload=offload)
     return float(rank_memory(job, strategy)[0].total)
 
@@ -105,7 +105,8 @@ def cards() -> Iterator[str]:
     yield "|---|--:|--:|--:|--:|"
     for level in LEVELS:
         cells = []
-        for state_bits in (32, 8):
+        choices: tuple[StateBits, ...] = (32, 8)
+        for state_bits in choices:
             for offload in (0.0, 1.0):
                 layers, billions = largest(level, offload, state_bits)
                 cells.append(f"{billions:.1f}B, {layers} layers")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from phalanx.model.config import ModelConfig
 from phalanx.optim.config import Kind as Optimizer
 from phalanx.parallel.config import ParallelConfig
-from phalanx.plan.types import BYTES, Job, Model, Overlap, Precision, Recompute, Software, Strategy
+from phalanx.plan.types import BYTES, Job, Model, Overlap, Precision, Recompute, Software, StateBits, Strategy
 
 # What `train.recompute` says, in the words of the cost model.
 _RECOMPUTE: dict[str, Recompute] = {"none": "none", "selective": "elementwise", "mlp": "mlp", "full": "full"}
@@ -20,7 +20,7 @@ def make_job(
     precision: Precision,
     optimizer: Optimizer,
     software: Software | None = None,
-    state_bits: int = 32,
+    state_bits: StateBits = 32,
 ) -> Job:
     """What one step of a run computes.
 

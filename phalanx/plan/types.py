@@ -26,6 +26,7 @@ Floats: TypeAlias = Any
 """A number, or a NumPy array of them."""
 Mark = Literal["measured", "derived", "assumed"]
 """How a number is known, from the best to the weakest."""
+StateBits = Literal[32, 16, 8]
 Precision = Literal["bf16", "fp16", "fp32"]
 Recompute = Literal["none", "attention", "elementwise", "mlp", "full"]
 """What is computed again in the backward pass: nothing; scores, softmax and what follows up to the product with values
@@ -225,7 +226,7 @@ class Job:
     precision: Precision = "bf16"
     optimizer: Optimizer = "adamw"
     software: Software = field(default_factory=Software)
-    state_bits: int = 32
+    state_bits: StateBits = 32
 
     @property
     def moment_bytes(self) -> float:

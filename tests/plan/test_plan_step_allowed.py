@@ -37,10 +37,13 @@ STRATEGIES: list[tuple[str, Any, str]] = [
     ("chunks", 0, "from 1 to"),
     ("tensor_chunks", 0, "from 1 to"),
     ("bucket_bytes", -1, "from 0 to"),
+    ("offload", 1.5, "from 0 to 1"),
+    ("offload", -0.1, "from 0 to 1"),
 ]
 JOBS: list[tuple[str, Any, str]] = [
     ("precision", "fp8", "'bf16', 'fp16', 'fp32'"),
     ("optimizer", "sgd", "'adamw', 'came', 'lamb', 'muon'"),
+    ("state_bits", 4, "16, 32, 8"),
     ("sequence", 0, "from 1 to"),
     ("sequence", -5, "from 1 to"),
     ("sequence", 4096, "raise Model.max_sequence"),
@@ -123,7 +126,7 @@ def test_a_long_sequence_is_refused_without_counting_up_to_it() -> None:
 
 @pytest.mark.parametrize(("allowed", "kind"), [(STRATEGY, Strategy), (JOB, Job), (MODEL, Model), (SOFTWARE, Software)])
 def test_no_choice_or_count_of_a_class_is_forgotten(allowed: Allowed, kind: type) -> None:
-    checked_elsewhere = {"windows", "capacity_factor", "model", "software", "name", "host_factor"}
+    checked_elsewhere = {"windows", "capacity_factor", "model", "software", "name", "host_factor", "offload"}
     hints = get_type_hints(kind)
     assert {*allowed.numbers, *allowed.words} == set(hints) - checked_elsewhere
     for name, words in allowed.words.items():

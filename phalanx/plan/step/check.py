@@ -23,6 +23,9 @@ def check(job: Job, strategy: Strategy, cluster: Cluster) -> None:
     MODEL.check(model)
     SOFTWARE.check(job.software)
     _model(model)
+    if not 0 <= strategy.offload <= 1:
+        cure = "give a share of the layers, from 0 to 1"
+        raise UserError("is no share", cure=cure, field="Strategy.offload", value=strategy.offload)
     if model.position == "learned" and job.sequence > model.max_sequence:
         raise UserError(
             f"the model has learned {model.max_sequence} positions",
