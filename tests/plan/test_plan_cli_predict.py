@@ -106,20 +106,22 @@ def test_what_does_not_fit_is_a_verdict_and_a_status() -> None:
     full = _plan("--cluster", "selene", "--devices", "8")
     assert full.exit_code == 1
     assert "does not fit: " in full.output and "too much" in full.output
-    assert "micro-batch 1: none leaves a tenth of the memory free" in full.output
+    assert "micro-batch 1, recompute full: none leaves a tenth of the memory free" in full.output
     assert json.loads(_plan("--cluster", "selene", "--devices", "8", "--json").output)["fits"] is False
 
 
 def test_settings_that_make_it_fit_do() -> None:
     job = ("--cluster", "h100_400g", "--devices", "64")
-    full = CliRunner().invoke(plan, [LLAMA, *job, "--json"])
+    full = CliRunner().invoke(plan, [LLAMA, *job, "train.recompute=none", "--json"])
     assert full.exit_code == 1
     offered = json.loads(full.output)["reliefs"]
     assert offered == sorted(offered, key=lambda one: one["step_s"])
     for one in offered:
         strategy = json.loads(full.output)["strategy"]
         ranks = [f"parallel.{axis}={strategy[axis]}" for axis in ("shard", "tensor")]
-        tried = CliRunner().invoke(plan, [LLAMA, *job, *ranks, *one["settings"].split(), "--json"])
+        settings = one["settings"].split()
+        settings += [] if "train.recompute" in one["settings"] else ["train.recompute=none"]
+        tried = CliRunner().invoke(plan, [LLAMA, *job, *ranks, *settings, "--json"])
         assert tried.exit_code == 0
         assert json.loads(tried.output)["step_s"] == pytest.approx(one["step_s"], rel=1e-9)
 
