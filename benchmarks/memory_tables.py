@@ -1,6 +1,7 @@
 """Tables of docs/memory.md: what recompute keeps, where memory goes, and the largest model on one card. All predicted.
 
     python benchmarks/memory_tables.py
+    python benchmarks/memory_tables.py --quick      # the first table
 
 Nothing is measured: the numbers are those of `phalanx.plan.memory`, on which a run's own choice rests. Of a GPU, in
 bf16. A test holds the page against them.
@@ -8,6 +9,7 @@ bf16. A test holds the page against them.
 
 from __future__ import annotations
 
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterator
 
 from phalanx.model.config import ModelConfig
@@ -114,8 +116,10 @@ def cards() -> Iterator[str]:
 
 
 def main() -> None:
-    """Print all tables."""
-    for table in (levels, parts, cards):
+    """Print the tables."""
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the first table")
+    for table in (levels,) if parser.parse_args().quick else (levels, parts, cards):
         print("\n".join(table()), end="\n\n")
 
 

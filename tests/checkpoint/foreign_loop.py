@@ -59,8 +59,13 @@ def whole(model: nn.Module) -> dict[str, Any]:
 
 
 def gloo_threads() -> int:
-    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    return sum(name.startswith("pt_gloo") for name in names)
+    """Threads of gloo groups; the two of the default one take their name once they run, which is waited for."""
+    while True:
+        names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+        found = sum(name.startswith("pt_gloo") for name in names)
+        if found >= 2:
+            return found
+        os.sched_yield()
 
 
 def train(folder: str, mode: str, steps: int, kill_at: int, *overrides: str) -> dict[str, Any]:

@@ -79,6 +79,7 @@ def _mode() -> AbstractContextManager[Any]:
     from torch.utils._pytree import tree_leaves
 
     class FakeDevice(FakeTensorMode):
+        supports_higher_order_operators = True  # FlexAttention in a compiled layer
         waits_are_errors = False
 
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
