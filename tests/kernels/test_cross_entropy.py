@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled_offline import compile_offline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -191,36 +189,22 @@ def test_a_sum_of_products_is_fp32_and_keeps_its_memory(dtype: torch.dtype) -> N
     torch.testing.assert_close(second, 2 * left.float() @ right.float(), rtol=2e-2, atol=5e-2)
 
 
-_COMPILE = """
-import itertools
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
+_PROGRAM = """
 from phalanx.kernels import cross_entropy_triton as kernels
 
 kinds = {"targets": "*i64", "stride": "i32", "words": "i32", "width": "i32", "softcap": "fp32", "z_loss": "fp32"}
 fixed = {"BLOCK": 4096, "CAPPED": True, "GRADIENT": True}
-for name, dtype in itertools.product(("_row_losses", "_row_statistics", "_row_gradient"), ("bf16", "fp32")):
-    kernel = getattr(kernels, name)
-    given = {key: value for key, value in fixed.items() if key in kernel.arg_names}
-    types = {key: "constexpr" if key in given else kinds.get(key, "*fp32") for key in kernel.arg_names}
-    source = ASTSource(kernel, types | {"logits": "*" + dtype}, given)
-    for capability in (80, 90):
-        made = compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
-        assert made.asm["cubin"] and made.metadata.shared <= 48 << 10, (name, capability)
-        assert ".local" not in made.asm["ptx"], (name, capability)  # no array in memory of a thread's own
-        print(name, dtype, capability)
+for kernel in (kernels._row_losses, kernels._row_statistics, kernels._row_gradient):
+    for dtype in ("bf16", "fp32"):
+        for capability, made in compiled(kernel, kinds | {"logits": "*" + dtype}, fixed, num_warps=8):
+            assert made.metadata.shared <= 48 << 10, (kernel, capability)
+            assert ".local" not in made.asm["ptx"], (kernel, capability)  # no array in memory of a thread's own
 """
 
 
 @pytest.mark.slow
 def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
-    """To machine code, for A100 and H100; what the interpreter takes need not compile."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environ["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run([sys.executable, "-c", _COMPILE], env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 12
+    assert compile_offline(_PROGRAM, tmp_path) == 12
 
 
 @pytest.mark.gpu

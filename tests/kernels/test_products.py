@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_offline import compile_offline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -195,46 +193,32 @@ def test_a_sum_waits_for_every_tile_of_every_rank(kernels: ModuleType, monkeypat
     assert not problems and torch.equal(out, torch.full_like(out, 6.0))
 
 
-_COMPILE = """
-import itertools
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
+_PROGRAM = """
 from phalanx.kernels import products_triton as kernels
 
 numbers = "call own size rows columns inputs x_stride in_stride out_stride chunk_rows chunks".split()
-for name, dtype in itertools.product(("_product_of_arriving", "_product_to_owners", "_sum_of_tiles"), ("bf16", "fp32")):
-    kernel = getattr(kernels, name)
-    blocks = kernels.Blocks(inputs=64 if dtype == "bf16" else 32)
-    fixed = {"ROWS": blocks.rows, "COLUMNS": blocks.columns, "INPUTS": blocks.inputs, "GROUP": blocks.group,
-             "HAS_BIAS": True, "PRECISION": "ieee"}
-    given = {key: value for key, value in fixed.items() if key in kernel.arg_names}
-    kinds = dict.fromkeys(numbers, "i32") | {"signals": "*i32"}
-    if name == "_product_to_owners":
-        kinds |= {"slots": "*i64", "signals": "*i64"}
-    types = {key: "constexpr" if key in given else kinds.get(key, "*" + dtype) for key in kernel.arg_names}
-    source = ASTSource(kernel, types, given)
-    for capability in (80, 90):
-        target = GPUTarget("cuda", capability, 32)
-        made = compile(source, target=target, options={"num_warps": blocks.warps, "num_stages": blocks.stages})
-        most = (163 if capability == 80 else 227) << 10
-        assert made.asm["cubin"] and made.metadata.shared <= most, (name, capability, made.metadata.shared)
-        ptx = made.asm["ptx"]
-        if name == "_product_to_owners":
-            released = ptx.index("sys.release")
-            assert "bar.sync" in ptx[ptx.rindex("st.global", 0, released) : released]
-        else:
-            assert "sys.acquire" in ptx
-        assert "ld.global.nc" not in ptx  # what others write while it runs is not constant
-        print(name, dtype, capability)
+for kernel in (kernels._product_of_arriving, kernels._product_to_owners, kernels._sum_of_tiles):
+    for dtype in ("bf16", "fp32"):
+        blocks = kernels.Blocks(inputs=64 if dtype == "bf16" else 32)
+        fixed = {"ROWS": blocks.rows, "COLUMNS": blocks.columns, "INPUTS": blocks.inputs, "GROUP": blocks.group,
+                 "HAS_BIAS": True, "PRECISION": "ieee"}
+        kinds = dict.fromkeys(numbers, "i32") | {"signals": "*i32"}
+        if kernel is kernels._product_to_owners:
+            kinds |= {"slots": "*i64", "signals": "*i64"}
+        options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
+        for capability, made in compiled(kernel, kinds, fixed, "*" + dtype, **options):
+            most = (163 if capability == 80 else 227) << 10
+            assert made.metadata.shared <= most, (kernel, capability, made.metadata.shared)
+            ptx = made.asm["ptx"]
+            if kernel is kernels._product_to_owners:  # in the order of memory that is meant
+                released = ptx.index("sys.release")
+                assert "bar.sync" in ptx[ptx.rindex("st.global", 0, released) : released]
+            else:
+                assert "sys.acquire" in ptx
+            assert "ld.global.nc" not in ptx  # what others write while it runs is not constant
 """
 
 
 @pytest.mark.slow
 def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
-    """To machine code, for A100 and H100, with the order of memory that is meant."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environ["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run([sys.executable, "-c", _COMPILE], env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.splitlines()) == 12
+    assert compile_offline(_PROGRAM, tmp_path) == 12

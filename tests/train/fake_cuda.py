@@ -357,7 +357,8 @@ def spread(recompute: str = "none", model: Mapping[str, Any] | None = None, **ax
             return Group(ranks, list(ranks).index(self.rank), lambda: _FakeNccl(len(ranks)))
 
     config = ParallelConfig(**axes)
-    sizes: dict[str, Any] = {"vocab_size": 512, "max_sequence": 256, "layers": 4, "hidden": 64, "heads": 4}
+    layers = 4 if config.pipeline != 1 else 2
+    sizes: dict[str, Any] = {"vocab_size": 512, "max_sequence": 256, "layers": layers, "hidden": 64, "heads": 4}
     device = torch.device("cuda", 0)
     build = Build(256, device, torch.bfloat16, seed=0, blank=True, recompute=recompute)  # type: ignore[arg-type]
     for rank in range(config.layout.world_size):
