@@ -18,7 +18,7 @@ from phalanx.run.api.client import Client
 from phalanx.run.api.job import this_person
 from phalanx.run.aside import ask_supervisor, end_executors, end_supervisor, supervisor_of
 from phalanx.run.card import life, read_card, write_card
-from phalanx.run.decide import endings
+from phalanx.run.decide import transition
 from phalanx.run.decide.policy import Policy
 from phalanx.run.driver.past import end_without_driver, remember
 
@@ -124,7 +124,7 @@ def _stop_dead(found: Found, grace_s: float | None, wait: bool) -> str:
     if grace_s is None:
         grace_s = past.state.policy.grace_s if past is not None else Policy().grace_s
     count = end_executors(folder, grace_s)
-    status, reason = endings.STOPPED, f"stopped by {this_person()}, while its driver was dead"
+    status, reason = transition.STOPPED, f"stopped by {this_person()}, while its driver was dead"
     finish = end_without_driver(folder, card, past, this_person(), time.time()) if past is not None else None
     if finish is not None:
         status, reason = finish.status, finish.reason

@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 
 from phalanx.run.decide import actions as act
 from phalanx.run.decide import events as ev
-from phalanx.run.decide.decide import decide
+from phalanx.run.decide.decide import decide, replay
 from phalanx.run.decide.policy import Job, Policy
-from phalanx.run.decide.replay import replay
 from phalanx.run.decide.state import State, initial, next_deadline
 
 NETWORK_S = 0.001

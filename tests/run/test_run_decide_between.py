@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from phalanx.run.decide import actions as act
 from phalanx.run.decide import events as ev
-from phalanx.run.decide.decide import decide
-from phalanx.run.decide.ladder import most_to_blame
+from phalanx.run.decide.decide import decide, event_from_json, replay, state_from_json, to_json
+from phalanx.run.decide.escalation import most_to_blame
 from phalanx.run.decide.policy import Job, Policy
-from phalanx.run.decide.replay import event_from_json, replay, state_from_json, to_json
 
 WAITS = Policy(give_up_s=0)
 

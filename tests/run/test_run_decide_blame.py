@@ -10,8 +10,8 @@ from decide_helpers import Speeds, World, attempt_runs, ended, running
 
 from phalanx.run.decide import actions as act
 from phalanx.run.decide import events as ev
+from phalanx.run.decide.decide import replay
 from phalanx.run.decide.policy import Job, Policy
-from phalanx.run.decide.replay import replay
 
 WORDS = ("ValueError: bad batch", "KeyError: 'x'", "RuntimeError: shapes differ", "ZeroDivisionError: division by zero")
 

@@ -10,8 +10,8 @@ from decide_helpers import Speeds, World, attempt_runs, ended, running
 
 from phalanx.run.decide import actions as act
 from phalanx.run.decide import events as ev
+from phalanx.run.decide.decide import replay
 from phalanx.run.decide.policy import Job, Policy
-from phalanx.run.decide.replay import replay
 
 HOUR_S, DAY_S = 3600.0, 86_400.0
 WAYS = ("signal", "raised", "hang", "status", "follows")

@@ -9,9 +9,8 @@ from collections import defaultdict
 from decide_helpers import World, attempt_runs, running
 
 from phalanx.run.decide import events as ev
-from phalanx.run.decide.decide import decide
+from phalanx.run.decide.decide import decide, to_json
 from phalanx.run.decide.policy import Job
-from phalanx.run.decide.replay import to_json
 
 HOSTS, WORKERS = 1600, 8
 

@@ -12,10 +12,9 @@ import pytest
 from decide_helpers import World, attempt_runs, running
 
 from phalanx.core.errors import UserError
-from phalanx.run.decide.decide import decide
+from phalanx.run.decide.decide import action_from_json, decide, event_from_json, replay, state_from_json, to_json
 from phalanx.run.decide.events import WorkersReturned
 from phalanx.run.decide.policy import Job, Policy
-from phalanx.run.decide.replay import action_from_json, event_from_json, replay, state_from_json, to_json
 
 
 @pytest.mark.parametrize(
@@ -79,7 +78,7 @@ def test_a_clock_that_goes_back_stands_still():
 
 
 def test_deciding_needs_no_torch():
-    code = "import sys, phalanx.run.decide.replay; sys.exit('torch' in sys.modules)"
+    code = "import sys, phalanx.run.decide.decide; sys.exit('torch' in sys.modules)"
     assert run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
 
 

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from phalanx.run.decide import actions as act
 from phalanx.run.decide import events as ev
-from phalanx.run.decide.decide import decide
-from phalanx.run.decide.placement import ready_hosts
+from phalanx.run.decide.decide import action_from_json, decide, event_from_json, replay, state_from_json, to_json
 from phalanx.run.decide.policy import Job, Policy
-from phalanx.run.decide.replay import action_from_json, event_from_json, replay, state_from_json, to_json
-from phalanx.run.decide.state import PHASES, State, initial, next_deadline
+from phalanx.run.decide.state import PHASES, State, initial, next_deadline, ready_hosts
 
 NAMES = ["a", "b", "c", "d", "e"]
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
@@ -413,8 +411,7 @@ def strike(world: World, what: str, which: int) -> None:
 
 @given(st.integers(0, 30), st.integers(1, 16), st.data())
 def test_a_host_keeps_its_place_and_nobody_has_two(count, size, data):
-    from phalanx.run.decide.placement import place
-    from phalanx.run.decide.state import Host
+    from phalanx.run.decide.state import Host, place
 
     assume(count >= size)
     hosts = {f"h{i}": Host(data.draw(st.sampled_from(["", "r1", "r2"])), "spare") for i in range(count)}

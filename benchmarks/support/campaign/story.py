@@ -15,8 +15,7 @@ import msgspec
 from phalanx.faults.facts import Fact
 from phalanx.run.decide import actions, events
 from phalanx.run.decide.actions import Action
-from phalanx.run.decide.decide import decide
-from phalanx.run.decide.replay import event_from_json
+from phalanx.run.decide.decide import decide, event_from_json
 from phalanx.run.decide.state import Recovery, State, initial
 from phalanx.run.driver.book import Header, Note
 from phalanx.run.journal import Entry

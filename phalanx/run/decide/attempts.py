@@ -1,15 +1,42 @@
-"""The way of an attempt from waiting for hosts to its first step, and what it does while it runs. Torch-free."""
+"""The way of an attempt from waiting for hosts to its first step, and what it does while it runs.
+
+The driver has been restarted: what has to be performed again, whatever of it was performed before.
+
+What people and the back end's clock order.
+"""
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
-from phalanx.run.decide import advice, brakes, endings, faults, recovery
-from phalanx.run.decide.actions import AskForHosts, OpenStore, Start, Where
-from phalanx.run.decide.events import Advanced, Restored, Running, Started, Stopped, StoreOpened, WorkersReturned
-from phalanx.run.decide.placement import count_ready, missing_hosts, place, ready_hosts, size_to_start
-from phalanx.run.decide.state import Ending, Failure, Recovery, State
-from phalanx.run.decide.turn import Turn
+from phalanx.run.decide import escalation, recovery, transition
+from phalanx.run.decide.actions import AskForHosts, Check, Evict, Finish, Gather, OpenStore, Start, Stop, Where
+from phalanx.run.decide.events import (
+    Advanced,
+    DrainAsked,
+    EvictAsked,
+    Restored,
+    ReturnAsked,
+    Running,
+    Started,
+    StopAsked,
+    Stopped,
+    StoreOpened,
+    TimeShort,
+    WorkersReturned,
+)
+from phalanx.run.decide.state import (
+    Ending,
+    Failure,
+    Recovery,
+    State,
+    count_ready,
+    missing_hosts,
+    place,
+    ready_hosts,
+    size_to_start,
+)
+from phalanx.run.decide.transition import Turn
 
 # Waiting
 
@@ -25,7 +52,7 @@ def begin_if_possible(turn: Turn) -> bool:
         turn.set(lacking_since_s=turn.now_s if lacks else None)
     size = size_to_start(turn.state, ready) or size_to_start(turn.state, ready + len(stopgap))
     if not size and _has_given_up(turn.state):
-        endings.finish(turn, _no_hosts(turn.state, ready))
+        transition.finish(turn, _no_hosts(turn.state, ready))
         return True
     if not size or turn.now_s < state.brakes.not_before_s:
         turn.set(deadline_s=_wait_until(turn.state))
@@ -45,7 +72,7 @@ def _has_given_up(state: State) -> bool:
 def _no_hosts(state: State, ready: int) -> Ending:
     waited_s = state.policy.give_up_s
     reason = f"only {ready} of {state.job.hosts} hosts were there after {waited_s:.0f} s (give_up_s)"
-    return Ending(endings.NO_HOSTS, reason, requeue=True)
+    return Ending(transition.NO_HOSTS, reason, requeue=True)
 
 
 def _wait_until(state: State) -> float | None:
@@ -72,9 +99,9 @@ def _open(turn: Turn, placement: tuple[str, ...]) -> None:
     if state.placement and placement != state.placement:
         turn.decided(_moves(state.placement, placement), "these hosts are ready")
     turn.set(attempt=attempt, placement=placement, store_port=0, left={}, lacking_since_s=None)
-    turn.set(progress=brakes.begun(state.progress, state.policy), highest_seen=attempt)
+    turn.set(progress=escalation.begun(state.progress, state.policy), highest_seen=attempt)
     turn.enter("opening", state.policy.store_s)
-    turn.decided(f"attempt {attempt} begins on {advice.names(placement)}", _ready(state, placement))
+    turn.decided(f"attempt {attempt} begins on {escalation.names(placement)}", _ready(state, placement))
     turn.act(OpenStore(attempt, placement[0]))
     for leaver in turn.state.leaving:
         if leaver not in chosen:
@@ -91,7 +118,7 @@ def _moves(before: tuple[str, ...], after: tuple[str, ...]) -> str:
     if len(before) != len(after):
         return f"{len(after)} hosts instead of {len(before)}"
     moves = [f"{new} takes the ranks of {old}" for old, new in zip(before, after, strict=True) if old != new]
-    return advice.names(moves)
+    return escalation.names(moves)
 
 
 def ask_for_missing(turn: Turn) -> None:
@@ -136,7 +163,7 @@ def on_started(turn: Turn, event: Started) -> None:
 def on_restored(turn: Turn, event: Restored) -> None:
     """It is known from where the attempt goes on, also of a script that does not number its steps."""
     if turn.state.phase in ("starting", "running", "diagnosing", "stopping"):
-        turn.state = brakes.went_on_from(turn.state, event.step)
+        turn.state = escalation.went_on_from(turn.state, event.step)
         turn.set(progress=replace(turn.state.progress, after=event.step))
 
 
@@ -149,9 +176,9 @@ def on_running(turn: Turn, event: Running) -> None:
         if not state.hosts[name].is_proven:
             turn.set_host(name, is_proven=True)
     step = max(event.step, 0)
-    turn.set(progress=brakes.advanced(state.progress, step, event.is_absolute, turn.now_s))
+    turn.set(progress=escalation.advanced(state.progress, step, event.is_absolute, turn.now_s))
     if event.is_absolute:
-        turn.state = brakes.went_on_from(turn.state, step - 1)
+        turn.state = escalation.went_on_from(turn.state, step - 1)
     first_step = event.step if event.is_absolute else -1
     turn.close_incident(f"attempt {state.attempt} makes steps", first_step)
     turn.enter("running")
@@ -162,7 +189,7 @@ def on_advanced(turn: Turn, event: Advanced) -> None:
     state = turn.state
     if state.phase not in ("running", "diagnosing", "stopping"):
         return
-    progress = brakes.advanced(state.progress, event.step, event.is_absolute, turn.now_s - max(event.age_s, 0.0))
+    progress = escalation.advanced(state.progress, event.step, event.is_absolute, turn.now_s - max(event.age_s, 0.0))
     is_new = progress.done > state.progress.done
     turn.set(progress=progress)
     found = state.recovery
@@ -180,7 +207,7 @@ def on_workers_returned(turn: Turn, event: WorkersReturned) -> None:
     """All ranks have ended well."""
     state = turn.state
     if state.phase in ("starting", "running", "diagnosing") and not (state.recovery and state.recovery.failures):
-        endings.finish(turn, Ending(endings.DONE, "every rank has returned"))
+        transition.finish(turn, Ending(transition.DONE, "every rank has returned"))
 
 
 def on_stopped(turn: Turn, event: Stopped) -> None:
@@ -214,7 +241,7 @@ def restart_if_wished(turn: Turn) -> bool:
         return recovery.see(
             turn, "planned", "driver", f"{spares[0]} can take the place of {host}: {state.hosts[host].leaves}"
         )
-    if not may_grow or not brakes.may_restart(state.progress):
+    if not may_grow or not escalation.may_restart(state.progress):
         return False
     working = [host for host in state.placement if state.hosts[host].state == "active"]
     size = next((size for size in state.job.sizes() if size <= len(working) + len(spares)), 0)
@@ -231,10 +258,154 @@ def not_started(turn: Turn) -> None:
     limit_s = state.policy.start_s
     for host in state.awaited:
         failure = Failure(-1, "silent", "process", f"did not say in {limit_s:.0f} s that its ranks are started")
-        faults.of_host(turn, host, failure, "driver")
+        recovery.of_host(turn, host, failure, "driver")
 
 
 def not_opened(turn: Turn) -> None:
     """The limit for the store has passed."""
     host, limit_s = turn.state.placement[0], turn.state.policy.store_s
-    faults.of_host(turn, host, Failure(-1, "silent", "process", f"opened no store in {limit_s:.0f} s"), "driver")
+    recovery.of_host(turn, host, Failure(-1, "silent", "process", f"opened no store in {limit_s:.0f} s"), "driver")
+
+
+def on_restarted(turn: Turn) -> None:
+    """Say again what the present state waits for; an attempt that runs is not disturbed."""
+    state = turn.state
+    if state.ending is not None and state.phase == "ended":
+        if state.ending.requeue:
+            _resume(turn, state)
+        else:
+            turn.act(Finish(state.ending.status, state.ending.reason, state.ending.requeue))
+        return
+    turn.act(*(Evict(name, host.why) for name, host in state.hosts.items() if host.state == "evicted"))
+    turn.act(AskForHosts(state.asked))
+    _wait_anew(turn)
+    _phase_again(turn, state)
+    turn.act(*(Check(name, check.number, check.kind, check.peers) for name, check in state.checks.items()))
+    turn.note("driver", f"the driver was restarted in phase {state.phase}")
+
+
+def _resume(turn: Turn, state: State) -> None:
+    """A job that ended for want of time or hosts goes on, with whatever the back end gives now."""
+    for name, host in state.hosts.items():
+        if host.state == "evicted":
+            turn.act(Evict(name, host.why))
+        elif host.state != "gone":
+            turn.set_host(name, state="gone", why="the job had ended", leaves="")
+    turn.set(ending=None)
+    turn.enter("waiting")
+
+
+def _wait_anew(turn: Turn) -> None:
+    """Limits begin again: nobody could answer a driver that was not there."""
+    state = turn.state
+    limits_s = {
+        "opening": state.policy.store_s,
+        "starting": state.policy.start_s,
+        "diagnosing": state.policy.evidence_s,
+        "stopping": state.policy.stop_s + state.grace_s,
+    }
+    if state.deadline_s is not None and state.phase in limits_s:
+        turn.enter(state.phase, limits_s[state.phase], state.awaited)
+    if state.lacking_since_s is not None:
+        turn.set(lacking_since_s=turn.now_s)
+    checks = state.checks
+    turn.set(checks={}, checks_due_s=None)
+    for name, check in checks.items():
+        deadline_s = turn.now_s + state.policy.check_s(check.kind)
+        turn.await_check(name, type(check)(check.number, check.kind, deadline_s, check.peers))
+
+
+def _phase_again(turn: Turn, state: State) -> None:
+    if state.phase == "opening":
+        turn.act(OpenStore(state.attempt, state.placement[0]))
+    elif state.phase == "starting" and state.awaited:
+        turn.act(start(state, tuple(state.awaited)))
+    elif state.phase == "diagnosing" and state.recovery is not None and state.recovery.cause == "hang":
+        turn.act(Gather(state.attempt, tuple(h for h in state.placement if state.hosts[h].state != "gone")))
+    elif state.phase == "stopping":
+        turn.act(Stop(state.attempt, tuple(state.awaited), state.grace_s))
+
+
+def on_stop_asked(turn: Turn, event: StopAsked) -> None:
+    """A person ends the job; asked again, sooner."""
+    state = turn.state
+    if state.ending is not None and state.phase == "stopping":
+        grace_s = _given(event, 0.0)
+        turn.set(ending=replace(state.ending, grace_s=grace_s))
+        turn.enter("stopping", grace_s + state.policy.stop_s, awaited=state.awaited)
+        turn.act(Stop(state.attempt, tuple(state.awaited), grace_s))
+        return
+    stopped = Ending(transition.STOPPED, f"stopped by {event.who or 'a person'}", by_person=True)
+    end(turn, stopped, _given(event, state.policy.grace_s))
+
+
+def _given(event: StopAsked, usual_s: float) -> float:
+    """The grace that a person gives; nothing that is no time makes a limit that never passes."""
+    if event.grace_s is None:
+        return usual_s
+    return event.grace_s if 0 < event.grace_s < float("inf") else 0.0
+
+
+def on_time_short(turn: Turn, event: TimeShort) -> None:
+    """The back end will end the job soon: stop while there is time to save."""
+    if turn.state.ending is not None:
+        return
+    grace_s = max(0.0, min(turn.state.policy.grace_s, event.left_s / 2))
+    reason = f"only {event.left_s:.0f} s of its time were left"
+    end(turn, Ending(transition.TIME_SHORT, reason, requeue=True), grace_s)
+
+
+def end(turn: Turn, ending: Ending, grace_s: float) -> None:
+    """Stop what runs, and then end so."""
+    phase = turn.state.phase
+    turn.decided("the job ends", ending.reason)
+    if phase in ("waiting", "checking"):
+        transition.finish(turn, ending)
+        return
+    turn.set(ending=replace(ending, grace_s=grace_s))
+    if phase != "stopping":  # a recovery that stops its workers already goes on doing so
+        recovery.stop(turn, grace_s)
+
+
+def on_drain_asked(turn: Turn, event: DrainAsked) -> None:
+    """A host leaves when another can take its place."""
+    state, name = turn.state, event.host
+    host = state.hosts.get(name)
+    if host is None or host.state in ("evicted", "gone"):
+        turn.alert("warning", f"{event.who or 'a person'} drains it, but it is no host of this job", name)
+        return
+    why = f"drained by {event.who or 'a person'}"
+    if state.has_workers and state.has_place(name):
+        turn.set_host(name, leaves=why, state="draining" if host.state == "active" else host.state)
+        turn.alert("info", f"{why}: it leaves as soon as another can take its place", name)
+    elif name in state.awaited or (host.state == "active" and not state.has_workers):
+        turn.set_host(name, leaves=why)
+    else:
+        turn.release(name, why)
+
+
+def on_evict_asked(turn: Turn, event: EvictAsked) -> None:
+    """A host leaves at once."""
+    state, name = turn.state, event.host
+    if name not in state.hosts:
+        turn.alert("warning", f"{event.who or 'a person'} evicts it, but it is no host of this job", name)
+        return
+    why = f"evicted by {event.who or 'a person'}"
+    if not state.has_workers or not state.has_place(name) or state.hosts[name].state in ("gone", "evicted"):
+        turn.evict(name, why)
+    elif state.ending is None and recovery.see(turn, "planned", event.who or "a person", f"{name} is to be evicted"):
+        known = turn.state.recovery
+        turn.learn(evict={**(known.evict if known else {}), name: why})
+
+
+def on_return_asked(turn: Turn, event: ReturnAsked) -> None:
+    """A host that was evicted or is to be drained may stay."""
+    host = turn.state.hosts.get(event.host)
+    who = event.who or "a person"
+    if host is None:
+        turn.alert("warning", f"{who} lets it return, but it was never a host of this job", event.host)
+    elif host.state == "evicted":
+        turn.set_host(event.host, state="gone", why=f"may join again, says {who}", is_proven=False)
+        turn.set(history={mark: times for mark, times in turn.state.history.items() if mark != f"host {event.host}"})
+    elif host.leaves:
+        turn.set_host(event.host, leaves="", state="active" if host.state == "draining" else host.state)

@@ -1,29 +1,21 @@
-"""The driver's decisions: `decide(state, event) → (state, actions)`, a pure function. Torch-free.
+"""The driver's decisions: `decide(state, event) → (state, actions)`, a pure function.
 
 An event changes what is known; then limits that have passed are acted upon; then the job goes from phase to phase as
 far as it can without hearing anything else.
+
+States, events and actions as JSON, and the state that a journal's events give.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from phalanx.run.decide import (
-    attempts,
-    between,
-    endings,
-    faults,
-    hangs,
-    hosts,
-    noticed,
-    orders,
-    recovery,
-    restarted,
-    user_code,
-)
+import msgspec
+
+from phalanx.run.decide import attempts, blame, host_checks, hosts, recovery, transition
 from phalanx.run.decide.actions import Action
-from phalanx.run.decide.advice import would_do
+from phalanx.run.decide.escalation import would_do
 from phalanx.run.decide.events import (
     Advanced,
     CheckFailed,
@@ -58,8 +50,9 @@ from phalanx.run.decide.events import (
     WorkerFailed,
     WorkersReturned,
 )
-from phalanx.run.decide.state import Ending, State
-from phalanx.run.decide.turn import Own, Turn
+from phalanx.run.decide.policy import Job, Policy
+from phalanx.run.decide.state import Ending, State, initial
+from phalanx.run.decide.transition import Own, Turn
 
 
 def decide(state: State, event: Event, own: Own | None = None) -> tuple[State, list[Action]]:
@@ -90,7 +83,7 @@ def _handle(turn: Turn, event: Event) -> None:
         if isinstance(event, HostJoined):
             hosts.on_joined_after_end(turn, event)
         elif isinstance(event, DriverRestarted):
-            restarted.on_restarted(turn)
+            attempts.on_restarted(turn)
     elif getattr(event, "attempt", turn.state.attempt) == turn.state.attempt or isinstance(event, HostJoined):
         _ANSWERS[type(event)](turn, event)
 
@@ -105,7 +98,7 @@ def _begin(turn: Turn, event: JobBegun) -> None:
 
 
 def _on_restarted(turn: Turn, event: DriverRestarted) -> None:
-    restarted.on_restarted(turn)
+    attempts.on_restarted(turn)
 
 
 _ANSWERS: dict[type, Callable[[Turn, Any], None]] = {
@@ -118,28 +111,28 @@ _ANSWERS: dict[type, Callable[[Turn, Any], None]] = {
     CheckPassed: hosts.on_check_passed,
     CheckFailed: hosts.on_check_failed,
     SlowHost: hosts.on_slow,
-    Unprepared: noticed.on_unprepared,
-    Noticed: noticed.on_noticed,
+    Unprepared: hosts.on_unprepared,
+    Noticed: hosts.on_noticed,
     StoreOpened: attempts.on_store_opened,
-    StoreFailed: faults.on_store_failed,
+    StoreFailed: recovery.on_store_failed,
     Started: attempts.on_started,
-    StartFailed: faults.on_start_failed,
+    StartFailed: recovery.on_start_failed,
     Restored: attempts.on_restored,
     Running: attempts.on_running,
     Advanced: attempts.on_advanced,
-    WorkerFailed: faults.on_worker_failed,
-    LeftEarly: faults.on_left_early,
+    WorkerFailed: recovery.on_worker_failed,
+    LeftEarly: recovery.on_left_early,
     WorkersReturned: attempts.on_workers_returned,
-    NoProgress: hangs.on_no_progress,
-    TrafficSilent: faults.on_traffic_silent,
-    LossBroken: faults.on_loss_broken,
-    SuspectsNamed: hangs.on_suspects_named,
+    NoProgress: recovery.on_no_progress,
+    TrafficSilent: recovery.on_traffic_silent,
+    LossBroken: recovery.on_loss_broken,
+    SuspectsNamed: recovery.on_suspects_named,
     Stopped: attempts.on_stopped,
-    StopAsked: orders.on_stop_asked,
-    TimeShort: orders.on_time_short,
-    DrainAsked: orders.on_drain_asked,
-    EvictAsked: orders.on_evict_asked,
-    ReturnAsked: orders.on_return_asked,
+    StopAsked: attempts.on_stop_asked,
+    TimeShort: attempts.on_time_short,
+    DrainAsked: attempts.on_drain_asked,
+    EvictAsked: attempts.on_evict_asked,
+    ReturnAsked: attempts.on_return_asked,
 }
 
 
@@ -186,8 +179,8 @@ def _opening(turn: Turn) -> bool:
     if turn.state.recovery is None:
         return False
     why = turn.state.recovery.why  # only where the policy advises: nothing runs that could be let go on
-    endings.finish(
-        turn, Ending(endings.NO_PROGRESS, f"the attempt could not begin, and the policy only advises: {why}")
+    transition.finish(
+        turn, Ending(transition.NO_PROGRESS, f"the attempt could not begin, and the policy only advises: {why}")
     )
     return True
 
@@ -218,7 +211,7 @@ def _stopping(turn: Turn) -> bool:
 def _checking(turn: Turn) -> bool:
     if turn.state.awaited:
         return False
-    if between.go_on(turn):
+    if host_checks.go_on(turn):
         return True
     recovery.let_leave(turn)
     recovery.wait(turn)
@@ -252,4 +245,39 @@ def _advise_if_due(turn: Turn) -> None:
 def _end_of_all(turn: Turn) -> None:
     """Nothing runs any more and nothing is to be done."""
     reason = "every rank has ended, and the policy only advises"
-    endings.finish(turn, user_code.verdict(turn.state) or Ending(endings.NO_PROGRESS, reason))
+    transition.finish(turn, blame.verdict(turn.state) or Ending(transition.NO_PROGRESS, reason))
+
+
+def to_json(value: State | Event | Action | Policy | Job) -> bytes:
+    """One line of JSON."""
+    return msgspec.json.encode(value)
+
+
+def event_from_json(text: bytes | str) -> Event:
+    """The event that `to_json` was given.
+
+    Raises:
+        msgspec.ValidationError: it is none.
+        msgspec.DecodeError: it is no JSON.
+    """
+    event: Event = msgspec.json.decode(text, type=Event)
+    return event
+
+
+def action_from_json(text: bytes | str) -> Action:
+    """The action that `to_json` was given; raises as `event_from_json`."""
+    action: Action = msgspec.json.decode(text, type=Action)
+    return action
+
+
+def state_from_json(text: bytes | str) -> State:
+    """The state that `to_json` was given; raises as `event_from_json`."""
+    return msgspec.json.decode(text, type=State)
+
+
+def replay(policy: Policy, job: Job, events: Iterable[Event]) -> State:
+    """The state of a driver that reads its journal again."""
+    state = initial(policy, job)
+    for event in events:
+        state, _ = decide(state, event)
+    return state

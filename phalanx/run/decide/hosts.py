@@ -1,14 +1,62 @@
-"""Hosts that come, are checked, are not heard of, and go. Torch-free."""
+"""What log rules say of a host or rank, and what executors say of the script that they are to run.
+
+Hosts that come, are checked, are not heard of, and go.
+"""
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
-from phalanx.run.decide import attempts, between, checks, faults, ladder, recovery
+from phalanx.run.decide import attempts, blame, escalation, host_checks, recovery, transition
 from phalanx.run.decide.actions import Check, Evict, Gather, OpenStore, Release, Stop, Where
-from phalanx.run.decide.events import CheckFailed, CheckPassed, HostGone, HostJoined, HostUnknown, SlowHost
-from phalanx.run.decide.state import Failure, Host
-from phalanx.run.decide.turn import Turn
+from phalanx.run.decide.blame import OF_THE_HOST
+from phalanx.run.decide.events import (
+    CheckFailed,
+    CheckPassed,
+    HostGone,
+    HostJoined,
+    HostUnknown,
+    Noticed,
+    SlowHost,
+    StartFailed,
+    Unprepared,
+)
+from phalanx.run.decide.state import Ending, Failure, Host
+from phalanx.run.decide.transition import Turn
+
+
+def on_noticed(turn: Turn, event: Noticed) -> None:
+    """A log rule has matched. By itself that stops nothing; it counts when something else goes wrong."""
+    state, is_kernel = turn.state, event.rank < 0
+    if event.host not in state.hosts:
+        return
+    who = "the kernel" if is_kernel else f"rank {event.rank}"
+    text = f"{who} says: {event.text} ({event.rule})"
+    turn.note("log rules", f"{event.host}: {text}", Where(event.host, event.rank))
+    if state.incident is None or not event.is_fatal:
+        turn.alert("error" if event.is_fatal else "warning", text, event.host)
+    known = state.recovery
+    is_blamed = event.is_fatal and is_kernel and event.fault in OF_THE_HOST
+    if is_blamed and known is not None and state.phase in ("diagnosing", "stopping") and state.has_place(event.host):
+        turn.learn(suspects={**known.suspects, event.host: text})
+
+
+def on_unprepared(turn: Turn, event: Unprepared) -> None:
+    """A host cannot run the script: with most others the script is wrong, alone the host is."""
+    state, name = turn.state, event.host
+    host = state.hosts.get(name)
+    if state.ending is not None or host is None or host.state in ("evicted", "gone"):
+        return
+    if event.is_common:
+        if blame.has_never_run(state):
+            attempts.end(turn, Ending(transition.BAD_INPUT, f"bad input: {event.problem}"), 0.0)
+    elif state.has_workers and state.has_place(name):
+        recovery.on_start_failed(turn, StartFailed(event.at_s, state.attempt, name, event.problem))
+    else:
+        why = f"it cannot run the script, which others can: {event.problem}"
+        turn.note(f"executor of {name}", why, Where(name))
+        turn.alert("error", f"{why}; it is evicted", name)
+        turn.evict(name, why)
 
 
 def on_joined(turn: Turn, event: HostJoined) -> None:
@@ -39,7 +87,7 @@ def _admit(turn: Turn, event: HostJoined, known: Host | None) -> None:
     }
     turn.set_host(event.host, rack=event.rack, state="joining", why="being checked", **changes)
     _end_leftovers(turn, event)
-    checks.ask(turn, event.host, "passive" if was_away else turn.state.policy.joining_check)
+    host_checks.ask(turn, event.host, "passive" if was_away else turn.state.policy.joining_check)
 
 
 def _end_leftovers(turn: Turn, event: HostJoined) -> None:
@@ -71,7 +119,7 @@ def _come_back(turn: Turn, event: HostJoined, known: Host) -> None:
         turn.act(Stop(state.attempt, (name,), state.grace_s))
     elif event.attempt < state.attempt and state.phase != "opening":
         text = "its executor has come back without the workers of this attempt"
-        faults.of_host(turn, name, Failure(-1, "silent", "process", text), f"executor of {name}")
+        recovery.of_host(turn, name, Failure(-1, "silent", "process", text), f"executor of {name}")
     elif state.phase == "diagnosing" and state.recovery is not None and state.recovery.cause == "hang":
         turn.act(Gather(state.attempt, (name,)))
 
@@ -109,7 +157,7 @@ def on_check_passed(turn: Turn, event: CheckPassed) -> None:
     check = state.checks.get(name)
     if check is None or check.number != event.number:
         return
-    if not between.takes(turn, event) and name in state.awaited:
+    if not host_checks.takes(turn, event) and name in state.awaited:
         turn.note(f"{check.kind} check of {name}", "passed", Where(name))
     _may_take_part(turn, name)
 
@@ -121,7 +169,7 @@ def _may_take_part(turn: Turn, name: str) -> None:
         turn.no_longer_awaited(name)
         turn.set_host(name, state="draining" if turn.state.hosts[name].leaves else "active", why="")
     else:
-        checks.passes(turn)
+        host_checks.passes(turn)
         turn.set_host(name, state="spare", why="ready")
 
 
@@ -131,7 +179,7 @@ def on_check_failed(turn: Turn, event: CheckFailed) -> None:
     check = state.checks.get(name)
     if check is None or check.number != event.number:
         return
-    if event.is_between and between.takes(turn, event):
+    if event.is_between and host_checks.takes(turn, event):
         _may_take_part(turn, name)
         return
     why = f"it has not passed its {check.kind} check: {event.why}"
@@ -142,14 +190,14 @@ def on_check_failed(turn: Turn, event: CheckFailed) -> None:
         return
     turn.note(f"{check.kind} check of {name}", f"not passed: {event.why}", Where(name))
     said = f"it has not passed its {check.kind} check"
-    checks.fails(turn, name, why, said, is_of_recovery=name in state.awaited)
+    host_checks.fails(turn, name, why, said, is_of_recovery=name in state.awaited)
 
 
 def are_late(turn: Turn, late: list[str]) -> None:
     """The limit of these hosts' checks has passed without an answer."""
     state = turn.state
     asked = dict.fromkeys(name for name in late if name in state.awaited and not state.checks[name].is_extended)
-    if ladder.is_driver_cut_off(state, len(asked)):
+    if escalation.is_driver_cut_off(state, len(asked)):
         wait_s = state.policy.cut_off_s
         why = f"{len(asked)} of {len(state.placement)} hosts do not answer their checks"
         turn.alert("error", f"{why}; it may be the driver that is cut off: it waits {wait_s:.0f} s")

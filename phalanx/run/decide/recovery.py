@@ -1,15 +1,36 @@
-"""From something that went wrong to the next attempt: collect, gather evidence, stop, conclude, check. Torch-free."""
+"""From something that went wrong to the next attempt: collect, gather evidence, stop, conclude, check.
+
+A job that makes no step: what is done about it, and what a second time at the same place teaches.
+
+That nothing moves is a reason to begin anew, and no more: it blames no host, and however often it comes back it does
+not end the job. A job that stands still twice at the same place may just take long there: each such alarm doubles the
+time after which the next one comes, for the rest of the job.
+
+Answers to events that say that something is wrong with the attempt.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
 from phalanx.core.units import duration
-from phalanx.run.decide import advice, between, brakes, checks, endings, ladder, user_code
+from phalanx.run.decide import blame, escalation, host_checks, transition
 from phalanx.run.decide.actions import Gather, Stop, Where
-from phalanx.run.decide.placement import can_spare, count_ready
-from phalanx.run.decide.state import Cause, Failure, Recovery, State
-from phalanx.run.decide.turn import Turn
+from phalanx.run.decide.events import (
+    Fault,
+    LeftEarly,
+    LossBroken,
+    NoProgress,
+    StartFailed,
+    StoreFailed,
+    SuspectsNamed,
+    TrafficSilent,
+    WorkerFailed,
+)
+from phalanx.run.decide.state import Cause, Failure, Recovery, State, can_spare, count_ready
+from phalanx.run.decide.transition import Turn
 
 _DECISIVE = ("signal", "interrupted", "start", "silent", "loss")
 _SUMMARY_CHARACTERS = 500
@@ -81,7 +102,7 @@ def add_failure(turn: Turn, host: str, failure: Failure) -> None:
     turn.learn(
         failures={**recovery.failures, host: (*known, short)},
         failed=recovery.failed + ranks,
-        words=user_code.counted(recovery.words, short, ranks),
+        words=blame.counted(recovery.words, short, ranks),
         is_clear=recovery.is_clear or _is_clear(state, short),
     )
 
@@ -90,7 +111,7 @@ def _is_clear(state: State, failure: Failure) -> bool:
     """Whether nothing that others say could change what is made of it."""
     if failure.follows:
         return False
-    return failure.kind in _DECISIVE or user_code.of_one(state, failure) is not None
+    return failure.kind in _DECISIVE or blame.of_one(state, failure) is not None
 
 
 def add_lost(turn: Turn, host: str, why: str) -> None:
@@ -136,7 +157,7 @@ def stop(turn: Turn, grace_s: float = 0.0) -> None:
 def hurry(turn: Turn) -> None:
     """Hosts that are not heard of are not waited for as long as others, unless they are most of all."""
     state = turn.state
-    if state.deadline_s is None or ladder.is_driver_cut_off(state, len(state.awaited)):
+    if state.deadline_s is None or escalation.is_driver_cut_off(state, len(state.awaited)):
         return
     usual_s = state.grace_s + state.policy.stop_s
     were_most = state.deadline_s > state.phase_since_s + usual_s  # and are not now: the others have just come back
@@ -151,7 +172,7 @@ def not_stopped(turn: Turn) -> None:
     """The limit has passed, and hosts have not said that their processes are gone."""
     state = turn.state
     until_s = state.phase_since_s + state.policy.cut_off_s
-    if not ladder.is_driver_cut_off(state, len(state.awaited)) or turn.now_s >= until_s:
+    if not escalation.is_driver_cut_off(state, len(state.awaited)) or turn.now_s >= until_s:
         _give_up_on_silent(turn)
         return
     why = f"{len(state.awaited)} of {len(state.placement)} hosts do not say that their processes are gone"
@@ -180,10 +201,10 @@ def conclude(turn: Turn) -> None:
     if state.ending is None and state.recovery is not None:
         if state.recovery.cause != "planned":
             _judge(turn)
-        elif brakes.has_progressed(state.progress, state.policy):
+        elif escalation.has_progressed(state.progress, state.policy):
             turn.set(brakes=replace(state.brakes, idle=0, struck=()))
     if turn.state.ending is not None:
-        endings.finish(turn, turn.state.ending)
+        transition.finish(turn, turn.state.ending)
         return
     for host, why in (turn.state.recovery.evict if turn.state.recovery else {}).items():
         if turn.state.hosts[host].state != "evicted":
@@ -201,25 +222,25 @@ def _judge(turn: Turn) -> None:
     state = turn.state
     recovery = state.recovery
     assert recovery is not None, "something is judged"
-    if summary := advice.together(state):
+    if summary := escalation.together(state):
         turn.note("driver", summary)
     # A job that only stands still may just take long, so that its restarts are no reason to end it.
-    is_stillness = ladder.is_stillness(recovery)
-    pressed = brakes.counted(state) if is_stillness else brakes.pressed(state)
-    turn.set(last_word=user_code.last_word(state))
-    if script := user_code.first_own(state):
-        turn.advise(advice.read_log(script.rank, script.summary))
-    ending = user_code.verdict(state) or brakes.verdict(state.policy, pressed)
+    is_stillness = escalation.is_stillness(recovery)
+    pressed = escalation.counted(state) if is_stillness else escalation.pressed(state)
+    turn.set(last_word=blame.last_word(state))
+    if script := blame.first_own(state):
+        turn.advise(escalation.read_log(script.rank, script.summary))
+    ending = blame.verdict(state) or escalation.verdict(state.policy, pressed)
     if ending is not None:
         turn.decided(f"the job ends with status {ending.status}", ending.reason)
         turn.set(ending=ending)
         return
     turn.set(brakes=pressed)
-    if brakes.is_healthy(state.progress, state.policy) and not brakes.got_further(state.progress):
+    if escalation.is_healthy(state.progress, state.policy) and not escalation.got_further(state.progress):
         lived = duration(state.progress.lived_s)
         why = f"attempt {state.attempt} made steps for {lived}; whether it got further than others nobody says"
         turn.decided("this is no crash loop", why)
-    _climb(turn, ladder.plan(state, recovery))
+    _climb(turn, escalation.plan_recovery(state, recovery))
 
 
 def _name_who_left(turn: Turn) -> None:
@@ -227,7 +248,7 @@ def _name_who_left(turn: Turn) -> None:
     state, recovery = turn.state, turn.state.recovery
     if not state.left or recovery is None or recovery.lost:
         return
-    if any(not failure.follows for failure in user_code.failures_of(state)):
+    if any(not failure.follows for failure in blame.failures_of(state)):
         return
     turn.learn(suspects={}, group="", group_hosts=())  # the others wait, and look guilty of that
     for rank, step in state.left.items():
@@ -239,16 +260,16 @@ def _name_who_left(turn: Turn) -> None:
             turn.note(f"executor of {host}", text, Where(host, rank, step), is_own=True)
 
 
-def _climb(turn: Turn, plan: ladder.Plan) -> None:
+def _climb(turn: Turn, plan: escalation.Plan) -> None:
     turn.decided(plan.what, plan.why)
-    turn.set(history=ladder.with_marks(turn.state, plan.marks))
+    turn.set(history=escalation.with_marks(turn.state, plan.marks))
     turn.learn(evict=plan.evict, is_decided=True)
     if plan.use_previous:
         turn.set(version=turn.state.job.previous_version)
     if plan.is_between:
-        between.begin(turn, tuple(plan.checks), turn.state.policy.active_check)
+        host_checks.begin(turn, tuple(plan.checks), turn.state.policy.active_check)
     else:
-        checks.ask_suspects(turn, plan.checks)
+        host_checks.ask_suspects(turn, plan.checks)
 
 
 def wait(turn: Turn) -> None:
@@ -265,3 +286,189 @@ def let_leave(turn: Turn) -> None:
             why = turn.state.hosts[host].leaves
             turn.decided(f"{host} is given back", why)
             turn.release(host, why)
+
+
+HELD_UP = "held up by"
+"""So begins what is said of ranks that are named and not blamed."""
+
+_PLACES = 16
+"""So many of the places where it hung are known."""
+
+
+def on_no_progress(turn: Turn, event: NoProgress) -> None:
+    """No step for too long."""
+    if turn.state.phase not in ("starting", "running"):
+        return
+    text = event.why or f"no step for {event.age_s:.1f} s, where {event.limit_s:.1f} s is the limit"
+    if event.kind == "long":
+        turn.alert("warning", f"{text}: nothing is done about it")
+        return
+    if all_unknown(turn.state):
+        turn.alert("warning", f"{text}; but no host is heard of, so it may be the driver that is cut off: it waits")
+        return
+    if event.kind == "stopped":
+        if see(turn, "hang", "state of the processes", text, late_s=event.age_s):
+            turn.advise("find out what stopped, killed or cut off these ranks: nothing that Phalanx does")
+            _suspect(turn, event.ranks, text)
+        return
+    setting = "run.limits.first_step_s" if turn.state.phase == "starting" else "run.limits.floor_s"
+    cure = f"if such a pause is healthy, set {setting} above it (now {event.limit_s:g})"
+    if see(turn, "hang", "step limit", f"{text}; {cure}", late_s=event.age_s):
+        longer = f"--set {setting}={2 * event.limit_s:g}"
+        turn.advise(f"if this was a healthy pause, allow for it: {longer}, or more if it takes longer than that")
+        turn.advise("if not, mend what the ranks waited for: stacks are among what was seen, and all in the evidence")
+        _note_step(turn, event.limit_s)
+
+
+def on_suspects_named(turn: Turn, event: SuspectsNamed) -> None:
+    """The evidence has been judged: who is proven to be at fault is a suspect, of others only the place is told."""
+    state = turn.state
+    if state.phase not in ("diagnosing", "stopping") or state.recovery is None:
+        return
+    who = ", ".join(f"rank {rank} on {state.host_of(rank)}" for rank in event.ranks[:8])
+    where = Where(state.host_of(event.ranks[0]) or "", event.ranks[0]) if event.ranks else Where()
+    why = event.why.removeprefix(f"{who} ")  # said of one rank it begins with its name
+    if not who:
+        text = f"nobody stands out: {event.why}"
+    elif event.is_proven:
+        text = f"suspected: {who}: {why}"
+    else:
+        text = f"{HELD_UP} {who}: {why}; that proves no fault of a host, so none is blamed"
+    for wait in event.waits:
+        turn.note("stacks", wait)
+    turn.note("judge of the evidence", text, where)
+    if event.is_proven:
+        _suspect(turn, event.ranks, event.why)
+        if event.group:
+            hosts = (host for rank in event.group_ranks if (host := state.host_of(rank)) is not None)
+            turn.learn(group=event.group, group_hosts=tuple(dict.fromkeys(hosts)))
+    if event.place and not event.is_proven:
+        _note_place(turn, event.place)
+    if state.phase == "diagnosing" and state.recovery.cause == "hang":
+        stop(turn)
+
+
+def all_unknown(state: State) -> bool:
+    """Whether nothing is heard of any host of the attempt."""
+    return all(state.hosts[host].state in ("unknown", "gone", "evicted") for host in state.placement)
+
+
+def _suspect(turn: Turn, ranks: Sequence[int], why: str) -> None:
+    known = turn.state.recovery
+    if known is not None:
+        suspects = {host: why for rank in ranks if (host := turn.state.host_of(rank)) is not None}
+        turn.learn(suspects={**known.suspects, **suspects})
+
+
+def _note_step(turn: Turn, limit_s: float) -> None:
+    """It has hung after this step; no further than the last time, and it is the same place."""
+    hangs, progress = turn.state.hangs, turn.state.progress
+    step = progress.best if progress.is_absolute else progress.done
+    is_again = hangs.count > 0 and step <= hangs.step
+    known = replace(hangs, count=hangs.count + 1, step=max(step, hangs.step), limit_s=limit_s, is_widened=False)
+    turn.set(hangs=known)
+    if is_again:
+        _widen(turn, f"it has hung before, and no step was made since then beyond step {hangs.step}")
+
+
+def _note_place(turn: Turn, place: str) -> None:
+    hangs = turn.state.hangs
+    if place in hangs.places and not hangs.is_widened:
+        _widen(turn, f"it has hung before at the same place, {place}")
+    elif place not in hangs.places:
+        turn.set(hangs=replace(hangs, places=(*hangs.places, place)[-_PLACES:]))
+
+
+def _widen(turn: Turn, why: str) -> None:
+    hangs = turn.state.hangs
+    floor_s = 2 * hangs.limit_s
+    turn.set(hangs=replace(hangs, floor_s=floor_s, is_widened=True))
+    turn.note("step limit", f"{why}: from now on it is a hang after {floor_s:g} s in which nothing moves")
+
+
+def on_worker_failed(turn: Turn, event: WorkerFailed) -> None:
+    """A rank has ended as it should not."""
+    host = turn.state.host_of(event.rank)
+    if host is None:
+        return
+    step = turn.state.progress.absolute(event.step)
+    failure = Failure(event.rank, event.kind, event.fault, event.summary, event.follows, step)
+    of_host(turn, host, failure, f"executor of {host}")
+
+
+def of_host(turn: Turn, host: str, failure: Failure, seen_by: str) -> None:
+    """A rank of a host has failed, or (rank -1) all of them."""
+    state = turn.state
+    going_on = state.recovery is not None and not state.recovery.is_decided
+    if going_on and state.has_workers and (failure.follows or _has_spoken(state, host)):
+        add_failure(turn, host, failure)  # without a line in the report for each of many ranks
+        return
+    where = Where(host, failure.rank, failure.step)
+    if see(turn, "failure", seen_by, escalation.of_failure(host, failure), where, follows=failure.follows):
+        add_failure(turn, host, failure)
+
+
+def _has_spoken(state: State, host: str) -> bool:
+    """Whether a rank of this host has failed by itself."""
+    failures = state.recovery.failures if state.recovery is not None else {}
+    return any(not failure.follows for failure in failures.get(host, ()))
+
+
+def on_left_early(turn: Turn, event: LeftEarly) -> None:
+    """Ranks have ended well while others have not; that counts where nobody says what else is wrong."""
+    state = turn.state
+    if state.phase not in ("starting", "running", "diagnosing", "stopping"):
+        return
+    steps = (*event.steps, *[-1] * (len(event.ranks) - len(event.steps)))
+    known = zip(event.ranks, steps, strict=False)
+    turn.set(left={rank: step for rank, step in known if state.host_of(rank) is not None})
+
+
+def on_store_failed(turn: Turn, event: StoreFailed) -> None:
+    """The first host of the placement could not open the store."""
+    if turn.state.phase != "opening":
+        return
+    host = turn.state.placement[0]
+    of_host(turn, host, Failure(-1, "silent", "process", f"no store: {event.problem}"), f"executor of {host}")
+
+
+def on_start_failed(turn: Turn, event: StartFailed) -> None:
+    """A host could not start its ranks."""
+    if turn.state.phase not in ("starting", "diagnosing", "stopping") or not turn.state.has_place(event.host):
+        return
+    failure = Failure(-1, "start", "process", f"did not start: {event.problem}")
+    of_host(turn, event.host, failure, f"executor of {event.host}")
+
+
+def on_traffic_silent(turn: Turn, event: TrafficSilent) -> None:
+    """Training interfaces carry less, or nothing."""
+    state = turn.state
+    if len(state.placement) < 2 or state.phase != "running":
+        return
+    what = "nothing" if event.is_total else "less than they did"
+    text = f"the training interfaces of {escalation.names(event.hosts)} have carried {what} for {event.silent_s:.0f} s"
+    if not (event.is_total and event.without_progress) or all_unknown(state):
+        turn.alert("warning", text)
+        return
+    seen_by = "traffic of the training interfaces"
+    see(turn, "hang", seen_by, f"{text}, and no step was made", late_s=event.silent_s)
+
+
+def on_loss_broken(turn: Turn, event: LossBroken) -> None:
+    """The loss stays no number: go back once, and if it comes back at the same step it is the code or its data."""
+    if turn.state.phase != "running":
+        return
+    text = f"the loss is no finite number since step {event.step}"
+    ranks, step, last = event.ranks or (0,), event.step, turn.state.last_word
+    if event.is_from_start and last is not None and last.kind == "loss":
+        text += ", the first of this attempt: what it went on from was broken already"
+        step = last.step  # so it is the same place
+    if not see(turn, "failure", "losses of the ranks", text):
+        return
+    for rank in ranks:
+        host = turn.state.host_of(rank)
+        if host is not None:
+            # Where all have the same loss none of them is to blame: it follows from something else.
+            fault: Fault = "host" if event.ranks else "process"
+            failure = Failure(rank, "loss", fault, "the loss is no finite number", step=step)
+            add_failure(turn, host, failure)

@@ -14,12 +14,11 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from phalanx.run.decide.actions import Action
-from phalanx.run.decide.decide import decide
+from phalanx.run.decide.decide import decide, event_from_json, to_json
 from phalanx.run.decide.events import DriverRestarted, Event, JobBegun
 from phalanx.run.decide.policy import Job, Policy
-from phalanx.run.decide.replay import event_from_json, to_json
 from phalanx.run.decide.state import initial
-from phalanx.run.decide.turn import Own
+from phalanx.run.decide.transition import Own
 from phalanx.run.journal import Draft, Entry
 from phalanx.run.journal.entries import Kind
 from phalanx.run.wire.peer import Mark

@@ -10,10 +10,9 @@ import msgspec
 from phalanx.core.errors import UserError
 from phalanx.run.card import Card
 from phalanx.run.decide.actions import Finish
-from phalanx.run.decide.decide import decide
+from phalanx.run.decide.decide import decide, event_from_json
 from phalanx.run.decide.events import HostGone, StopAsked
 from phalanx.run.decide.policy import Job, Policy
-from phalanx.run.decide.replay import event_from_json
 from phalanx.run.decide.state import State, initial
 from phalanx.run.driver.book import Book, Header, Met, Note
 from phalanx.run.driver.overview import Known

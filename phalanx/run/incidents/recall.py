@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from phalanx.run.decide.actions import AddToIncident, CloseIncident, OpenIncident
-from phalanx.run.decide.replay import action_from_json
+from phalanx.run.decide.decide import action_from_json
 from phalanx.run.incidents import report
 from phalanx.run.incidents.facts import AnyFact, Incident
 from phalanx.run.incidents.report import IncidentAction, Scrub

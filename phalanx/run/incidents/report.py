@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from phalanx.run.decide import advice, endings
+from phalanx.run.decide import escalation, transition
 from phalanx.run.decide.actions import AddToIncident, CloseIncident, OpenIncident, Where
-from phalanx.run.decide.hangs import HELD_UP
-from phalanx.run.decide.recovery import LEFT
+from phalanx.run.decide.recovery import HELD_UP, LEFT
 from phalanx.run.incidents.facts import AnyFact, Decided, Incident, Lost, Outcome, Seen, Took
 
 MOST_FACTS = 300
@@ -151,13 +150,13 @@ def _to_do(incident: Incident, action: CloseIncident) -> list[str]:
         return to_do
     first = next((fact for fact in incident.seen if fact.rank >= 0), None)
     if first is not None and not any(text.endswith(f"phalanx run logs {first.rank}") for text in to_do):
-        to_do.insert(0, advice.read_log(first.rank))
+        to_do.insert(0, escalation.read_log(first.rank))
     return [_ADVICE[action.status], *to_do] if action.status in _ADVICE else to_do
 
 
 _ADVICE = {
-    endings.USER_CODE: "mend the script: the same would happen again on any host, so do not queue it again as it is",
-    endings.BAD_INPUT: "mend what the script was given: it refuses it before the first step",
-    endings.NO_HOSTS: "see why there are too few hosts; the job can be queued again as it is",
-    endings.NO_PROGRESS: "find out why no new step is made, before you queue the job again",
+    transition.USER_CODE: "mend the script: the same would happen again on any host, so do not queue it again as it is",
+    transition.BAD_INPUT: "mend what the script was given: it refuses it before the first step",
+    transition.NO_HOSTS: "see why there are too few hosts; the job can be queued again as it is",
+    transition.NO_PROGRESS: "find out why no new step is made, before you queue the job again",
 }

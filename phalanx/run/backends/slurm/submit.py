@@ -20,7 +20,7 @@ from phalanx.run.backends.slurm.commands import COMMAND_S, Allocation, in_alloca
 from phalanx.run.backends.slurm.options import SlurmOptions, read_options
 from phalanx.run.card import read_card
 from phalanx.run.config import RunConfig, toml_value
-from phalanx.run.decide.endings import NO_HOSTS, STOPPED
+from phalanx.run.decide.transition import NO_HOSTS, STOPPED
 from phalanx.run.secrets import ensure_token
 
 SUBMITTED = "submitted.json"

@@ -1,4 +1,7 @@
-"""One call of `decide` on its way: the state as it becomes, and the actions so far. Torch-free."""
+"""One call of `decide` on its way: the state as it becomes, and the actions so far.
+
+How a job ends: by itself, by a person, by time, or because it cannot go on.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,16 @@ from phalanx.run.decide.actions import (
     Action,
     AddToIncident,
     Alert,
+    AskForHosts,
     CloseIncident,
     Evict,
+    Finish,
     IncidentResult,
     OpenIncident,
     Release,
     Where,
 )
-from phalanx.run.decide.state import Host, HostState, Incident, PendingCheck, Phase, State, Ways
+from phalanx.run.decide.state import Ending, Host, HostState, Incident, PendingCheck, Phase, State, Ways
 
 _NOWHERE = Where()
 
@@ -242,3 +247,32 @@ def _with_phase(incident: Incident, state: State, name: str = "") -> Incident:
     key = name or ("first step" if has_started else state.phase)
     spent = {**incident.phase_s, key: round(incident.phase_s.get(key, 0.0) + seconds, 6)}
     return replace(incident, phase_s=spent)
+
+
+DONE = 0
+USER_CODE = 1
+BAD_INPUT = 2
+NO_HOSTS = 3
+NO_PROGRESS = 4
+STOPPED = 5
+TIME_SHORT = 6
+
+
+def finish(turn: Turn, ending: Ending) -> None:
+    """The job is over; no process of it needs to be ended by hand any more."""
+    turn.close_incident(
+        f"the job has ended with status {ending.status}: {ending.reason}",
+        result=_result(ending),
+        status=ending.status,
+    )
+    if turn.state.asked:
+        turn.act(AskForHosts(0))
+    turn.enter("ended")
+    turn.set(ending=ending, recovery=None, ways={}, checks={}, checks_due_s=None, asked=0, lacking_since_s=None)
+    turn.act(Finish(ending.status, ending.reason, ending.requeue))
+
+
+def _result(ending: Ending) -> IncidentResult:
+    if ending.status == DONE:
+        return "recovered"
+    return "stopped" if ending.status in (STOPPED, TIME_SHORT) else "gave up"

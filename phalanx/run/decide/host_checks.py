@@ -1,4 +1,6 @@
-"""Hosts of an attempt are tested with each other, in two rounds, so that a bad link is named. Torch-free.
+"""Checks that hosts are asked for, and what follows when one does not pass.
+
+Hosts of an attempt are tested with each other, in two rounds, so that a bad link is named.
 
 In the first round each is tested with its neighbour in the placement, beside its other tests. A pair that is bad makes
 both of its hosts doubtful, and no more than that: who reports a failure need not be at fault. In the second round each
@@ -15,12 +17,95 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from phalanx.checks.neighbours import Pair, bad_pairs, doubtful, plan_neighbours, plan_suspects
-from phalanx.run.decide import advice, checks, ladder
+from phalanx.run.decide import escalation, transition
+from phalanx.run.decide.actions import Check
 from phalanx.run.decide.events import CheckFailed, CheckPassed
-from phalanx.run.decide.placement import can_spare, ready_hosts
 from phalanx.run.decide.policy import CheckKind
-from phalanx.run.decide.state import HostState, Rounds, State, Ways
-from phalanx.run.decide.turn import Turn
+from phalanx.run.decide.state import Ending, HostState, PendingCheck, Rounds, State, Ways, can_spare, ready_hosts
+from phalanx.run.decide.transition import Turn
+
+
+def ask(turn: Turn, host: str, kind: CheckKind, peers: tuple[str, ...] = ()) -> None:
+    """Have a host checked, and wait for its answer."""
+    state = turn.state
+    number = state.check_count + 1
+    pending = PendingCheck(number, kind, turn.now_s + state.policy.check_s(kind), peers)
+    turn.set(check_count=number)
+    turn.await_check(host, pending)
+    turn.act(Check(host, number, kind, peers))
+
+
+def ask_suspects(turn: Turn, kinds: dict[str, CheckKind]) -> None:
+    """Have hosts checked before the next attempt, the network with hosts that are believed good."""
+    good = [host for host in ready_hosts(turn.state) if host not in kinds]
+    for host, kind in kinds.items():
+        if turn.state.hosts[host].state in ("gone", "evicted"):
+            continue
+        turn.set_host(host, state="suspect", why=f"{kind} check after a fault")
+        ask(turn, host, kind, peers_of(turn.state, host, good) if kind != "passive" else ())
+    turn.set(awaited={host: None for host in kinds if host in turn.state.checks})
+
+
+def peers_of(state: State, host: str, good: list[str]) -> tuple[str, ...]:
+    """Up to two hosts believed good, of the same rack if possible."""
+    rack = state.hosts[host].rack
+    near = [other for other in good if state.hosts[other].rack == rack]
+    return tuple((near + [other for other in good if other not in near])[:2]) if near else tuple(good[:2])
+
+
+def fails(turn: Turn, name: str, why: str, said: str, *, is_of_recovery: bool) -> None:
+    """A host is bad: it is evicted, or only given back where so many are that it may be the check.
+
+    Args:
+        why: for people, and the reason that stays with the host.
+        said: the same in a few words.
+        is_of_recovery: it was checked after a fault, and not because it has joined.
+    """
+    if is_of_recovery and _are_many(turn, name, why):
+        turn.decided(f"{name} is given back, not evicted", "many others have not passed their checks either")
+        turn.alert("error", f"{why}; so have many others, so it is given back, not evicted", name)
+        turn.release(name, why)
+        return
+    if not is_of_recovery and _are_unfit(turn):
+        _blame_none(turn, name, why)
+        return
+    turn.decided(f"{name} is evicted", said)
+    turn.alert("error", f"{why}; it is evicted", name)
+    turn.evict(name, why)
+
+
+def passes(turn: Turn) -> None:
+    """A host that has come is good: so it is not all of them."""
+    if turn.state.brakes.unfit:
+        turn.set(brakes=replace(turn.state.brakes, unfit=0))
+
+
+def _are_unfit(turn: Turn) -> bool:
+    """Whether more hosts have come one after another and not passed than can be at fault by themselves."""
+    state = turn.state
+    turn.set(brakes=replace(state.brakes, unfit=state.brakes.unfit + 1))
+    return turn.state.brakes.unfit > escalation.most_unfit(state)
+
+
+def _blame_none(turn: Turn, name: str, why: str) -> None:
+    """What all hosts lack is not theirs: without any of them the job ends, before it has used up all that there are."""
+    count = turn.state.brakes.unfit
+    text = f"{count} hosts that came one after another have not passed their checks: a common cause"
+    turn.decided(f"{name} is given back, not evicted", text)
+    turn.alert("error", f"{why}; {text}, so it is given back, not evicted", name)
+    turn.release(name, why)
+    if turn.state.phase == "waiting":
+        transition.finish(turn, Ending(transition.NO_PROGRESS, f"{text}; of the last one: {why}"))
+
+
+def _are_many(turn: Turn, name: str, why: str) -> bool:
+    """Whether more hosts fail their checks in this recovery than can be at fault by themselves."""
+    found = turn.state.recovery
+    if found is None:
+        return False
+    turn.learn(evict={**found.evict, name: why})
+    return len(found.evict) >= escalation.most_to_blame(turn.state)
+
 
 SLOW_SHARE = 0.5
 """Of the median of the other pairs: in a recovery pairs are measured once, and beside tests of other hosts."""
@@ -58,7 +143,7 @@ def begin(turn: Turn, hosts: Sequence[str], kind: CheckKind) -> None:
     turn.learn(rounds=Rounds(kind, tuple(pairs)))
     for host in hosts:
         turn.set_host(host, state="suspect", why=f"{kind} check after a fault, with {partners[host]}")
-        checks.ask(turn, host, kind, (partners[host],))
+        ask(turn, host, kind, (partners[host],))
     turn.set(awaited=dict.fromkeys(hosts))
     turn.decided(f"first round: {_names(pairs)}", "each host is tested with its neighbour")
 
@@ -101,7 +186,7 @@ def _plan_second(turn: Turn, rounds: Rounds) -> Rounds | None:
     if not suspects:
         return None
     spares = [host for host in ready_hosts(state) if not state.has_place(host)]
-    if len(found.bad) > ladder.most_to_blame(state) or not (good or spares):
+    if len(found.bad) > escalation.most_to_blame(state) or not (good or spares):
         _blame_nobody(turn, f"{len(found.bad)} of {len(rounds.first)} pairs of hosts are bad")
         return None
     turns = plan_suspects(suspects, _near(state, suspects, good or spares))
@@ -130,7 +215,7 @@ def _ask(turn: Turn, rounds: Rounds) -> None:
     pairs = [pair for pair in rounds.turns[0] if all(turn.state.hosts[host].state not in _AWAY for host in pair)]
     for host, partner in pairs:
         turn.set_host(host, state="suspect", why=f"{rounds.kind} check, with {partner}")
-        checks.ask(turn, host, rounds.kind, (partner,))
+        ask(turn, host, rounds.kind, (partner,))
     turn.set(awaited={host: None for host, _ in pairs})
     turn.learn(rounds=replace(rounds, second=(*rounds.second, *pairs), turns=rounds.turns[1:]))
 
@@ -144,7 +229,7 @@ def _judge(turn: Turn, rounds: Rounds) -> None:
     found = _found(state, measured, known=_found(state, rounds.first).rates)
     turn.note("second round between hosts", _summary(asked, found))
     if found.rates:
-        turn.decided(f"{advice.names(host for host, _ in found.rates)} cleared", "good with a good host")
+        turn.decided(f"{escalation.names(host for host, _ in found.rates)} cleared", "good with a good host")
     elif found.bad and rounds.by_spares:
         _blame_nobody(turn, "no host is good with another, nor with a spare")
         return
@@ -152,7 +237,7 @@ def _judge(turn: Turn, rounds: Rounds) -> None:
     for (host, partner), what in found.bad.items():
         why = f"its network is bad in both rounds: {rounds.doubts[host]}; with {partner}: {what}"
         if may_go or (host, partner) not in found.slow:
-            checks.fails(turn, host, why, f"bad with {partner} too, which is good", is_of_recovery=True)
+            fails(turn, host, why, f"bad with {partner} too, which is good", is_of_recovery=True)
         else:
             turn.decided(f"{host} stays", "it is only slow, and nothing can replace it")
             turn.alert("warning", f"{why}; it stays, since nothing can replace it", host)
@@ -209,11 +294,11 @@ def _by_host(bad: Mapping[Pair, str]) -> dict[str, str]:
 def _summary(pairs: Sequence[Pair], found: _Found) -> str:
     bad = [f"{one} with {other}: {why}" for (one, other), why in found.bad.items()]
     missed = [pair for pair in pairs if pair not in found.bad and pair not in found.rates]
-    parts = [f"bad: {advice.names(bad)}"] if bad else []
+    parts = [f"bad: {escalation.names(bad)}"] if bad else []
     parts += [f"good: {_names(found.rates)}"] if found.rates else []
     parts += [f"not measured: {_names(missed)}"] if missed else []
     return "; ".join(parts)
 
 
 def _names(pairs: Iterable[Pair]) -> str:
-    return advice.names(f"{one} with {other}" for one, other in pairs)
+    return escalation.names(f"{one} with {other}" for one, other in pairs)
