@@ -271,7 +271,7 @@ async def _serve_driver(pipe: Any, tls: ssl.SSLContext | None) -> int:
 
 async def _serve_http(pipe: Any, tls: ssl.SSLContext | None) -> int:
     from phalanx.run.api.guard import Guard, Sessions
-    from phalanx.run.api.serving import HttpServer
+    from phalanx.run.api.server import HttpServer
     from phalanx.run.secrets import Token
     from phalanx.run.wire.addresses import Address
 
@@ -288,8 +288,7 @@ async def _serve_http(pipe: Any, tls: ssl.SSLContext | None) -> int:
 
 
 def _own_certificate(folder: Path) -> ssl.SSLContext:
-    from phalanx.run.certificates import ensure_certificate
-    from phalanx.run.secrets import server_context
+    from phalanx.run.secrets import ensure_certificate, server_context
 
     return server_context(ensure_certificate(folder, ["127.0.0.1"]))
 
@@ -308,8 +307,7 @@ def _ask(door: str, port: int, folder: Path) -> Callable[[], None]:
         return lambda: _ask_peer(port)
     tls = None
     if door.endswith("tls"):
-        from phalanx.run.certificates import NAME
-        from phalanx.run.secrets import TlsFiles, client_context
+        from phalanx.run.secrets import NAME, TlsFiles, client_context
 
         tls = client_context(TlsFiles(folder / NAME, folder / NAME, folder / NAME))
     if door.startswith("driver"):

@@ -7,8 +7,8 @@ import struct
 import msgspec
 
 from phalanx.run import messages as m
-from phalanx.run.heartbeats import heartbeat as summed
-from phalanx.run.heartbeats import report_of
+from phalanx.run.messages import heartbeat as summed
+from phalanx.run.messages import report_of
 
 SEQUENCE = 1 << 24
 """Numbers from here on take the same five bytes in MessagePack."""

@@ -17,7 +17,7 @@ import msgspec
 from crowd import members
 from crowd.beats import LINES, STATE, UNIX_S, masked_frame, worker
 from phalanx.run import messages as m
-from phalanx.run.heartbeats import heartbeat
+from phalanx.run.messages import heartbeat
 from phalanx.run.wire import codec
 
 STEP_S = 0.5

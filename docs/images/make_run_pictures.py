@@ -28,9 +28,9 @@ from phalanx.run.incidents.store import listed
 from phalanx.run.people import words
 from phalanx.run.people.html import page
 from phalanx.run.people.hub import Item, Told, Wrote
-from phalanx.run.people.overview import Overview
-from phalanx.run.people.panel import Panel
-from phalanx.run.people.source import Source
+from phalanx.run.people.hub import Overview
+from phalanx.run.people.view import Panel
+from phalanx.run.people.hub import Source
 
 HERE = Path(__file__).parent
 STEPS_BEFORE, STEPS_AFTER = 60, 40

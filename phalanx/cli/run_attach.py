@@ -18,8 +18,7 @@ from phalanx.cli.run_find import Found, find_job, folder_option
 from phalanx.cli.run_status import DEAD
 from phalanx.run.api.client import Client
 from phalanx.run.card import read_card
-from phalanx.run.people.hub import Item
-from phalanx.run.people.overview import Overview
+from phalanx.run.people.hub import Item, Overview
 from phalanx.run.people.view import show
 from phalanx.run.people.words import Ranks
 
@@ -54,7 +53,7 @@ def _leave(found: Found) -> None:
 
 @dataclass
 class Attached:
-    """A job whose driver may be started again meanwhile; implements `phalanx.run.people.source.Source`.
+    """A job whose driver may be started again meanwhile; implements `phalanx.run.people.hub.Source`.
 
     Args:
         folder: of the run.

@@ -15,9 +15,8 @@ from phalanx.cli.tables import make_console, make_table
 from phalanx.core.units import duration
 from phalanx.run.api.bodies import IncidentLine
 from phalanx.run.api.client import Client
-from phalanx.run.incidents.facts import Incident
-from phalanx.run.incidents.page import to_markdown
-from phalanx.run.incidents.store import incidents_folder, listed, load
+from phalanx.run.incidents.report import Incident
+from phalanx.run.incidents.store import incidents_folder, listed, load, to_markdown
 
 _STYLES = {"recovered": "green", "open": "yellow", "gave up": "red"}
 

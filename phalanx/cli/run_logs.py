@@ -17,8 +17,7 @@ from phalanx.cli.run_find import Found, find_job, folder_option, in_loop, json_o
 from phalanx.run.api.bodies import LogLine, line_body
 from phalanx.run.api.client import Client
 from phalanx.run.card import life, read_card
-from phalanx.run.logs.files import rank_folders
-from phalanx.run.logs.follow import Follower, last_lines
+from phalanx.run.logs.files import Follower, last_lines, rank_folders
 from phalanx.run.logs.lines import strip_ansi
 
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green", "bright_magenta")

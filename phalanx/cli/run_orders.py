@@ -20,7 +20,7 @@ from phalanx.run.aside import ask_supervisor, end_executors, end_supervisor, sup
 from phalanx.run.card import life, read_card, write_card
 from phalanx.run.decide import transition
 from phalanx.run.decide.policy import Policy
-from phalanx.run.driver.past import end_without_driver, remember
+from phalanx.run.driver.overview import end_without_driver, remember
 
 _WAIT_S = 0.2
 

@@ -24,10 +24,10 @@ from phalanx.core.errors import UserError
 from phalanx.core.files import write_json
 from phalanx.core.watched import Identity, identity_of
 from phalanx.run.aside import SUPERVISOR, set_aside
-from phalanx.run.backends.choose import submit_job
+from phalanx.run.backends.base import submit_job
 from phalanx.run.card import Card, life, read_card
 from phalanx.run.config import RunConfig, load_job
-from phalanx.run.drive.refused import refuse
+from phalanx.run.drive.main import refuse
 from phalanx.run.flags import read_flags
 from phalanx.run.people.view import show
 from phalanx.run.people.words import Ranks
@@ -223,7 +223,7 @@ def _make_room_beside(given: _Given, card: Card) -> None:
 
 def _is_new(given: _Given, card: Card) -> bool:
     """Whether this begins a job, and does not take over the one whose card this is."""
-    from phalanx.run.driver.past import is_over
+    from phalanx.run.driver.overview import is_over
 
     return given.is_fresh or is_over(given.folder, card)
 

@@ -19,10 +19,9 @@ from phalanx.cli.tables import make_console, make_table
 from phalanx.core.units import duration
 from phalanx.run.api.bodies import status_body
 from phalanx.run.api.client import Client
-from phalanx.run.driver.overview import overview
-from phalanx.run.driver.past import remember
+from phalanx.run.driver.overview import overview, remember
 from phalanx.run.now import read_clocks
-from phalanx.run.people.overview import HostView, Overview
+from phalanx.run.people.hub import HostView, Overview
 from phalanx.run.people.words import harmless, link_troubles, moves_otherwise
 
 _STYLES = {

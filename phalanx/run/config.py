@@ -15,11 +15,11 @@ from phalanx.core.config import Config, Loaded, load
 from phalanx.core.errors import UserError
 from phalanx.core.units import parse_size
 from phalanx.run.decide.policy import Job, Policy
+from phalanx.run.flags import Training, training_of, with_folder
 from phalanx.run.judge.limits import LimitConfig
 from phalanx.run.judge.slow import SlowConfig
 from phalanx.run.judge.traffic import TrafficConfig
 from phalanx.run.secrets import OWN_VARIABLES, TlsFiles, host_of, require_tls_unless_loopback
-from phalanx.run.training import Training, training_of, with_folder
 
 Devices = Literal["auto", "gpu", "cpu"]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support.leaving import nothing_left
 
-from phalanx.run.backends.namespaces import Network
+from phalanx.run.backends.local import Network
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
@@ -48,7 +48,7 @@ CAMPAIGN = """
 import sys, tempfile, time
 from pathlib import Path
 from phalanx.faults.hosts import small_disk
-from phalanx.run.backends.namespaces import Network
+from phalanx.run.backends.local import Network
 from support.campaign.control import forget_networks
 from support.campaign.settings import Places
 from support.leaving import nothing_left

@@ -16,7 +16,7 @@ from driver_helpers import Town, running
 
 from phalanx.run.api.app import make_app
 from phalanx.run.api.job import Job
-from phalanx.run.api.serving import HttpServer
+from phalanx.run.api.server import HttpServer
 from phalanx.run.decide import policy
 from phalanx.run.people.hub import Hub
 from phalanx.run.secrets import Token, ensure_token

@@ -11,10 +11,10 @@ from phalanx.run.decide import actions
 from phalanx.run.decide.events import SuspectsNamed
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.decide.state import State
-from phalanx.run.driver.book import Book
 from phalanx.run.driver.driver import Driver, Settings
-from phalanx.run.heartbeats import heartbeat
+from phalanx.run.driver.write_ahead import Book
 from phalanx.run.journal import Journal, open_journal
+from phalanx.run.messages import heartbeat
 from phalanx.run.now import Now
 from phalanx.run.wire.peer import Mark
 

@@ -9,8 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from phalanx.run.messages import HostState, Interface, WorkerState
-from phalanx.run.people.hub import Item, Told, Wrote
-from phalanx.run.people.overview import HostView, IncidentView, Overview
+from phalanx.run.people.hub import HostView, IncidentView, Item, Overview, Told, Wrote
 
 T = 1_795_294_398.0
 HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b31m\r[bold]<script>alert(1)</script> & \u202eback [/bold]"

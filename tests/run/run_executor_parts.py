@@ -12,9 +12,9 @@ from typing import TypeVar
 from phalanx.run import messages
 from phalanx.run.executor.evidence import Subject
 from phalanx.run.executor.executor import Executor
-from phalanx.run.executor.parts import Here, Senses
 from phalanx.run.executor.reaper import Killed
-from phalanx.run.heartbeats import report_of
+from phalanx.run.executor.workers import Here, Senses
+from phalanx.run.messages import report_of
 
 GUARD_S = 240.0
 M = TypeVar("M")

@@ -22,13 +22,12 @@ from phalanx.run.card import Card, write_card
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.decide.state import Host, State
 from phalanx.run.driver.overview import Known, overview
-from phalanx.run.incidents.facts import Incident, Outcome, Seen
+from phalanx.run.incidents.report import Incident, Outcome, Seen
 from phalanx.run.incidents.store import store
 from phalanx.run.logs.files import RankLog
 from phalanx.run.messages import WorkerState
 from phalanx.run.now import Now
-from phalanx.run.people.hub import Told
-from phalanx.run.people.overview import HostView, Overview
+from phalanx.run.people.hub import HostView, Overview, Told
 
 
 @pytest.fixture
@@ -241,7 +240,7 @@ def test_a_driver_that_does_not_answer_is_an_error_that_may_pass(house: House) -
 
 
 def test_the_job_out_of_its_journal_is_the_job_that_the_driver_knew(tmp_path: Path) -> None:
-    from phalanx.run.driver.past import remember
+    from phalanx.run.driver.overview import remember
 
     town = make_town(tmp_path)
     town.until(running(1))

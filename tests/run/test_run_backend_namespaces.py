@@ -13,8 +13,7 @@ import pytest
 
 from phalanx.core.errors import UserError
 from phalanx.run.backends.base import Ordered
-from phalanx.run.backends.local import make
-from phalanx.run.backends.namespaces import Network
+from phalanx.run.backends.local import Network, make
 from phalanx.run.config import RunConfig
 
 needs_root = pytest.mark.skipif(

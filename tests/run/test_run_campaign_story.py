@@ -10,7 +10,7 @@ from phalanx.faults.facts import Fact
 from phalanx.run.decide import events as ev
 from phalanx.run.decide.decide import to_json
 from phalanx.run.decide.policy import Job, Policy
-from phalanx.run.driver.book import Header
+from phalanx.run.driver.write_ahead import Header
 from phalanx.run.journal import Entry
 
 

@@ -17,7 +17,7 @@ from phalanx.core.config import parse_override, walk
 from phalanx.core.errors import UserError
 from phalanx.run.config import JobFile, PolicyConfig, RunConfig, load_job, toml_value, workers_on
 from phalanx.run.decide.policy import Job, Policy
-from phalanx.run.drive.told import executor_command
+from phalanx.run.drive.main import executor_command
 from phalanx.run.executor.main import Settings
 from phalanx.run.secrets import TlsFiles
 
@@ -257,7 +257,7 @@ def test_examples_of_the_docs_are_accepted(tmp_path: Path) -> None:
 def test_nothing_of_this_knows_torch() -> None:
     program = (
         "import sys, phalanx.run.secrets, phalanx.run.journal, phalanx.run.config, phalanx.run.flags\n"
-        "import phalanx.run.logs.pump, phalanx.run.logs.follow, phalanx.run.incidents.store\n"
+        "import phalanx.run.logs.pump, phalanx.run.logs.files, phalanx.run.incidents.store\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

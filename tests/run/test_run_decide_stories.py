@@ -12,8 +12,7 @@ from phalanx.run.decide import events as ev
 from phalanx.run.decide.decide import decide
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.decide.state import initial
-from phalanx.run.incidents.facts import Incident
-from phalanx.run.incidents.report import after
+from phalanx.run.incidents.report import Incident, after
 
 WAITS = Policy(give_up_s=0)
 

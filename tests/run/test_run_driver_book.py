@@ -10,7 +10,7 @@ import pytest
 from phalanx.run.decide.actions import OpenStore, Start
 from phalanx.run.decide.events import CheckPassed, HostJoined, Running, Started, StoreOpened, WorkerFailed
 from phalanx.run.decide.policy import Job, Policy
-from phalanx.run.driver.book import Book
+from phalanx.run.driver.write_ahead import Book
 from phalanx.run.journal import Draft, Entry, JournalError, open_journal, read_journal
 from phalanx.run.wire.peer import Mark
 

@@ -14,8 +14,7 @@ from phalanx.checks.result import CheckResult, failed, passed
 from phalanx.checks.thresholds import Threshold
 from phalanx.run import messages
 from phalanx.run.decide.events import CheckFailed, CheckPassed
-from phalanx.run.driver.checked import judged, serves_at
-from phalanx.run.driver.hosts import HostWatch
+from phalanx.run.driver.hosts import HostWatch, judged, serves_at
 from phalanx.run.now import Now
 
 NOW = Now(5.0, 1005.0)

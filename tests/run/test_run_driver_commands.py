@@ -8,7 +8,7 @@ import msgspec
 
 from phalanx.run import messages
 from phalanx.run.decide import actions
-from phalanx.run.driver.commands import commands
+from phalanx.run.driver.hosts import commands
 
 ADDRESSES = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
 

@@ -10,8 +10,7 @@ import pytest
 from phalanx.run.decide.actions import Action, Check
 from phalanx.run.decide.events import HostJoined
 from phalanx.run.decide.policy import Job, Policy
-from phalanx.run.driver.book import Book
-from phalanx.run.driver.commits import Aside, GroupCommit
+from phalanx.run.driver.write_ahead import Aside, Book, GroupCommit
 from phalanx.run.journal import Draft, Entry, JournalError
 from phalanx.run.wire.peer import Mark
 

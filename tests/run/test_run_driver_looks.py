@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.run.driver.looks import Look
+from phalanx.run.driver.findings import Look
 from phalanx.run.messages import Evidence, RankEvidence
 from phalanx.run.now import Now
 

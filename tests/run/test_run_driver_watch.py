@@ -21,8 +21,7 @@ from phalanx.run.decide.events import (
 )
 from phalanx.run.driver.attempt import ADVANCED_S, BROKEN_STEPS, AttemptWatch
 from phalanx.run.driver.hosts import HostWatch
-from phalanx.run.heartbeats import heartbeat
-from phalanx.run.messages import Heartbeat, Hello, HostState, WorkerEnded, WorkerState
+from phalanx.run.messages import Heartbeat, Hello, HostState, WorkerEnded, WorkerState, heartbeat
 from phalanx.run.now import Now, read_clocks
 
 HOST = HostState(0.0, 0, 0, 0)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.run.executor.carried import Carried, grown
+from phalanx.run.executor.sensors import Carried, grown
 from phalanx.run.messages import Interface
 
 

@@ -17,12 +17,11 @@ import pytest
 
 from phalanx.core.process_table import read_process
 from phalanx.core.stack_dump import dump_signal
-from phalanx.run.executor.evidence import Subject, gather
-from phalanx.run.executor.flight_recorder import FlightSource
-from phalanx.run.executor.senses import Reader
+from phalanx.run.executor.evidence import FlightSource, Subject, gather
+from phalanx.run.executor.monitor import Reader
 from phalanx.run.executor.stacks import Stacks, format_py_spy, py_spy_program, stacks_of
 from phalanx.run.judge.rules import KERNEL_RANK, Matcher, load_rules
-from phalanx.run.judge.stack_text import main_stack
+from phalanx.run.judge.still import main_stack
 from phalanx.run.messages import Accelerator
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")

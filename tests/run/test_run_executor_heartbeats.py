@@ -12,8 +12,17 @@ from msgspec import Raw
 from msgspec.structs import replace
 
 from phalanx.run.driver.attempt import AttemptWatch
-from phalanx.run.heartbeats import BadReportError, heartbeat, pace_of, report_of
-from phalanx.run.messages import HostState, LogLine, Pace, Report, WorkerState
+from phalanx.run.messages import (
+    BadReportError,
+    HostState,
+    LogLine,
+    Pace,
+    Report,
+    WorkerState,
+    heartbeat,
+    pace_of,
+    report_of,
+)
 from phalanx.run.now import Now
 
 HOST = HostState(0.0, 0, 0, 0)

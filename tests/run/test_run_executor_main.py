@@ -16,7 +16,7 @@ from run_executor_parts import GUARD_S, Driver, make_executor, workers_of
 
 from phalanx.run import messages
 from phalanx.run.executor.executor import Executor
-from phalanx.run.heartbeats import report_of
+from phalanx.run.messages import report_of
 
 SCRIPT = """\
 import os, time

@@ -11,8 +11,8 @@ import pytest
 from phalanx.checks.peer import PeerError, measure_peer
 from phalanx.checks.registry import CHECKS
 from phalanx.run.executor.main import open_to_peers
-from phalanx.run.executor.parts import Here
-from phalanx.run.executor.senses import Means, check
+from phalanx.run.executor.monitor import Means, check
+from phalanx.run.executor.workers import Here
 from phalanx.run.secrets import ensure_token
 
 OTHERS = frozenset(one.name for one in CHECKS) - {"peers", "clock"}

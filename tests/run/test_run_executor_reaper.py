@@ -18,9 +18,8 @@ from phalanx.checkpoint.keeper.start import end_keeper, is_listening
 from phalanx.core.errors import UserError
 from phalanx.core.process_table import descendants, processes, read_process
 from phalanx.run.executor import reaper
-from phalanx.run.executor.reaping.cgroups import Group, Home, homes
-from phalanx.run.executor.reaping.killing import until_killed
-from phalanx.run.executor.reaping.tree import describe
+from phalanx.run.executor.containment import Group, Home, homes, until_killed
+from phalanx.run.executor.processes import describe
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are held together on Linux only")
 

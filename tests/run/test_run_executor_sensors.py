@@ -13,17 +13,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.run.executor.accelerators import Accelerators, Use, still_held
-from phalanx.run.executor.interfaces import (
+from phalanx.run.executor.accelerators import Accelerators, Late, Use, still_held
+from phalanx.run.executor.sensors import (
     Found,
+    Sensors,
     choose_interfaces,
     find_interfaces,
     interface_of,
     read_interfaces,
     wanted_by,
 )
-from phalanx.run.executor.late import Late
-from phalanx.run.executor.sensors import Sensors
 from phalanx.run.messages import HostState
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")

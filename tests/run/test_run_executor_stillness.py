@@ -17,8 +17,19 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.run.executor.sockets import RECEIVING, CarriedBytes, open_files, tcp_bytes, waits_for
-from phalanx.run.executor.stillness import QUIET_S, QuietRank, StillnessWatch, _ready, _Threads, quiet_after_s
+from phalanx.run.executor.stillness import (
+    QUIET_S,
+    RECEIVING,
+    CarriedBytes,
+    QuietRank,
+    StillnessWatch,
+    _ready,
+    _Threads,
+    open_files,
+    quiet_after_s,
+    tcp_bytes,
+    waits_for,
+)
 from phalanx.run.judge.limits import LimitConfig
 from phalanx.run.judge.still import LOOK_S
 from phalanx.run.messages import Accelerator

@@ -18,10 +18,9 @@ from phalanx.launch.script import Script
 from phalanx.launch.warm import WarmTemplate, Word
 from phalanx.run import messages
 from phalanx.run.executor.workers import Workers
-from phalanx.run.logs.files import RankLog
-from phalanx.run.logs.follow import last_lines
+from phalanx.run.logs.files import RankLog, last_lines
+from phalanx.run.logs.lines import Tails
 from phalanx.run.logs.pump import Pump
-from phalanx.run.logs.tails import Tails
 from phalanx.run.wire.codec import Kept, encode
 
 GUARD_S = 60.0

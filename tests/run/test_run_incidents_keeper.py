@@ -13,11 +13,9 @@ import pytest
 
 from phalanx.run.decide import actions
 from phalanx.run.decide.actions import AddToIncident, CloseIncident, OpenIncident, Where
-from phalanx.run.incidents import evidence, keeper
-from phalanx.run.incidents.evidence import MOST_FILES, Exhibit, Exhibits
-from phalanx.run.incidents.facts import Decided, Incident, Lost, Seen, Took
-from phalanx.run.incidents.keeper import Keeper
-from phalanx.run.incidents.report import MOST_FACTS
+from phalanx.run.incidents import keeper
+from phalanx.run.incidents.keeper import FILE_CHARS, MOST_FILES, Exhibit, Exhibits, Keeper, of_evidence
+from phalanx.run.incidents.report import MOST_FACTS, Decided, Incident, Lost, Seen, Took
 from phalanx.run.incidents.store import beside, load, page_of
 from phalanx.run.messages import Evidence, RankEvidence, WorkerEnded
 from phalanx.run.now import Now
@@ -132,8 +130,8 @@ def test_evidence_is_bounded_and_that_of_suspects_comes_first() -> None:
     exhibits.add(2, Exhibit("host-1.txt", "of a newer attempt"))
     exhibits.add(1, Exhibit("host-2.txt", "too late"))
     assert [one.text for one in exhibits.take([])] == ["of a newer attempt"]
-    huge = evidence.of_evidence("../h", Evidence(1, [RankEvidence(0, "y" * (1 << 20))] * 20), str)
-    assert len(huge.text) <= evidence.FILE_CHARS + 1 and "/" not in huge.name and not huge.name.startswith(".")
+    huge = of_evidence("../h", Evidence(1, [RankEvidence(0, "y" * (1 << 20))] * 20), str)
+    assert len(huge.text) <= FILE_CHARS + 1 and "/" not in huge.name and not huge.name.startswith(".")
 
 
 def test_what_comes_late_of_an_attempt_that_is_reported_is_no_evidence_in_the_next_report(tmp_path: Path) -> None:

@@ -10,9 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
-from phalanx.run.incidents.facts import Decided, Incident, Lost, Outcome, Seen, Took, from_json, to_json
-from phalanx.run.incidents.page import PAGE_LINES, to_html, to_markdown
-from phalanx.run.incidents.store import incidents_folder, listed, load, store
+from phalanx.run.incidents.report import Decided, Incident, Lost, Outcome, Seen, Took, from_json, to_json
+from phalanx.run.incidents.store import PAGE_LINES, incidents_folder, listed, load, store, to_html, to_markdown
 
 T = 1_795_294_398.0
 

@@ -14,16 +14,15 @@ from driver_helpers import running as town_runs
 
 from phalanx.run.decide.actions import Action, AddToIncident, CloseIncident, OpenIncident
 from phalanx.run.decide.policy import Job
-from phalanx.run.driver.book import Book
-from phalanx.run.incidents.facts import Incident, Seen
-from phalanx.run.incidents.keeper import Keeper
-from phalanx.run.incidents.recall import completed, told
+from phalanx.run.driver.write_ahead import Book
+from phalanx.run.incidents.keeper import Keeper, completed, told
+from phalanx.run.incidents.report import Incident, Seen
 from phalanx.run.incidents.store import load, page_of, store
 from phalanx.run.journal import Entry, Journal, open_journal
 from phalanx.run.messages import WorkerEnded
 from phalanx.run.now import Now
-from phalanx.run.people.audience import Audience
 from phalanx.run.people.hub import Hub
+from phalanx.run.people.webhook import Audience
 
 JOB = Job("train", hosts=2, workers_per_host=2)
 SECRET = "correct-horse"

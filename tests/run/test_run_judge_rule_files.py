@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
-from phalanx.run.judge.patterns import may_explode, required_texts
-from phalanx.run.judge.rules import Matcher, load_rules
+from phalanx.run.judge.rules import Matcher, load_rules, may_explode, required_texts
 
 NEW = """
 [lustre-mine]

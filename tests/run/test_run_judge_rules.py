@@ -14,8 +14,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.run.judge.patterns import FLAGS, may_explode, required_texts
-from phalanx.run.judge.rules import KERNEL_RANK, LONGEST_LINE, Matcher, Rule, Watcher, load_rules, shorten
+from phalanx.run.judge.rules import (
+    FLAGS,
+    KERNEL_RANK,
+    LONGEST_LINE,
+    Matcher,
+    Rule,
+    Watcher,
+    load_rules,
+    may_explode,
+    required_texts,
+    shorten,
+)
 
 LOGS = Path(__file__).parents[3] / "shared" / "data" / "nodes" / "gpud-kmsg"
 RULES = load_rules()
@@ -208,7 +218,7 @@ def test_what_is_remembered_has_a_limit(said: list[tuple[int, str]]) -> None:
 
 
 def test_judges_do_not_load_torch() -> None:
-    names = ["limits", "rules", "slow", "stack_text", "still", "suspects", "traffic"]
+    names = ["limits", "rules", "slow", "still", "suspects", "traffic"]
     imports = "; ".join(f"import phalanx.run.judge.{name}" for name in names)
     code = f"import sys; {imports}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judge_helpers import py_spy
 
-from phalanx.run.judge.stack_text import Frame, main_stack
-from phalanx.run.judge.still import LOOK_S, RankStillness, Sample
+from phalanx.run.judge.still import LOOK_S, Frame, RankStillness, Sample, main_stack
 
 Change = Callable[[int, Sample], Sample]
 

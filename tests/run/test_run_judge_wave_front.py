@@ -19,7 +19,7 @@ from flight_jobs import Do, Fault, Groups, Job, Run, data_parallel, megatron
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from phalanx.run.executor.flight_recorder import as_json, parse_dump, read_dump
+from phalanx.run.executor.evidence import as_json, parse_dump, read_dump
 from phalanx.run.judge.flight import MemberTexts, condense, read_record
 from phalanx.run.judge.suspects import Suspects, find_suspects
 from phalanx.run.judge.wave_front import Blame, blame

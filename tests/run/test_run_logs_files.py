@@ -12,8 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.run.logs.files import Line, RankLog, parsed, rank_folder, rank_folders, segments, written
-from phalanx.run.logs.follow import Follower, follow, last_lines
+from phalanx.run.logs.files import (
+    Follower,
+    Line,
+    RankLog,
+    follow,
+    last_lines,
+    parsed,
+    rank_folder,
+    rank_folders,
+    segments,
+    written,
+)
 
 NOW_S = 1_795_294_398.123
 

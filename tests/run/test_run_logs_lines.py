@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.run.logs.lines import LineSplitter, cut, escape_for_html, strip_ansi
-from phalanx.run.logs.tails import Tails, share_of
+from phalanx.run.logs.lines import LineSplitter, Tails, cut, escape_for_html, share_of, strip_ansi
 
 
 def split(*blocks: bytes, most: int = 1 << 14) -> list[str]:

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.run.logs.files import RankLog
-from phalanx.run.logs.follow import last_lines
+from phalanx.run.logs.files import RankLog, last_lines
+from phalanx.run.logs.lines import Tails
 from phalanx.run.logs.pump import Pump
-from phalanx.run.logs.tails import Tails
 
 GUARD_S = 60
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from people_helpers import HOSTILE, T, host, job, open_incident, told, wrote
 from test_run_incidents_page import KILLED
 
-from phalanx.run.incidents.facts import Incident, Seen
+from phalanx.run.incidents.report import Incident, Seen
 from phalanx.run.incidents.store import Summary
 from phalanx.run.people.html import incident_page, page
 

@@ -14,12 +14,11 @@ from people_helpers import HOSTILE, Played, host, job, open_incident, told, with
 from rich.console import Console
 
 from phalanx.cli.run_status import show as show_status
-from phalanx.run.api.metrics import Metrics, Reading
+from phalanx.run.api.job import Metrics, Reading
 from phalanx.run.messages import Interface
 from phalanx.run.people import view
 from phalanx.run.people.html import page
-from phalanx.run.people.panel import Panel
-from phalanx.run.people.view import show
+from phalanx.run.people.view import Panel, show
 from phalanx.run.people.words import Ranks, harmless
 
 STYLES = re.compile(r"\x1b\[[0-9;]*[mKAhl]|\x1b\[\?25[lh]")

@@ -15,7 +15,7 @@ import pytest
 from test_run_incidents_page import KILLED
 
 from phalanx.core.errors import UserError
-from phalanx.run.incidents.facts import Incident, from_json
+from phalanx.run.incidents.report import Incident, from_json
 from phalanx.run.people.webhook import MOST_WAITING, Webhook
 
 PAGE = Path("/runs/llama/incidents/0003.md")

@@ -15,7 +15,7 @@ from slurm_cluster import Cluster, missing_programs
 from phalanx.core.errors import UserError
 from phalanx.run.backends.base import Listener, Ordered
 from phalanx.run.backends.slurm.backend import SlurmBackend, make
-from phalanx.run.backends.slurm.options import read_options
+from phalanx.run.backends.slurm.commands import read_options
 from phalanx.run.config import RunConfig
 
 GUARD_S = 120.0

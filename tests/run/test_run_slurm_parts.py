@@ -13,15 +13,21 @@ from driver_helpers import Town, running
 from phalanx.core.errors import UserError
 from phalanx.core.watched import Identity
 from phalanx.run import messages
-from phalanx.run.backends.slurm import commands, settling
-from phalanx.run.backends.slurm.commands import Allocation, read_allocation, read_left, read_steps, srun_environment
-from phalanx.run.backends.slurm.nodes import Notes, Rests
-from phalanx.run.backends.slurm.options import read_options, seconds_of
+from phalanx.run.backends.slurm import commands, submit
+from phalanx.run.backends.slurm.backend import Notes, Rests
+from phalanx.run.backends.slurm.commands import (
+    Allocation,
+    read_allocation,
+    read_left,
+    read_options,
+    read_steps,
+    seconds_of,
+    srun_environment,
+)
 from phalanx.run.backends.slurm.submit import job_file, sbatch_command, script
-from phalanx.run.certificates import ensure_certificate
 from phalanx.run.config import RunConfig, load_job
 from phalanx.run.decide.policy import Job
-from phalanx.run.secrets import client_context, server_context
+from phalanx.run.secrets import client_context, ensure_certificate, server_context
 from phalanx.run.wire.addresses import address_towards
 
 
@@ -162,9 +168,9 @@ def test_on_one_machine_a_driver_stays_on_loopback(monkeypatch: pytest.MonkeyPat
     assert address_towards("127.0.0.1") == "127.0.0.1"
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
-    monkeypatch.setattr(settling, "_address_of", lambda node: "127.0.0.1")
+    monkeypatch.setattr(submit, "_address_of", lambda node: "127.0.0.1")
     config = job()
-    assert settling.settle(config) is config
+    assert submit.settle(config) is config
 
 
 def test_on_a_cluster_a_driver_listens_where_nodes_reach_it_with_a_certificate_of_its_own(
@@ -172,21 +178,21 @@ def test_on_a_cluster_a_driver_listens_where_nodes_reach_it_with_a_certificate_o
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
-    monkeypatch.setattr(settling, "_address_of", lambda node: "10.1.2.9")
-    monkeypatch.setattr(settling, "address_towards", lambda target: "10.1.2.3")
-    config = settling.settle(job().model_copy(update={"folder": str(tmp_path / "run")}))
+    monkeypatch.setattr(submit, "_address_of", lambda node: "10.1.2.9")
+    monkeypatch.setattr(submit, "address_towards", lambda target: "10.1.2.3")
+    config = submit.settle(job().model_copy(update={"folder": str(tmp_path / "run")}))
     assert (config.listen, config.http) == ("10.1.2.3:0", "10.1.2.3:0")
     assert config.tls.files is not None and Path(config.tls.key).stat().st_mode & 0o077 == 0
     RunConfig.model_validate(config.model_dump())  # the addresses are allowed, with this certificate
     monkeypatch.delenv("SLURM_JOB_ID")
-    assert settling.settle(job()).listen == "127.0.0.1:0"
+    assert submit.settle(job()).listen == "127.0.0.1:0"
 
 
 def test_a_given_address_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
     config = RunConfig(script="x.py", backend="slurm", listen="127.0.0.1:7000")
-    assert settling.settle(config) is config
+    assert submit.settle(config) is config
 
 
 def test_both_sides_show_the_certificate_and_nobody_else_gets_in(tmp_path: Path) -> None:

@@ -23,24 +23,22 @@ from phalanx.core.errors import UserError
 from phalanx.core.tasks import told
 from phalanx.run import messages
 from phalanx.run.api.guard import Guard, Sessions
-from phalanx.run.api.serving import HttpServer
+from phalanx.run.api.server import HttpServer
 from phalanx.run.backends.base import Listener
 from phalanx.run.backends.local import LocalBackend
 from phalanx.run.decide.actions import OpenIncident
 from phalanx.run.decide.policy import Job
-from phalanx.run.drive.main import _begin, _step_down
-from phalanx.run.drive.signals import heed_signals
-from phalanx.run.drive.troubles import told_to
-from phalanx.run.executor.checking import Checking
+from phalanx.run.drive.main import _begin, _step_down, heed_signals, told_to
 from phalanx.run.executor.main import _read_kernel
-from phalanx.run.executor.parts import TEXT_CHARS, sendable
+from phalanx.run.executor.monitor import Checking
+from phalanx.run.executor.workers import TEXT_CHARS, sendable
 from phalanx.run.incidents import keeper
-from phalanx.run.incidents.facts import Incident
 from phalanx.run.incidents.keeper import Keeper
+from phalanx.run.incidents.report import Incident
 from phalanx.run.incidents.store import load
 from phalanx.run.logs.files import RankLog
+from phalanx.run.logs.lines import Tails
 from phalanx.run.logs.pump import Pump
-from phalanx.run.logs.tails import Tails
 from phalanx.run.now import Now
 from phalanx.run.people.hub import Hub, Told
 from phalanx.run.people.view import _Painter, show

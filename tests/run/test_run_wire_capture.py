@@ -35,8 +35,8 @@ from phalanx.checkpoint.session.secret import given_secret, mark_of
 from phalanx.checkpoint.storage.folder import candidates
 from phalanx.core.gate import HELLO_BYTES
 from phalanx.core.job_secret import derive, hand_out
-from phalanx.run.certificates import make_certificate
 from phalanx.run.config import toml_value
+from phalanx.run.secrets import make_certificate
 
 GUARD_S = 240.0
 SUBNET = "100.64.214"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from phalanx.run import heartbeats
+from phalanx.run import messages
 from phalanx.run import messages as m
 from phalanx.run.wire import codec, proof
 from phalanx.run.wire.addresses import parse
@@ -39,7 +39,7 @@ def hello(host: str = "node-1", attempt: int = 0, running: list[int] | None = No
 
 def heartbeat(sequence: int) -> m.Heartbeat:
     worker = m.WorkerState(rank=0, pid=10, state="running", step=sequence)
-    return heartbeats.heartbeat(sequence, 0.0, 1, [worker], m.HostState(0.5, 1, 1, 1), [])
+    return messages.heartbeat(sequence, 0.0, 1, [worker], m.HostState(0.5, 1, 1, 1), [])
 
 
 def ended(rank: int) -> m.WorkerEnded:

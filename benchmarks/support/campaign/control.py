@@ -29,8 +29,7 @@ from phalanx.faults.hosts import Machine, NotDoneError, happen, is_time, kill, s
 from phalanx.faults.kinds import KINDS
 from phalanx.faults.manifest import Incident, Manifest
 from phalanx.faults.proxy import Link
-from phalanx.run.backends.local import number_of
-from phalanx.run.backends.namespaces import INTERFACE, Network
+from phalanx.run.backends.local import INTERFACE, Network, number_of
 from phalanx.run.journal import JournalError, read_journal
 from phalanx.run.wire.addresses import parse, publish
 from support.campaign.settings import (

@@ -17,7 +17,7 @@ from phalanx.run.decide import actions, events
 from phalanx.run.decide.actions import Action
 from phalanx.run.decide.decide import decide, event_from_json
 from phalanx.run.decide.state import Recovery, State, initial
-from phalanx.run.driver.book import Header, Note
+from phalanx.run.driver.write_ahead import Header, Note
 from phalanx.run.journal import Entry
 
 NO_HOSTS = 3

@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 
-from phalanx.run.journal.entries import JournalError
-from phalanx.run.journal.reading import read_journal
+from phalanx.run.journal.places import JournalError
+from phalanx.run.journal.writing import read_journal
 
 _MARK = "RECOVERY_JOB"
 """A variable by which every process of a job is known; all of them inherit it."""

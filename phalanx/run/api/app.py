@@ -1,4 +1,8 @@
-"""The interface for people and programs: what can be asked, what is answered, and its description. Torch-free.
+"""The OpenAPI description: bodies describe themselves, there is no second set of classes.
+
+The web pages: a login that takes the token, the job, and its incidents.
+
+The interface for people and programs: what can be asked, what is answered, and its description.
 
 Handlers run in the driver's event loop. None does more than a few milliseconds of work at once: lists come in pages,
 files are read in threads, streams wait.
@@ -7,29 +11,142 @@ files are read in threads, streams wait.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import parse_qs
 
 import msgspec
 from fastapi import FastAPI, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import PlainTextResponse, Response, StreamingResponse
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
 from phalanx import __version__
 from phalanx.core.errors import UserError
 from phalanx.run.api import bodies, streams
-from phalanx.run.api.description import answers, describe, markdown, stream, text
 from phalanx.run.api.guard import Guard, Sessions
-from phalanx.run.api.job import Job, OrderError, unknown_host
-from phalanx.run.api.metrics import CONTENT_TYPE, Metrics
-from phalanx.run.api.pages import add_login, add_pages
-from phalanx.run.incidents.facts import Incident
-from phalanx.run.incidents.page import to_markdown
-from phalanx.run.incidents.store import listed, load
+from phalanx.run.api.job import CONTENT_TYPE, Job, Metrics, OrderError, unknown_host
+from phalanx.run.incidents.report import Incident
+from phalanx.run.incidents.store import listed, load, to_markdown
+from phalanx.run.people.html import incident_page, page
+from phalanx.run.people.hub import SHOWN_HOSTS
 from phalanx.run.secrets import Token
+
+_WHAT = {
+    401: "without the token",
+    404: "there is none",
+    408: "the request does not come to its end",
+    409: "it does not fit the state of the job",
+    413: "the request is too large",
+    422: "the request is wrong",
+    503: "not now",
+}
+_ALWAYS = (401, 408, 413, 422)
+
+Answers = dict[int | str, dict[str, Any]]
+
+
+def answers(body: type, *errors: int, open: bool = False) -> Answers:
+    """What a route answers: a body as JSON, or one of these errors.
+
+    Args:
+        open: it needs no token.
+    """
+    found: Answers = {
+        200: {"description": "OK", "content": {"application/json": {"schema": _reference(body.__name__)}}}
+    }
+    return {**found, **_errors(*errors, open=open)}
+
+
+def stream(name: str, *errors: int) -> Answers:
+    """A route that answers lines of JSON."""
+    schema = {"type": "string", "description": f"one {name} as JSON on each line; empty lines keep it open"}
+    return {200: {"description": "OK", "content": {"application/x-ndjson": {"schema": schema}}}, **_errors(*errors)}
+
+
+def markdown() -> Answers:
+    """A route that answers a page."""
+    return {200: {"description": "OK", "content": {"text/markdown": {"schema": {"type": "string"}}}}, **_errors(404)}
+
+
+def text() -> Answers:
+    """A route that answers in the format of Prometheus."""
+    return {200: {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}, **_errors()}
+
+
+def describe(app: FastAPI) -> dict[str, Any]:
+    """The whole description."""
+    if app.openapi_schema is None:
+        found = get_openapi(title=app.title, version=app.version, summary=_SUMMARY, routes=app.routes)
+        parts = found.setdefault("components", {})
+        parts["schemas"] = {**parts.get("schemas", {}), **bodies.schemas()}
+        parts["schemas"].pop("HTTPValidationError", None)
+        parts["schemas"].pop("ValidationError", None)
+        parts["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer", "description": _TOKEN}}
+        for path, operations in found["paths"].items():
+            for operation in operations.values():
+                operation["security"] = [] if path == "/health" else [{"token": []}]
+        app.openapi_schema = found
+    return app.openapi_schema
+
+
+_SUMMARY = "One job that phalanx run keeps running."
+_TOKEN = "The job's token, 64 hexadecimal digits, from its token file."
+
+
+def _errors(*statuses: int, open: bool = False) -> Answers:
+    body = {"application/json": {"schema": _reference("Wrong")}}
+    always = () if open else _ALWAYS
+    return {status: {"description": _WHAT[status], "content": body} for status in sorted({*statuses, *always})}
+
+
+def _reference(name: str) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+_MOST_ITEMS = 400
+
+_LOGIN = """<!doctype html><html lang="en"><meta charset="utf-8"><title>phalanx run</title>
+<style>:root{{color-scheme:light dark}}body{{font:16px system-ui;margin:4em auto;max-width:34em}}
+input{{font:inherit;width:24em}}</style>
+<h1>phalanx run</h1><p>{words}</p><form method="post" action="/login">
+<input type="password" name="token" autocomplete="off" autofocus> <button>Enter</button></form></html>"""
+
+
+def add_pages(app: FastAPI, job: Job) -> None:
+    """The job, and its incidents; they only read."""
+
+    @app.get("/", include_in_schema=False)
+    async def the_job() -> Response:
+        incidents = await asyncio.to_thread(listed, job.folder)
+        return HTMLResponse(page(job.overview(SHOWN_HOSTS), job.hub.since(job.hub.last - _MOST_ITEMS), incidents))
+
+    @app.get("/incidents/{number}", include_in_schema=False)
+    async def one_incident(number: Annotated[int, Path(ge=1, le=2**31)]) -> Response:
+        return HTMLResponse(incident_page(await asyncio.to_thread(load, job.folder, number)))
+
+
+def add_login(app: FastAPI, token: Token, sessions: Sessions) -> None:
+    """Where a browser shows the token once, and gets a session that only reads."""
+
+    @app.get("/login", include_in_schema=False)
+    async def form() -> Response:
+        return HTMLResponse(_LOGIN.format(words="The token is in the job's token file."))
+
+    @app.post("/login", include_in_schema=False)
+    async def enter(request: Request) -> Response:
+        given = parse_qs((await request.body()).decode(errors="replace")).get("token", [""])[0].strip()
+        if not hmac.compare_digest(given.encode(errors="replace"), token.reveal().encode()):
+            return HTMLResponse(_LOGIN.format(words="That is not the token of this job."), 401)
+        answer = RedirectResponse("/", 303)
+        is_secure = request.url.scheme == "https"
+        answer.set_cookie(sessions.cookie, sessions.issue(), httponly=True, samesite="strict", secure=is_secure)
+        return answer
+
 
 MOST_STREAMS = 32
 NDJSON = "application/x-ndjson"

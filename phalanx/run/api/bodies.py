@@ -14,10 +14,9 @@ import msgspec
 
 from phalanx.run import messages
 from phalanx.run.decide.state import HostState as StateOfHost
-from phalanx.run.incidents.facts import Incident
+from phalanx.run.incidents.report import Incident
 from phalanx.run.logs.files import Line
-from phalanx.run.people.hub import Told, Wrote
-from phalanx.run.people.overview import HostView, Overview
+from phalanx.run.people.hub import HostView, Overview, Told, Wrote
 
 # What a later version adds does not keep an earlier client from reading the rest: unknown fields are no error.
 

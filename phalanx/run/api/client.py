@@ -18,10 +18,8 @@ import msgspec
 from phalanx.core.errors import UserError
 from phalanx.run.api import bodies
 from phalanx.run.card import Card, read_card
-from phalanx.run.incidents.facts import Incident
-from phalanx.run.people.hub import Item
-from phalanx.run.people.overview import Overview
-from phalanx.run.people.source import SHOWN_HOSTS
+from phalanx.run.incidents.report import Incident
+from phalanx.run.people.hub import SHOWN_HOSTS, Item, Overview
 from phalanx.run.secrets import TlsFiles, client_context, read_token
 
 _ANSWER_S = 10.0
@@ -32,7 +30,7 @@ Body = TypeVar("Body")
 
 
 class Client:
-    """One job; implements `phalanx.run.people.source.Source`.
+    """One job; implements `phalanx.run.people.hub.Source`.
 
     Args:
         folder: of the run.

@@ -14,8 +14,7 @@ import msgspec
 from phalanx.core.errors import UserError
 from phalanx.run.api.bodies import LogLine, line_body
 from phalanx.run.api.job import Job
-from phalanx.run.logs.files import rank_folders
-from phalanx.run.logs.follow import Follower, last_lines
+from phalanx.run.logs.files import Follower, last_lines, rank_folders
 from phalanx.run.people.hub import Hub, Wrote
 
 MOST_RANKS = 64

@@ -1,12 +1,20 @@
-"""What the driver needs of whoever gives it hosts: this machine, Slurm, Kubernetes. Torch-free."""
+"""What the driver needs of whoever gives it hosts: this machine, Slurm, Kubernetes.
+
+Options of a back end, whatever they are.
+
+The back ends by their names.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Generic, Protocol, TypeVar, cast, runtime_checkable
 
+from phalanx.core.config import Config, validate
+from phalanx.core.errors import UserError
 from phalanx.run.config import RunConfig
 
 ExecutorCommand = Callable[[str], Sequence[str]]
@@ -92,3 +100,90 @@ class Movable(Protocol):
     async def goes_on(self) -> bool:
         """The driver's process is being ended from outside: whether the job goes on without it."""
         ...
+
+
+C = TypeVar("C", bound=Config)
+
+
+class _Options(Config, Generic[C]):
+    backend_options: C
+
+
+class _Run(Config, Generic[C]):
+    run: _Options[C]
+
+
+def options_of(kind: type[C], config: RunConfig) -> C:
+    """Those that a job gives, as `kind`; mistakes are told by their whole name, such as ``run.backend_options.time``.
+
+    Raises:
+        UserError: one is missing, unknown or wrong.
+    """
+    return validate(_Run[kind], {"run": {"backend_options": config.backend_options}}).run.backend_options  # type: ignore[valid-type]
+
+
+BACKENDS = {
+    "local": "phalanx.run.backends.local",
+    "slurm": "phalanx.run.backends.slurm.backend",
+    "kubernetes": "phalanx.run.backends.kubernetes.backend",
+}
+"""Each a module with ``make(ordered: Ordered) -> Backend`` and ``check(config: RunConfig) -> object``, which refuses
+what `make` would; imported where it is chosen."""
+
+ELSEWHERE = {
+    "slurm": "phalanx.run.backends.slurm.submit",
+    "kubernetes": "phalanx.run.backends.kubernetes.submit",
+}
+"""Whose driver may have to run somewhere else: each a module with ``submit(config: RunConfig) -> int | None``."""
+
+
+SETTLING = {"slurm": "phalanx.run.backends.slurm.submit"}
+"""Who knows better than a default: each a module with ``settle(config: RunConfig) -> RunConfig``."""
+
+
+def settle(config: RunConfig) -> RunConfig:
+    """The job as its driver shall have it, with what only the back end can know where the job says nothing.
+
+    Raises:
+        UserError: it cannot be found out.
+    """
+    module = SETTLING.get(config.backend)
+    return config if module is None else cast(RunConfig, importlib.import_module(module).settle(config))
+
+
+def submit_job(config: RunConfig) -> int | None:
+    """Have the driver started where the back end wants it, and return an exit status; None: it is to run here.
+
+    Raises:
+        UserError: there is no such back end, an option is wrong, or the driver cannot be started there.
+    """
+    _see_name(config.backend)
+    module = ELSEWHERE.get(config.backend)
+    return None if module is None else cast("int | None", importlib.import_module(module).submit(config))
+
+
+def make_backend(ordered: Ordered) -> Backend:
+    """The one that the job names.
+
+    Raises:
+        UserError: there is none of this name, or its options are wrong.
+    """
+    name = ordered.config.backend
+    _see_name(name)
+    return cast(Backend, importlib.import_module(BACKENDS[name]).make(ordered))
+
+
+def check_backend(config: RunConfig) -> None:
+    """See that it could be made, without making anything.
+
+    Raises:
+        UserError: as `make_backend`, as far as it is known by now.
+    """
+    _see_name(config.backend)
+    importlib.import_module(BACKENDS[config.backend]).check(config)
+
+
+def _see_name(name: str) -> None:
+    if name not in BACKENDS:
+        cure = f"give one of {', '.join(BACKENDS)}"
+        raise UserError("there is no such back end", cure=cure, field="run.backend", value=name)

@@ -1,4 +1,17 @@
-"""The driver's process: everything joined for one job. Torch-free."""
+"""The driver's process: everything joined for one job.
+
+Signals to a driver.
+
+What the job file says, as executors and the driver's watching are told it.
+
+Faults of the driver itself, told to people: the log has the tracebacks, but who reads it before all is wrong?
+
+All that the program, asyncio and the HTTP server write down as errors comes here, in whatever thread.
+
+What of a job is refused, before anything of it is made or anything of the job before is moved.
+
+The driver's process: everything joined for one job.
+"""
 
 from __future__ import annotations
 
@@ -7,41 +20,253 @@ import logging
 import os
 import resource
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import psutil
+
 from phalanx.core.errors import UserError
 from phalanx.core.tasks import told
-from phalanx.run.api.house import open_house
-from phalanx.run.backends.base import Backend, Ordered
-from phalanx.run.backends.choose import make_backend, settle
+from phalanx.core.throttle import LogThrottle
+from phalanx.core.units import size
+from phalanx.run import messages
+from phalanx.run.api.server import open_house
+from phalanx.run.backends.base import Backend, Movable, Ordered, check_backend, make_backend, settle
 from phalanx.run.config import RunConfig, workers_on
-from phalanx.run.drive.signals import heed_signals
-from phalanx.run.drive.told import executor_command, watching
-from phalanx.run.drive.troubles import told_to
-from phalanx.run.driver.book import Book
-from phalanx.run.driver.classify import class_of, suspects_named
-from phalanx.run.driver.commits import Aside
-from phalanx.run.driver.driver import Driver
+from phalanx.run.decide.events import StopAsked
+from phalanx.run.driver.driver import Driver, Settings
+from phalanx.run.driver.findings import class_of, suspects_named
+from phalanx.run.driver.host_comparison import PeersConfig
+from phalanx.run.driver.loop import BackendOrders, aside_of, keep_going, let_leave
 from phalanx.run.driver.overview import known, overview
-from phalanx.run.driver.serving import BackendOrders, aside_of, keep_going, let_leave
+from phalanx.run.driver.write_ahead import Aside, Book
 from phalanx.run.executor.accelerators import Accelerators
+from phalanx.run.executor.main import Settings as ExecutorSettings
 from phalanx.run.journal import Journal, JournalError, open_journal
 from phalanx.run.judge.rules import Matcher, load_rules
-from phalanx.run.now import read_clocks
-from phalanx.run.people.audience import Audience, secrets_among
-from phalanx.run.people.hub import Hub, Item
-from phalanx.run.people.overview import Overview
-from phalanx.run.people.source import SHOWN_HOSTS, Source
+from phalanx.run.now import read_clocks, unix_s
+from phalanx.run.people.hub import SHOWN_HOSTS, Hub, Item, Overview, Source
+from phalanx.run.people.webhook import Audience, check_url, secrets_among
 from phalanx.run.secrets import Token, ensure_token, server_context, without_tokens
 from phalanx.run.wire.addresses import publish
 from phalanx.run.wire.server import ExecutorServer
 
 _log = logging.getLogger(__name__)
+
+
+class _MovedError(Exception):
+    """This driver is ended, and its job is not."""
+
+
+def heed_signals(driver: Driver, backend: Backend) -> None:
+    """SIGINT and SIGTERM stop the job; but where a SIGTERM may mean this driver alone, the back end is asked first."""
+    loop = asyncio.get_running_loop()
+
+    def stop(number: signal.Signals) -> None:
+        driver.ask(lambda at_s: StopAsked(at_s, f"{number.name} at {socket.gethostname()}"))
+
+    async def ask_first(movable: Movable) -> None:
+        try:
+            goes_on = await movable.goes_on()
+        except Exception:  # whoever is to be ended must not live on because of that; a job that is wanted goes on
+            _log.exception("the back end does not say whether the job shall go on: it does")
+            goes_on = True
+        if goes_on:
+            driver.step_down(_MovedError("its process is ended, and the next one takes over"))
+        else:
+            stop(signal.SIGTERM)
+
+    loop.add_signal_handler(signal.SIGINT, stop, signal.SIGINT)
+    if isinstance(backend, Movable):
+        asked: list[asyncio.Task[None]] = []  # a task that nobody holds may be dropped
+
+        def ask() -> None:
+            asked.append(told(loop.create_task(ask_first(backend)), "what follows from SIGTERM"))
+
+        loop.add_signal_handler(signal.SIGTERM, ask)
+    else:
+        loop.add_signal_handler(signal.SIGTERM, stop, signal.SIGTERM)
+
+
+def executor_command(config: RunConfig, host: str) -> list[str]:
+    """The command that runs the executor of a host."""
+    folder = config.run_folder.absolute()
+    settings = ExecutorSettings(
+        job=config.job_name,
+        host=host,
+        folder=str(folder),
+        driver=str(folder / "driver"),
+        token=str(config.token_path.absolute()),
+        logs=str(config.log_folder.absolute()),
+        segment_bytes=config.logs.segment_bytes,
+        kept_bytes=config.logs.kept_bytes,
+        rules=tuple(str(Path(rule).absolute()) for rule in config.rules),
+        skip=config.checks.skip,
+        checkpoints=config.checkpoint_place,
+        address="127.0.0.1" if config.backend == "local" else "auto",
+        hosts=config.hosts,
+        is_only_host=config.backend == "local" or config.hosts == 1,
+        driver_lost_s=config.driver_lost_s,
+        **_tls(config),
+    )
+    text = msgspec.json.encode(settings).decode()
+    return [sys.executable, "-m", "phalanx.run.executor", text]
+
+
+def _tls(config: RunConfig) -> dict[str, Any]:
+    """With what executors reach the driver: where both sides show a certificate, with the driver's own."""
+    tls = config.tls
+    found: dict[str, Any] = {"uses_tls": bool(tls.certificate)}
+    if tls.authority:
+        files = {"authority": tls.authority, "certificate": tls.certificate, "key": tls.key}
+        found |= {name: str(Path(file).absolute()) for name, file in files.items()}
+    return found
+
+
+def watching(config: RunConfig) -> Settings:
+    """How the driver watches, and what it has executors prepare."""
+    folder = str(Path(config.working_folder or ".").absolute())
+    prepare = messages.Prepare(
+        [config.script, *config.script_arguments], config.module, folder, dict(config.environment), list(config.preload)
+    )
+    peers = PeersConfig(config.slow, config.traffic, config.heartbeat_s)
+    return Settings(config.heartbeat_s, config.limits, peers, _versions(config, prepare))
+
+
+def _versions(config: RunConfig, present: messages.Prepare) -> dict[str, messages.Prepare]:
+    """What executors are told to run, by the version of the code as the decision names it."""
+    previous, name = config.previous, config.previous_version
+    if not name:
+        return {"": present}
+    script = [
+        previous.script or config.script,
+        *(config.script_arguments if previous.arguments is None else previous.arguments),
+    ]
+    folder = str(Path(previous.working_folder).absolute()) if previous.working_folder else present.folder
+    return {"": present, name: msgspec.structs.replace(present, script=script, folder=folder)}
+
+
+_CHARACTERS = 500
+
+
+class Troubles(logging.Handler):
+    """Says errors that are logged to people, the same not more often than every ten seconds.
+
+    Args:
+        hub: of the people, in the event loop that runs now.
+    """
+
+    def __init__(self, hub: Hub) -> None:
+        super().__init__(logging.ERROR)
+        self._hub, self._loop, self._throttle = hub, asyncio.get_running_loop(), LogThrottle()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Say it; whatever is wrong with that is not worth another error."""
+        with suppress(Exception):
+            text = _words(record)
+            others = self._throttle.due(text)
+            if others is not None:
+                again = f" ({others} times more before)" if others else ""
+                self._loop.call_soon_threadsafe(self._hub.say, "error", f"{text}{again}", unix_s())
+
+
+@asynccontextmanager
+async def told_to(hub: Hub) -> AsyncIterator[None]:
+    """Within it, errors that are logged are told to people; they are written to stderr as ever."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    troubles, root = Troubles(hub), logging.getLogger()
+    root.addHandler(troubles)
+    try:
+        yield
+    finally:
+        root.removeHandler(troubles)
+
+
+def _words(record: logging.LogRecord) -> str:
+    """One line."""
+    what = record.getMessage().strip().partition("\n")[0]
+    error = record.exc_info[1] if record.exc_info else None
+    why = "" if error is None else f": {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return f"a fault in the driver, whose log says more: {what[:_CHARACTERS]}{why[:_CHARACTERS]}"
+
+
+_RANK_BYTES = 8 << 20
+"""What a process of Python takes at least."""
+
+
+def refuse(config: RunConfig) -> None:
+    """See that the driver, which finds all of this too, would find nothing wrong.
+
+    Raises:
+        UserError: something is.
+    """
+    _see_script(config)
+    check_backend(config)
+    load_rules([Path(rule) for rule in config.rules])
+    if config.tls.files is not None:
+        server_context(config.tls.files)
+    if config.webhook:
+        check_url(config.webhook)
+    if config.backend == "local":
+        _see_ranks(config)
+    if "://" in config.journal:
+        from phalanx.run.journal.places import place_for  # SQLAlchemy is slow to import
+
+        place_for(config.journal, config.job_name, os.environ)
+
+
+def _see_script(config: RunConfig) -> None:
+    """Where the hosts are this machine, it is there."""
+    if config.backend != "local":
+        return
+    folder = Path(config.working_folder or ".")
+    if not folder.is_dir():
+        cure = "give a folder that is there"
+        raise UserError("is no folder", cure=cure, field="run.working_folder", value=config.working_folder)
+    path = folder / config.script
+    if config.module:
+        _see_module(config, folder)
+        return
+    if path.is_file():
+        return
+    cure = "give the path of a Python script, or a module with -m"
+    problem = "is a folder" if path.is_dir() else "there is no such file"
+    raise UserError(problem, cure=cure, field="script", value=config.script)
+
+
+def _see_module(config: RunConfig, folder: Path) -> None:
+    """It can be found, as far as its first part goes: to look for the rest imports that."""
+    name = config.script.partition(".")[0]
+    paths = config.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")).split(os.pathsep)
+    # absolute, since what Python has found in "." it remembers for every working folder
+    folders = [str(Path(path).absolute()) for path in (str(folder), *filter(None, paths))]
+    if PathFinder.find_spec(name, folders) is None and find_spec(name) is None:
+        cure = "give a module that this Python finds from the working folder, or the path of a script without -m"
+        raise UserError("there is no such module", cure=cure, field="script", value=config.script)
+
+
+def _see_ranks(config: RunConfig) -> None:
+    """The machine has room for all ranks, and the GPUs that are asked for."""
+    setting = config.workers_per_host
+    if not isinstance(setting, int):
+        workers_on(setting, 1, len(Accelerators().read()) if setting == "gpu" else 0)
+        return
+    least_bytes = config.hosts * setting * _RANK_BYTES
+    if least_bytes > (total_bytes := psutil.virtual_memory().total):
+        ranks, least, total = f"{config.hosts * setting:,} ranks", size(least_bytes), size(total_bytes)
+        cure = "give fewer, or cpu for one on each core"
+        problem = f"{ranks} take {least} and more, and this machine has {total}"
+        raise UserError(problem, cure=cure, field="run.workers_per_host", value=setting)
+
 
 TO_BE_STARTED_AGAIN = 75
 """Exit status of a driver that had to end although the job goes on (EX_TEMPFAIL of sysexits.h)."""
@@ -218,7 +443,7 @@ def _step_down(driver: Driver, ordering: asyncio.Task[None]) -> None:
 
 @dataclass(frozen=True)
 class _Here:
-    """The job of the driver in this process; implements `phalanx.run.people.source.Source`."""
+    """The job of the driver in this process; implements `phalanx.run.people.hub.Source`."""
 
     driver: Driver
     book: Book

@@ -25,9 +25,8 @@ from phalanx.run.decide.events import (
     WorkerFailed,
     WorkersReturned,
 )
-from phalanx.run.heartbeats import BadReportError, report_of
 from phalanx.run.judge.limits import LimitConfig, Standing, StepJudge
-from phalanx.run.messages import Heartbeat, WorkerEnded, WorkerState
+from phalanx.run.messages import BadReportError, Heartbeat, WorkerEnded, WorkerState, report_of
 from phalanx.run.now import Now
 
 ADVANCED_S = 10.0

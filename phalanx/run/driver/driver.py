@@ -1,4 +1,6 @@
-"""The driver: turns what it hears into events, and performs what is decided. Torch-free.
+"""Whom the driver talks to.
+
+The driver: turns what it hears into events, and performs what is decided.
 
 Everything happens on one event loop, one thing after another. Nothing here decides: see `phalanx.run.decide`.
 """
@@ -9,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from phalanx.run import messages
 from phalanx.run.backends.base import Listener
@@ -16,25 +19,62 @@ from phalanx.run.decide import actions, events
 from phalanx.run.decide.actions import Action, ranks_of
 from phalanx.run.decide.events import Event, SuspectsNamed
 from phalanx.run.decide.state import State, next_deadline
-from phalanx.run.driver.around import Line, Orders, People
 from phalanx.run.driver.attempt import AttemptWatch
-from phalanx.run.driver.book import Book
-from phalanx.run.driver.checked import judged, serves_at
-from phalanx.run.driver.classify import by_its_end
-from phalanx.run.driver.commands import commands
-from phalanx.run.driver.commits import Aside, GroupCommit
-from phalanx.run.driver.findings import BEFORE_S, Findings
-from phalanx.run.driver.hosts import HostWatch
-from phalanx.run.driver.lines import LineBudget
-from phalanx.run.driver.looks import Look
-from phalanx.run.driver.peers import Peers, PeersConfig
-from phalanx.run.driver.preparing import Preparing
-from phalanx.run.heartbeats import BadReportError, report_of
+from phalanx.run.driver.findings import BEFORE_S, Findings, LineBudget, Look, by_its_end
+from phalanx.run.driver.host_comparison import Peers, PeersConfig
+from phalanx.run.driver.hosts import HostWatch, Preparing, commands, judged, serves_at
+from phalanx.run.driver.write_ahead import Aside, Book, GroupCommit
 from phalanx.run.judge.limits import MOST_WIDENED_S, LimitConfig
-from phalanx.run.logs.tails import share_of
+from phalanx.run.logs.lines import share_of
+from phalanx.run.messages import BadReportError, report_of
 from phalanx.run.now import Now, read_clocks
 from phalanx.run.wire.codec import KeptMessage
 from phalanx.run.wire.peer import Mark
+
+
+class Line(Protocol):
+    """What the driver needs of `phalanx.run.wire.server.ExecutorServer`."""
+
+    def send(self, host: str, message: messages.FromDriver) -> bool:
+        """Send, if the host is connected."""
+        ...
+
+    def mark(self, host: str) -> Mark | None:
+        """How far the messages of this host were received."""
+        ...
+
+    def acknowledge(self, host: str) -> None:
+        """All messages of this host up to its mark are received for good."""
+        ...
+
+
+class People(Protocol):
+    """Who is told."""
+
+    def tell(self, action: Action, at: Now) -> None:
+        """Something has been decided; alerts and what is about incidents is for people, the rest as they like."""
+        ...
+
+    def heard(self, host: str, message: messages.Evidence | messages.WorkerEnded, at: Now) -> None:
+        """An executor has said something that may explain what went wrong."""
+        ...
+
+    def wrote(self, lines: Sequence[messages.LogLine], at: Now) -> None:
+        """Ranks have written lines; with very many not all of them are told."""
+        ...
+
+
+class Orders(Protocol):
+    """Where what the back end shall do is put, to be done in this order."""
+
+    def arrived(self, host: str) -> None:
+        """An executor has connected; what is put later is decided with that in mind, what was put before is not."""
+        ...
+
+    def put(self, action: actions.AskForHosts | actions.Evict | actions.Release) -> None:
+        """The back end's part."""
+        ...
+
 
 _log = logging.getLogger(__name__)
 

@@ -1,18 +1,74 @@
-"""What log rules have said lately: which of it becomes an event, and what it says of a rank that ends. Torch-free.
+"""What judges, log rules and lines of ranks say, as the driver's events and as lines for people.
+
+What the judges say, as the driver's events want it.
+
+What log rules have said lately: which of it becomes an event, and what it says of a rank that ends.
 
 Alarms are told at once, and the same of the same host not again within a minute. What is fatal mostly comes with the
 end of a rank: it is kept, classes the failure that follows, and becomes part of the report of what it led to. All of
 that within one attempt: what was said in an earlier one has been answered then, and is no evidence of what comes now.
+
+A look at ranks that hang: evidence of all hosts put together.
+
+How many lines of ranks people are shown: ten thousand hosts write more than anybody reads.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
-from phalanx.run.decide.events import Event, Fault, Noticed
-from phalanx.run.messages import Finding, Found, WorkerEnded
+from phalanx.run.decide.actions import ranks_of
+from phalanx.run.decide.events import Event, Fault, Noticed, SuspectsNamed
+from phalanx.run.decide.state import State
+from phalanx.run.judge.rules import Matcher
+from phalanx.run.judge.suspects import Suspects, find_suspects, place_of, waits_of
+from phalanx.run.logs.lines import left_out
+from phalanx.run.messages import Evidence, Finding, Found, LogLine, RankEvidence, WorkerEnded
 from phalanx.run.now import Now
+
+_WAITS, _WAIT_CHARACTERS = 3, 300
+"""Of what ranks do so much is told; the stacks of all are beside the page."""
+
+
+def class_of(matcher: Matcher, ended: WorkerEnded) -> Fault | None:
+    """The class of the fault that ended a rank, by the last of its lines that a rule knows; None: there is none."""
+    for line in reversed([*ended.text.splitlines(), ended.summary]):
+        rule = matcher.find(line, "output")
+        if rule is not None and rule.severity != "note" and rule.fault != "unknown":
+            return rule.fault
+    return None
+
+
+def by_its_end(ended: WorkerEnded) -> Fault:
+    """The same, where nothing else tells, by how it ended.
+
+    A Python exception is taken for the program's; the decision needs more than that to blame it.
+    """
+    return "user" if ended.kind in ("user", "syntax", "raised") else "process"
+
+
+def suspects_named(state: State, evidence: Sequence[RankEvidence], at_s: float) -> SuspectsNamed:
+    """Who holds up the others, by the evidence."""
+    per_host = state.job.workers_per_host
+    host_of = {rank: host for place, host in enumerate(state.placement) for rank in ranks_of(place, per_host)}
+    found = find_suspects(evidence, host_of)
+    ranks, members = ((), found.ranks) if found.is_group else (found.ranks, ())
+    group = "ranks that share a fault" if found.is_group else ""
+    is_proven = _is_proven(found, evidence)
+    waits = tuple(str(wait)[:_WAIT_CHARACTERS] for wait in waits_of(evidence)[:_WAITS])
+    place = place_of(evidence)
+    return SuspectsNamed(at_s, state.attempt, ranks, found.why, group, members, is_proven, place, waits)
+
+
+def _is_proven(found: Suspects, evidence: Sequence[RankEvidence]) -> bool:
+    """Whether more than that they stand still tells against these ranks."""
+    if found.by == "state":  # one that waits in the kernel may do so for a disk that is slow, or for a debugger
+        return all(one.state in ("T", "Z", "X") for one in evidence if one.rank in found.ranks)
+    return found.by in ("silence", "collective")
+
 
 AGAIN_S = 60.0
 """The same rule is not told again of the same host within this time."""
@@ -127,3 +183,83 @@ def _event(kept: _Kept, now: Now) -> Noticed:
     found = kept.finding
     fault: Fault | None = found.fault if found.fault in _FAULTS else None  # type: ignore[assignment]
     return Noticed(now.unix_s, kept.host, found.rule, found.line[:500], found.rank, fault, kept.is_fatal)
+
+
+@dataclass
+class Look:
+    """Evidence of one attempt that is being gathered.
+
+    Args:
+        attempt: its number.
+        ranks: of each host that was asked.
+        began: when it was asked for.
+        within_s: how long answers are waited for; what has not come then is silent.
+    """
+
+    attempt: int
+    ranks: Mapping[str, Sequence[int]]
+    began: Now
+    within_s: float
+    _found: dict[int, RankEvidence] = field(default_factory=dict)
+    _answered: set[str] = field(default_factory=set)
+
+    def add(self, host: str, evidence: Evidence) -> None:
+        """The answer of a host; of several the last counts."""
+        if evidence.attempt != self.attempt or host not in self.ranks:
+            return
+        self._answered.add(host)
+        mine = set(self.ranks[host])
+        self._found.update({one.rank: one for one in evidence.ranks if one.rank in mine})
+
+    def is_over(self, now: Now) -> bool:
+        """Whether all have answered, or nobody is waited for any more."""
+        return self.left_s(now) <= 0 or all(host in self._answered for host in self.ranks)
+
+    def left_s(self, now: Now) -> float:
+        """Seconds for which answers are still waited for."""
+        return self.began.monotonic_s + self.within_s - now.monotonic_s
+
+    def evidence(self) -> list[RankEvidence]:
+        """What is known of every rank that was asked for: silence is evidence too."""
+        ranks = sorted(rank for mine in self.ranks.values() for rank in mine)
+        return [self._found.get(rank, RankEvidence(rank, is_silent=True)) for rank in ranks]
+
+
+LINES_PER_S = 500
+"""Of all ranks together; what is more stays in the files of the hosts. Those of the first rank's host always pass."""
+
+SHOWN_WHOLE_HOSTS = 64
+"""Of so few hosts all passes that they send, which `phalanx.run.logs.lines` bounds."""
+
+
+class LineBudget:
+    """Lets through so many lines a second, evenly over it, and no more than a second's at once; counts the others.
+
+    Args:
+        hosts: of the job.
+    """
+
+    def __init__(self, hosts: int, per_s: float = LINES_PER_S) -> None:
+        self._is_small = hosts <= SHOWN_WHOLE_HOSTS
+        self._per_s = self._left = per_s
+        self._last_s = 0.0
+        self._left_out = 0
+
+    def take(self, count: int, rank: int, now: Now) -> bool:
+        """Whether the lines of a host may pass, given its first rank."""
+        if self._is_small:
+            return True
+        self._left = min(self._left + (now.monotonic_s - self._last_s) * self._per_s, self._per_s)
+        self._last_s = now.monotonic_s
+        if self._left <= 0 and rank != 0:
+            self._left_out += count
+            return False
+        self._left -= count
+        return True
+
+    def left_out(self, rank: int) -> list[LogLine]:
+        """What is said, under the name of this rank, of lines that have not passed since the last call."""
+        if not self._left_out or rank == 0:
+            return []
+        count, self._left_out = self._left_out, 0
+        return [LogLine(rank, f"{left_out(count)} of their ranks")]

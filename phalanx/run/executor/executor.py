@@ -1,4 +1,6 @@
-"""The executor: does on its host what the driver commands, and reports. It decides nothing. Torch-free.
+"""An executor that nobody wants any more: no driver comes, and nothing of the job runs on its host.
+
+The executor: does on its host what the driver commands, and reports. It decides nothing.
 
 It knows attempts by their numbers and refuses what belongs to a lower one than it has seen. Every answer can be given
 again: a driver that was started again asks again. Commands that start or end processes are carried out one after the
@@ -25,17 +27,36 @@ from phalanx.launch.store import open_store_socket
 from phalanx.launch.warm import LEARNT, WarmTemplate, Word
 from phalanx.launch.warm_cache import open_cache
 from phalanx.run import messages
-from phalanx.run.executor.alone import Alone
-from phalanx.run.executor.carried import Carried
-from phalanx.run.executor.checking import Checking
-from phalanx.run.executor.parts import Here, Holder, Line, Senses, sendable
+from phalanx.run.executor.monitor import Checking
+from phalanx.run.executor.sensors import Carried
 from phalanx.run.executor.stillness import QuietRank, StillnessWatch
-from phalanx.run.executor.workers import Workers
-from phalanx.run.heartbeats import heartbeat
+from phalanx.run.executor.workers import Here, Holder, Line, Senses, Workers, sendable
 from phalanx.run.judge.still import LOOK_S
+from phalanx.run.logs.lines import Tails
 from phalanx.run.logs.pump import Pump
-from phalanx.run.logs.tails import Tails
+from phalanx.run.messages import heartbeat
 from phalanx.run.wire.codec import TooLargeError
+
+
+class Alone:
+    """For how long an executor has had neither a driver nor workers.
+
+    Args:
+        limit_s: how long it waits for a driver.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit_s, self._clock = limit_s, clock
+        self._since_s = clock()
+
+    def is_over(self, *, has_driver: bool, has_workers: bool) -> bool:
+        """Whether it has waited long enough; to be asked now and then."""
+        now_s = self._clock()
+        if has_driver or has_workers:
+            self._since_s = now_s
+        return now_s - self._since_s >= self._limit_s
+
 
 _log = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from phalanx.run import messages
 from phalanx.run.executor.accelerators import Accelerators
 from phalanx.run.executor.executor import Executor
 from phalanx.run.executor.kernel_log import KernelLog, open_sources
-from phalanx.run.executor.parts import Here
+from phalanx.run.executor.monitor import Means, follow_kernel, make_senses
 from phalanx.run.executor.reaper import Reaper, choose_way, run_guarded
-from phalanx.run.executor.senses import Means, follow_kernel, make_senses
+from phalanx.run.executor.workers import Here
 from phalanx.run.logs.files import KEPT_BYTES, SEGMENT_BYTES
 from phalanx.run.now import unix_s
 from phalanx.run.secrets import TlsFiles, client_context, read_token, without_tokens

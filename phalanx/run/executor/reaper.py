@@ -1,4 +1,17 @@
-"""No orphans: whatever a worker has started is gone when its attempt has ended. Linux, torch-free.
+"""A process above the executor that ends what the executor leaves behind, however that ends. Linux,
+
+    guard ── forks ──► executor ── starts ──► template ── forks ──► ranks
+
+It has nothing to do but to wait. Where a PID namespace holds the processes, the executor is its init and the kernel
+does the guard's work.
+
+Which processes are keepers of checkpoints, which outlive the ranks that have started them. Linux,
+
+A keeper is known by what only it has: the listening socket at an address in a folder that only this user can enter, in
+a session whose leader has gone, and by running the keeper's program. A rank that is about to start a keeper has that
+socket too, for a moment, and so have processes that it forks in this moment; but they run the rank's program.
+
+No orphans: whatever a worker has started is gone when its attempt has ended. Linux,
 
     choice = choose_way(report, name=f"{job}-{host}")
     status = run_guarded(choice, serve, environ=environ)       # serve(reaper) is the executor
@@ -12,26 +25,175 @@ are started by ``reaper.helper``, or they would be taken for something that a ra
 from __future__ import annotations
 
 import os
+import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.checkpoint.keeper.contract import KeeperLostError
-from phalanx.checkpoint.keeper.start import ensure_keeper
+from phalanx.checkpoint.keeper.start import VARIABLE, ensure_keeper
 from phalanx.core.errors import UserError
-from phalanx.core.process_table import descendants, processes, read_process
-from phalanx.run.executor.reaping import guard
-from phalanx.run.executor.reaping.cgroups import Group, homes
-from phalanx.run.executor.reaping.keepers import keepers_among
-from phalanx.run.executor.reaping.kernel import mount_own_proc, unshare_pids
-from phalanx.run.executor.reaping.killing import strike, until_killed
-from phalanx.run.executor.reaping.tree import children_of_this, describe
-from phalanx.run.executor.reaping.ways import ByGroup, ByNamespace, BySubreaper, Way
+from phalanx.core.kernel_files import PROC
+from phalanx.core.process_table import Process, descendants, processes, read_process
+from phalanx.core.processes import name_process
+from phalanx.core.signals import STOP_SIGNALS
+from phalanx.run.executor.containment import ByGroup, ByNamespace, BySubreaper, Group, Way, homes, strike, until_killed
+from phalanx.run.executor.processes import (
+    become_subreaper,
+    children_of_this,
+    describe,
+    die_with,
+    mount_own_proc,
+    unshare_pids,
+)
+
+_FORWARDED = (*STOP_SIGNALS, signal.SIGHUP)
+
+
+def run_below(serve: Callable[[], int], after: Callable[[], None], *, in_namespace: bool) -> int:
+    """Run ``serve()`` in a new process, wait until it has ended, then call ``after()`` here.
+
+    Signals that mean "stop soon" are passed on to that process, which is in a process group of its own, so that one
+    from a terminal reaches it once. It dies with this process.
+
+    Args:
+        serve: its exit status.
+        in_namespace: make the new process the init of a PID namespace.
+
+    Returns:
+        The exit status of the new process; 128 and the number of the signal that killed it.
+
+    Raises:
+        OSError: the kernel refuses what is needed, before anything was started.
+    """
+    become_subreaper()
+    if in_namespace:
+        unshare_pids()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    parent = 0 if in_namespace else os.getpid()
+    child = os.fork()
+    if child == 0:
+        _be_executor(serve, parent, before, in_namespace)
+    handlers = {number: signal.signal(number, lambda number, _: _pass_on(child, number)) for number in _FORWARDED}
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    try:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        after()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
+
+
+def _be_executor(serve: Callable[[], int], parent: int, mask: set[int | signal.Signals], in_namespace: bool) -> None:
+    status = 1
+    try:
+        os.setpgid(0, 0)
+        die_with(parent)
+        if in_namespace:
+            mount_own_proc()
+        become_subreaper()
+        name_process("phalanx executor")
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        status = serve()
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(BaseException):
+                stream.flush()
+        os._exit(status)  # the frames above are the guard's
+
+
+def _pass_on(child: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(child, number)
+
+
+_PROGRAM = b"phalanx.checkpoint.keeper.main"
+_LISTENS = 1 << 16  # __SO_ACCEPTCON, as /proc/net/unix shows it
+
+
+def keepers_among(table: Mapping[int, Process], environ: Mapping[str, str]) -> set[int]:
+    """The keepers, and what they have started, among the processes of `table`.
+
+    Args:
+        environ: of the job, which may say where its keepers listen.
+    """
+    detached = [pid for pid, process in table.items() if _is_detached(process) and _runs_keeper(pid)]
+    inodes = _listening(environ) if detached else set()
+    found = {pid for pid in detached if inodes and inodes & _sockets(pid)}
+    return found | descendants(table, found)
+
+
+def _is_detached(process: Process) -> bool:
+    """Whether it is in a session whose leader has gone."""
+    if process.session == process.pid:
+        return False
+    leader = read_process(process.session)
+    return leader is None or not leader.is_alive
+
+
+def _runs_keeper(pid: int) -> bool:
+    """Whether it was started as a keeper is: not enough to be one, for anybody can be started so."""
+    try:
+        return _PROGRAM in (PROC / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _listening(environ: Mapping[str, str]) -> set[str]:
+    """Inodes of the sockets that listen where keepers do."""
+    found = set()
+    for line in (PROC / "net" / "unix").read_text(errors="replace").splitlines()[1:]:
+        fields = line.split(maxsplit=7)
+        if len(fields) == 8 and int(fields[3], 16) & _LISTENS and _is_address(fields[7], environ):
+            found.add(fields[6])
+    return found
+
+
+def _is_address(path: str, environ: Mapping[str, str]) -> bool:
+    """Whether it is one that `phalanx.checkpoint.keeper.start.address_for` could give to this user."""
+    address = Path(path)
+    given = environ.get(VARIABLE)
+    if given and address == Path(given).absolute():
+        return _is_ours(address.parent, 0o022)
+    temporary = {environ.get("XDG_RUNTIME_DIR"), environ.get("TMPDIR"), tempfile.gettempdir()} - {None, ""}
+    folders = [Path(str(folder)) / f"phalanx-{os.geteuid()}" for folder in temporary]
+    return address.parent in folders and address.name.startswith("keeper-") and _is_ours(address.parent, 0o077)
+
+
+def _is_ours(folder: Path, forbidden: int) -> bool:
+    try:
+        found = folder.stat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & forbidden
+
+
+def _sockets(pid: int) -> set[str]:
+    """Inodes of the sockets that a process has open."""
+    found = set()
+    with suppress(OSError):
+        for link in (PROC / str(pid) / "fd").iterdir():
+            with suppress(OSError):
+                target = str(link.readlink())
+                if target.startswith("socket:["):
+                    found.add(target[8:-1])
+    return found
+
 
 WAYS = ("cgroup", "pid-namespace", "subreaper")
 """In order of preference. A control group comes first, although a namespace is as tight: scripts do not notice it,
@@ -233,7 +395,7 @@ def run_guarded(
         way.close()
 
     way_inside = Reaper(way, environ, release)
-    return guard.run_below(lambda: serve(way_inside), after, in_namespace=in_namespace)
+    return run_below(lambda: serve(way_inside), after, in_namespace=in_namespace)
 
 
 def _open(wanted: str, name: str) -> Way:

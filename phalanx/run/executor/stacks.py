@@ -22,7 +22,7 @@ from typing import Any
 from phalanx.core.kernel_files import PROC
 from phalanx.core.process_table import read_process
 from phalanx.core.stack_dump import dump_signal
-from phalanx.run.executor.reaping.tree import send
+from phalanx.run.executor.processes import send
 
 _POLL_S = 0.02
 _QUIET_S = 0.06  # without a new byte, and with a whole line at its end, what faulthandler writes is complete

@@ -1,4 +1,8 @@
-"""Where a journal is kept: a SQLite file, or a PostgreSQL database; connecting, and the lock that one writer holds.
+"""What a journal holds: entries, and the drivers that wrote them; the tables of both, and what can go wrong.
+
+Statements on the tables of a journal; each is called within a transaction.
+
+Where a journal is kept: a SQLite file, or a PostgreSQL database; connecting, and the lock that one writer holds.
 
 SQLite is written with ``synchronous=FULL``: what `append` has returned for is on the disk, also after a power cut. It
 costs one fsync per batch, and there are few batches; without it a host that loses power could forget the number of
@@ -17,17 +21,203 @@ import os
 import re
 import sqlite3
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 from urllib.parse import quote
 
+import msgspec
 import sqlalchemy as sa
 from sqlalchemy.pool import NullPool
 
 from phalanx.core.errors import UserError
-from phalanx.run.journal.entries import METADATA
 from phalanx.run.secrets import is_loopback
+
+Kind = Literal["event", "action", "note"]
+
+SCHEMA = 1
+"""Of the tables; a journal of another one is not opened."""
+
+
+class JournalTakenError(UserError):
+    """Another driver writes this journal."""
+
+
+class JournalError(OSError):
+    """The journal cannot be read or written just now."""
+
+
+class JournalLostError(RuntimeError):
+    """A later driver has taken the job over: this one must not command anything any more."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What is to be appended.
+
+    Attributes:
+        kind: ``event``: what has happened; ``action``: what was decided; ``note``: for people, ignored by a replay.
+        attempt: that it belongs to; 0: none yet.
+        json_text: one JSON value.
+        unix_s: when it happened, for people; order is that of the sequence.
+    """
+
+    kind: Kind
+    attempt: int
+    json_text: str
+    unix_s: float
+
+    def check(self) -> None:
+        """See that it can be stored.
+
+        Raises:
+            ValueError: kind, attempt or text is none.
+        """
+        if self.kind not in get_args(Kind) or self.attempt < 0:
+            raise ValueError(f"kind = {self.kind!r}, attempt = {self.attempt}: a kind is one of {get_args(Kind)}")
+        try:
+            msgspec.json.decode(self.json_text.encode())
+        except (msgspec.DecodeError, UnicodeEncodeError) as error:
+            raise ValueError(f"an entry of a journal is JSON text: {error}") from None
+
+
+@dataclass(frozen=True)
+class Entry(Draft):
+    """What was appended.
+
+    Attributes:
+        sequence: place in the journal of the job, from 1, without gaps.
+        epoch: of the driver that wrote it.
+    """
+
+    sequence: int = 0
+    epoch: int = 0
+
+
+@dataclass(frozen=True)
+class DriverStart:
+    """A driver began to write.
+
+    Attributes:
+        epoch: number of the start, from 1.
+        host, pid: where it ran.
+        schema: of the tables, as that driver knew them.
+    """
+
+    epoch: int
+    unix_s: float
+    host: str
+    pid: int
+    schema: int
+
+
+METADATA = sa.MetaData()
+
+STARTS = sa.Table(
+    "phalanx_driver_starts",
+    METADATA,
+    sa.Column("job", sa.Text, primary_key=True),
+    sa.Column("epoch", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("unix_s", sa.Double, nullable=False),
+    sa.Column("host", sa.Text, nullable=False),
+    sa.Column("pid", sa.BigInteger, nullable=False),
+    sa.Column("schema", sa.BigInteger, nullable=False),
+)
+
+ENTRIES = sa.Table(
+    "phalanx_journal",
+    METADATA,
+    sa.Column("job", sa.Text, primary_key=True),
+    sa.Column("sequence", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("epoch", sa.BigInteger, nullable=False),
+    sa.Column("unix_s", sa.Double, nullable=False),
+    sa.Column("kind", sa.Text, nullable=False),
+    sa.Column("attempt", sa.BigInteger, nullable=False),
+    sa.Column("json_text", sa.Text, nullable=False),
+)
+
+
+_CHUNK = 1000
+
+_ADD = sa.insert(ENTRIES)
+_ENTRIES = (
+    sa.select(
+        ENTRIES.c.kind,
+        ENTRIES.c.attempt,
+        ENTRIES.c.json_text,
+        ENTRIES.c.unix_s,
+        ENTRIES.c.sequence,
+        ENTRIES.c.epoch,
+    )
+    .where(ENTRIES.c.job == sa.bindparam("job_name"), ENTRIES.c.sequence >= sa.bindparam("first"))
+    .order_by(ENTRIES.c.sequence)
+    .limit(sa.bindparam("most"))
+)
+_STARTS = (
+    sa.select(STARTS.c.epoch, STARTS.c.unix_s, STARTS.c.host, STARTS.c.pid, STARTS.c.schema)
+    .where(STARTS.c.job == sa.bindparam("job_name"))
+    .order_by(STARTS.c.epoch)
+)
+_EPOCH = sa.select(sa.func.max(STARTS.c.epoch)).where(STARTS.c.job == sa.bindparam("job_name"))
+_LAST = sa.select(sa.func.max(ENTRIES.c.sequence)).where(ENTRIES.c.job == sa.bindparam("job_name"))
+
+
+def newest_epoch(connection: sa.Connection, job: str) -> int:
+    """Of the driver that was started last; 0: none."""
+    return connection.scalar(_EPOCH, {"job_name": job}) or 0
+
+
+def last_sequence(connection: sa.Connection, job: str) -> int:
+    """Of the newest entry; 0: none."""
+    return connection.scalar(_LAST, {"job_name": job}) or 0
+
+
+def starts(connection: sa.Connection, job: str) -> list[DriverStart]:
+    """All drivers that have written, in order."""
+    return [DriverStart(*row) for row in connection.execute(_STARTS, {"job_name": job})]
+
+
+def add_start(connection: sa.Connection, job: str, start: DriverStart) -> None:
+    """Append a driver."""
+    values = {"epoch": start.epoch, "unix_s": start.unix_s, "host": start.host, "pid": start.pid}
+    connection.execute(sa.insert(STARTS), {"job": job, "schema": start.schema, **values})
+
+
+def add_entries(connection: sa.Connection, job: str, entries: Sequence[Entry]) -> None:
+    """Append entries."""
+    connection.execute(
+        _ADD,
+        [
+            {
+                "job": job,
+                "sequence": entry.sequence,
+                "epoch": entry.epoch,
+                "unix_s": entry.unix_s,
+                "kind": entry.kind,
+                "attempt": entry.attempt,
+                "json_text": entry.json_text,
+            }
+            for entry in entries
+        ],
+    )
+
+
+def chunk(connection: sa.Connection, job: str, first: int, most: int = _CHUNK) -> list[Entry]:
+    """Up to `most` entries from the sequence `first` on."""
+    return [Entry(*row) for row in connection.execute(_ENTRIES, {"job_name": job, "first": first, "most": most})]
+
+
+def each(connection: sa.Connection, job: str, first: int) -> Iterator[Entry]:
+    """Every entry from `first` on, in short transactions, so that nothing waits for a slow reader."""
+    while True:
+        with connection.begin():
+            entries = chunk(connection, job, first)
+        yield from entries
+        if len(entries) < _CHUNK:
+            return
+        first = entries[-1].sequence + 1
+
 
 _FIELD = "run.journal"
 _BUSY_S = 30.0

@@ -1,4 +1,6 @@
-"""Writing a journal: one driver at a time, each entry once, and never after a later driver has begun.
+"""Reading a journal that another process may be writing.
+
+Writing a journal: one driver at a time, each entry once, and never after a later driver has begun.
 
 Two things keep two drivers of one job apart. A lock that only one holds, and that ends with its holder; and, where a
 lock does not hold (a network file system without locks, a session that a database has given up), the epoch: every
@@ -12,14 +14,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import sqlalchemy as sa
 
 from phalanx.core.errors import UserError
-from phalanx.run.journal import rows
-from phalanx.run.journal.entries import (
+from phalanx.run.journal import places
+from phalanx.run.journal.places import (
     SCHEMA,
     Draft,
     DriverStart,
@@ -28,9 +30,104 @@ from phalanx.run.journal.entries import (
     JournalLostError,
     JournalTakenError,
     Kind,
+    Place,
+    place_for,
 )
-from phalanx.run.journal.places import Place, place_for
-from phalanx.run.journal.reading import check_schema, told
+
+_NO_JOURNAL = ("not a database", "malformed", "no such table", "does not exist")
+
+
+class JournalReader:
+    """The entries of one job; for use as a context, or with `close`."""
+
+    def __init__(self, place: Place, connection: sa.Connection, job: str) -> None:
+        self._place, self._connection, self._job = place, connection, job
+
+    def read(self, from_sequence: int = 1) -> Iterator[Entry]:
+        """Entries in order; what is appended meanwhile comes too, or with the next call.
+
+        Raises:
+            JournalError: it cannot be read.
+        """
+        with told(self._place):
+            yield from places.each(self._connection, self._job, from_sequence)
+
+    def starts(self) -> list[DriverStart]:
+        """The drivers that have written it.
+
+        Raises:
+            JournalError: it cannot be read.
+        """
+        with told(self._place), self._connection.begin():
+            return places.starts(self._connection, self._job)
+
+    def close(self) -> None:
+        """Let go of it."""
+        with suppress(sa.exc.DBAPIError):
+            self._connection.close()
+
+    def __enter__(self) -> JournalReader:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+
+def read_journal(url: str, *, job: str = "job", environ: Mapping[str, str] | None = None) -> JournalReader:
+    """Open a journal to read it, while a driver writes it or after.
+
+    Args:
+        url, job, environ: as for `open_journal`.
+
+    Raises:
+        UserError: there is none, or it is none.
+        JournalError: it cannot be reached.
+    """
+    place = place_for(url, job, os.environ if environ is None else environ)
+    with told(place):
+        reader = JournalReader(place, place.connect(), job)
+    try:
+        with told(place):
+            check_schema(place, reader.starts())
+    except BaseException:
+        reader.close()
+        raise
+    return reader
+
+
+@contextmanager
+def told(place: Place) -> Iterator[None]:
+    """Within it, what SQLAlchemy and the system complain of becomes errors of ours.
+
+    Raises:
+        UserError: what is there is no journal.
+        JournalError: it cannot be reached, read or written.
+    """
+    try:
+        yield
+    except JournalError:
+        raise
+    except (sa.exc.SQLAlchemyError, OSError) as error:
+        cause = getattr(error, "orig", None) or error
+        if any(words in str(cause) for words in _NO_JOURNAL):
+            raise UserError("is no journal", cure="give another path", field="run.journal", value=str(place)) from error
+        raise JournalError(f"the journal {place} does not answer as it should: {cause}") from error
+
+
+def check_schema(place: Place, starts: list[DriverStart]) -> None:
+    """See that a journal was written by a version that we understand.
+
+    Raises:
+        UserError: it was not.
+    """
+    if starts and starts[-1].schema != SCHEMA:
+        raise UserError(
+            f"the journal has the form {starts[-1].schema}, and this version of Phalanx knows {SCHEMA}",
+            cure="use the version that wrote it, or another journal",
+            field="run.journal",
+            value=str(place),
+        )
+
 
 _RETRY_S = 0.05
 
@@ -62,7 +159,7 @@ class Journal:
         self._turn = threading.Lock()
         self.epoch = epoch
         with connection.begin():
-            self._last = rows.last_sequence(connection, job)
+            self._last = places.last_sequence(connection, job)
         self._is_last_known = True
 
     @property
@@ -112,7 +209,7 @@ class Journal:
             connection = self._place.connect()
         try:
             with told(self._place):
-                yield from rows.each(connection, self._job, from_sequence)
+                yield from places.each(connection, self._job, from_sequence)
         finally:
             with suppress(sa.exc.DBAPIError):
                 connection.close()
@@ -152,18 +249,18 @@ class Journal:
         """One try; gives the sequence of the last entry."""
         connection = self._connected()
         with connection.begin():
-            if rows.newest_epoch(connection, self._job) != self.epoch:
+            if places.newest_epoch(connection, self._job) != self.epoch:
                 raise JournalLostError(f"another driver writes {self._place}: this one ({self.epoch}) has to end")
             entries = _numbered(drafts, self._last + 1, self.epoch)
             if not self._is_last_known:
                 # Of a connection that broke it is not known whether the commit had been done. If so the same is not
                 # appended again, and anything else comes after it.
-                there = rows.chunk(connection, self._job, self._last + 1, len(drafts) + 1)
+                there = places.chunk(connection, self._job, self._last + 1, len(drafts) + 1)
                 if there == entries:
                     return entries[-1].sequence
                 if there:
-                    entries = _numbered(drafts, rows.last_sequence(connection, self._job) + 1, self.epoch)
-            rows.add_entries(connection, self._job, entries)
+                    entries = _numbered(drafts, places.last_sequence(connection, self._job) + 1, self.epoch)
+            places.add_entries(connection, self._job, entries)
         return entries[-1].sequence
 
     def _connected(self) -> sa.Connection:
@@ -246,7 +343,7 @@ def _holder(place: Place, job: str) -> str:
     try:
         connection = place.connect()
         with connection, connection.begin():
-            start = rows.starts(connection, job)[-1]
+            start = places.starts(connection, job)[-1]
     except (sa.exc.DBAPIError, UserError, IndexError):  # it has only just begun
         return ""
     return f" (process {start.pid} on {start.host})"
@@ -256,9 +353,9 @@ def _begin(place: Place, connection: sa.Connection, job: str, clock: Clock) -> i
     """Take the next epoch."""
     place.create(connection)
     with connection.begin():
-        earlier = rows.starts(connection, job)
+        earlier = places.starts(connection, job)
         check_schema(place, earlier)
         epoch = earlier[-1].epoch + 1 if earlier else 1
         start = DriverStart(epoch, clock.unix_s(), socket.gethostname(), os.getpid(), SCHEMA)
-        rows.add_start(connection, job, start)
+        places.add_start(connection, job, start)
     return epoch

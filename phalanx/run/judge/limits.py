@@ -21,8 +21,7 @@ from typing import Literal
 from pydantic import Field
 
 from phalanx.core.config import Config
-from phalanx.run.heartbeats import ORDINARY_PHASES
-from phalanx.run.messages import Heartbeat, WorkerState
+from phalanx.run.messages import ORDINARY_PHASES, Heartbeat, WorkerState
 
 RECENT = 64
 """Times of steps whose median is the usual one."""

@@ -1,4 +1,6 @@
-"""Whether a rank stands still: what successive looks at it say, while it makes no step. Pure; torch-free.
+"""Stacks as faulthandler and py-spy write them, taken apart; and what of them is compared.
+
+Whether a rank stands still: what successive looks at it say, while it makes no step.
 
 No step for a while is no hang. A rank moves when any of this is seen between two looks (`RankStillness`):
 
@@ -21,10 +23,92 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from phalanx.run.judge.stack_text import Frame, is_in_backward, waits_for_peers, without_lines
+_FAULTHANDLER_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-fA-F]+.{0,80}most recent call first")
+_FAULTHANDLER_FRAME = re.compile(
+    r'\s{1,8}File "(?P<file>[^"]{1,1000})", line (?P<line>\d+|\?\?\?) in (?P<name>.{1,300})'
+)
+_PY_SPY_THREAD = re.compile(
+    r'Thread (?:0x[0-9a-fA-F]+|\d+)\s{0,4}\((?:active|idle)[^)]{0,20}\)(?:: "(?P<name>[^"]{0,200})")?'
+)
+_PY_SPY_FRAME = re.compile(r"\s{1,8}(?P<name>[^\s(].{0,300}?) \((?P<file>[^()]{1,1000}?)(?::(?P<line>\d+))?\)$")
+_NOISE = re.compile(r"0x[0-9a-fA-F]+|\d+")
+_LONGEST = 200_000
+_WAITS = re.compile(
+    r"\(distributed/(?:distributed_c10d|c10d_logger|_functional_collectives)|^(?:_engine_run_backward|wait_tensor) "
+    r"|^synchronize \((?:cuda|accelerator)/|^wait_for_everyone \(accelerate/",
+)
+"""Functions of torch in which a rank waits for others; gradients are reduced inside of backward.
+
+By their files: what a user calls ``send`` or ``barrier`` may do anything, and calls one of these if it waits.
+"""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One function on a stack; `file` is the end of its path: the folder and the name."""
+
+    name: str
+    file: str
+    line: str = ""
+
+    def __str__(self) -> str:
+        """Such as ``backward (torch/_tensor.py:525)``."""
+        return f"{self.name} ({self.file}:{self.line})" if self.line else f"{self.name} ({self.file})"
+
+
+def main_stack(text: str) -> tuple[Frame, ...]:
+    """The frames of the main thread, innermost first; empty if there is none to be seen.
+
+    Of faulthandler's threads the main one is the last, of py-spy's the one named MainThread, else the first. A text of
+    another form is taken line by line, without numbers.
+    """
+    threads = _threads(text[:_LONGEST])
+    if not threads:
+        return tuple(Frame(_NOISE.sub("#", line.strip()), "") for line in text[:_LONGEST].splitlines() if line.strip())
+    named = [frames for name, frames in threads if name == "MainThread"]
+    is_py_spy = any(name is not None for name, _ in threads)
+    return tuple((named or [threads[0 if is_py_spy else -1][1]])[0])
+
+
+def without_lines(frames: tuple[Frame, ...]) -> tuple[str, ...]:
+    """Functions and files alone: what stacks are clustered by."""
+    return tuple(f"{frame.name} ({frame.file})" for frame in frames)
+
+
+def waits_for_peers(frames: Sequence[Frame]) -> bool:
+    """Whether a thread with this stack is in a collective, or may be."""
+    return any(_WAITS.search(text) for text in without_lines(tuple(frames)))
+
+
+def has_ended(frames: Sequence[Frame]) -> bool:
+    """Whether the main thread has this stack because its script is over, and Python waits for other threads."""
+    return bool(frames) and frames[0].name == "_shutdown" and frames[0].file.endswith("threading.py")
+
+
+def is_in_backward(frames: Sequence[Frame]) -> bool:
+    """Whether the innermost function is torch's own backward, compiled code that computes as often as it waits."""
+    return bool(frames) and frames[0].name == "_engine_run_backward"
+
+
+def _threads(text: str) -> list[tuple[str | None, list[Frame]]]:
+    """Threads in order; the name is None for faulthandler's, and for py-spy's what it says, or empty."""
+    threads: list[tuple[str | None, list[Frame]]] = []
+    for line in text.splitlines():
+        if _FAULTHANDLER_THREAD.match(line):
+            threads.append((None, []))
+        elif (header := _PY_SPY_THREAD.match(line)) is not None:
+            threads.append((header["name"] or "", []))
+        elif threads and (frame := _FAULTHANDLER_FRAME.match(line) or _PY_SPY_FRAME.match(line)) is not None:
+            threads[-1][1].append(Frame(frame["name"].strip(), _tail(frame["file"]), frame["line"] or ""))
+    return threads
+
+
+def _tail(path: str) -> str:
+    return "/".join(path.replace("\\", "/").split("/")[-2:])
+
 
 LOOK_S = 5.0
 """Between two looks at a rank."""

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from phalanx.run.judge.flight import FlightRecord, MemberTexts, read_record
-from phalanx.run.judge.stack_text import Frame, has_ended, main_stack, waits_for_peers, without_lines
+from phalanx.run.judge.still import Frame, has_ended, main_stack, waits_for_peers, without_lines
 from phalanx.run.judge.wave_front import Blame, blame
 from phalanx.run.messages import RankEvidence
 

@@ -4,13 +4,19 @@ Every line stands as ``2026-11-21T20:53:18.123Z [rank 3] text``. A segment that 
 number; nothing is renamed, so a reader that follows loses nothing. The oldest segments of a rank, of whatever attempt,
 go when all together would take more than is to be kept. Lines are handed to the system at once, without fsync: a killed
 process loses none, a power cut the last seconds.
+
+Reading log files while they are written: their last lines, and following them over segments and attempts.
+
+A folder holds the logs of one host, or folders of hosts that do. Lines of several ranks come in the order of their
+times, as far as they are there together.
 """
 
 from __future__ import annotations
 
+import heapq
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -194,3 +200,199 @@ def _size_of(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+_BLOCK_BYTES = 1 << 18
+
+
+def last_lines(folder: Path, rank: int | None, count: int) -> list[Line]:
+    """The last `count` lines of a rank (None: of all ranks together), whatever attempts they are of."""
+    return _last([list(_newest(rank, path, count)) for rank, path in rank_folders(folder, rank)], count)
+
+
+class Follower:
+    """Lines as they are written, call by call.
+
+    Args:
+        rank: None: all, also those that begin later.
+        last: begin with so many of the lines that are there, as `last_lines` gives them; None: with the first.
+        since_unix_s: leave out lines that are older.
+    """
+
+    def __init__(
+        self, folder: Path, rank: int | None = None, *, last: int | None = None, since_unix_s: float = 0.0
+    ) -> None:
+        self._folder, self._rank, self._since_unix_s = folder, rank, since_unix_s
+        self._files: dict[Path, _RankFile] = {}
+        self._first: list[Line] = []
+        if last is not None:
+            there = rank_folders(folder, rank)
+            self._files = {path: _RankFile(number, path, at_end=True) for number, path in there}
+            self._first = _last([self._files[path].newest(last) for _, path in there], last)
+
+    def poll(self) -> list[Line]:
+        """The lines that have come since the last call, up to some megabytes; empty: there are none now."""
+        while True:
+            lines = self._next()
+            if kept := [line for line in lines if line.unix_s >= self._since_unix_s]:
+                return kept
+            if not lines:
+                return []
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _next(self) -> list[Line]:
+        first, self._first = self._first, []
+        for rank, path in rank_folders(self._folder, self._rank):
+            if path not in self._files:
+                self._files[path] = _RankFile(rank, path)
+        return [*first, *heapq.merge(*(file.poll() for file in self._files.values()), key=_time)]
+
+
+async def follow(
+    folder: Path,
+    rank: int | None,
+    wait: Callable[[], Awaitable[object]],
+    *,
+    last: int | None = None,
+    since_unix_s: float = 0.0,
+) -> AsyncIterator[Line]:
+    """Lines as they are written, for ever.
+
+    Args:
+        folder, rank, last, since_unix_s: as for `Follower`.
+        wait: awaited when there is nothing new, such as ``lambda: asyncio.sleep(0.2)``; what it raises ends this.
+    """
+    follower = Follower(folder, rank, last=last, since_unix_s=since_unix_s)
+    try:
+        while True:
+            lines = follower.poll()
+            for line in lines:
+                yield line
+            if not lines:
+                await wait()
+    finally:
+        follower.close()
+
+
+class _RankFile:
+    """The log of one rank: the segment that is being read, and how far."""
+
+    def __init__(self, rank: int, folder: Path, *, at_end: bool = False) -> None:
+        self._rank, self._folder = rank, folder
+        self._segment: Segment | None = None
+        self._descriptor = -1
+        self._partial = b""
+        if at_end and (there := segments(folder)):
+            self._open(there[-1])
+            self._skip_whole_lines()
+
+    def poll(self) -> list[Line]:
+        """New lines, up to a block of them, or none."""
+        while True:
+            there = segments(self._folder)  # before reading: once there is a later segment, this one is complete
+            if self._descriptor >= 0 and (lines := self._read()) is not None:
+                return lines
+            later = [segment for segment in there if self._segment is None or segment > self._segment]
+            if not later:
+                return []
+            torn = self._torn()
+            self._open(later[0])
+            if torn:
+                return torn
+
+    def newest(self, count: int) -> list[Line]:
+        """The last `count` lines before the place where reading stands, newest first."""
+        if self._segment is None or self._descriptor < 0:
+            return []
+        return list(
+            _newest(self._rank, self._folder, count, (self._segment, os.lseek(self._descriptor, 0, os.SEEK_CUR)))
+        )
+
+    def close(self) -> None:
+        """Close the segment."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _open(self, segment: Segment) -> None:
+        self.close()
+        self._segment, self._partial = segment, b""
+        try:
+            self._descriptor = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:  # it was the oldest, and has just gone
+            self._descriptor = -1
+
+    def _read(self) -> list[Line] | None:
+        """Whole lines of the next blocks; None: at the end of what is there."""
+        while block := os.read(self._descriptor, _BLOCK_BYTES):
+            *lines, self._partial = (self._partial + block).split(b"\n")
+            if lines:
+                return [self._line(line) for line in lines]
+        return None
+
+    def _torn(self) -> list[Line]:
+        """The end of a segment whose writer died within a line."""
+        return [self._line(self._partial)] if self._partial else []
+
+    def _line(self, raw: bytes) -> Line:
+        return parsed(raw, self._rank, self._segment.attempt if self._segment else 0)
+
+    def _skip_whole_lines(self) -> None:
+        if self._descriptor < 0:
+            return
+        size = os.lseek(self._descriptor, 0, os.SEEK_END)
+        start = size
+        while start > 0:
+            begin = max(start - _BLOCK_BYTES, 0)
+            cut = os.pread(self._descriptor, start - begin, begin).rfind(b"\n")
+            if cut >= 0:
+                start = begin + cut + 1
+                break
+            start = begin
+        os.lseek(self._descriptor, start, os.SEEK_SET)
+
+
+def _time(line: Line) -> float:
+    return line.unix_s
+
+
+def _last(newest: list[list[Line]], count: int) -> list[Line]:
+    """Of lines of each rank, newest first, the last `count` of all, in order."""
+    return list(heapq.merge(*(lines[::-1] for lines in newest), key=_time))[-count:] if count > 0 else []
+
+
+def _newest(rank: int, folder: Path, count: int, end: tuple[Segment, int] | None = None) -> Iterator[Line]:
+    """The last `count` lines of one rank, newest first; of those before a byte of a segment, if one is given."""
+    there = [segment for segment in segments(folder) if end is None or segment <= end[0]]
+    for segment in reversed(there):
+        for raw in _backwards(segment.path, end[1] if end and segment == end[0] else None):
+            if count <= 0:
+                return
+            count -= 1
+            yield parsed(raw, rank, segment.attempt)
+
+
+def _backwards(path: Path, size: int | None) -> Iterator[bytes]:
+    """Lines of the first `size` bytes of a file, the last first; without their ends."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        start, rest, is_end = file.seek(0, os.SEEK_END) if size is None else size, b"", True
+        while start > 0:
+            begin = max(start - _BLOCK_BYTES, 0)
+            file.seek(begin)
+            block = file.read(start - begin) + rest
+            if is_end:
+                block, is_end = block.removesuffix(b"\n"), False
+            rest, *lines = block.split(b"\n")
+            yield from reversed(lines)
+            start = begin
+        if rest or not is_end:
+            yield rest

@@ -1,9 +1,16 @@
-"""Bytes that a rank writes become lines of text. Pure, torch-free."""
+"""Bytes that a rank writes become lines of text.
+
+The newest lines of ranks, for heartbeats and for reports; bounded, and what is left out is counted.
+"""
 
 from __future__ import annotations
 
 import html
 import re
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+from phalanx.run.messages import LogLine
 
 MAX_LINE_BYTES = 16 << 10
 """A longer line is cut, with a note of how much is missing."""
@@ -88,3 +95,108 @@ def escape_for_html(text: str) -> str:
 def cut(text: str, most: int) -> str:
     """At most `most` characters of `text`, with a mark where some are missing."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+OUTPUT_BYTES = 512 << 10
+"""Of lines, that one heartbeat of each host of a job may carry, all hosts together."""
+
+_LEAST_BYTES = 4 << 10
+_LINE_BYTES = 32
+"""Of a message, for a line besides its text."""
+
+_LEAST_CHARS = 256
+
+
+def share_of(hosts: int) -> int:
+    """Bytes of lines that a heartbeat may carry, of a job of so many hosts."""
+    return max(OUTPUT_BYTES // max(hosts, 1), _LEAST_BYTES)
+
+
+class Tails:
+    """The newest lines of each rank.
+
+    Args:
+        kept_lines: of each rank that are kept for reports.
+
+    Attributes:
+        heartbeat_bytes: of lines that one heartbeat carries at most.
+        on_full: called, once until `sent`, when half of them are there: whoever sends them then loses none. Where
+            heartbeats carry little, since there are many hosts, it is not called: a log says more than people read.
+    """
+
+    def __init__(self, heartbeat_bytes: int = _LEAST_BYTES, *, kept_lines: int = 50) -> None:
+        self.heartbeat_bytes, self._kept_lines = heartbeat_bytes, kept_lines
+        self.on_full: Callable[[], None] = lambda: None
+        self._new: dict[int, deque[str]] = {}
+        self._bytes: Counter[int] = Counter()
+        self._kept: dict[int, deque[str]] = {}
+        self._dropped: Counter[int] = Counter()
+        self._total_bytes = 0
+        self._is_told = False
+
+    def add(self, rank: int, lines: Sequence[str]) -> None:
+        """Lines that a rank has written."""
+        self._kept.setdefault(rank, deque(maxlen=self._kept_lines)).extend(lines[-self._kept_lines :])
+        most_chars = max(_LEAST_CHARS, self.heartbeat_bytes // 8)
+        for line in lines:
+            text = cut(line, most_chars)
+            self._new.setdefault(rank, deque()).append(text)
+            self._count(rank, _cost_bytes(text))
+            if self._total_bytes > self.heartbeat_bytes // 2 >= 8 * _LEAST_BYTES and not self._is_told:
+                self._is_told = True
+                self.on_full()
+            if self._total_bytes > self.heartbeat_bytes:
+                self._leave_out()
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing new has been written."""
+        return not self._new
+
+    def newest(self) -> list[LogLine]:
+        """The newest lines since `sent`, in the order of ranks; where some of a rank's were left out, a line says so
+        before the others.
+        """
+        return [line for rank in sorted(self._new) for line in self._newest(rank)]
+
+    def sent(self) -> None:
+        """The newest lines are on their way."""
+        self._new.clear()
+        self._bytes.clear()
+        self._dropped.clear()
+        self._total_bytes, self._is_told = 0, False
+
+    def last(self, rank: int) -> list[str]:
+        """The newest lines of a rank, whole."""
+        return list(self._kept.get(rank, ()))
+
+    def forget(self) -> None:
+        """Nothing is kept for reports any more, as when an attempt begins."""
+        self._kept.clear()
+
+    def _count(self, rank: int, bytes_: int) -> None:
+        self._bytes[rank] += bytes_
+        self._total_bytes += bytes_
+
+    def _leave_out(self) -> None:
+        """Of those who have written most, the oldest lines; each keeps one."""
+        for rank, _ in self._bytes.most_common():
+            new = self._new[rank]
+            while len(new) > 1 and self._total_bytes > self.heartbeat_bytes:
+                self._count(rank, -_cost_bytes(new.popleft()))
+                self._dropped[rank] += 1
+
+    def _newest(self, rank: int) -> list[LogLine]:
+        dropped = self._dropped[rank]
+        missing = [LogLine(rank, left_out(dropped))] if dropped else []
+        return missing + [LogLine(rank, text) for text in self._new[rank]]
+
+
+def left_out(count: int) -> str:
+    """What is said in the place of so many lines."""
+    words = "one more line is" if count == 1 else f"{count:,} more lines are"
+    return f"… {words} in the log"
+
+
+def _cost_bytes(text: str) -> int:
+    return _LINE_BYTES + (len(text) if text.isascii() else len(text.encode(errors="replace")))

@@ -13,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from phalanx.core.tasks import told
 from phalanx.run.logs.files import RankLog
-from phalanx.run.logs.lines import LineSplitter
-from phalanx.run.logs.tails import Tails
+from phalanx.run.logs.lines import LineSplitter, Tails
 
 _BLOCK_BYTES = 1 << 16
 _PIPE_BYTES = 1 << 20

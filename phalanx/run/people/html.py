@@ -11,14 +11,12 @@ from datetime import UTC, datetime
 from urllib.parse import quote
 
 from phalanx.core.units import duration, size
-from phalanx.run.incidents.facts import Incident
-from phalanx.run.incidents.page import to_html
-from phalanx.run.incidents.store import Summary
+from phalanx.run.incidents.report import Incident
+from phalanx.run.incidents.store import Summary, to_html
 from phalanx.run.logs.lines import cut, escape_for_html
 from phalanx.run.people import words
-from phalanx.run.people.hub import Item, Told, Wrote
-from phalanx.run.people.overview import HostView, Overview
-from phalanx.run.people.panel import doing
+from phalanx.run.people.hub import HostView, Item, Overview, Told, Wrote
+from phalanx.run.people.view import doing
 
 REFRESH_S = 3
 

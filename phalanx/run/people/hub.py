@@ -1,6 +1,10 @@
-"""What has been said lately, in order, for all who read it: alerts, incidents, lines of ranks. Torch-free.
+"""What has been said lately, in order, for all who read it: alerts, incidents, lines of ranks.
 
 Lines are kept apart from the rest, so that a job that writes much does not drive out its alerts.
+
+A job at one moment, for people: what `status` prints, the live view shows and the API answers.
+
+Where a view gets what it shows: from the driver in this process, or over its API.
 """
 
 from __future__ import annotations
@@ -10,13 +14,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from itertools import takewhile
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
 from phalanx.run.decide import actions
 from phalanx.run.decide.actions import Action
-from phalanx.run.messages import Evidence, LogLine, WorkerEnded
+from phalanx.run.messages import Evidence, HostState, LogLine, WorkerEnded, WorkerState
 from phalanx.run.now import Now
 
 Level = Literal["info", "warning", "error", "good"]
@@ -154,3 +158,113 @@ class Hub:
 
 def _bytes_of(text: str) -> int:
     return _ITEM_BYTES + len(text)
+
+
+class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Any part of it."""
+
+
+class HostView(Value, frozen=True):
+    """One host.
+
+    Attributes:
+        state: as `phalanx.run.decide.state.HostState`.
+        why: it is in this state; empty: nothing to say.
+        leaves: why it shall leave; empty: it stays.
+        address: where workers of other hosts reach it.
+        place: among the hosts of the attempt; -1: it has no ranks.
+        ranks: of the attempt, here.
+        silent_s: since it was last heard of; negative: never by this driver.
+        is_checking: it is being tested.
+        seen: its last report; None: there is none.
+        workers: by its last report.
+    """
+
+    name: str
+    state: str
+    why: str = ""
+    leaves: str = ""
+    rack: str = ""
+    address: str = ""
+    place: int = -1
+    ranks: tuple[int, ...] = ()
+    silent_s: float = -1.0
+    is_checking: bool = False
+    seen: HostState | None = None
+    workers: tuple[WorkerState, ...] = ()
+
+
+class IncidentView(Value, frozen=True):
+    """The incident that is open."""
+
+    number: int
+    age_s: float
+    why: str
+
+
+class Overview(Value, frozen=True):
+    """A job at one moment.
+
+    Attributes:
+        unix_s: when.
+        phase: as `phalanx.run.decide.state.Phase`.
+        phase_s: for so long.
+        hosts_wanted: that take part when all is well.
+        hosts: all of them, or of very many only some, those in trouble first; hosts_by_state counts all.
+        step: the newest that any rank has done; -1: none is known.
+        steps_per_s: over the last minute, of this attempt; negative: not known.
+        step_age_s: since the last step; negative: not known.
+        quiet_s: since anything of the job moved, a step or else; limit_s: after which it is looked into; negative: not
+            known.
+        age_s: since the job began.
+        training_s: of that, while an attempt has made steps.
+        recoveries: so far.
+        incidents: so far.
+        status: with which the job has ended; None: it has not.
+        ended: why.
+    """
+
+    job: str
+    unix_s: float
+    phase: str
+    phase_s: float
+    attempt: int
+    world_size: int
+    hosts_wanted: int
+    workers_per_host: int
+    hosts: tuple[HostView, ...]
+    hosts_by_state: dict[str, int] = {}
+    step: int = -1
+    steps_per_s: float = -1.0
+    step_age_s: float = -1.0
+    quiet_s: float = -1.0
+    limit_s: float = -1.0
+    age_s: float = 0.0
+    training_s: float = 0.0
+    recoveries: int = 0
+    incidents: int = 0
+    incident: IncidentView | None = None
+    version: str = ""
+    advise_only: bool = False
+    status: int | None = None
+    ended: str = ""
+
+
+SHOWN_HOSTS = 256
+"""So many hosts a source shows, those in trouble first: a view is looked at, and 12,500 rows are not."""
+
+
+class Source(Protocol):
+    """One job."""
+
+    async def overview(self) -> Overview:
+        """The job now.
+
+        Raises:
+            OSError: the driver cannot be reached; it may be again.
+        """
+        ...
+
+    def follow(self, number: int) -> AsyncIterator[Item]:
+        """What is said after this number; ends, or raises OSError, where the driver cannot be reached any more."""
+        ...

@@ -12,8 +12,7 @@ from rich.text import Text
 from phalanx.core.units import duration
 from phalanx.run.logs.lines import strip_ansi
 from phalanx.run.messages import Interface
-from phalanx.run.people.hub import Item, Told, Wrote
-from phalanx.run.people.overview import HostView, Overview
+from phalanx.run.people.hub import HostView, Item, Overview, Told, Wrote
 from phalanx.run.secrets import scrub_text
 
 Ranks = Literal["0", "all", "none"]

@@ -1,12 +1,23 @@
-"""The cluster's API through the official client: plain dictionaries in and out, one kind of error. Torch-free.
+"""The cluster's API through the official client: plain dictionaries in and out, one kind of error.
 
 Answers are taken as JSON and not as the client's classes: those refuse what a later version of the API has added. Every
 call blocks, for a limited time.
+
+What a pod or a Job of the API says. functions,.
+
+Pods as the cluster says they are, told in the driver's event loop whatever becomes of the connection.
+
+A thread lists all pods and then follows changes from that version of the list on. When the server has forgotten the
+version (status 410), ends the watch, refuses or is gone, it lists again, so that nothing stays unseen.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -263,3 +274,205 @@ def _client() -> tuple[Any, Any]:
         cure = "pip install 'phalanx-train[kubernetes]'"
         raise UserError("needs the official client", cure=cure, field="run.backend", value="kubernetes") from None
     return client, config
+
+
+def is_over(pod: Object) -> bool:
+    """Whether its containers have ended for good."""
+    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+
+
+def node_of(pod: Object) -> str:
+    """Where it was placed; empty: nowhere yet."""
+    return str((pod.get("spec") or {}).get("nodeName") or "")
+
+
+def is_leaving(pod: Object) -> bool:
+    """Whether somebody has it ended."""
+    return bool(pod["metadata"].get("deletionTimestamp"))
+
+
+def grace_s(pod: Object) -> float:
+    """What it has to end, once it is leaving."""
+    return float(pod["metadata"].get("deletionGracePeriodSeconds") or 0)
+
+
+def why_gone(pod: Object) -> str:
+    """Why a pod has ended, as far as the cluster says."""
+    status = pod.get("status") or {}
+    parts = [_disruption(status), _reason(status), *_containers(status)]
+    where = f" on {node_of(pod)}" if node_of(pod) else ""
+    said = "; ".join(part for part in parts if part)
+    return f"pod {pod['metadata']['name']}{where} has ended{': ' + said if said else ''}"
+
+
+def why_leaving(pod: Object) -> str:
+    """Why a pod is being ended that nobody has heard of again."""
+    said = _disruption(pod.get("status") or {})
+    where = f"node {node_of(pod)}" if node_of(pod) else "the cluster"
+    why = f" ({said})" if said else ""
+    return f"pod {pod['metadata']['name']} was to end{why}, and {where} has not confirmed it in time"
+
+
+def why_waiting(pod: Object) -> str:
+    """What keeps a pod from starting, if it is something that a person may have to change; else empty."""
+    status = pod.get("status") or {}
+    for each in status.get("conditions") or []:
+        if each.get("type") == "PodScheduled" and each.get("reason") == "Unschedulable":
+            return f"it cannot be placed: {each.get('message', '')}"
+    for each in status.get("containerStatuses") or []:
+        waiting = (each.get("state") or {}).get("waiting") or {}
+        if waiting.get("reason") not in (None, "", "ContainerCreating", "PodInitializing"):
+            return f"{waiting['reason']}: {waiting.get('message', '')}"
+    return ""
+
+
+def indexes(text: str | None) -> set[int]:
+    """Those that ``1,3-5`` stands for, as a Job's status lists its finished ones."""
+    found: set[int] = set()
+    for part in (text or "").split(","):
+        first, _, last = part.partition("-")
+        if first:
+            found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
+def finished_indexes(job: Object) -> set[int]:
+    """Those of a Job's that have ended, either way."""
+    status = job.get("status") or {}
+    return indexes(status.get("completedIndexes")) | indexes(status.get("failedIndexes"))
+
+
+def has_ended(job: Object) -> bool:
+    """Whether a Job is over, or somebody has ended it."""
+    conditions = (job.get("status") or {}).get("conditions") or []
+    ends = ("Complete", "Failed", "FailureTarget", "SuccessCriteriaMet", "Suspended")
+    is_over = any(each.get("type") in ends and each.get("status") == "True" for each in conditions)
+    return is_over or bool(job["metadata"].get("deletionTimestamp"))
+
+
+def _disruption(status: Object) -> str:
+    """What the cluster itself does to a pod: a drained node, a lost one, preemption."""
+    for each in status.get("conditions") or []:
+        if each.get("type") == "DisruptionTarget" and each.get("status") == "True":
+            return f"{each.get('reason', '')}: {each.get('message', '')}".strip(": ")
+    return ""
+
+
+def _reason(status: Object) -> str:
+    return f"{status.get('reason') or ''}: {status.get('message') or ''}".strip(": ")
+
+
+def _containers(status: Object) -> list[str]:
+    found = []
+    for each in status.get("containerStatuses") or []:
+        ended = (each.get("state") or {}).get("terminated")
+        if ended:
+            reason = ended.get("reason") or ""
+            last = (ended.get("message") or "").strip().splitlines()[-1:]
+            number = f"signal {ended['signal']}" if ended.get("signal") else f"exit status {ended.get('exitCode')}"
+            found.append(", ".join([f"{reason} ({number})" if reason else number, *last]))
+    return found
+
+
+_log = logging.getLogger(__name__)
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
+BETWEEN_S = 0.2  # so that a server that ends every watch at once is not asked without pause
+DENIED = (401, 403)
+GONE = 410
+
+
+class PodWatch:
+    """Follows the pods of a selector in a thread of its own.
+
+    Args:
+        listed: called with all pods, and all Jobs, as they are at one moment.
+        changed: called with a pod that is new, has changed, or is gone (then True).
+        first_wait_s: before the first new try after an error; doubles with each.
+    """
+
+    def __init__(
+        self,
+        api: ClusterApi,
+        selector: str,
+        listed: Callable[[list[Object], list[Object]], None],
+        changed: Callable[[Object, bool], None],
+        first_wait_s: float = FIRST_WAIT_S,
+    ) -> None:
+        self._api, self._selector = api, selector
+        self._listed, self._changed = listed, changed
+        self._first_wait_s = first_wait_s
+        self._loop = asyncio.get_running_loop()
+        self._stopped = threading.Event()
+        self._problem = ""
+        self._thread = threading.Thread(target=self._run, name="kubernetes-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Tell nothing more, and end the thread; one that does not end by itself is left behind."""
+        self._stopped.set()
+        self._api.stop_watching()
+        await asyncio.to_thread(self._thread.join, 5.0)
+
+    def _run(self) -> None:
+        wait_s = self._first_wait_s
+        while not self._stopped.is_set():
+            try:
+                for _ in self._follow():
+                    wait_s = self._first_wait_s
+            except ClusterError as error:
+                if error.status != GONE and not self._stopped.is_set():
+                    self._tell(error)
+                    self._stopped.wait(max(error.retry_after_s, wait_s * random.uniform(0.8, 1.2)))
+                    wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+            except Exception:  # an answer that nobody expected: unseen pods would leave the job waiting for ever
+                _log.exception("pods cannot be followed; it is tried again")
+                self._stopped.wait(wait_s)
+                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+    def _follow(self) -> Iterator[None]:
+        """List, and then follow; yields after everything that worked."""
+        pods = self._api.pods(self._selector)
+        jobs = self._api.jobs(self._selector)
+        self._problem = ""
+        self._later(self._listed, list(pods.get("items") or []), jobs)
+        yield
+        version = pods["metadata"]["resourceVersion"]
+        while not self._stopped.is_set():
+            for event in self._api.watch_pods(self._selector, version):
+                if self._stopped.is_set():
+                    return
+                version = self._heard(event)
+                yield
+            self._stopped.wait(BETWEEN_S)
+
+    def _heard(self, event: Object) -> str:
+        """The version of the list that has been reached."""
+        what = event["object"]
+        if event["type"] == "ERROR":
+            raise ClusterError(str(what.get("message", what)), int(what.get("code", 0)))
+        if event["type"] in ("ADDED", "MODIFIED", "DELETED"):
+            self._later(self._changed, what, event["type"] == "DELETED")
+        return str(what["metadata"]["resourceVersion"])
+
+    def _tell(self, error: ClusterError) -> None:
+        """Once for each reason; while it lasts, nothing that happens to pods is seen."""
+        if str(error) != self._problem:
+            self._problem = str(error)
+            cure = (
+                "; the driver's account lacks the right, see docs/run_kubernetes.md" if error.status in DENIED else ""
+            )
+            _log.warning("pods cannot be followed: %s%s; it is tried again", error, cure)
+
+    def _later(self, call: Callable[..., None], *args: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._unless_stopped, call, *args)
+        except RuntimeError:  # the loop has ended
+            self._stopped.set()
+
+    def _unless_stopped(self, call: Callable[..., None], *args: Any) -> None:
+        if not self._stopped.is_set():
+            call(*args)

@@ -1,4 +1,6 @@
-"""Hosts that are pods; see docs/run_kubernetes.md for how driver and executors live in a cluster. Torch-free.
+"""The driver's own Job: its time, and what the next driver has to know.
+
+Hosts that are pods; see docs/run_kubernetes.md for how driver and executors live in a cluster.
 
 A host is an index of an Indexed Job. It is there from the moment that its Job is, whether or not its pod has been made
 or placed yet, and gone when its pod has ended: then it never comes again. What was given up stays with the driver's
@@ -13,22 +15,108 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from phalanx.core.errors import UserError
 from phalanx.core.tasks import told
 from phalanx.run.backends.base import Listener, Ordered
-from phalanx.run.backends.kubernetes import names, seen
-from phalanx.run.backends.kubernetes.api import ClusterApi, ClusterError, Object, connect
-from phalanx.run.backends.kubernetes.manifests import DRIVER_VARIABLE
+from phalanx.run.backends.kubernetes import manifests
+from phalanx.run.backends.kubernetes.api import (
+    DENIED,
+    FIRST_WAIT_S,
+    ClusterApi,
+    ClusterError,
+    Object,
+    PodWatch,
+    connect,
+    finished_indexes,
+    grace_s,
+    has_ended,
+    is_leaving,
+    is_over,
+    node_of,
+    why_gone,
+    why_leaving,
+    why_waiting,
+)
+from phalanx.run.backends.kubernetes.manifests import DRIVER_VARIABLE, executors
 from phalanx.run.backends.kubernetes.options import KubernetesOptions, read_options
-from phalanx.run.backends.kubernetes.own import OwnJob
-from phalanx.run.backends.kubernetes.pods import executors
-from phalanx.run.backends.kubernetes.watching import DENIED, FIRST_WAIT_S, PodWatch
 from phalanx.run.config import RunConfig
 from phalanx.run.now import read_clocks
 
 _log = logging.getLogger(__name__)
+
+
+class OwnJob:
+    """The Job that this driver's pod is of.
+
+    Args:
+        name: of the Job.
+        clock: seconds since 1970.
+
+    Attributes:
+        avoided: nodes that no pod of this job is to be placed on.
+    """
+
+    def __init__(self, api: ClusterApi, name: str, clock: Callable[[], float]) -> None:
+        self._api, self._name, self._clock = api, name, clock
+        self._found: Object | None = None
+        self._written: set[str] = set()
+        self.avoided: set[str] = set()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it has been looked at."""
+        return self._found is not None
+
+    async def look(self) -> None:
+        """Read it.
+
+        Raises:
+            ClusterError: the API refuses, or does not answer.
+        """
+        self._found = await asyncio.to_thread(self._api.job, self._name) or {}
+        annotations = self._found.get("metadata", {}).get("annotations") or {}
+        self._written = set(json.loads(annotations.get(manifests.EVICTED, "[]")))
+        self.avoided |= self._written
+
+    async def goes_on(self) -> bool:
+        """Whether another pod follows when this one is ended: somebody ends the pod, and not the Job."""
+        try:
+            found = await asyncio.to_thread(self._api.job, self._name)
+        except ClusterError as error:
+            _log.warning("it is not known why the driver's pod is ended, and so the job goes on: %s", error)
+            return True
+        return found is not None and not has_ended(found)
+
+    def left_s(self) -> int:
+        """Until the cluster ends it, at least 1; 0: never."""
+        found = self._found or {}
+        limit, start = found.get("spec", {}).get("activeDeadlineSeconds"), found.get("status", {}).get("startTime")
+        if not limit or not start:
+            return 0
+        return max(1, int(datetime.fromisoformat(start).timestamp() + limit - self._clock()))
+
+    def reference(self) -> Object | None:
+        """For what is to go when it goes; None: it is not there, since somebody has begun the driver otherwise."""
+        if not self._found:
+            return None
+        uid = self._found["metadata"]["uid"]
+        return {"apiVersion": "batch/v1", "kind": "Job", "name": self._name, "uid": uid, "controller": True}
+
+    async def write_avoided(self) -> None:
+        """Write down which nodes are avoided, for the next driver.
+
+        Raises:
+            ClusterError: the API refuses, or does not answer.
+        """
+        avoided = set(self.avoided)
+        if avoided != self._written and self._found:
+            text = json.dumps(sorted(avoided))
+            await asyncio.to_thread(self._api.annotate_job, self._name, {manifests.EVICTED: text})
+            self._written = avoided
+
 
 READY_S = 30.0
 """How long an order waits for the first list of pods before it fails, and is tried again."""
@@ -41,7 +129,7 @@ YOUNG_S = 60.0
 
 
 def check(config: RunConfig) -> None:
-    """For `phalanx.run.backends.choose`.
+    """For `phalanx.run.backends.base`.
 
     Raises:
         UserError: an option is wrong.
@@ -50,7 +138,7 @@ def check(config: RunConfig) -> None:
 
 
 def make(ordered: Ordered) -> KubernetesBackend:
-    """For `phalanx.run.backends.choose`.
+    """For `phalanx.run.backends.base`.
 
     Raises:
         UserError: the options are wrong, or this is no driver's pod.
@@ -142,7 +230,7 @@ class KubernetesBackend:
                 cure = "give its account the rights that docs/run_kubernetes.md names"
                 raise UserError(f"the cluster refuses the driver: {error}", cure=cure, field="run.backend") from None
             _log.warning("the cluster does not answer yet: %s", error)
-        selector = names.selector(self._base, "executor")
+        selector = manifests.selector(self._base, "executor")
         self._watch = PodWatch(self._api, selector, self._listed, self._pod_changed, self._first_wait_s)
         self._watch.start()
 
@@ -233,7 +321,7 @@ class KubernetesBackend:
         for wave in sorted(self._waves):
             while True:
                 try:
-                    await asyncio.to_thread(self._api.delete_job, names.wave_name(self._base, wave))
+                    await asyncio.to_thread(self._api.delete_job, manifests.wave_name(self._base, wave))
                     break
                 except ClusterError as error:
                     _log.warning("a Job cannot be removed: %s; it is tried again", error)
@@ -265,7 +353,7 @@ class KubernetesBackend:
 
     def _told(self, wave: int) -> Object:
         """What the entry of an executor's pod is given."""
-        where = names.service_host(self._base, self._api.namespace)
+        where = manifests.service_host(self._base, self._api.namespace)
         driver = f"{where}:{self._options.port}"
         return {"settings": self._settings, "base": self._base, "wave": wave, "driver": driver}
 
@@ -291,7 +379,7 @@ class KubernetesBackend:
 
     async def _cordon(self, node: str, why: str) -> None:
         try:
-            await asyncio.to_thread(self._api.cordon, node, {names.CORDONED_BY: f"{self._base}: {why}"})
+            await asyncio.to_thread(self._api.cordon, node, {manifests.CORDONED_BY: f"{self._base}: {why}"})
         except ClusterError as error:
             if error.status not in (*DENIED, 404):
                 raise
@@ -304,10 +392,10 @@ class KubernetesBackend:
         """Everything as it was at one moment: what is not in it is gone."""
         for job in jobs:
             self._begin_wave(job)
-        present = {names.host_of_pod(self._base, pod["metadata"]) for pod in pods}
+        present = {manifests.host_of_pod(self._base, pod["metadata"]) for pod in pods}
         for pod in pods:
             self._pod_changed(pod, False)
-        waves = {names.wave_of(job["metadata"]) for job in jobs}
+        waves = {manifests.wave_of(job["metadata"]) for job in jobs}
         now = asyncio.get_running_loop().time()
         for name, known in list(self._hosts.items()):
             if known.pod and name not in present:
@@ -320,18 +408,18 @@ class KubernetesBackend:
 
     def _lose_finished(self, job: Object, present: set[str | None]) -> None:
         """Hosts that have ended, and whose pods are not kept."""
-        for index in seen.finished_indexes(job):
-            name = names.host_name(self._base, names.wave_of(job["metadata"]), index)
+        for index in finished_indexes(job):
+            name = manifests.host_name(self._base, manifests.wave_of(job["metadata"]), index)
             if name in self._hosts and name not in present:
                 self._lose(name, "its pod had ended before the driver looked")
 
     def _begin_wave(self, job: Object) -> None:
-        wave = names.wave_of(job["metadata"])
+        wave = manifests.wave_of(job["metadata"])
         if not wave or wave in self._waves:
             return
         self._waves.add(wave)
         for index in range(int(job["spec"]["completions"])):
-            name = names.host_name(self._base, wave, index)
+            name = manifests.host_name(self._base, wave, index)
             if name not in self._gone and name not in self._hosts:
                 self._add(name, wave)
 
@@ -342,31 +430,31 @@ class KubernetesBackend:
         return self._hosts[name]
 
     def _pod_changed(self, pod: Object, is_removed: bool) -> None:
-        name = names.host_of_pod(self._base, pod["metadata"])
+        name = manifests.host_of_pod(self._base, pod["metadata"])
         if name is None:
             return
-        if is_removed or seen.is_over(pod):
-            self._lose(name, seen.why_gone(pod))
+        if is_removed or is_over(pod):
+            self._lose(name, why_gone(pod))
         elif name in self._gone:
             self._spawn(self._api.delete_pod, pod["metadata"]["name"])  # it is never used again
         else:
-            known = self._hosts.get(name) or self._add(name, names.wave_of(pod["metadata"]))
-            known.pod, known.node = pod["metadata"]["name"], seen.node_of(pod)
+            known = self._hosts.get(name) or self._add(name, manifests.wave_of(pod["metadata"]))
+            known.pod, known.node = pod["metadata"]["name"], node_of(pod)
             self._look_after(name, known, pod)
 
     def _look_after(self, name: str, known: _Host, pod: Object) -> None:
         """A pod that is there: whether it may stay, and whether people have to be told something."""
-        if seen.is_leaving(pod):
+        if is_leaving(pod):
             if known.overdue is None:
-                wait_s = seen.grace_s(pod) + self._unconfirmed_s
-                known.overdue = asyncio.get_running_loop().call_later(wait_s, self._lose, name, seen.why_leaving(pod))
+                wait_s = grace_s(pod) + self._unconfirmed_s
+                known.overdue = asyncio.get_running_loop().call_later(wait_s, self._lose, name, why_leaving(pod))
         elif known.unwanted:
             self._spawn(self._api.delete_pod, known.pod)
         elif known.node in self._own.avoided:
             known.unwanted = f"it was placed on {known.node}, which this job does not use any more"
             self._coming.discard(name)
             self._spawn(self._api.delete_pod, known.pod)
-        elif (waiting := seen.why_waiting(pod)) != known.said:
+        elif (waiting := why_waiting(pod)) != known.said:
             known.said = waiting
             if waiting:
                 _log.warning("pod %s waits: %s", known.pod, waiting)

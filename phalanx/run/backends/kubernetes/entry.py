@@ -17,9 +17,7 @@ from typing import Any, NoReturn
 
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_bytes
-from phalanx.run.backends.kubernetes.manifests import JOB_FOLDER, OWN_FOLDER
-from phalanx.run.backends.kubernetes.names import host_name
-from phalanx.run.backends.kubernetes.pods import SECRET_FOLDER
+from phalanx.run.backends.kubernetes.manifests import JOB_FOLDER, OWN_FOLDER, SECRET_FOLDER, host_name
 
 CRASHED = 70
 """Exit status of a driver that has a fault of its own (EX_SOFTWARE of sysexits.h): it is started again."""

@@ -1,23 +1,285 @@
-"""What the driver needs in a cluster, as manifests. Pure functions, torch-free."""
+"""Names of the job's objects in a cluster, and of its hosts. functions,.
+
+The executors' manifest: an Indexed Job for hosts that are asked for together. functions,
+
+A host that fails never comes again: its index has no restarts (``backoffLimitPerIndex: 0``), and the driver asks for a
+new one, in a new Job, which keeps off the nodes that were given up meanwhile. Within one Job that could not be: a
+template cannot be changed, a pod would come back under the same name, and only after a back-off of 10 s and more.
+
+What the driver needs in a cluster, as manifests. functions,.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from phalanx.run.backends.kubernetes.names import base_name, labels
-from phalanx.run.backends.kubernetes.options import KubernetesOptions, workers_per_host
-from phalanx.run.backends.kubernetes.pods import (
-    PRIVATE_FOLDER,
-    RUN_FOLDER,
-    Manifest,
-    as_user,
-    container,
-    mounts,
-    resources,
-    run_folder,
-    secrets,
-)
+from phalanx.run.backends.kubernetes.options import KubernetesOptions, Quantities, workers_per_host
 from phalanx.run.config import RunConfig, toml_value
+
+DOMAIN = "phalanx-train"
+"""Prefix of labels and annotations."""
+
+WAVE = f"{DOMAIN}/wave"
+EVICTED = f"{DOMAIN}/evicted-nodes"
+CORDONED_BY = f"{DOMAIN}/cordoned-by"
+INDEX = "batch.kubernetes.io/job-completion-index"
+
+_LONGEST = 50  # so that BASE-w999-99999, the host name of a pod, has no more than 63 characters
+
+
+def base_name(job: str) -> str:
+    """Name of a job's objects: ``phalanx-`` and the job's name, with a mark where that had to be changed."""
+    plain = re.sub(r"[^a-z0-9]+", "-", job.lower()).strip("-")
+    name = f"phalanx-{plain}"
+    if plain == job and len(name) <= _LONGEST:
+        return name
+    mark = hashlib.sha256(job.encode()).hexdigest()[:6]
+    return f"{name[: _LONGEST - len(mark) - 1].rstrip('-')}-{mark}"
+
+
+def labels(base: str, component: str) -> dict[str, str]:
+    """Of all objects of a job, or of one component: driver or executor."""
+    return {
+        "app.kubernetes.io/name": "phalanx",
+        "app.kubernetes.io/instance": base,
+        "app.kubernetes.io/component": component,
+    }
+
+
+def selector(base: str, component: str) -> str:
+    """For listing them."""
+    return ",".join(f"{key}={value}" for key, value in labels(base, component).items())
+
+
+def service_host(base: str, namespace: str) -> str:
+    """Where executors reach the driver; the certificate has to be for this name."""
+    return f"{base}.{namespace}.svc"
+
+
+def wave_name(base: str, wave: int) -> str:
+    """The Job with the hosts that were asked for together."""
+    return f"{base}-w{wave}"
+
+
+def host_name(base: str, wave: int, index: int) -> str:
+    """A host: also the host name of its pod, since those of an Indexed Job are called JOB-INDEX."""
+    return f"{wave_name(base, wave)}-{index}"
+
+
+def wave_of(metadata: dict[str, Any]) -> int:
+    """Which wave an object belongs to; 0: none."""
+    text = (metadata.get("labels") or {}).get(WAVE, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def host_of_pod(base: str, metadata: dict[str, Any]) -> str | None:
+    """Which host a pod is; None: it is none of this job's."""
+    index = (metadata.get("annotations") or {}).get(INDEX, "")
+    wave = wave_of(metadata)
+    return host_name(base, wave, int(index)) if wave and index.isdecimal() else None
+
+
+SECRET_FOLDER = "/etc/phalanx/secret"
+PRIVATE_FOLDER = "/run/phalanx"
+RUN_FOLDER = "/var/lib/phalanx"
+
+ENTRY = "phalanx.run.backends.kubernetes.entry"
+
+Manifest = dict[str, Any]
+
+
+def executors(
+    base: str,
+    wave: int,
+    count: int,
+    options: KubernetesOptions,
+    settings: Mapping[str, Any],
+    *,
+    avoid: Collection[str] = (),
+    owner: Manifest | None = None,
+    deadline_s: int = 0,
+) -> Manifest:
+    """The Job for `count` hosts.
+
+    Args:
+        settings: of `entry.run_executor`, the same for all.
+        avoid: names of nodes that they must not be placed on.
+        owner: reference to the driver's Job, with which they end; None: they have no owner.
+        deadline_s: from now the cluster ends them after so long; 0: never.
+    """
+    mine = {**options.labels, **labels(base, "executor"), WAVE: str(wave)}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {
+            "name": wave_name(base, wave),
+            "labels": mine,
+            **({"annotations": options.annotations} if options.annotations else {}),
+            **({"ownerReferences": [owner]} if owner else {}),
+        },
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": count,
+            "parallelism": count,
+            "backoffLimitPerIndex": 0,
+            "podReplacementPolicy": "Failed",
+            **({"activeDeadlineSeconds": deadline_s} if deadline_s else {}),
+            "template": {
+                "metadata": {"labels": mine, **({"annotations": options.annotations} if options.annotations else {})},
+                "spec": _executor_pod(base, options, settings, avoid),
+            },
+        },
+    }
+
+
+def _executor_pod(
+    base: str, options: KubernetesOptions, settings: Mapping[str, Any], avoid: Collection[str]
+) -> Manifest:
+    return {
+        **as_user(options),
+        "restartPolicy": "Never",
+        "enableServiceLinks": False,
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": options.grace_s,
+        "containers": [_executor_container(base, options, settings)],
+        "volumes": _executor_volumes(base, options),
+        "affinity": _affinity(base, options, avoid),
+        "tolerations": [*options.tolerations, *(_outlasts(options.node_lost_s))],
+        **({"nodeSelector": options.node_selector} if options.node_selector else {}),
+        **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if options.host_network else {}),
+        **({"priorityClassName": options.priority_class} if options.priority_class else {}),
+        **({"runtimeClassName": options.runtime_class} if options.runtime_class else {}),
+        **({"schedulerName": options.scheduler} if options.scheduler else {}),
+    }
+
+
+def _executor_container(base: str, options: KubernetesOptions, settings: Mapping[str, Any]) -> Manifest:
+    extra = [{"name": f"volume-{place}", "mountPath": path} for place, path in enumerate(options.volumes)]
+    return {
+        **container("executor", options, ["executor", json.dumps(settings, sort_keys=True)]),
+        "resources": resources(options.resources),
+        "env": [
+            {"name": "PHALANX_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            {"name": "PHALANX_NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+        ],
+        "volumeMounts": [*mounts(base), {"name": "shared-memory", "mountPath": "/dev/shm"}, *extra],
+        **({"securityContext": {"capabilities": {"add": list(options.capabilities)}}} if options.capabilities else {}),
+    }
+
+
+def _executor_volumes(base: str, options: KubernetesOptions) -> list[Manifest]:
+    limit = {"sizeLimit": options.shared_memory} if options.shared_memory else {}
+    return [
+        # Executors get the authority alone: the driver's key is the driver's.
+        secrets(base, options, {"ca.crt": "ca.crt"}),
+        {"name": "private", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}},
+        run_folder(options.claim if options.claim_is_shared else ""),
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory", **limit}},
+        *(
+            {"name": f"volume-{place}", "persistentVolumeClaim": {"claimName": claim}}
+            for place, claim in enumerate(options.volumes.values())
+        ),
+    ]
+
+
+def _affinity(base: str, options: KubernetesOptions, avoid: Collection[str]) -> Manifest:
+    found: Manifest = {}
+    if avoid:
+        # The API takes one name in each of these; those of a term have to hold together.
+        fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in sorted(avoid)]
+        terms = {"nodeSelectorTerms": [{"matchFields": fields}]}
+        found["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": terms}
+    if options.one_per_node:
+        apart = {
+            "labelSelector": {"matchLabels": labels(base, "executor")},
+            "topologyKey": "kubernetes.io/hostname",
+        }
+        found["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}
+    return found
+
+
+def _outlasts(node_lost_s: int) -> list[Manifest]:
+    """How long a pod stays bound to a node that the cluster cannot reach, or that is not ready."""
+    return [
+        {
+            "key": f"node.kubernetes.io/{taint}",
+            "operator": "Exists",
+            "effect": "NoExecute",
+            "tolerationSeconds": node_lost_s,
+        }
+        for taint in ("unreachable", "not-ready")
+    ]
+
+
+# What the driver's pod has too
+
+
+def container(name: str, options: KubernetesOptions, arguments: list[str]) -> Manifest:
+    """A container that runs our entry."""
+    from_secrets = [{"secretRef": {"name": name}} for name in options.environment_secrets]
+    return {
+        "name": name,
+        "image": options.image,
+        "command": [options.python, "-m", ENTRY, *arguments],
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        **({"imagePullPolicy": options.image_pull_policy} if options.image_pull_policy else {}),
+        **({"envFrom": from_secrets} if from_secrets else {}),
+    }
+
+
+def resources(amounts: Quantities) -> Manifest:
+    """The same as request and limit, so that nothing is taken away later."""
+    texts = {name: str(amount) for name, amount in amounts.items()}
+    return {"requests": texts, "limits": texts} if texts else {}
+
+
+def mounts(base: str) -> list[Manifest]:
+    """Of every container; several jobs can keep their run folders on one claim."""
+    return [
+        {"name": "secret", "mountPath": SECRET_FOLDER, "readOnly": True},
+        {"name": "private", "mountPath": PRIVATE_FOLDER},
+        {"name": "run", "mountPath": RUN_FOLDER, "subPath": base},
+    ]
+
+
+def secrets(base: str, options: KubernetesOptions, tls: Mapping[str, str]) -> Manifest:
+    """A volume with the job's token and files for TLS; no one but the pod's user, or its group, can read them."""
+    mode = 0o440 if options.user else 0o400
+    return {
+        "name": "secret",
+        "projected": {
+            "defaultMode": mode,
+            "sources": [
+                {"secret": {"name": base, "items": [{"key": "token", "path": "token"}]}},
+                {
+                    "secret": {
+                        "name": options.tls_secret,
+                        "items": [{"key": key, "path": path} for key, path in tls.items()],
+                    }
+                },
+            ],
+        },
+    }
+
+
+def run_folder(claim: str) -> Manifest:
+    """A volume for the run folder."""
+    return {"name": "run", **({"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}})}
+
+
+def as_user(options: KubernetesOptions) -> Manifest:
+    """Who the pod's processes are, and what images are fetched with."""
+    found: Manifest = {}
+    if options.user:
+        found["securityContext"] = {"runAsUser": options.user, "runAsGroup": options.user, "fsGroup": options.user}
+    if options.image_pull_secrets:
+        found["imagePullSecrets"] = [{"name": name} for name in options.image_pull_secrets]
+    return found
+
 
 JOB_FOLDER = "/etc/phalanx/job"
 OWN_FOLDER = f"{PRIVATE_FOLDER}/own"

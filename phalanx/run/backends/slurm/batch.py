@@ -16,8 +16,8 @@ from pathlib import Path
 
 from phalanx.core.errors import UserError
 from phalanx.run.backends.slurm import commands
-from phalanx.run.backends.slurm.nodes import Notes
-from phalanx.run.backends.slurm.options import SlurmOptions, read_options
+from phalanx.run.backends.slurm.backend import Notes
+from phalanx.run.backends.slurm.commands import SlurmOptions, read_options
 from phalanx.run.card import read_card
 from phalanx.run.config import load_job
 from phalanx.run.supervise import Supervisor

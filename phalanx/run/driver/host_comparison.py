@@ -1,6 +1,6 @@
 """Hosts of an attempt held against each other: whose own time is longer, and what the training interfaces carry.
 
-Soft state of the driver: only what is found becomes an event. Torch-free.
+Soft state of the driver: only what is found becomes an event.
 """
 
 from __future__ import annotations

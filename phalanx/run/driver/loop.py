@@ -1,4 +1,4 @@
-"""The driver's process: its event loop, on which executors, the back end, people and time meet. Torch-free."""
+"""The driver's process: its event loop, on which executors, the back end, people and time meet."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 from phalanx.run import messages
 from phalanx.run.backends.base import Backend
 from phalanx.run.decide import actions
-from phalanx.run.driver.commits import Aside
 from phalanx.run.driver.driver import Driver
+from phalanx.run.driver.write_ahead import Aside
 from phalanx.run.journal import JournalError, JournalLostError
 
 _log = logging.getLogger(__name__)
