@@ -12,9 +12,8 @@ import sys
 from dataclasses import asdict
 from typing import IO
 
-from phalanx.checks.contract import Check
+from phalanx.checks.contract import Check, CheckResult, failed
 from phalanx.checks.host import Host, host_from_settings
-from phalanx.checks.result import CheckResult, failed
 from phalanx.core.processes import die_with_parent, name_process
 
 _KILL_S = 1.0

@@ -12,9 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.checks.contract import Check
+from phalanx.checks.contract import Check, CheckResult, failed, passed, skipped
 from phalanx.checks.host import Host
-from phalanx.checks.result import CheckResult, failed, passed, skipped
 from phalanx.core.kernel_files import read_text
 from phalanx.core.process_table import parse_stat
 

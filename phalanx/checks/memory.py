@@ -1,31 +1,148 @@
-"""What a check remembers of this host from one time to the next: a small file each. Torch-free.
+"""The memory of the host: its size, errors and bandwidth, what of it is on a disk, and what is shared.
 
-A file takes the place of the one before at once. It is not forced to the disk: after a power failure the memory is lost
-and is learnt again, and a check that only reads must not wait for a disk.
+Size of the memory: a module that has failed makes it smaller after a boot.
+
+Errors of the memory that the kernel has counted since the boot (EDAC).
+
+Bandwidth of the memory: large copies, a thread for each core.
+
+Swap: a rank whose pages are on a disk makes all others wait.
+
+/dev/shm: loaders, gloo and NCCL pass data through it, and a full one ends them with SIGBUS.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-from pathlib import Path
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+
+from phalanx.checks.contract import Check, CheckResult, failed, passed, skipped
+from phalanx.checks.cpu import best_time
+from phalanx.checks.host import Host, recall, remember
+from phalanx.checks.thresholds import OtherWork, Threshold, given_threshold, hold, judge
+from phalanx.core.kernel_files import list_folder, parse_meminfo, read_number, read_text
+
+_SIZE_NAME = "memory-size"
+_SIZE_ACTION = "look for a memory module that failed: dmidecode -t memory"
+
+_SHARE = 0.98  # what the kernel takes for itself varies with its version
 
 
-def recall(cache: Path, name: str) -> dict[str, Any]:
-    """What `remember` has written last; empty where there is nothing that can be read."""
+def check_size(host: Host) -> CheckResult:
+    """Compare the memory with the most that was seen here."""
+    total_gib = parse_meminfo(read_text(host.proc / "meminfo") or "").get("MemTotal", 0) / 2**30
+    if not total_gib:
+        return skipped(_SIZE_NAME, "the system does not tell")
+    most_gib = float(recall(host.cache, _SIZE_NAME).get("most_gib", 0.0))
+    if total_gib > most_gib:
+        remember(host.cache, _SIZE_NAME, {"most_gib": total_gib})
+    own = Threshold(_SHARE * most_gib, f"{_SHARE:.0%} of {most_gib:.1f}, the most seen here") if most_gib else None
+    return hold(_SIZE_NAME, total_gib, "GiB", given_threshold(host, _SIZE_NAME) or own, _SIZE_ACTION)
+
+
+SIZE = Check(_SIZE_NAME, "no memory module is missing", "passive", check_size)
+
+
+_ERRORS_NAME = "memory-errors"
+_LIMIT = Threshold(0.0, "no error that ECC cannot correct is tolerable")
+
+
+def check_errors(host: Host) -> CheckResult:
+    """Add up the counters of all memory controllers."""
+    folders = [each for each in list_folder(host.sys / "devices/system/edac/mc") if (each / "ue_count").exists()]
+    if not folders:
+        return skipped(
+            _ERRORS_NAME, "the kernel counts no memory errors here (no ECC, a virtual machine, or no EDAC driver)"
+        )
+    bad = {each.name: read_number(each / "ue_count") or 0 for each in folders}
+    corrected = sum(read_number(each / "ce_count") or 0 for each in folders)
+    total = sum(bad.values())
+    names = ", ".join(
+        f"{name} ({read_text(host.sys / 'devices/system/edac/mc' / name / 'mc_name') or 'controller'})"
+        for name, count in bad.items()
+        if count
+    )
+    reason = f"{names} could not correct {total}; " if total else ""
+    return CheckResult(
+        _ERRORS_NAME,
+        "fail" if total else "pass",
+        f"{reason}{corrected} corrected since the boot",
+        float(total),
+        "uncorrected",
+        _LIMIT.value,
+        _LIMIT.source,
+        "take the host out and replace the memory module" if total else "",
+    )
+
+
+ERRORS = Check(_ERRORS_NAME, "no memory error that ECC could not correct", "passive", check_errors)
+
+
+_BANDWIDTH_NAME = "memory-bandwidth"
+_BLOCK_BYTES = 32 << 20  # for each thread, and twice: more than a core's share of any cache
+_MOST_THREADS = 32
+_BUDGET_S = 0.3
+_BANDWIDTH_ACTION = "look for other work on the host, a missing memory module (dmidecode -t memory) and NUMA settings"
+
+
+def check_bandwidth(host: Host) -> CheckResult:
+    """Copy for a moment; a copied byte counts twice, since it is read and written."""
+    import numpy as np
+
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    sources = [np.ones(_BLOCK_BYTES, dtype=np.uint8) for _ in range(threads)]
+    targets = [np.empty_like(source) for source in sources]
+    with ThreadPoolExecutor(threads) as pool, OtherWork(host.proc) as other:
+        seconds = best_time(lambda: list(pool.map(np.copyto, targets, sources)), _BUDGET_S)
+    rate = 2 * _BLOCK_BYTES * threads / seconds / 1e9
+    return judge(host, _BANDWIDTH_NAME, rate, "GB/s", action=_BANDWIDTH_ACTION, other=other)
+
+
+BANDWIDTH = Check(
+    _BANDWIDTH_NAME,
+    "rate of copies in memory",
+    "quick",
+    check_bandwidth,
+    20.0,
+    isolated=True,
+    uses=frozenset({"cpu", "memory"}),
+)
+
+
+_SWAP_NAME = "swap"
+
+
+def check_swap(host: Host) -> CheckResult:
+    """Say how much is swapped out; a note, no verdict."""
+    memory = parse_meminfo(read_text(host.proc / "meminfo") or "")
+    total, free = memory.get("SwapTotal", 0), memory.get("SwapFree", 0)
+    if not total:
+        return passed(_SWAP_NAME, "none", value=0.0, unit="GiB used")
+    used_gib = (total - free) / 2**30
+    note = f"of {total / 2**30:.1f} GiB; pages on a disk slow every rank down: swapoff -a" if used_gib else ""
+    return passed(_SWAP_NAME, note, value=used_gib, unit="GiB used")
+
+
+SWAP = Check(_SWAP_NAME, "note: how much memory is on a disk", "passive", check_swap)
+
+
+_SHM_NAME = "shm"
+_SHM_ACTION = "make it larger: mount -o remount,size=50% /dev/shm, or docker run --shm-size / --ipc=host"
+
+# Docker's default of 64 MiB is the classic case; torch's documentation names it as too small for its loaders.
+_LEAST = Threshold(0.125, "twice what Docker gives by default, which torch's loaders exhaust")
+
+
+def check_shm(host: Host) -> CheckResult:
+    """Ask for its free space."""
     try:
-        value = json.loads((cache / f"{name}.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        found = os.statvfs(host.dev / "shm")
+    except OSError:
+        return skipped(_SHM_NAME, f"no {host.dev / 'shm'}")
+    free_gib = found.f_bavail * found.f_frsize / 2**30
+    if found.f_flag & os.ST_RDONLY:
+        return failed(_SHM_NAME, "it is read-only", "remount it writable", value=free_gib, unit="GiB free")
+    return hold(_SHM_NAME, free_gib, "GiB free", given_threshold(host, _SHM_NAME) or _LEAST, _SHM_ACTION)
 
 
-def remember(cache: Path, name: str, value: dict[str, Any]) -> None:
-    """Keep `value` for the next time, all at once; where the folder cannot be written, it is forgotten."""
-    aside = cache / f".{name}.{os.getpid()}"
-    with contextlib.suppress(OSError):
-        cache.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps(value))
-        aside.replace(cache / f"{name}.json")
+SHM = Check(_SHM_NAME, "shared memory is large enough", "passive", check_shm)

@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from phalanx.checks.contract import LEVELS, Check, Level
+from phalanx.checks.contract import LEVELS, Check, CheckResult, Level, failed
 from phalanx.checks.host import Host
 from phalanx.checks.isolated import run_isolated
-from phalanx.checks.result import CheckResult, failed
 
 _ISOLATION_S = 3.0  # to start a process and, if need be, to kill it
 

@@ -1,4 +1,6 @@
-"""What a measured value is held against, and where that comes from: never a guess. Torch-free.
+"""How much other work the host does while a check measures: what it slows down says nothing about the hardware.
+
+What a measured value is held against, and where that comes from: never a guess.
 
 In this order: what the user gave; published figures of the same hardware; the first passes of this host itself. Where
 none is known the value is shown without a verdict. Against other hosts, see `slow_hosts`.
@@ -6,15 +8,56 @@ none is known the value is shown without a verdict. Against other hosts, see `sl
 
 from __future__ import annotations
 
+import os
 import statistics
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from phalanx.checks.busy import MOST_OTHER_WORK, OtherWork
-from phalanx.checks.host import Host
-from phalanx.checks.memory import recall, remember
-from phalanx.checks.result import CheckResult, Outcome, passed
+from phalanx.checks.contract import CheckResult, Outcome, passed
+from phalanx.checks.host import Host, recall, remember
 from phalanx.core.cpu import cpu_line
+from phalanx.core.kernel_files import parse_cpu_ticks, read_text
+
+MOST_OTHER_WORK = 0.2
+"""Share of the host's cores; with more of it, a value that was measured is not held against this host's own past."""
+
+
+@dataclass
+class OtherWork:
+    """Measures, as a context, how many cores all other processes have kept busy, the hypervisor's other guests too.
+
+    Attributes:
+        cores: how many, once the block has ended; 0 where the system does not tell.
+        share: of all cores of the host.
+    """
+
+    proc: Path = Path("/proc")
+    cores: float = 0.0
+    share: float = 0.0
+    _began: tuple[float, float, float] = field(default=(0.0, 0.0, 0.0), repr=False)
+
+    def __enter__(self) -> OtherWork:
+        self._began = self._read()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        wall_s, busy_s, own_s = (now - before for now, before in zip(self._read(), self._began, strict=True))
+        if wall_s > 0:
+            self.cores = max(0.0, (busy_s - own_s) / wall_s)
+            self.share = self.cores / (os.cpu_count() or 1)
+
+    def _read(self) -> tuple[float, float, float]:
+        own_s = sum(os.times()[:4])  # with the children that it has waited for
+        return time.monotonic(), busy_seconds(read_text(self.proc / "stat") or ""), own_s
+
+
+def busy_seconds(stat: str) -> float:
+    """CPU time of all cores since the boot that was not idle, from /proc/stat; 0 where it is not told."""
+    ticks = parse_cpu_ticks(stat)
+    return ticks[0] / os.sysconf("SC_CLK_TCK") if ticks else 0.0
+
 
 OWN_SHARE = 0.7
 """Of the worst of the first passes: a shared machine varies, and a false verdict costs a host."""

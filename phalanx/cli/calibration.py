@@ -17,9 +17,9 @@ from typing import Any, cast
 import click
 from rich.markup import escape
 
-from phalanx.checks.busy import MOST_OTHER_WORK, OtherWork
 from phalanx.checks.calibration.contract import Precision
-from phalanx.checks.gpus import count_files
+from phalanx.checks.nvml import count_files
+from phalanx.checks.thresholds import MOST_OTHER_WORK, OtherWork
 from phalanx.cli.tables import make_console, make_table
 from phalanx.core import units
 from phalanx.core.errors import UserError

@@ -16,11 +16,10 @@ from pathlib import Path
 import click
 from rich.markup import escape
 
-from phalanx.checks.contract import Check, Level
+from phalanx.checks.contract import Check, CheckResult, Level
 from phalanx.checks.host import this_host
 from phalanx.checks.peer import serve_peer
 from phalanx.checks.registry import CHECKS, named
-from phalanx.checks.result import CheckResult
 from phalanx.checks.runner import choose, run_checks
 from phalanx.cli.tables import make_console, make_table
 from phalanx.core import units

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.checks.contract import Check
-from phalanx.checks.gpus import Gpu, Gpus
+from phalanx.checks.contract import Check, CheckResult, passed
 from phalanx.checks.host import Host
-from phalanx.checks.result import CheckResult, passed
+from phalanx.checks.nvml import Gpu, Gpus
 
 NODES = Path(__file__).parents[3] / "shared" / "data" / "nodes"
 

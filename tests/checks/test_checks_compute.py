@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from checks_helpers import KnownGpus, empty_host
 
-from phalanx.checks import all_to_all, disk, gemm, gemm_repeat, memory_bandwidth
+from phalanx.checks import cpu, disks, memory, network
 from phalanx.checks.collective import CollectiveError, Task, bus_bytes, read_rank, run_here, start_rank
-from phalanx.checks.gpus import Gpu
 from phalanx.checks.host import Host
+from phalanx.checks.nvml import Gpu
 
 _CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
 
@@ -25,7 +25,7 @@ def host(tmp_path: Path) -> Host:
 
 
 def test_products_repeat_bit_for_bit_on_this_machine() -> None:
-    result = gemm_repeat.test_cores(_CORES, np.matmul, repeats=3)
+    result = cpu.test_cores(_CORES, np.matmul, repeats=3)
     assert result.outcome == "pass", result
     if hasattr(os, "sched_getaffinity"):
         assert sorted(os.sched_getaffinity(0)) == _CORES
@@ -47,7 +47,7 @@ class _Corrupting:
 
 
 def test_one_wrong_bit_in_one_product_is_found() -> None:
-    result = gemm_repeat.test_cores([_CORES[0]], _Corrupting({2}), repeats=5)
+    result = cpu.test_cores([_CORES[0]], _Corrupting({2}), repeats=5)
     assert result.outcome == "fail"
     assert result.reason == f"products differ in their bits: core {_CORES[0]}: 1 of 5"
     assert result.value == 1
@@ -55,44 +55,44 @@ def test_one_wrong_bit_in_one_product_is_found() -> None:
 
 
 def test_a_product_that_is_always_wrong_is_not_exact() -> None:
-    result = gemm_repeat.test_cores([_CORES[0]], _Corrupting(set(range(100))), repeats=3)
+    result = cpu.test_cores([_CORES[0]], _Corrupting(set(range(100))), repeats=3)
     assert (result.outcome, "not the exact product" in result.reason) == ("fail", True)
 
 
 def test_the_core_that_differs_is_named() -> None:
     digests = {0: ["a", "a"], 1: ["a", "b"], 2: ["a", "a"]}
-    assert gemm_repeat.judge_digests(digests).reason == "products differ in their bits: core 1: 1 of 2"
-    assert gemm_repeat.judge_digests({0: ["a"], 1: ["a"]}).outcome == "pass"
+    assert cpu.judge_digests(digests).reason == "products differ in their bits: core 1: 1 of 2"
+    assert cpu.judge_digests({0: ["a"], 1: ["a"]}).outcome == "pass"
 
 
 def test_rates_are_measured(host: Host) -> None:
-    for one, unit in ((gemm, "GFLOP/s"), (memory_bandwidth, "GB/s")):
-        result = one.run(host)
+    for check, unit in ((cpu.check_gemm, "GFLOP/s"), (memory.check_bandwidth, "GB/s")):
+        result = check(host)
         assert (result.outcome, result.unit) == ("pass", unit)
         assert result.value
         assert result.value > 0
 
 
 def test_a_rate_below_what_is_expected_fails(tmp_path: Path) -> None:
-    result = gemm.run(empty_host(tmp_path, expected={"gemm": 1e9}))
+    result = cpu.check_gemm(empty_host(tmp_path, expected={"gemm": 1e9}))
     assert result.outcome == "fail"
     assert result.action
 
 
 def test_best_time_is_of_the_fastest_run() -> None:
     calls = []
-    assert gemm.best_time(lambda: calls.append(1), 0.0) >= 0.0
+    assert cpu.best_time(lambda: calls.append(1), 0.0) >= 0.0
     assert len(calls) == 4  # one to warm up, three measured
 
 
 def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    result = disk.run(empty_host(tmp_path, folder=str(folder / "not yet there")))
+    result = disks.check_disk(empty_host(tmp_path, folder=str(folder / "not yet there")))
     assert result.outcome == "pass"
     assert f"written to {folder}" in result.reason
     assert list(folder.iterdir()) == []
-    assert disk.run(empty_host(tmp_path, folder="s3://bucket/run")).outcome == "skip"
+    assert disks.check_disk(empty_host(tmp_path, folder="s3://bucket/run")).outcome == "skip"
 
 
 def test_a_folder_that_may_not_be_written_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_a_folder_that_may_not_be_written_fails(tmp_path: Path, monkeypatch: pyt
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr("tempfile.mkstemp", refuse)
-    result = disk.run(empty_host(tmp_path, folder=str(tmp_path)))
+    result = disks.check_disk(empty_host(tmp_path, folder=str(tmp_path)))
     assert (result.outcome, "Read-only file system" in result.reason) == ("fail", True)
 
 
@@ -128,7 +128,7 @@ def test_a_rank_whose_partner_does_not_come_is_told_of(tmp_path: Path) -> None:
 
 def test_a_single_gpu_has_nobody_to_exchange_with(tmp_path: Path) -> None:
     host = empty_host(tmp_path, gpus=KnownGpus(Gpu(0, "NVIDIA H200", 1)))
-    assert all_to_all.run(host).reason == "one GPU has nobody to exchange with"
+    assert network.check_all_to_all(host).reason == "one GPU has nobody to exchange with"
 
 
 def test_gpus_that_torch_cannot_use_are_no_failure(tmp_path: Path) -> None:
@@ -136,4 +136,4 @@ def test_gpus_that_torch_cannot_use_are_no_failure(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("torch can use CUDA here")
     host = empty_host(tmp_path, gpus=KnownGpus(*(Gpu(index, "NVIDIA H200", 1) for index in range(2))))
-    assert all_to_all.run(host).outcome == "skip"
+    assert network.check_all_to_all(host).outcome == "skip"

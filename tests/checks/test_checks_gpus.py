@@ -10,17 +10,26 @@ from pathlib import Path
 import pytest
 from checks_helpers import KnownGpus, empty_host, recorded, write_tree
 
-from phalanx.checks import gpu_count, gpu_ecc, gpu_memory, gpu_nvlink, gpu_rows, gpu_throttle, gpu_xid
-from phalanx.checks.gpus import (
-    Gpu,
-    Gpus,
-    NoGpusError,
-    SilentGpusError,
-    count_files,
-    count_on_bus,
-    gpus_from_json,
+from phalanx.checks.gpu import (
+    COUNT,
+    ECC,
+    MEMORY,
+    NVLINK,
+    ROWS,
+    THROTTLE,
+    WINDOW_S,
+    check_count,
+    check_xid,
+    find_xids,
+    judge_ecc,
+    judge_memory,
+    judge_nvlink,
+    judge_rows,
+    judge_throttle,
+    judge_xids,
 )
 from phalanx.checks.kernel_lines import parse_lines
+from phalanx.checks.nvml import Gpu, Gpus, NoGpusError, SilentGpusError, count_files, count_on_bus, gpus_from_json
 
 _GIB = 1 << 30
 _GOOD = Gpu(0, "NVIDIA H100 80GB HBM3", 80 * _GIB, ecc_uncorrected=0, links_up=18, links=18, temperature_c=40.0)
@@ -29,9 +38,9 @@ _HOST = [replace(_GOOD, index=index) for index in range(8)]
 
 def test_a_gsp_timeout_in_a_real_log_asks_for_a_reset() -> None:
     lines = recorded("gpud-kmsg/xid_dmesg-with-xid-119.log").read_text().splitlines()
-    found = gpu_xid.find_xids(parse_lines(lines))
+    found = find_xids(parse_lines(lines))
     assert [(xid.device, xid.number) for xid in found] == [("0000:9b:00", 119)] * 5
-    result = gpu_xid.judge_xids(found)
+    result = judge_xids(found)
     assert result.outcome == "fail"
     assert "GPU 0000:9b:00: Xid 119" in result.reason
     assert "nvidia-smi -r" in result.action
@@ -40,25 +49,25 @@ def test_a_gsp_timeout_in_a_real_log_asks_for_a_reset() -> None:
 def test_a_fault_of_a_day_ago_is_over() -> None:
     lines = recorded("gpud-kmsg/xid_dmesg-with-xid-119.log").read_text().splitlines()
     last_s = datetime(2025, 2, 23, 16, 30, 13).timestamp()
-    recent = gpu_xid.judge_xids(gpu_xid.find_xids(parse_lines(lines, now_s=last_s + 3600)))
+    recent = judge_xids(find_xids(parse_lines(lines, now_s=last_s + 3600)))
     assert recent.outcome == "fail"
     assert "the last one 1h00m ago" in recent.reason
-    over = gpu_xid.judge_xids(gpu_xid.find_xids(parse_lines(lines, now_s=last_s + gpu_xid.WINDOW_S + 3600)))
+    over = judge_xids(find_xids(parse_lines(lines, now_s=last_s + WINDOW_S + 3600)))
     assert (over.outcome, over.reason) == ("pass", "seen, but caused by programs or long past: 119")
 
 
 def test_faults_of_programs_are_not_held_against_the_host() -> None:
     lines = recorded("gpud-kmsg/memory_dmesg.decode.iso.log").read_text().splitlines()
-    found = gpu_xid.find_xids(parse_lines(lines))
+    found = find_xids(parse_lines(lines))
     assert [xid.number for xid in found] == [13] * 16 + [43]
-    assert gpu_xid.judge_xids(found).outcome == "pass"
+    assert judge_xids(found).outcome == "pass"
 
 
 @pytest.mark.parametrize("name", ["kmsg_kmsg.1.log", "kmsg_kmsg.2.peermem.log", "nccl_dmesg.decode.iso.log"])
 def test_logs_without_xids_are_good(name: str) -> None:
     lines = parse_lines(recorded(f"gpud-kmsg/{name}").read_text().splitlines(), uptime_s=1e6)
     assert lines
-    assert gpu_xid.judge_xids(gpu_xid.find_xids(lines)).outcome == "pass"
+    assert judge_xids(find_xids(lines)).outcome == "pass"
 
 
 def test_times_of_kmsg_are_ages() -> None:
@@ -69,11 +78,11 @@ def test_times_of_kmsg_are_ages() -> None:
 
 def test_xids_need_a_driver_and_a_log_that_may_be_read(tmp_path: Path) -> None:
     host = empty_host(tmp_path)
-    assert "no NVIDIA driver" in gpu_xid.run(host).reason
+    assert "no NVIDIA driver" in check_xid(host).reason
     write_tree(tmp_path / "proc", {"driver/nvidia/version": "570"})
-    assert "may not read" in gpu_xid.run(host).reason
+    assert "may not read" in check_xid(host).reason
     lines = parse_lines(["NVRM: Xid (PCI:0000:38:00): 79, GPU has fallen off the bus."])
-    assert gpu_xid.run(replace(host, read_kernel_lines=lambda: lines)).outcome == "fail"
+    assert check_xid(replace(host, read_kernel_lines=lambda: lines)).outcome == "fail"
 
 
 def links_up(text: str) -> dict[int, int]:
@@ -93,26 +102,26 @@ def test_links_of_a_real_a100_node() -> None:
     up = links_up(recorded("gpud-kmsg/fabric-manager_nvidia-smi.nvlink.status.a100").read_text())
     assert up == dict.fromkeys(range(8), 12)
     gpus = [replace(_GOOD, index=index, links_up=links, links=12) for index, links in up.items()]
-    assert gpu_nvlink.judge_nvlink(gpus).outcome == "pass"
+    assert judge_nvlink(gpus).outcome == "pass"
 
 
 def test_a_gpu_with_a_link_down_is_named() -> None:
     gpus = [*_HOST[:7], replace(_HOST[7], links_up=17)]
-    result = gpu_nvlink.judge_nvlink(gpus)
+    result = judge_nvlink(gpus)
     assert (result.outcome, result.reason, result.value) == ("fail", "GPU 7: 17 of 18", 17.0)
-    assert gpu_nvlink.judge_nvlink([replace(gpu, links_up=0) for gpu in _HOST]).outcome == "skip"
+    assert judge_nvlink([replace(gpu, links_up=0) for gpu in _HOST]).outcome == "skip"
 
 
 def test_memory_errors_rows_and_clocks() -> None:
-    for judge in (gpu_ecc.judge_ecc, gpu_rows.judge_rows, gpu_throttle.judge_throttle, gpu_memory.judge_memory):
+    for judge in (judge_ecc, judge_rows, judge_throttle, judge_memory):
         assert judge(_HOST).outcome == "pass"
-    assert gpu_ecc.judge_ecc([*_HOST, replace(_GOOD, index=8, ecc_uncorrected=2)]).reason == "GPU 8: 2"
-    assert gpu_ecc.judge_ecc([replace(_GOOD, ecc_uncorrected=None)]).outcome == "skip"
-    assert "reset" in gpu_rows.judge_rows([replace(_GOOD, rows_pending=True)]).action
-    assert "replace" in gpu_rows.judge_rows([replace(_GOOD, rows_failed=True)]).action
-    hot = gpu_throttle.judge_throttle([replace(_GOOD, throttled=("power brake",), temperature_c=88.0)])
+    assert judge_ecc([*_HOST, replace(_GOOD, index=8, ecc_uncorrected=2)]).reason == "GPU 8: 2"
+    assert judge_ecc([replace(_GOOD, ecc_uncorrected=None)]).outcome == "skip"
+    assert "reset" in judge_rows([replace(_GOOD, rows_pending=True)]).action
+    assert "replace" in judge_rows([replace(_GOOD, rows_failed=True)]).action
+    hot = judge_throttle([replace(_GOOD, throttled=("power brake",), temperature_c=88.0)])
     assert (hot.outcome, hot.reason, hot.value) == ("fail", "GPU 0: power brake", 88.0)
-    small = gpu_memory.judge_memory([*_HOST, replace(_GOOD, index=8, memory_bytes=70 * _GIB)])
+    small = judge_memory([*_HOST, replace(_GOOD, index=8, memory_bytes=70 * _GIB)])
     assert small.outcome == "fail"
     assert small.reason.startswith("GPU 8")
 
@@ -128,21 +137,21 @@ def test_a_gpu_that_the_driver_lost_is_missed(tmp_path: Path) -> None:
     write_tree(tmp_path / "dev", {f"nvidia{index}": "" for index in range(8)} | {"nvidiactl": "", "nvidia-uvm": ""})
     assert count_files(tmp_path / "dev") == 8
     host = empty_host(tmp_path, gpus=KnownGpus(*_HOST))
-    assert gpu_count.run(host).outcome == "pass"
-    lost = gpu_count.run(replace(host, gpus=KnownGpus(*_HOST[:7])))
+    assert check_count(host).outcome == "pass"
+    lost = check_count(replace(host, gpus=KnownGpus(*_HOST[:7])))
     assert (lost.outcome, lost.value, lost.threshold) == ("fail", 7.0, 8.0)
     # Off the bus as well, it is still missed: it was here before.
     gone = replace(host, gpus=KnownGpus(*_HOST[:7]), dev=tmp_path / "elsewhere")
-    assert gpu_count.run(gone).threshold_source == "most that were seen here"
+    assert check_count(gone).threshold_source == "most that were seen here"
     no_driver = replace(host, gpus=Gpus(tmp_path / "nothing"))
-    assert "8 GPUs should be here" in gpu_count.run(no_driver).reason
+    assert "8 GPUs should be here" in check_count(no_driver).reason
 
 
 def test_a_container_with_some_of_the_gpus_is_fine(tmp_path: Path) -> None:
     _bus(tmp_path / "sys", 8)
     assert count_on_bus(tmp_path / "sys") == 8
     write_tree(tmp_path / "dev", {"nvidia2": "", "nvidia3": ""})
-    result = gpu_count.run(empty_host(tmp_path, gpus=KnownGpus(*_HOST[:2])))
+    result = check_count(empty_host(tmp_path, gpus=KnownGpus(*_HOST[:2])))
     assert (result.outcome, result.reason) == ("pass", "8 are on the bus")
 
 
@@ -152,8 +161,8 @@ def test_a_driver_that_does_not_answer_is_a_failure(tmp_path: Path) -> None:
             return SilentGpusError("the driver gave no answer within 10 s")
 
     host = empty_host(tmp_path, gpus=Silent())
-    for one in (gpu_count, gpu_ecc, gpu_rows, gpu_throttle, gpu_nvlink, gpu_memory):
-        assert one.run(host).outcome == "fail"
+    for check in (COUNT, ECC, ROWS, THROTTLE, NVLINK, MEMORY):
+        assert check.run(host).outcome == "fail"
 
 
 def test_answers_of_the_process_that_asks() -> None:

@@ -18,9 +18,10 @@ from checks_helpers import empty_host
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.checks import clock, loopback, peers
+from phalanx.checks import system
 from phalanx.checks.host import host_from_settings
 from phalanx.checks.neighbours import Pair, Rates, bad_pairs, name_bad_hosts, plan_neighbours, plan_suspects
+from phalanx.checks.network import check_loopback, check_peers, judge_peers
 from phalanx.checks.peer import PeerError, PeerMeasure, _introduce, measure_peer, serve_peer
 from phalanx.checks.thresholds import Threshold, slow_hosts
 from phalanx.core.errors import UserError
@@ -80,14 +81,14 @@ def test_in_a_recovery_one_good_peer_clears_a_suspect(tmp_path: Path) -> None:
     slow, good = replace(_MEASURE, peer="a:1", send_bytes_per_s=1e9), replace(_MEASURE, peer="b:1")
     limit = Threshold(5.0, "given")
     for is_suspect, outcome in ((False, "fail"), (True, "pass")):
-        assert peers.judge_peers([slow, good], {}, limit, is_suspect=is_suspect).outcome == outcome
-    assert "about that end" in peers.judge_peers([good], {"a:1": "no way"}, limit, is_suspect=True).reason
-    assert peers.judge_peers([slow], {"b:1": "no way"}, limit, is_suspect=True).outcome == "fail"
+        assert judge_peers([slow, good], {}, limit, is_suspect=is_suspect).outcome == outcome
+    assert "about that end" in judge_peers([good], {"a:1": "no way"}, limit, is_suspect=True).reason
+    assert judge_peers([slow], {"b:1": "no way"}, limit, is_suspect=True).outcome == "fail"
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed = f"127.0.0.1:{server.getsockname()[1]}"
     # Where nothing listens any more the network has answered: that says nothing against this host.
-    assert peers.run(empty_host(tmp_path, peers=(closed,), is_suspect=True)).outcome == "skip"
-    assert peers.run(empty_host(tmp_path, peers=(closed,))).outcome == "fail"
+    assert check_peers(empty_host(tmp_path, peers=(closed,), is_suspect=True)).outcome == "skip"
+    assert check_peers(empty_host(tmp_path, peers=(closed,))).outcome == "fail"
 
 
 def test_a_check_of_peers_reads_the_key_from_its_file(tmp_path: Path) -> None:
@@ -95,17 +96,17 @@ def test_a_check_of_peers_reads_the_key_from_its_file(tmp_path: Path) -> None:
     key.write_text("one key\n")
     with serve_peer(key=b"one key") as port:
         host = empty_host(tmp_path, peers=(f"127.0.0.1:{port}",), peer_key=key, unix_s=time.time)
-        assert clock.run(host).outcome == "pass"
+        assert system.check_clock(host).outcome == "pass"
         assert host_from_settings(host.settings()).peer_key == key
         missing = replace(host, peer_key=tmp_path / "none")
-        assert "key cannot be read" in peers.run(missing).reason
+        assert "key cannot be read" in check_peers(missing).reason
 
 
 @pytest.mark.parametrize("ahead_s", [3600.0, -90.0])
 def test_a_clock_that_is_wrong_is_told_of(tmp_path: Path, ahead_s: float) -> None:
     with serve_peer(clock_ns=lambda: time.time_ns() + round(ahead_s * 1e9)) as port:
         host = empty_host(tmp_path, peers=(f"127.0.0.1:{port}",), unix_s=time.time)
-        result = clock.run(host)
+        result = system.check_clock(host)
     assert result.outcome == "fail"
     assert result.value == pytest.approx(abs(ahead_s), abs=10)
     assert ("ahead of us" if ahead_s > 0 else "behind us") in result.reason
@@ -115,20 +116,20 @@ def test_our_wrong_clock_is_seen_by_most_peers_and_one_wrong_peer_is_not_ours(tm
     right = [replace(_MEASURE, peer=f"h{number}:1") for number in range(3)]
     wrong = replace(_MEASURE, peer="h9:1", clock_ahead_s=-40.0)
     limit = Threshold(1.0, "test")
-    theirs = clock.judge_clock([*right, wrong], True, limit)
+    theirs = system.judge_clock([*right, wrong], True, limit)
     assert (theirs.outcome, theirs.reason) == ("pass", "h9:1: its clock is 40 s behind us; ours agrees with most")
     assert theirs.bad_peers == {"h9:1": "its clock is 40 s behind us"}
-    ours = clock.judge_clock([replace(each, clock_ahead_s=5.0) for each in right], False, limit)
+    ours = system.judge_clock([replace(each, clock_ahead_s=5.0) for each in right], False, limit)
     assert ours.outcome == "fail"
     assert "not synchronised" in ours.reason
     # What the way there takes is no skew.
-    assert clock.judge_clock([replace(_MEASURE, clock_ahead_s=2.0, clock_error_s=1.5)], None, limit).outcome == "pass"
+    assert system.judge_clock([replace(_MEASURE, clock_ahead_s=2.0, clock_error_s=1.5)], None, limit).outcome == "pass"
 
 
 def test_an_injected_clock_of_ours(tmp_path: Path) -> None:
     with serve_peer() as port:
         host = empty_host(tmp_path, peers=(f"127.0.0.1:{port}",), unix_s=lambda: time.time() - 300)
-        assert clock.run(host).outcome == "fail"
+        assert system.check_clock(host).outcome == "fail"
 
 
 @pytest.mark.parametrize(
@@ -144,8 +145,8 @@ def test_an_injected_clock_of_ours(tmp_path: Path) -> None:
 )
 def test_daemons_that_keep_the_clock(tmp_path: Path, answers: dict[str, str], synchronised: bool | None) -> None:
     host = empty_host(tmp_path, run=lambda command, limit_s: answers.get(command[0]))
-    assert clock.ask_daemon(host) is synchronised
-    assert clock.run(host).outcome == ("skip" if synchronised is None else "pass")
+    assert system.ask_daemon(host) is synchronised
+    assert system.check_clock(host).outcome == ("skip" if synchronised is None else "pass")
 
 
 def _serve_once(answer: Callable[[socket.socket], None]) -> tuple[int, threading.Thread]:
@@ -189,29 +190,29 @@ def test_the_server_closes_on_nonsense_and_serves_on(request_bytes: bytes) -> No
 
 
 def test_loopback_is_measured(tmp_path: Path) -> None:
-    result = loopback.run(empty_host(tmp_path))
+    result = check_loopback(empty_host(tmp_path))
     assert (result.outcome, result.unit) == ("pass", "GB/s")
     assert result.value
-    slow = loopback.run(empty_host(tmp_path, expected={"loopback": 1e6}))
+    slow = check_loopback(empty_host(tmp_path, expected={"loopback": 1e6}))
     assert (slow.outcome, slow.threshold_source) == ("fail", "given with --expect")
 
 
 def test_a_slow_peer_is_named_against_the_others() -> None:
     rates = {"a:1": 10e9, "b:1": 9.5e9, "c:1": 3e9, "d:1": 10.5e9}
     measured = [replace(_MEASURE, peer=peer, send_bytes_per_s=rate) for peer, rate in rates.items()]
-    result = peers.judge_peers(measured, {})
+    result = judge_peers(measured, {})
     assert result.outcome == "fail"
     assert "c:1: 3 GB/s, less than 10" in result.reason
     assert "a:1" not in result.reason
-    assert peers.judge_peers(measured[:2], {}).reason.endswith("no threshold is known")
-    assert peers.judge_peers(measured[:2], {"x:1": "x:1: refused"}).outcome == "fail"
-    assert peers.judge_peers([], {"x:1": "x:1: refused"}).outcome == "fail"
-    assert peers.judge_peers(measured, {}, Threshold(1.0, "given")).outcome == "pass"
+    assert judge_peers(measured[:2], {}).reason.endswith("no threshold is known")
+    assert judge_peers(measured[:2], {"x:1": "x:1: refused"}).outcome == "fail"
+    assert judge_peers([], {"x:1": "x:1: refused"}).outcome == "fail"
+    assert judge_peers(measured, {}, Threshold(1.0, "given")).outcome == "pass"
 
 
 def test_what_was_found_is_told_by_peer_too() -> None:
     measured = [replace(_MEASURE, peer="a:1", send_bytes_per_s=3e9), replace(_MEASURE, peer="b:1")]
-    result = peers.judge_peers(measured, {"x:1": "x:1: timed out"}, Threshold(5.0, "given"))
+    result = judge_peers(measured, {"x:1": "x:1: timed out"}, Threshold(5.0, "given"))
     assert result.peer_rates == {"a:1": pytest.approx(3e9), "b:1": pytest.approx(10e9)}
     assert result.bad_peers == {"a:1": "3 GB/s, less than 5", "x:1": "no measure: timed out"}
 
@@ -241,11 +242,11 @@ def test_a_way_that_lets_little_through_is_given_up_in_time() -> None:
 
 
 def test_peers_are_tested_or_told_of(tmp_path: Path) -> None:
-    assert peers.run(empty_host(tmp_path)).outcome == "skip"
+    assert check_peers(empty_host(tmp_path)).outcome == "skip"
     with serve_peer() as port:
-        good = peers.run(empty_host(tmp_path, peers=(f"127.0.0.1:{port}",)))
+        good = check_peers(empty_host(tmp_path, peers=(f"127.0.0.1:{port}",)))
     assert (good.outcome, good.unit) == ("pass", "GB/s")
-    gone = peers.run(empty_host(tmp_path, peers=(f"127.0.0.1:{port}",)))
+    gone = check_peers(empty_host(tmp_path, peers=(f"127.0.0.1:{port}",)))
     assert gone.outcome == "fail"
 
 

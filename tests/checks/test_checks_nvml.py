@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.checks.gpus import Gpu, read_gpu
-from phalanx.checks.nvml import missing, open_devices
+from phalanx.checks.nvml import Gpu, missing, open_devices, read_gpu
 
 pynvml = pytest.importorskip("pynvml", reason="NVML's package is not installed")
 

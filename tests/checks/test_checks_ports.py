@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from checks_helpers import add_rdma, empty_host, recorded, snapshot_tree, write_tree
 
-from phalanx.checks import nic_errors, nic_flaps, nic_link, nic_rate
+from phalanx.checks import nic
 from phalanx.checks.host import Host
 from phalanx.checks.ports import Port, is_interface_up, is_named, net_ports, rdma_ports, read_counters, read_ports
 
@@ -36,11 +36,11 @@ def test_a_real_node_is_read(h100: Host) -> None:
     assert ports["mlx5_0/1"].rate_gbps == 400
     assert ports["mlx5_bond_0/1"].rate_gbps == 200
     assert ports["mlx5_1/1"].downs == 255
-    assert "mlx5_1/1 cannot count further" in nic_flaps.run(h100).reason
+    assert "mlx5_1/1 cannot count further" in nic.check_flaps(h100).reason
     assert ports["mlx5_1/1"].errors["port_rcv_errors"] == 14
-    assert nic_link.run(h100).value == 9
+    assert nic.check_link(h100).value == 9
     # The bond runs at half the rate, but it is another kind of link.
-    assert nic_rate.run(h100).outcome == "pass"
+    assert nic.check_rate(h100).outcome == "pass"
 
 
 def test_counters_of_a_real_port_are_told_in_bytes(h100: Host) -> None:
@@ -72,10 +72,10 @@ def test_an_interface_is_up_when_data_can_pass(tmp_path: Path, state: str, carri
 
 
 def test_a_port_that_went_down_is_named(h100: Host) -> None:
-    assert nic_link.run(h100).outcome == "pass"
+    assert nic.check_link(h100).outcome == "pass"
     _write(h100, "mlx5_4/ports/1/state", "1: DOWN")
     _write(h100, "mlx5_4/ports/1/phys_state", "2: Polling")
-    result = nic_link.run(h100)
+    result = nic.check_link(h100)
     assert result.outcome == "fail"
     assert "mlx5_4/1 is down and was up at an earlier check" in result.reason
     assert result.value == 8
@@ -83,34 +83,34 @@ def test_a_port_that_went_down_is_named(h100: Host) -> None:
 
 
 def test_a_card_that_vanished_is_named(h100: Host) -> None:
-    nic_link.run(h100)
+    nic.check_link(h100)
     shutil.rmtree(h100.sys / "class/infiniband/mlx5_9")
-    assert "mlx5_9/1 is gone" in nic_link.run(h100).reason
+    assert "mlx5_9/1 is gone" in nic.check_link(h100).reason
 
 
 def test_ports_never_seen_up_are_not_judged(tmp_path: Path) -> None:
     add_rdma(tmp_path / "sys", "mlx5_0")
     add_rdma(tmp_path / "sys", "mlx5_1", state="1: DOWN", physical="2: Polling")
     host = empty_host(tmp_path)
-    result = nic_link.run(host)
+    result = nic.check_link(host)
     assert result.outcome == "pass"
     assert "not judged" in result.reason
     named = replace(host, environment={"NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1"}, cache=tmp_path / "other")
-    assert "mlx5_1/1 is down and named for training" in nic_link.run(named).reason
+    assert "mlx5_1/1 is down and named for training" in nic.check_link(named).reason
     expecting = replace(host, expected={"nic-link": 2.0}, cache=tmp_path / "third")
-    assert nic_link.run(expecting).outcome == "fail"
+    assert nic.check_link(expecting).outcome == "fail"
 
 
 def test_a_port_somebody_switched_off_is_left_alone(tmp_path: Path) -> None:
     add_rdma(tmp_path / "sys", "mlx5_0", state="1: DOWN", physical="3: Disabled")
     host = empty_host(tmp_path, environment={"NCCL_IB_HCA": "mlx5"})
-    assert nic_link.run(host).outcome == "pass"
+    assert nic.check_link(host).outcome == "pass"
 
 
 def test_no_card_skips(tmp_path: Path) -> None:
     host = empty_host(tmp_path)
-    for one in (nic_link, nic_rate, nic_flaps, nic_errors):
-        result = one.run(host)
+    for check in (nic.LINK, nic.RATE, nic.FLAPS, nic.ERRORS):
+        result = check.run(host)
         assert (result.outcome, bool(result.reason)) == ("skip", True)
 
 
@@ -123,7 +123,7 @@ def test_no_card_skips(tmp_path: Path) -> None:
     ],
 )
 def test_good_and_bad_nodes(tmp_path: Path, snapshot: str, outcome: str, told: str) -> None:
-    result = nic_link.run(empty_host(tmp_path, sys=snapshot_tree(snapshot, tmp_path / "sys")))
+    result = nic.check_link(empty_host(tmp_path, sys=snapshot_tree(snapshot, tmp_path / "sys")))
     assert result.outcome == outcome
     assert told in result.reason
 
@@ -131,19 +131,19 @@ def test_good_and_bad_nodes(tmp_path: Path, snapshot: str, outcome: str, told: s
 def test_every_port_at_half_the_rate_is_seen_against_what_was_before(tmp_path: Path) -> None:
     good = empty_host(tmp_path, sys=snapshot_tree("learn_good", tmp_path / "good"))
     slow = empty_host(tmp_path, sys=snapshot_tree("learn_ib_intf_bad_rate", tmp_path / "slow"))
-    assert nic_rate.run(good).outcome == "pass"
-    result = nic_rate.run(slow)
+    assert nic.check_rate(good).outcome == "pass"
+    result = nic.check_rate(slow)
     assert result.outcome == "fail"
     assert (result.value, result.threshold, result.threshold_source) == (100.0, 200.0, "this port at an earlier check")
     # And with nothing known of before, against what the user expects.
     fresh = replace(slow, cache=tmp_path / "fresh", expected={"nic-rate": 200.0})
-    assert nic_rate.run(fresh).threshold_source == "given with --expect"
-    assert nic_rate.run(fresh).outcome == "fail"
+    assert nic.check_rate(fresh).threshold_source == "given with --expect"
+    assert nic.check_rate(fresh).outcome == "fail"
 
 
 def test_one_slow_port_is_seen_against_its_like(h100: Host) -> None:
     _write(h100, "mlx5_7/ports/1/rate", "200 Gb/sec (2X NDR)")
-    result = nic_rate.run(h100)
+    result = nic.check_rate(h100)
     assert result.outcome == "fail"
     assert result.reason.startswith("mlx5_7/1: ")
     assert "8 ports of its kind" in result.threshold_source
@@ -174,37 +174,37 @@ def _downs(host: Host, count: int) -> None:
 
 
 def test_flaps_stay_for_a_window_and_go(flapping: Host, clock: _Clock) -> None:
-    assert nic_flaps.run(flapping).outcome == "pass"  # 5 since the boot, nobody knows when
+    assert nic.check_flaps(flapping).outcome == "pass"  # 5 since the boot, nobody knows when
     clock.now += 60
     _downs(flapping, 6)
-    assert nic_flaps.run(flapping).outcome == "pass"  # one
+    assert nic.check_flaps(flapping).outcome == "pass"  # one
     clock.now += 60
     _downs(flapping, 7)
-    result = nic_flaps.run(flapping)
+    result = nic.check_flaps(flapping)
     assert result.outcome == "fail"
     assert (result.value, result.threshold) == (2.0, 2.0)
     assert "mlx5_0/1 went down 2 times; clears in 1h00m" in result.reason
-    clock.now += nic_flaps.WINDOW_S / 2
-    assert nic_flaps.run(flapping).outcome == "fail"  # quiet since, but too short
-    clock.now += nic_flaps.WINDOW_S / 2
-    assert nic_flaps.run(flapping).outcome == "pass"
+    clock.now += nic.WINDOW_S / 2
+    assert nic.check_flaps(flapping).outcome == "fail"  # quiet since, but too short
+    clock.now += nic.WINDOW_S / 2
+    assert nic.check_flaps(flapping).outcome == "pass"
 
 
 def test_a_reboot_and_a_long_gap_are_no_flaps(flapping: Host, clock: _Clock) -> None:
-    nic_flaps.run(flapping)
+    nic.check_flaps(flapping)
     write_tree(flapping.proc, {_BOOT: "boot-2"})
     _downs(flapping, 3)
     clock.now += 60
-    assert nic_flaps.run(flapping).outcome == "pass"
-    clock.now += nic_flaps.LONGEST_GAP_S + 1
+    assert nic.check_flaps(flapping).outcome == "pass"
+    clock.now += nic.LONGEST_GAP_S + 1
     _downs(flapping, 30)
-    assert nic_flaps.run(flapping).outcome == "pass"
+    assert nic.check_flaps(flapping).outcome == "pass"
 
 
 def test_what_is_remembered_may_be_lost_or_damaged(flapping: Host) -> None:
-    nic_flaps.run(flapping)
+    nic.check_flaps(flapping)
     (flapping.cache / "nic-flaps.json").write_text('{"torn')
-    assert nic_flaps.run(flapping).outcome == "pass"
+    assert nic.check_flaps(flapping).outcome == "pass"
 
 
 def _count(host: Host, errors: int, words: int) -> None:
@@ -217,18 +217,18 @@ def test_error_counters_are_rates(tmp_path: Path) -> None:
     write_tree(tmp_path / "proc", {_BOOT: "boot-1"})
     add_rdma(tmp_path / "sys", "mlx5_0", symbol_error=1000, port_rcv_data=10**9)
     host = empty_host(tmp_path)
-    first = nic_errors.run(host)
+    first = nic.check_errors(host)
     assert first.outcome == "pass"
     assert "a rate needs a second one" in first.reason
     _count(host, 1009, 2 * 10**9)  # fewer than ten: chance
-    assert nic_errors.run(host).outcome == "pass"
+    assert nic.check_errors(host).outcome == "pass"
     _count(host, 1109, 3 * 10**9)
-    bad = nic_errors.run(host)
+    bad = nic.check_errors(host)
     assert bad.outcome == "fail"
     assert bad.value == pytest.approx(100 / (10**9 * 32))
     assert "mlx5_0/1: 100 errors" in bad.reason
     _count(host, 1209, 3 * 10**9 + 10**14)  # as many, but in a hundred thousand times the data
-    assert nic_errors.run(host).outcome == "pass"
+    assert nic.check_errors(host).outcome == "pass"
 
 
 def test_interfaces_of_the_same_name_in_other_namespaces_are_others(tmp_path: Path) -> None:
@@ -238,9 +238,9 @@ def test_interfaces_of_the_same_name_in_other_namespaces_are_others(tmp_path: Pa
         write_tree(tmp_path / name / "sys/class/net/eth0", eth0)
     hosts = [empty_host(tmp_path / name, cache=tmp_path / "cache", unix_s=_Clock()) for name in ("a", "b", "a", "b")]
     for host in hosts:
-        assert nic_link.run(host).outcome == "pass"
-        assert nic_flaps.run(host).outcome == "pass"
-        assert nic_flaps.run(host).value == 0.0
+        assert nic.check_link(host).outcome == "pass"
+        assert nic.check_flaps(host).outcome == "pass"
+        assert nic.check_flaps(host).value == 0.0
 
 
 def test_interfaces_of_hardware_and_named_ones(tmp_path: Path) -> None:
@@ -250,9 +250,9 @@ def test_interfaces_of_hardware_and_named_ones(tmp_path: Path) -> None:
     assert [port.name for port in net_ports(tmp_path / "sys")] == ["eth0"]
     host = empty_host(tmp_path, environment={"GLOO_SOCKET_IFNAME": "veth1"})
     assert [port.name for port in read_ports(host)] == ["eth0", "veth1"]
-    assert "veth1 is down and named" in nic_link.run(host).reason
+    assert "veth1 is down and named" in nic.check_link(host).reason
     write_tree(net, {"veth1/flags": "0x1002"})
-    assert nic_link.run(host).outcome == "pass"
+    assert nic.check_link(host).outcome == "pass"
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,9 @@ import checks_helpers as bad
 import pytest
 from checks_helpers import check, empty_host, fine
 
-from phalanx.checks.contract import LEVELS
-from phalanx.checks.host import Host, host_from_settings
-from phalanx.checks.memory import recall, remember
+from phalanx.checks.contract import LEVELS, CheckResult
+from phalanx.checks.host import Host, host_from_settings, recall, remember
 from phalanx.checks.registry import CHECKS, named
-from phalanx.checks.result import CheckResult
 from phalanx.checks.runner import choose, run_checks, waves
 from phalanx.core.errors import UserError
 from phalanx.run.messages import CheckOutcome

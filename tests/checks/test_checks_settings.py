@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from checks_helpers import empty_host, recorded, write_tree
 
-from phalanx.checks import cores, leftovers, limits, memory_errors, memory_size, shm, space, storage, swap, tuning
+from phalanx.checks import cpu, disks, leftovers, memory, system
 from phalanx.checks.host import Host, cache_folder, run_command
 from phalanx.checks.isolated import run_isolated
 from phalanx.checks.leftovers import Process, judge_leftovers
-from phalanx.checks.timeouts import ib_wait_s, judge_timeouts
+from phalanx.checks.system import ib_wait_s, judge_timeouts
 from phalanx.core.kernel_files import Mount
 
 
@@ -27,47 +27,47 @@ def host(tmp_path: Path) -> Host:
 
 def test_cores_that_are_offline(host: Host) -> None:
     write_tree(host.sys / "devices/system/cpu", {"present": "0-7", "online": "0-3,6"})
-    result = cores.run(host)
+    result = cpu.check_cores(host)
     assert (result.outcome, result.value, result.threshold) == ("fail", 5.0, 8.0)
-    assert cores.judge_cores(8, 8, 8, None).outcome == "pass"
-    off = cores.judge_cores(8, 4, 4, None, smt_off=True)
+    assert cpu.judge_cores(8, 8, 8, None).outcome == "pass"
+    off = cpu.judge_cores(8, 4, 4, None, smt_off=True)
     assert (off.outcome, off.reason) == (
         "pass",
         "no threshold is known; the second thread of each core is switched off",
     )
-    few = cores.judge_cores(8, 8, 4, 2.5)
+    few = cpu.judge_cores(8, 8, 4, 2.5)
     assert few.outcome == "pass"
     assert few.reason == "this process may use 4 of 8; its control group grants the time of 2.5"
-    assert cores.run(replace(host, expected={"cores": 1e6})).outcome == "fail"
+    assert cpu.check_cores(replace(host, expected={"cores": 1e6})).outcome == "fail"
 
 
 def test_quotas_of_both_kinds_of_control_groups(host: Host) -> None:
-    assert cores.read_quota(host) is None
+    assert cpu.read_quota(host) is None
     write_tree(host.sys, {"fs/cgroup/cpu/cpu.cfs_quota_us": 150000, "fs/cgroup/cpu/cpu.cfs_period_us": 100000})
-    assert cores.read_quota(host) == 1.5
+    assert cpu.read_quota(host) == 1.5
     write_tree(host.proc, {"self/cgroup": "0::/user/job"})
     write_tree(host.sys, {"fs/cgroup/user/job/cpu.max": "400000 100000"})
-    assert cores.read_quota(host) == 4.0
+    assert cpu.read_quota(host) == 4.0
 
 
 def test_a_memory_module_that_is_gone(host: Host) -> None:
     write_tree(host.proc, {"meminfo": "MemTotal:  1000000 kB\nSwapTotal: 0 kB"})
-    assert memory_size.run(host).outcome == "pass"
+    assert memory.check_size(host).outcome == "pass"
     write_tree(host.proc, {"meminfo": "MemTotal:  995000 kB"})
-    assert memory_size.run(host).outcome == "pass"  # another kernel
+    assert memory.check_size(host).outcome == "pass"  # another kernel
     write_tree(host.proc, {"meminfo": "MemTotal:  937500 kB"})
-    result = memory_size.run(host)
+    result = memory.check_size(host)
     assert result.outcome == "fail"
     assert "most seen here" in result.threshold_source
 
 
 def test_memory_errors(host: Host) -> None:
-    assert memory_errors.run(host).outcome == "skip"
+    assert memory.check_errors(host).outcome == "skip"
     controllers = host.sys / "devices/system/edac/mc"
     write_tree(controllers, {"mc0/ue_count": 0, "mc0/ce_count": 7, "mc1/ue_count": 0, "mc1/ce_count": 0})
-    assert memory_errors.run(host).reason == "7 corrected since the boot"
+    assert memory.check_errors(host).reason == "7 corrected since the boot"
     write_tree(controllers, {"mc1/ue_count": 2, "mc1/mc_name": "skx#1"})
-    result = memory_errors.run(host)
+    result = memory.check_errors(host)
     assert (result.outcome, result.value) == ("fail", 2.0)
     assert "mc1 (skx#1) could not correct 2" in result.reason
 
@@ -84,8 +84,8 @@ def test_notes_never_fail(host: Host) -> None:
             "kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
         },
     )
-    assert (swap.run(host).outcome, swap.run(host).value) == ("pass", 1.0)
-    told = tuning.run(host)
+    assert (memory.check_swap(host).outcome, memory.check_swap(host).value) == ("pass", 1.0)
+    told = system.check_tuning(host)
     assert told.outcome == "pass"
     for part in ("1 cores powersave", "huge pages: madvise", "numa_balancing=0"):
         assert part in told.reason
@@ -93,26 +93,26 @@ def test_notes_never_fail(host: Host) -> None:
 
 def test_limits() -> None:
     good = {"files": 1 << 20, "processes": -1, "pinned": 65536}
-    assert limits.judge_limits(good, has_rdma=False).outcome == "pass"
-    bad = limits.judge_limits({**good, "files": 256, "processes": 64}, has_rdma=True)
+    assert system.judge_limits(good, has_rdma=False).outcome == "pass"
+    bad = system.judge_limits({**good, "files": 256, "processes": 64}, has_rdma=True)
     assert bad.outcome == "fail"
     for part in ("256 open files", "64 processes", "65536 bytes may be pinned"):
         assert part in bad.reason
     assert "ulimit -l unlimited" in bad.action
-    assert limits.judge_limits({**good, "pinned": -1}, has_rdma=True).outcome == "pass"
+    assert system.judge_limits({**good, "pinned": -1}, has_rdma=True).outcome == "pass"
 
 
 def test_limits_of_pinned_memory_do_not_hold_for_all() -> None:
-    assert limits.may_pin("Name:\tx\nCapEff:\t000001ffffffffff\n")
-    assert not limits.may_pin("CapEff:\t00000000a80425fb\n")  # Docker's default
-    assert not limits.may_pin("")
+    assert system.may_pin("Name:\tx\nCapEff:\t000001ffffffffff\n")
+    assert not system.may_pin("CapEff:\t00000000a80425fb\n")  # Docker's default
+    assert not system.may_pin("")
 
 
 def test_shared_memory(host: Host, tmp_path: Path) -> None:
-    assert shm.run(host).outcome == "skip"
+    assert memory.check_shm(host).outcome == "skip"
     (tmp_path / "dev/shm").mkdir(parents=True)
-    assert shm.run(host).unit == "GiB free"
-    assert shm.run(replace(host, expected={"shm": 1e9})).outcome == "fail"
+    assert memory.check_shm(host).unit == "GiB free"
+    assert memory.check_shm(replace(host, expected={"shm": 1e9})).outcome == "fail"
 
 
 # Disks
@@ -120,12 +120,12 @@ def test_shared_memory(host: Host, tmp_path: Path) -> None:
 
 def test_room_is_read_from_df(host: Host, tmp_path: Path) -> None:
     real = replace(host, run=run_command, folder=str(tmp_path / "not/yet/there"))
-    result = space.run(real)
+    result = disks.check_space(real)
     assert (result.outcome, result.unit) == ("pass", "GiB free")
-    assert space.run(replace(real, expected={"space": 1e9})).outcome == "fail"
-    assert space.run(replace(real, folder="s3://bucket/x")).outcome == "skip"
+    assert disks.check_space(replace(real, expected={"space": 1e9})).outcome == "fail"
+    assert disks.check_space(replace(real, folder="s3://bucket/x")).outcome == "skip"
     hanging = replace(host, folder=str(tmp_path))
-    assert "gave no answer" in space.run(hanging).reason
+    assert "gave no answer" in disks.check_space(hanging).reason
 
 
 def test_full_disks_by_bytes_and_by_files(host: Host, tmp_path: Path) -> None:
@@ -136,11 +136,11 @@ def test_full_disks_by_bytes_and_by_files(host: Host, tmp_path: Path) -> None:
         return replace(host, folder=str(tmp_path), run=lambda command, limit_s: answers[command[1]])
 
     good = "/dev/vda 1000000 1 900000 1% /"
-    assert space.run(df(good, "/dev/vda 100 50 50 50% /")).outcome == "pass"
-    assert space.run(df("/dev/vda 1000000 999000 1000 100% /", "/dev/vda 100 50 50 50% /")).outcome == "fail"
-    assert "inodes" in space.run(df(good, "/dev/vda 100 100 0 100% /")).reason
-    assert space.run(df(good, "btrfs 0 0 0 - /")).outcome == "pass"
-    assert space.run(df(good, "weird")).outcome == "pass"
+    assert disks.check_space(df(good, "/dev/vda 100 50 50 50% /")).outcome == "pass"
+    assert disks.check_space(df("/dev/vda 1000000 999000 1000 100% /", "/dev/vda 100 50 50 50% /")).outcome == "fail"
+    assert "inodes" in disks.check_space(df(good, "/dev/vda 100 100 0 100% /")).reason
+    assert disks.check_space(df(good, "btrfs 0 0 0 - /")).outcome == "pass"
+    assert disks.check_space(df(good, "weird")).outcome == "pass"
 
 
 def test_without_checkpoints_the_disk_of_temporary_files_is_looked_at(host: Host, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_without_checkpoints_the_disk_of_temporary_files_is_looked_at(host: Host
         asked.append(command[-1])
         return "/dev/vda 1000000 1000000 0 100% /"
 
-    result = space.run(replace(host, environment={"TMPDIR": str(tmp_path)}, run=df))
+    result = disks.check_space(replace(host, environment={"TMPDIR": str(tmp_path)}, run=df))
     assert result.outcome == "fail" and set(asked) == {str(tmp_path)}
 
 
@@ -160,20 +160,20 @@ def test_a_read_only_disk_is_seen_without_touching_it(host: Host) -> None:
         "40 22 0:40 / /mnt/my\\040data rw,relatime shared:2 - ext4 /dev/sdb ro,errors=remount-ro",
     ]
     write_tree(host.proc, {"self/mountinfo": "\n".join(lines)})
-    result = space.run(replace(host, folder="/mnt/my data/run"))
+    result = disks.check_space(replace(host, folder="/mnt/my data/run"))
     assert (result.outcome, result.reason) == ("fail", "/mnt/my data is mounted read-only")
-    found = space.mount_of("/mnt/my datax", "\n".join(lines))
+    found = disks.mount_of("/mnt/my datax", "\n".join(lines))
     assert found == Mount("/", "/", ("rw", "relatime", "rw"), "ext4")
 
 
 def test_mounts_of_a_real_node(host: Host) -> None:
     text = recorded("gcm-health-slurm/sample-proc-self-mountinfo-output.txt").read_text()
-    assert space.mount_of("/home/me", text) is None
-    found = space.mount_of("/logs/run", text)
+    assert disks.mount_of("/home/me", text) is None
+    found = disks.mount_of("/logs/run", text)
     assert found is not None
     assert found.point == "/logs"
     write_tree(host.proc, {"self/mountinfo": text})
-    assert "/public is mounted read-only" in space.run(replace(host, folder="/public/run")).reason
+    assert "/public is mounted read-only" in disks.check_space(replace(host, folder="/public/run")).reason
 
 
 @pytest.fixture
@@ -193,35 +193,33 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_fails_everywhere(small_disk: Path, host: Host) -> None:
     (small_disk / "filler").write_bytes(bytes(1 << 20))
     full = replace(host, run=run_command, folder=str(small_disk))
-    told = space.run(full)
+    told = disks.check_space(full)
     assert (told.outcome, told.value) == ("fail", 0.0)
-    assert "No space left" in storage.run(full).reason
-    from phalanx.checks import disk
-
-    assert "No space left" in disk.run(full).reason
+    assert "No space left" in disks.check_storage(full).reason
+    assert "No space left" in disks.check_disk(full).reason
     assert [each.name for each in small_disk.iterdir()] == ["filler"]
 
 
 def test_storage_is_probed_and_left_as_it_was(host: Host, tmp_path: Path) -> None:
-    assert storage.run(host).outcome == "skip"
-    good = storage.run(replace(host, folder=str(tmp_path)))
+    assert disks.check_storage(host).outcome == "skip"
+    good = disks.check_storage(replace(host, folder=str(tmp_path)))
     assert (good.outcome, good.unit) == ("pass", "ms")
     assert not [each for each in tmp_path.iterdir() if each.name.startswith(".phalanx")]
-    assert storage.run(replace(host, folder="memory://bucket/run")).outcome == "pass"
-    missing = storage.run(replace(host, folder=str(tmp_path / "nothing")))
+    assert disks.check_storage(replace(host, folder="memory://bucket/run")).outcome == "pass"
+    missing = disks.check_storage(replace(host, folder=str(tmp_path / "nothing")))
     assert "is not there" in missing.reason
-    assert storage.run(replace(host, folder="nonsense://x")).outcome == "fail"
+    assert disks.check_storage(replace(host, folder="nonsense://x")).outcome == "fail"
 
 
 def test_storage_is_made_where_the_host_says_so(host: Host, tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "checkpoints"
-    result = run_isolated(storage.CHECK, replace(host, folder=str(folder), makes_folder=True))
+    result = run_isolated(disks.STORAGE, replace(host, folder=str(folder), makes_folder=True))
     assert result.outcome == "pass", result.reason
     assert folder.is_dir() and not list(folder.iterdir())
     (tmp_path / "file").write_text("")
-    below_file = storage.run(replace(host, folder=str(tmp_path / "file" / "x"), makes_folder=True))
+    below_file = disks.check_storage(replace(host, folder=str(tmp_path / "file" / "x"), makes_folder=True))
     assert below_file.outcome == "fail" and "NotADirectoryError" in below_file.reason
-    assert "run.checkpoints" in storage.run(replace(host, makes_folder=True)).reason
+    assert "run.checkpoints" in disks.check_storage(replace(host, makes_folder=True)).reason
 
 
 # Processes

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from checks_helpers import empty_host, write_tree
 
-from phalanx.checks.busy import OtherWork, busy_seconds
+from phalanx.checks.contract import CheckResult
 from phalanx.checks.host import Host
-from phalanx.checks.result import CheckResult
 from phalanx.checks.thresholds import (
     FIRST_PASSES,
+    OtherWork,
     Threshold,
     all_to_all_threshold,
+    busy_seconds,
     copy_threshold,
     first_passes,
     gemm_threshold,

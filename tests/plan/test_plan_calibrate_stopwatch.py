@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from phalanx.checks.calibration import products, streams, worker
-from phalanx.checks.calibration.both_ways import both_ways
+from phalanx.checks.calibration import kernels, worker
 from phalanx.checks.calibration.contract import Task
+from phalanx.checks.calibration.kernels import both_ways
 from phalanx.checks.calibration.stopwatch import Case, Pool, Stopwatch
 from phalanx.parallel.group import Group, Work
 
@@ -122,9 +122,9 @@ def test_kernels_are_compiled_for_the_larger_shapes_under_names_of_their_own(mon
     made: list[object] = []
     monkeypatch.setattr(torch, "compile", lambda function, **_: made.append(function) or function)
     pool = Pool(CPU, torch.float32, 1 << 16)
-    plain = streams.cases(((8, 64), (16, 64)), "fp32", pool, pool)
+    plain = kernels.streams_cases(((8, 64), (16, 64)), "fp32", pool, pool)
     assert not made
-    found = streams.cases(((8, 64), (16, 64)), "fp32", pool, pool, compiled=True)
+    found = kernels.streams_cases(((8, 64), (16, 64)), "fp32", pool, pool, compiled=True)
     extra = [case for case in found if "_compiled_" in case.what]
     assert len(found) == len(plain) + len(extra) and {case.sizes["tokens"] for case in extra} == {16}
     kinds = {case.what.partition("_compiled_")[0] for case in extra}
@@ -170,7 +170,7 @@ def test_operands_are_views_of_one_block_and_go_round() -> None:
 
 def test_products_are_those_of_a_layer() -> None:
     pool = Pool(CPU, torch.float32, 1 << 12)
-    cases = products.cases((8,), (4, 16), "fp32", pool)
+    cases = kernels.products_cases((8,), (4, 16), "fp32", pool)
     assert [case.what for case in cases] == ["product", "weight_gradient"] * 4
     shapes = {tuple(case.sizes.values()): case.run() for case in cases if case.what == "product"}
     assert shapes[8, 16, 4].shape == (8, 16)

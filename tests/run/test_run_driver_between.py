@@ -15,8 +15,8 @@ import msgspec
 import pytest
 from driver_helpers import FakeHost, Town, running
 
+from phalanx.checks.network import judge_peers
 from phalanx.checks.peer import PeerMeasure
-from phalanx.checks.peers import judge_peers
 from phalanx.run import messages
 from phalanx.run.backends.local import INTERFACE, Network
 from phalanx.run.decide import actions

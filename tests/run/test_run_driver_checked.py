@@ -7,10 +7,10 @@ from dataclasses import asdict
 import msgspec
 import pytest
 
-from phalanx.checks.clock import judge_clock
+from phalanx.checks.contract import CheckResult, failed, passed
+from phalanx.checks.network import judge_peers
 from phalanx.checks.peer import PeerMeasure
-from phalanx.checks.peers import judge_peers
-from phalanx.checks.result import CheckResult, failed, passed
+from phalanx.checks.system import judge_clock
 from phalanx.checks.thresholds import Threshold
 from phalanx.run import messages
 from phalanx.run.decide.events import CheckFailed, CheckPassed

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checks.disk import measure
+from phalanx.checks.disks import measure
 from phalanx.parallel.group import Group
 from support.stall.contenders import Contender, Nothing, Ours, make
 from support.stall.task import Size, Task, cores_s, meet, memory_bytes, timed

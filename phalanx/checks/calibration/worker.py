@@ -10,9 +10,8 @@ from collections.abc import Callable
 import torch
 from torch._C._distributed_c10d import FileStore
 
-from phalanx.checks.calibration import attention, collectives, ends, launches, loading, products, streams, updates
-from phalanx.checks.calibration.contract import Answer, Precision, Task, Timing
-from phalanx.checks.calibration.scale import choose_scale, fitting
+from phalanx.checks.calibration import kernels, steps
+from phalanx.checks.calibration.contract import Answer, Precision, Task, Timing, choose_scale, fitting
 from phalanx.checks.calibration.stopwatch import Pool, Stopwatch
 from phalanx.core.cpu import cpu_line
 from phalanx.core.layout import Layout
@@ -37,29 +36,29 @@ def measure(task: Task) -> Answer:
     if device.type == "cuda":
         scale = fitting(scale, _least_free_bytes(device, group))
     watch = Stopwatch(device, group, scale.rounds, clock=_clock(task))
-    compiled = launches.compiles(device)
+    compiled = steps.compiles(device)
     wide = Pool(device, torch.float32, scale.pool)
     timings: list[Timing] = []
     precisions = task.precisions or _fast_precisions(device)
     for precision in precisions:
         pool = wide if precision == "fp32" else Pool(device, torch.bfloat16, scale.pool)
-        timings += watch.measure(products.cases(scale.tokens, scale.widths, precision, pool))
+        timings += watch.measure(kernels.products_cases(scale.tokens, scale.widths, precision, pool))
         timings += watch.measure(
-            attention.cases(scale.attended, scale.queries, scale.head_dims, precision, pool)
-            + streams.cases(scale.shapes, precision, pool, wide, compiled=compiled)
-            + ends.cases(scale.heads, precision, pool, wide)
+            kernels.attention_cases(scale.attended, scale.queries, scale.head_dims, precision, pool)
+            + kernels.streams_cases(scale.shapes, precision, pool, wide, compiled=compiled)
+            + kernels.ends_cases(scale.heads, precision, pool, wide)
         )
-    timings += watch.measure(updates.cases(scale.updated, device))
+    timings += watch.measure(steps.updates_cases(scale.updated, device))
     if group.size > 1:
         # Their times scatter by factors where ranks share a host: medians of few turns would be luck.
         patient = Stopwatch(device, group, 4 * scale.rounds, long_s=1.0)
-        timings += patient.measure(collectives.cases(scale.messages, group, device))
-    numbers |= {"host_launch_s": launches.host_launch_s(device), "layer_host_s": launches.layer_host_s(device)}
+        timings += patient.measure(steps.collectives_cases(scale.messages, group, device))
+    numbers |= {"host_launch_s": steps.host_launch_s(device), "layer_host_s": steps.layer_host_s(device)}
     if compiled:
-        numbers["compiled_layer_host_s"] = launches.layer_host_s(device, compiled=True)
-    timings += launches.layers(device)
-    numbers |= launches.kernel_numbers(device)
-    numbers |= {**_memory(device), **products.slow_rates(precisions, device), **loading.numbers(task.quick)}
+        numbers["compiled_layer_host_s"] = steps.layer_host_s(device, compiled=True)
+    timings += steps.layers(device)
+    numbers |= steps.kernel_numbers(device)
+    numbers |= {**_memory(device), **kernels.slow_rates(precisions, device), **steps.numbers(task.quick)}
     return Answer(tuple(timings), numbers, {"device": _name(device), "torch": torch.__version__})
 
 
