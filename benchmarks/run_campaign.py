@@ -24,7 +24,7 @@ from support.leaving import nothing_left
 
 from phalanx.faults.campaign import STEPS, ci_cases, family_of, generate, healthy
 from phalanx.faults.manifest import Manifest
-from phalanx.faults.results import Results, summary
+from phalanx.faults.referee import Results, summary
 
 SEED = 7
 WIDTH = 132

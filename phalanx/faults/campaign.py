@@ -1,6 +1,8 @@
-"""The fault campaign: all cases of the bar, each with its right answer, the same for the same seed. Torch-free.
+"""The fault campaign: all cases of the bar, each with its right answer, the same for the same seed.
 
 What is drawn from the seed is what must not matter: at which step, with which status or exception, in what order.
+
+What workers are told of a manifest: only what they do to themselves, nothing of the right answer.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.faults.kinds import KINDS, PlaceKind
+from phalanx.faults.agenda import KINDS, Agenda, Clock, Order, PlaceKind
 from phalanx.faults.manifest import ActionName, Cluster, Expected, Incident, Lasts, Manifest, Place, Response, When
 
 CLUSTER = Cluster(hosts=4, workers_per_host=2, spares=1)
@@ -294,3 +296,26 @@ def _evict(host: int) -> tuple[Response, ...]:
 
 def _evicted(host: int) -> Expected:
     return Expected(responses=_evict(host), blame_hosts=(host,))
+
+
+def agenda_of(manifest: Manifest, clock: Clock = "optimizer") -> Agenda:
+    """What workers have to do in this case; the rest is for the controller."""
+    numbered = enumerate(manifest.incidents)
+    return Agenda(manifest.seed, clock, [_order(number, one) for number, one in numbered if KINDS[one.kind].is_inside])
+
+
+def _order(number: int, incident: Incident) -> Order:
+    when, lasts = incident.when, incident.lasts
+    return Order(
+        number=number,
+        kind=incident.kind,
+        ranks=list(incident.place.numbers),
+        step=when.step,
+        phase=when.phase,
+        attempt=when.attempt,
+        delay_s=when.delay_s,
+        unit=lasts.unit,
+        amount=lasts.amount,
+        retrigger=incident.retrigger,
+        settings=dict(incident.settings),
+    )

@@ -1,4 +1,10 @@
-"""What a campaign does from outside to the emulated hosts of one machine, never to the machine itself. Torch-free.
+"""A wall clock that a campaign can make jump, without touching that of the machine.
+
+Programs that take the time from here, by `wall_clock` at their start, see the machine's clock plus the offset in the
+file that ``PHALANX_CLOCK`` names; without the variable it is the machine's clock, at no cost. Monotonic clocks never
+jump.
+
+What a campaign does from outside to the emulated hosts of one machine, never to the machine itself.
 
 Everything here makes sure that it has really happened, and what can be undone is undone when its ``with`` ends.
 """
@@ -8,12 +14,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import select
 import signal
+import struct
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +31,65 @@ import psutil
 
 from phalanx.core.errors import UserError
 from phalanx.core.process_table import descendants, processes
-from phalanx.faults.clock import jumped
 from phalanx.faults.manifest import Incident
 from phalanx.faults.proxy import Link
+
+VARIABLE = "PHALANX_CLOCK"
+
+_OFFSET = struct.Struct("<d")
+
+
+def wall_clock(environ: Mapping[str, str] = os.environ) -> Callable[[], float]:
+    """A function that says the seconds since 1970.
+
+    Raises:
+        UserError: the variable names no file with an offset.
+    """
+    name = environ.get(VARIABLE)
+    if not name:
+        return time.time
+    try:
+        file = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise UserError(f"cannot be read ({error.strerror})", cure="unset it", field=VARIABLE, value=name) from None
+
+    def now() -> float:
+        return time.time() + _read(file, name)
+
+    now()
+    return now
+
+
+def set_offset(path: Path, seconds: float) -> None:
+    """Set what all that read this file are ahead of the machine's clock; in place, so that they see it at once."""
+    if not math.isfinite(seconds):
+        raise ValueError(f"set_offset({seconds}): needs a number")
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.pwrite(file, _OFFSET.pack(seconds), 0)
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def jumped(path: Path, seconds: float) -> Iterator[None]:
+    """The clocks that read this file are `seconds` ahead meanwhile, behind where negative; 0 afterwards."""
+    set_offset(path, seconds)
+    try:
+        ahead_s = wall_clock({VARIABLE: str(path)})() - time.time()
+        if abs(ahead_s - seconds) > 1:
+            raise RuntimeError(f"the clock is {ahead_s} s ahead, not {seconds} s")
+        yield
+    finally:
+        set_offset(path, 0.0)
+
+
+def _read(file: int, name: str) -> float:
+    content = os.pread(file, _OFFSET.size, 0)
+    if len(content) != _OFFSET.size:
+        raise UserError("holds no offset", cure="write it with set_offset", field=VARIABLE, value=name)
+    return float(_OFFSET.unpack(content)[0])
+
 
 T = TypeVar("T")
 
@@ -50,7 +114,7 @@ class Machine:
         mark: ``NAME=value``, an environment variable that all its processes were started with.
         interface, namespace: of its network.
         disk: a small tmpfs.
-        clock: the file of `phalanx.faults.clock`.
+        clock: the file of `phalanx.faults.hosts`.
         link: between it and the driver.
     """
 

@@ -6,7 +6,7 @@ With the clock ``optimizer`` the steps of torch's optimizers count, through a ho
 script says ``injection.advance()`` after every step, and ``injection.in_checkpoint()`` inside its checkpoints.
 
 Nothing that a detector can read gives an injection away: not the variable's name, nor lines, exceptions or stacks,
-whose frames look like the code around them (`phalanx.faults.disguise`).
+whose frames look like the code around them (`phalanx.faults.torch_hooks`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,19 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import UserError
-from phalanx.faults.agenda import Agenda, Memory, Order, new_record, read_agenda
-from phalanx.faults.alarms import Alarms
-from phalanx.faults.disguise import BELOW_THE_SCRIPT, Spot, disguised, spot_of
-from phalanx.faults.injectors import INJECTORS
-from phalanx.faults.injectors.base import RefusedError, Surroundings
-from phalanx.faults.schedule import Begun, is_due
-from phalanx.faults.torch_hooks import OPTIMIZERS, on_steps, training_step, wrap_checkpoints
+from phalanx.faults.agenda import Agenda, Begun, Memory, Order, is_due, new_record, read_agenda
+from phalanx.faults.torch_hooks import (
+    BELOW_THE_SCRIPT,
+    OPTIMIZERS,
+    Alarms,
+    Spot,
+    disguised,
+    on_steps,
+    spot_of,
+    training_step,
+    wrap_checkpoints,
+)
+from phalanx.faults.worker_faults import INJECTORS, RefusedError, Surroundings
 
 VARIABLE = "PHALANX_AGENDA"
 """Names the agenda's file."""
@@ -79,7 +85,7 @@ def install(
     Args:
         attempt: counted from 1.
         when_imported: ``when_imported(name, act)`` calls ``act(module)`` once the script has imported that module, as
-            `phalanx.launch.hooks.when_imported` does; without it torch is imported now, if its steps are to count.
+            `phalanx.launch.learning.when_imported` does; without it torch is imported now, if its steps are to count.
 
     Raises:
         UserError: the agenda cannot be read, or asks for what cannot be done here.

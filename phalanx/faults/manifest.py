@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from phalanx.core.config import Config, validate
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_bytes
-from phalanx.faults.kinds import KINDS, SAFETY_ORDER, Kind, PlaceKind, Safety
+from phalanx.faults.agenda import KINDS, SAFETY_ORDER, Kind, PlaceKind, Safety
 
 VERSION = 1
 

@@ -1,17 +1,78 @@
-"""Where faults meet torch, which is reached through the modules that the script has loaded: no import of its own.
+"""Functions whose frames look like the code that called them, in tracebacks and in the stacks that others dump.
+
+A detector that reads stacks must find what a real fault leaves, not where it was injected.
+
+Where faults meet torch, which is reached through the modules that the script has loaded: no import of its own.
 
 Every function that stays on the stack while the script runs is disguised as the code that calls it.
+
+Calls in the main thread after a while, wherever the program then is: by SIGALRM, without a thread.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
+import heapq
+import itertools
+import signal
 import sys
-from collections.abc import Callable
+import time
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar, cast
 
-from phalanx.faults.disguise import BELOW_THE_SCRIPT, Spot, disguised
+F = TypeVar("F", bound=Callable[..., Any])
+
+# One entry of a location table (Objects/locations.md of CPython): no columns, then a signed distance of lines, here 0.
+_NO_COLUMNS = 0x80 | 13 << 3
+_UNITS_PER_ENTRY = 8
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A place in the source that a frame is shown to be at."""
+
+    filename: str
+    name: str
+    line: int
+
+
+BELOW_THE_SCRIPT = Spot("<frozen runpy>", "_run_code", 88)
+"""What stands below any script that is run by a launcher; no source text is ever shown for it."""
+
+
+def spot_of(frame: types.FrameType) -> Spot:
+    """Where a frame stands now."""
+    return Spot(frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno or frame.f_code.co_firstlineno)
+
+
+def disguised(function: F, spot: Spot) -> F:
+    """A copy of a Python function, and of those defined in it, that is shown at `spot` wherever it stands."""
+    plain = cast(types.FunctionType, function)
+    copy = types.FunctionType(
+        _moved(plain.__code__, spot), plain.__globals__, spot.name, plain.__defaults__, plain.__closure__
+    )
+    copy.__kwdefaults__ = plain.__kwdefaults__
+    return cast(F, copy)
+
+
+def _moved(code: types.CodeType, spot: Spot) -> types.CodeType:
+    consts = tuple(_moved(c, spot) if isinstance(c, types.CodeType) else c for c in code.co_consts)
+    units = len(code.co_code) // 2
+    lengths = [min(_UNITS_PER_ENTRY, units - start) for start in range(0, units, _UNITS_PER_ENTRY)]
+    return code.replace(
+        co_filename=spot.filename,
+        co_name=spot.name,
+        co_qualname=spot.name,
+        co_firstlineno=spot.line,
+        co_linetable=b"".join(bytes([_NO_COLUMNS | length - 1, 0]) for length in lengths),
+        co_consts=consts,
+    )
+
 
 CHECKPOINTS = (
     "torch:save",
@@ -108,3 +169,59 @@ def _calling_spot(filename: str, call: str) -> Spot:
     lines = Path(filename).read_text(encoding="utf-8").splitlines()
     line = next((number for number, text in enumerate(lines, 1) if call in text), 1)
     return Spot(filename, "wrapper" if "optim" in Path(filename).name else "_call_impl", line)
+
+
+Due = Callable[[], list[Callable[[], None]]]
+
+_SOONEST_S = 1e-4  # a timer of 0 is none
+_AGAIN_S = 0.001
+_HERE = str(Path(__file__).parent)
+
+
+class Alarms:
+    """Calls that wait. For the main thread only; SIGALRM is its own while one waits."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[float, int, Due]] = []
+        self._numbers = itertools.count()
+        self._previous: Any = None
+
+    def add(self, delay_s: float, due: Due, spot: Spot) -> None:
+        """After `delay_s`, ask `due` for functions and call them; the frame that does it looks like `spot`."""
+        if not self._waiting:
+            self._previous = signal.getsignal(signal.SIGALRM)
+            atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)  # else SIGALRM would kill Python as it ends
+        heapq.heappush(self._waiting, (time.monotonic() + delay_s, next(self._numbers), due))
+
+        def rung(number: int, frame: FrameType | None) -> None:
+            for act in self._ripe(frame):
+                act()
+
+        signal.signal(signal.SIGALRM, disguised(rung, spot))
+        self._arm()
+
+    def _ripe(self, frame: FrameType | None) -> Iterator[Callable[[], None]]:
+        """All functions whose time has come, none while our own code runs; the timer is set for the others first."""
+        if _is_ours(frame):
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+            return iter(())
+        now_s, acts = time.monotonic(), []
+        while self._waiting and self._waiting[0][0] <= now_s:
+            acts += heapq.heappop(self._waiting)[2]()
+        if self._waiting:
+            self._arm()
+        else:
+            signal.signal(signal.SIGALRM, self._previous or signal.SIG_DFL)
+        return iter(acts)
+
+    def _arm(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, max(self._waiting[0][0] - time.monotonic(), _SOONEST_S))
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    """Whether a function of this package that shows its own name is on the stack."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_HERE):
+            return True
+        frame = frame.f_back
+    return False

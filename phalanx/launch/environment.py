@@ -1,18 +1,81 @@
-"""What a worker process is told by whoever started it: our own launcher, torchrun, or Slurm's srun. Torch-free.
+"""Slurm's short lists: of hosts, such as ``node[01-03,07],gpu5``, and of counts, such as ``4(x2),3``.
+
+What a worker process is told by whoever started it: our own launcher, torchrun, or Slurm's srun.
 
 torchrun's variables: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables. Slurm's: srun(1),
 "output environment variables".
+
+Which of the host's devices a worker computes on. Torch-free: the caller knows how many are visible.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from phalanx.core.errors import UserError
-from phalanx.launch.slurm import expand_counts, expand_hosts
+
+# One host expression: anything but commas, where commas inside brackets do not count.
+_EXPRESSION = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
+_PIECE = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+# As in Slurm's hostlist.h.
+_LONGEST_RANGE = 1 << 16
+
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def expand_hosts(hosts: str) -> Iterator[str]:
+    """The names in a host list, in order; several brackets in one name vary like digits, the last one fastest.
+
+    Raises:
+        UserError: it is no host list.
+    """
+    expressions = _EXPRESSION.findall(hosts)
+    if not hosts or ",".join(expressions) != hosts:
+        raise _unreadable("host list", "SLURM_STEP_NODELIST", hosts)
+    for expression in expressions:
+        pieces = [_numbers(inner, hosts) if inner else [text] for inner, text in _PIECE.findall(expression)]
+        yield from map("".join, itertools.product(*pieces))
+
+
+def expand_counts(counts: str) -> list[int]:
+    """Tasks of every node: ``4(x2),3`` is 4, 4, 3.
+
+    Raises:
+        UserError: it is no list of counts.
+    """
+    result: list[int] = []
+    for item in counts.split(","):
+        match = _COUNT.fullmatch(item)
+        if match is None:
+            raise _unreadable("list of counts", "SLURM_STEP_TASKS_PER_NODE", counts)
+        result += [int(match[1])] * int(match[2] or 1)
+    return result
+
+
+def _numbers(inner: str, hosts: str) -> list[str]:
+    """What stands between two brackets, one string per number; leading zeros are kept."""
+    result: list[str] = []
+    for item in inner.split(","):
+        match = _RANGE.fullmatch(item)
+        if match is None:
+            raise _unreadable("host list", "SLURM_STEP_NODELIST", hosts)
+        first, last = match[1], match[2] or match[1]
+        if int(last) - int(first) >= _LONGEST_RANGE:
+            raise _unreadable("host list", "SLURM_STEP_NODELIST", hosts)
+        result += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return result
+
+
+def _unreadable(what: str, field: str, value: str) -> UserError:
+    return UserError(f"is not a {what} of Slurm's", cure="start with srun", field=field, value=value)
+
 
 Launcher = Literal["phalanx", "torchrun", "srun"]
 
@@ -226,3 +289,28 @@ def _checked(worker: Worker, field: str) -> Worker:
 def _contradiction(field: str, value: int, problem: str) -> UserError:
     cure = "start all processes with one command of torchrun, srun or phalanx"
     return UserError(problem, cure=cure, field=field, value=value)
+
+
+def device_index(worker: Worker, visible: int, *, shared: bool = False) -> int:
+    """Number of the device of `worker` among the `visible` ones: its local rank.
+
+    Where Slurm was told to (``--gpus-per-task=1``, ``--gpu-bind``), it shows each task its own device alone; that is 0.
+
+    Args:
+        shared: ranks may share devices; they take turns.
+
+    Raises:
+        UserError: there are more ranks on this host than devices.
+    """
+    if shared:
+        return worker.local_rank % visible
+    if worker.local_rank < visible >= worker.local_world_size:
+        return worker.local_rank
+    if worker.launcher == "srun" and visible == 1:
+        return 0
+    raise UserError(
+        f"{worker.local_world_size} ranks on this host cannot have a device each, {visible} visible",
+        cure="start one rank per device (parallel, CUDA_VISIBLE_DEVICES), or use train.device=cpu; "
+        "to try a layout, set parallel.share_device=true",
+        field="train.device",
+    )

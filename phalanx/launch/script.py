@@ -25,8 +25,7 @@ from phalanx.core.stack_dump import dump_beside, register
 from phalanx.launch.cores import Share
 from phalanx.launch.environment import Worker
 from phalanx.launch.failures import frames_of_user
-from phalanx.launch.hooks import end_groups_well, report_steps, when_imported
-from phalanx.launch.learning import learnable, pieces
+from phalanx.launch.learning import end_groups_well, learnable, pieces, report_steps, when_imported
 from phalanx.launch.messages import Learnt, RankSpec
 
 _TARGET = "phalanx.launch.script:run_script"

@@ -20,12 +20,33 @@ from typing import Any
 from phalanx.core.process_table import is_dying
 from phalanx.core.processes import die_with_parent, name_process, why_not_fork
 from phalanx.launch.bytecode import kept_bytecode
-from phalanx.launch.children import Child, descriptors_of, execute_child, fork_child, held_for
 from phalanx.launch.failures import failure_of_exception
 from phalanx.launch.learning import import_learnt, stamps
-from phalanx.launch.line import Line, LineGoneError
-from phalanx.launch.messages import Broken, Exited, Kill, Of, Over, Prepare, Prepared, RankSpec, SendTo, Spawn, Spawned
-from phalanx.launch.template import POLL_S, import_all, without_collections
+from phalanx.launch.messages import (
+    Broken,
+    Exited,
+    Kill,
+    Line,
+    LineGoneError,
+    Of,
+    Over,
+    Prepare,
+    Prepared,
+    RankSpec,
+    SendTo,
+    Spawn,
+    Spawned,
+)
+from phalanx.launch.template import (
+    POLL_S,
+    Child,
+    descriptors_of,
+    execute_child,
+    fork_child,
+    held_for,
+    import_all,
+    without_collections,
+)
 
 # What every rank of a script would import else.
 _OF_RANKS = ("phalanx.launch.script",)

@@ -15,8 +15,20 @@ from typing import Any
 import phalanx
 from phalanx.core.errors import UserError
 from phalanx.launch.failures import Failure, signal_name
-from phalanx.launch.line import Line, LineGoneError
-from phalanx.launch.messages import Broken, Kill, Of, Over, Prepare, Prepared, RankSpec, SendTo, Spawn, Spawned
+from phalanx.launch.messages import (
+    Broken,
+    Kill,
+    Line,
+    LineGoneError,
+    Of,
+    Over,
+    Prepare,
+    Prepared,
+    RankSpec,
+    SendTo,
+    Spawn,
+    Spawned,
+)
 
 # NumPy's OpenBLAS starts its threads on import, and torch may look for devices through the driver: neither is for a
 # process that is to be forked.

@@ -1,4 +1,12 @@
-"""What LAMB, CAME and Muon share: skipping a bad step and scaling gradients without a host synchronisation.
+"""The norm of the whole gradient, and the divisor that clips it, as tensors: nothing waits for the device.
+
+How an optimizer adds up over a logical matrix that may be spread over ranks.
+
+LAMB needs the norm of a whole matrix, CAME the means of its rows and columns. Both compute partial sums of what they
+hold and hand them to a `Reduction`; a sharded layout passes one that adds over its groups, so that no optimizer ever
+sees a process group.
+
+What LAMB, CAME and Muon share: skipping a bad step and scaling gradients without a host synchronisation.
 
 The protocol is that of torch's fused optimizers: the attributes ``found_inf`` (1.0 skips the step) and ``grad_scale``
 (gradients are divided by it), both tensors or None, are set on the optimizer before `step`. Unlike torch's fused
@@ -7,12 +15,69 @@ kernels, these optimizers leave ``.grad`` as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+# As in torch.nn.utils.clip_grad_norm_.
+_GUARD = 1e-6
+
+
+@torch.no_grad()
+def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """The 2-norm of all gradients taken together: one pass, sums in float32 (float64 for float64 gradients).
+
+    Args:
+        parameters: those without a gradient are left out.
+    """
+    found = [p for p in parameters if p.grad is not None]
+    if not found:
+        return torch.zeros(())
+    gradients = [p.grad for p in found if p.grad is not None]
+    wide = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
+    norms = torch._foreach_norm(gradients, 2, dtype=wide)
+    # One operator for all of them, instead of a square for each.
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return norm
+
+
+def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients of norm `norm` must be divided by so that their norm is at most `max_norm`; at least 1.
+
+    Optimizers divide while they read the gradients (``grad_scale``), so clipping costs no pass of its own.
+    """
+    return ((norm + _GUARD) / max_norm).clamp(min=1.0)
+
+
+class Reduction(Protocol):
+    """Complete partial sums: called once for many parameters, so that a layout can pack them into one collective."""
+
+    def __call__(self, sums: list[Tensor], parameters: Sequence[Tensor], dim: int | None) -> list[Tensor]:
+        """Return the sums over whole logical matrices.
+
+        Args:
+            sums: ``sums[i]``, of any shape, was summed over the local part of ``parameters[i]``.
+            parameters: the parameters the sums belong to.
+            dim: the dimension that was summed away: -1 (columns), -2 (rows) or None (every dimension).
+        """
+        ...
+
+
+class GradientNorm(Protocol):
+    """The norm of the whole gradient, also of what other ranks hold."""
+
+    def __call__(self, parameters: Iterable[Tensor], /) -> Tensor:
+        """The 2-norm of all gradients taken together, of `parameters` and of those of other ranks; a scalar."""
+        ...
+
+
+def local(sums: list[Tensor], parameters: Sequence[Tensor], dim: int | None) -> list[Tensor]:
+    """The `Reduction` of whole matrices: what was summed here is already complete."""
+    return sums
+
 
 STACK_BYTES = 1 << 28
 """Of a stack of matrices that are updated at once: enough to fill any device, and little beside the model."""

@@ -10,14 +10,12 @@ from torch import Tensor
 
 from phalanx.core.errors import UserError
 from phalanx.optim.adamw import AdamW
-from phalanx.optim.base import SkippingOptimizer
+from phalanx.optim.base import GradientNorm, Reduction, SkippingOptimizer, clip_scale, grad_norm, local
 from phalanx.optim.came import CAME
-from phalanx.optim.clip import clip_scale, grad_norm
 from phalanx.optim.config import Kind, OptimConfig
 from phalanx.optim.groups import Settings, assign
 from phalanx.optim.lamb import LAMB
 from phalanx.optim.muon import Muon
-from phalanx.optim.reduction import GradientNorm, Reduction, local
 from phalanx.optim.state_shards import bits_of
 
 

@@ -19,15 +19,16 @@ import torch
 from torch import Tensor
 
 from phalanx.optim.base import (
+    Reduction,
     SkippingOptimizer,
     clean_gradients,
     inverse_scale,
+    local,
     stacked,
     stacked_gradients,
     stacks,
 )
 from phalanx.optim.came_fused import FusedStep, Matrix, Numbers, stacks_of
-from phalanx.optim.reduction import Reduction, local
 
 _FACTORS = ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col")
 

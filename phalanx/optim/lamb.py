@@ -15,8 +15,15 @@ import torch
 from torch import Tensor
 
 from phalanx.optim import base
-from phalanx.optim.base import SkippingOptimizer, bundles, clean_gradients, inverse_scale
-from phalanx.optim.reduction import GradientNorm, Reduction, local
+from phalanx.optim.base import (
+    GradientNorm,
+    Reduction,
+    SkippingOptimizer,
+    bundles,
+    clean_gradients,
+    inverse_scale,
+    local,
+)
 
 
 class _Rule(NamedTuple):

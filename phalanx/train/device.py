@@ -19,8 +19,7 @@ from phalanx.kernels.fp8 import LEAST_CAPABILITY
 from phalanx.kernels.host_memory import keep_freed_memory, use_huge_pages
 from phalanx.kernels.precision import cpu_has_fast_bf16
 from phalanx.launch.cores import wanted_threads
-from phalanx.launch.devices import device_index
-from phalanx.launch.environment import Worker
+from phalanx.launch.environment import Worker, device_index
 from phalanx.train.config import TrainConfig
 from phalanx.train.derived.memory import host_available_bytes
 

@@ -18,7 +18,7 @@ from phalanx.core.phases import Phases
 from phalanx.core.points import points_from_environment
 from phalanx.launch.cores import bind_started_elsewhere
 from phalanx.launch.environment import Worker
-from phalanx.launch.named import errors_named
+from phalanx.launch.failures import errors_named
 from phalanx.model.shapes import flops_per_token, num_parameters
 from phalanx.telemetry.loggers import MetricsLogger, Silent, open_loggers
 from phalanx.train.assemble import assemble

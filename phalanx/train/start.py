@@ -15,7 +15,7 @@ from phalanx.data.prepare import prepare
 from phalanx.launch.cores import ignored_threads
 from phalanx.launch.environment import worker_environment
 from phalanx.launch.local import launch_local
-from phalanx.launch.rank import load_target
+from phalanx.launch.template import load_target
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.figures import check_early, default_folder, destination
 from phalanx.train.derived.layout import check_started, machines_here, resolve_layout, wanted_ranks

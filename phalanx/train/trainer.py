@@ -16,8 +16,7 @@ from phalanx.model.config import ModelConfig
 from phalanx.model.decoder import Decoder
 from phalanx.model.logical import LogicalParameters
 from phalanx.model.recompute import Recompute
-from phalanx.optim.clip import grad_norm
-from phalanx.optim.reduction import GradientNorm, Reduction, local
+from phalanx.optim.base import GradientNorm, Reduction, grad_norm, local
 from phalanx.parallel.engine import Engine
 from phalanx.train.accumulate import accumulate_gradients
 from phalanx.train.device import Device

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.faults.agenda import Clock, Memory, Record, write_agenda
-from phalanx.faults.handing import agenda_of
+from phalanx.faults.agenda import KINDS, Clock, Memory, Record, write_agenda
+from phalanx.faults.campaign import agenda_of
 from phalanx.faults.inject import HOST, VARIABLE
-from phalanx.faults.kinds import KINDS
 from phalanx.faults.manifest import Cluster, Incident, Lasts, Manifest, Place, When
 
 GUARD_S = 180.0

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.faults.campaign import CI_FAMILIES, CLUSTER, STEPS, ci_cases, family_of, generate, healthy
-from phalanx.faults.handing import agenda_of
-from phalanx.faults.kinds import KINDS
+from phalanx.faults.agenda import KINDS
+from phalanx.faults.campaign import CI_FAMILIES, CLUSTER, STEPS, agenda_of, ci_cases, family_of, generate, healthy
 from phalanx.faults.manifest import Cluster, parse
 
 CASES = generate(7)

@@ -13,12 +13,16 @@ import pytest
 from faults_helpers import PLAIN_LOOP, Job, incident, job_folder
 
 from phalanx.core.errors import UserError
-from phalanx.faults.agenda import Agenda, Memory, new_record, read_agenda, write_agenda
+from phalanx.faults.agenda import KINDS, Agenda, Memory, new_record, read_agenda, write_agenda
 from phalanx.faults.inject import VARIABLE, install, install_from_environment
-from phalanx.faults.injectors import INJECTORS
-from phalanx.faults.injectors.base import RefusedError, Surroundings
-from phalanx.faults.injectors.memory import is_limited, out_of_memory, own_cgroup_limits
-from phalanx.faults.kinds import KINDS
+from phalanx.faults.worker_faults import (
+    INJECTORS,
+    RefusedError,
+    Surroundings,
+    is_limited,
+    out_of_memory,
+    own_cgroup_limits,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
@@ -199,7 +203,7 @@ def test_only_one_of_many_claims(folder: Path) -> None:
 
 
 def _order_of(one: Any) -> Any:
-    from phalanx.faults.handing import agenda_of
+    from phalanx.faults.campaign import agenda_of
     from phalanx.faults.manifest import Manifest
 
     return agenda_of(Manifest(id="one", seed=1, incidents=(one,)), "calls").orders[0]

@@ -22,22 +22,25 @@ import pytest
 from faults_helpers import GUARD_S, running, state_of, until
 
 from phalanx.core.errors import UserError
-from phalanx.faults.clock import VARIABLE, jumped, set_offset, wall_clock
+from phalanx.faults.agenda import KINDS
 from phalanx.faults.hosts import (
     LARGEST_DISK_BYTES,
+    VARIABLE,
     Machine,
     NotDoneError,
     full_disk,
     happen,
     is_time,
+    jumped,
     kill,
     kill_host,
     link_down,
     marked,
+    set_offset,
     small_disk,
     stopped,
+    wall_clock,
 )
-from phalanx.faults.kinds import KINDS
 from phalanx.faults.manifest import Incident, Lasts, Place, When
 from phalanx.faults.proxy import Link
 

@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
-from phalanx.faults.agenda import Agenda, read_agenda, write_agenda
-from phalanx.faults.handing import agenda_of
-from phalanx.faults.kinds import KINDS, SAFETY_ORDER
+from phalanx.faults.agenda import KINDS, SAFETY_ORDER, Agenda, read_agenda, write_agenda
+from phalanx.faults.campaign import agenda_of
 from phalanx.faults.manifest import (
     Cluster,
     Expected,

@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 from faults_helpers import GUARD_S, PLAIN_LOOP, TORCH_LOOP, Job, incident, job_folder, running, until
 
-from phalanx.faults.disguise import Spot, disguised
-from phalanx.faults.injectors import INJECTORS
-from phalanx.faults.injectors.ends import ERRORS
-from phalanx.faults.injectors.load import LINES
-from phalanx.faults.telling import telling_words
+from phalanx.faults.agenda import telling_words
+from phalanx.faults.torch_hooks import Spot, disguised
+from phalanx.faults.worker_faults import ERRORS, INJECTORS, LINES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 

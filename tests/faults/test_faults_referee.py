@@ -17,10 +17,8 @@ from rich.console import Console
 from phalanx.core.errors import UserError
 from phalanx.faults.agenda import Record
 from phalanx.faults.campaign import generate
-from phalanx.faults.facts import Fact, facts_of
 from phalanx.faults.manifest import Expected, Incident, Manifest, Place, Response, When
-from phalanx.faults.referee import Score, judge, lost_steps
-from phalanx.faults.results import Result, Results, summary
+from phalanx.faults.referee import Fact, Result, Results, Score, facts_of, judge, lost_steps, summary
 
 STEPS = 10
 TRUTH = {step: (1.0 / step).hex() for step in range(1, STEPS + 1)}

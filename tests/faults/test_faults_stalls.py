@@ -14,11 +14,8 @@ from typing import Any
 import pytest
 from faults_helpers import TORCH_LOOP, Job, incident, job_folder, running, state_of, until
 
-from phalanx.faults.agenda import Order
-from phalanx.faults.injectors.base import RefusedError, Surroundings
-from phalanx.faults.injectors.load import LINES
-from phalanx.faults.injectors.slow import slow
-from phalanx.faults.schedule import Begun, is_due, still_lasts
+from phalanx.faults.agenda import Begun, Order, is_due, still_lasts
+from phalanx.faults.worker_faults import LINES, RefusedError, Surroundings, slow
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
@@ -154,7 +151,7 @@ def test_of_several_optimizers_one_counts_until_it_is_used_no_longer(folder: Pat
 
 
 def test_torch_may_be_imported_later_by_the_script(folder: Path) -> None:
-    before = "from phalanx.launch.hooks import when_imported"
+    before = "from phalanx.launch.learning import when_imported"
     loop = "import sys\nassert 'torch' not in sys.modules\n" + TORCH_LOOP
     job = Job(folder, loop, "optimizer", before, "when_imported=when_imported").prepare(incident("exit", status=4))
     code, out, err = job.run()
@@ -207,7 +204,7 @@ def order(**given: Any) -> Order:
 
 def test_a_slow_rank_sleeps_in_proportion_to_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, step = Clock(), [10]
-    slow_module = importlib.import_module("phalanx.faults.injectors.slow")  # the package has a function of this name
+    slow_module = importlib.import_module("phalanx.faults.worker_faults")  # the package has a function of this name
     monkeypatch.setattr(slow_module, "time", clock)
     monkeypatch.setattr(slow_module, "on_forward", lambda pay: False)
     around = Surroundings(0, 1, lambda: step[0])

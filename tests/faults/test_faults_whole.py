@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from faults_helpers import Job, incident, job_folder, running, until
 
-from phalanx.faults.facts import Fact, facts_of
 from phalanx.faults.manifest import Cluster, Expected, Manifest, Response
-from phalanx.faults.referee import judge
+from phalanx.faults.referee import Fact, facts_of, judge
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="needs Linux"), pytest.mark.slow]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.core.errors import UserError
-from phalanx.launch.devices import device_index
-from phalanx.launch.environment import Launcher, Worker
+from phalanx.launch.environment import Launcher, Worker, device_index
 
 
 def worker(local_rank: int, ranks: int, launcher: Launcher = "phalanx") -> Worker:

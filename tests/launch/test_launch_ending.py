@@ -10,10 +10,16 @@ import pytest
 
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
-from phalanx.launch.ending import Ending
 from phalanx.launch.environment import Worker
-from phalanx.launch.failures import Failure, describe, failure_of_exception, failure_of_exit, find_culprit
-from phalanx.launch.named import errors_named
+from phalanx.launch.failures import (
+    Ending,
+    Failure,
+    describe,
+    errors_named,
+    failure_of_exception,
+    failure_of_exit,
+    find_culprit,
+)
 
 
 def raised(rank: int, time_s: float, error: BaseException | None = None) -> Failure:

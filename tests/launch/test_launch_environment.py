@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
-from phalanx.launch.environment import Worker, without_worker, worker_environment
-from phalanx.launch.slurm import expand_counts, expand_hosts
+from phalanx.launch.environment import Worker, expand_counts, expand_hosts, without_worker, worker_environment
 
 # As torchrun 2.13 sets them, of the third of four ranks on the second of two hosts.
 TORCHRUN = {

@@ -53,7 +53,7 @@ TORCHRUN_SCRIPT = """
 import datetime, os, sys
 from torch.distributed import TCPStore
 from phalanx.launch.environment import worker_environment
-from phalanx.launch.named import errors_named
+from phalanx.launch.failures import errors_named
 from phalanx.core.layout import Layout
 worker = worker_environment()
 assert (worker.launcher, worker.world_size, worker.local_world_size, worker.attempt) == ("torchrun", 2, 2, 0)

@@ -6,7 +6,7 @@ import pytest
 from decide_helpers import World, running
 from support.campaign.story import Story
 
-from phalanx.faults.facts import Fact
+from phalanx.faults.referee import Fact
 from phalanx.run.decide import events as ev
 from phalanx.run.decide.decide import to_json
 from phalanx.run.decide.policy import Job, Policy

@@ -21,14 +21,12 @@ import psutil
 import trustme
 
 from phalanx.core.errors import UserError
-from phalanx.faults.agenda import Memory, write_agenda
-from phalanx.faults.clock import set_offset
-from phalanx.faults.facts import Fact, facts_of
-from phalanx.faults.handing import agenda_of
-from phalanx.faults.hosts import Machine, NotDoneError, happen, is_time, kill, small_disk, tree_of
-from phalanx.faults.kinds import KINDS
+from phalanx.faults.agenda import KINDS, Memory, write_agenda
+from phalanx.faults.campaign import agenda_of
+from phalanx.faults.hosts import Machine, NotDoneError, happen, is_time, kill, set_offset, small_disk, tree_of
 from phalanx.faults.manifest import Incident, Manifest
 from phalanx.faults.proxy import Link
+from phalanx.faults.referee import Fact, facts_of
 from phalanx.run.backends.local import INTERFACE, Network, number_of
 from phalanx.run.journal import JournalError, read_journal
 from phalanx.run.wire.addresses import parse, publish

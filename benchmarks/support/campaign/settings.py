@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.faults.kinds import KINDS
+from phalanx.faults.agenda import KINDS
 from phalanx.faults.manifest import Manifest
 from phalanx.run.config import toml_value
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from phalanx.faults.facts import Fact
+from phalanx.faults.referee import Fact
 from phalanx.run.decide import actions, events
 from phalanx.run.decide.actions import Action
 from phalanx.run.decide.decide import decide, event_from_json

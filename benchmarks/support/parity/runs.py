@@ -15,10 +15,9 @@ from phalanx.core.shard import Shard
 from phalanx.model.decoder import Decoder
 from phalanx.model.init import initialise
 from phalanx.model.shapes import parameter_table
+from phalanx.optim.base import GradientNorm, Reduction, grad_norm, local
 from phalanx.optim.build import OptimizerSet, build_optimizer
-from phalanx.optim.clip import grad_norm
 from phalanx.optim.config import OptimConfig
-from phalanx.optim.reduction import GradientNorm, Reduction, local
 from phalanx.parallel.apply import Build, build_engine
 from phalanx.parallel.engine import Engine
 from phalanx.parallel.group import Groups

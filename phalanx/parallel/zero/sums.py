@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phalanx.core.layout import AXES, Axis
 from phalanx.core.shard import Shard
-from phalanx.optim.reduction import Reduction, local
+from phalanx.optim.base import Reduction, local
 from phalanx.parallel.group import Groups
 
 _Kind = tuple[tuple[Axis, ...], torch.dtype]
@@ -30,7 +30,7 @@ class ShardReduction:
         self._axes = {parameter: _spread(groups, shard) for parameter, shard in shards.items()}
 
     def __call__(self, sums: list[Tensor], parameters: Sequence[Tensor], dim: int | None) -> list[Tensor]:
-        """As `phalanx.optim.reduction.Reduction`; sums over columns are complete, since only rows are split."""
+        """As `phalanx.optim.base.Reduction`; sums over columns are complete, since only rows are split."""
         if dim == -1:
             return sums
         packs: dict[_Kind, list[int]] = {}

@@ -24,8 +24,7 @@ import msgspec
 
 from phalanx.launch.script import Script
 from phalanx.launch.store import open_store_socket
-from phalanx.launch.warm import LEARNT, WarmTemplate, Word
-from phalanx.launch.warm_cache import open_cache
+from phalanx.launch.warm import LEARNT, WarmTemplate, Word, open_cache
 from phalanx.run import messages
 from phalanx.run.executor.monitor import Checking
 from phalanx.run.executor.sensors import Carried

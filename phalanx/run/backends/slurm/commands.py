@@ -21,7 +21,7 @@ from pydantic import Field, field_validator
 
 from phalanx.core.config import Config
 from phalanx.core.errors import UserError
-from phalanx.launch.slurm import expand_hosts
+from phalanx.launch.environment import expand_hosts
 from phalanx.run.backends.base import options_of
 from phalanx.run.config import RunConfig
 

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_bytes, write_json
-from phalanx.launch.slurm import expand_hosts
+from phalanx.launch.environment import expand_hosts
 from phalanx.run.backends.slurm import commands
 from phalanx.run.backends.slurm.batch import FOLDER, JOB_FILE
 from phalanx.run.backends.slurm.commands import (
