@@ -27,10 +27,8 @@ from phalanx.run.drive.main import drive
 from phalanx.run.incidents.store import listed
 from phalanx.run.people import words
 from phalanx.run.people.html import page
-from phalanx.run.people.hub import Item, Told, Wrote
-from phalanx.run.people.hub import Overview
+from phalanx.run.people.hub import Item, Overview, Source, Told, Wrote
 from phalanx.run.people.view import Panel
-from phalanx.run.people.hub import Source
 
 HERE = Path(__file__).parent
 STEPS_BEFORE, STEPS_AFTER = 60, 40

@@ -1,8 +1,9 @@
 """What a worker can do to itself: ends, stalls, too much memory, other load, wrong numbers, slowness.
 
-A new one needs a line in `INJECTORS` and one in `phalanx.faults.agenda`. An injector is ``(order, surroundings) → act``:
-it prepares all that is needed, and returns a Python function without arguments that does it. The act calls no further
-functions of this package: its own frame is disguised, theirs are not. Torch is reached through the optimizer's tensors.
+A new one needs a line in `INJECTORS` and one in `phalanx.faults.agenda`. An injector is
+``(order, surroundings) → act``: it prepares all that is needed, and returns a Python function without arguments that
+does it. The act calls no further functions of this package: its own frame is disguised, theirs are not. Torch is
+reached through the optimizer's tensors.
 """
 
 from __future__ import annotations
