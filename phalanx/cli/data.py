@@ -20,7 +20,7 @@ from phalanx.data import prepare as preparing
 from phalanx.data.config import DataConfig
 from phalanx.data.sources.files import Split
 from phalanx.data.tokens.prepared import Prepared
-from phalanx.data.tokens.stream import TokenStream
+from phalanx.data.tokens.shards import TokenStream
 from phalanx.train.config import RunConfig
 from phalanx.train.reports.preparing import PrepareDisplay
 

@@ -46,11 +46,11 @@ from types import TracebackType
 
 from phalanx.data.config import DataConfig
 from phalanx.data.loader import LoaderState, endless
-from phalanx.data.packed import PackedSplit
-from phalanx.data.sharing import messages
+from phalanx.data.samples import PackedSplit
+from phalanx.data.sharing import server
 from phalanx.data.sharing.client import SharedStream
-from phalanx.data.sharing.messages import HostLoaderError
 from phalanx.data.sharing.process import Method, Task, fork_is_safe, start
+from phalanx.data.sharing.server import HostLoaderError
 from phalanx.data.sources.files import Split
 from phalanx.data.tokens.prepared import Prepared
 
@@ -106,7 +106,7 @@ class HostLoader:
 
     def __init__(self, task: Task, method: Method) -> None:
         self.method = method
-        self.address, listener = messages.listen()
+        self.address, listener = server.listen()
         with listener:
             self._wait, self.pid, self._hold = start(task, listener, method)
         self._exit_code: int | None = None
@@ -176,9 +176,9 @@ class HostLoaderClient:
             HostLoaderError: the loader cannot be reached.
             ValueError: `ahead` is out of bounds.
         """
-        if not 1 <= ahead <= messages.MAX_AHEAD:
-            raise ValueError(f"ahead = {ahead}: must be 1 to {messages.MAX_AHEAD}")
+        if not 1 <= ahead <= server.MAX_AHEAD:
+            raise ValueError(f"ahead = {ahead}: must be 1 to {server.MAX_AHEAD}")
         steps = endless(counts) if isinstance(counts, int) else iter(counts)
-        hello = messages.Hello(messages.VERSION, self._rank, self._ranks, ahead, self._streams)
+        hello = server.Hello(server.VERSION, self._rank, self._ranks, ahead, self._streams)
         self._streams += 1
         return SharedStream(self._address, hello, state or LoaderState(), steps, pin_memory=pin_memory)

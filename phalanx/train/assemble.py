@@ -18,7 +18,7 @@ from phalanx.core.points import NO_POINTS, Points
 from phalanx.data.loader import Loader
 from phalanx.data.prepare import Progress as PrepareProgress
 from phalanx.data.prepare import prepare
-from phalanx.data.tokenizers.saved import save_tokenizer
+from phalanx.data.tokenizers.spec import save_tokenizer
 from phalanx.data.tokens.prepared import Prepared
 from phalanx.launch.cores import ignored_threads
 from phalanx.model.decoder import Decoder

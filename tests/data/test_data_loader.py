@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
 from phalanx.data.config import DataConfig, SourceConfig, TokenizerConfig
-from phalanx.data.loader import Loader, LoaderState
-from phalanx.data.prefetch import Prefetcher
+from phalanx.data.loader import Loader, LoaderState, Prefetcher
 from phalanx.data.prepare import prepare
 from phalanx.data.samples import SampleReader
 from phalanx.data.sources import files
 from phalanx.data.tokens.prepared import PreparedSource, PreparedSplit
-from phalanx.data.tokens.shards import Mapped, Shard, npy_writer
-from phalanx.data.tokens.stream import TokenStream
+from phalanx.data.tokens.shards import Mapped, Shard, TokenStream, npy_writer
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +274,7 @@ def test_windows_over_any_shards(folder: Path, sizes: list[int], length: int, da
 def test_windows_stay_right_when_pages_are_let_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = make(folder)
     before = loader.batch(0, 64)
-    monkeypatch.setattr("phalanx.data.tokens.stream.KEEP_BYTES", 0)
+    monkeypatch.setattr("phalanx.data.tokens.shards.KEEP_BYTES", 0)
     released: list[Mapped] = []
     real = Mapped.release
     monkeypatch.setattr(Mapped, "release", lambda mapped: released.append(mapped) or real(mapped))

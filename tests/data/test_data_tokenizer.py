@@ -16,9 +16,14 @@ from phalanx.data.prepare import open_prepared, prepare
 from phalanx.data.sources import text
 from phalanx.data.sources.text import split_text
 from phalanx.data.tokenizers import making
-from phalanx.data.tokenizers.saved import open_saved_tokenizer, save_tokenizer
-from phalanx.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, IdTokenizer, LibraryTokenizer
-from phalanx.data.tokenizers.vocabulary import configured_vocab_size
+from phalanx.data.tokenizers.spec import open_saved_tokenizer, save_tokenizer
+from phalanx.data.tokenizers.tokenizer import (
+    ByteTokenizer,
+    CharTokenizer,
+    IdTokenizer,
+    LibraryTokenizer,
+    configured_vocab_size,
+)
 
 GPT2 = Path(__file__).parents[2] / ".." / "shared" / "data" / "tokenizers" / "gpt2" / "tokenizer.json"
 SAMPLE = "def f(x):\n    return 'naïve' + \"漢字 🎉\"  # <|endoftext|>\n\n\n\tif x:\n        pass\n"

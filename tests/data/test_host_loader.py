@@ -23,7 +23,7 @@ from phalanx.data.host_loader import (
 )
 from phalanx.data.loader import Loader, LoaderState
 from phalanx.data.prepare import prepare
-from phalanx.data.sharing import messages
+from phalanx.data.sharing import server
 
 pytestmark = pytest.mark.skipif(why_no_host_loader() is not None, reason=str(why_no_host_loader()))
 
@@ -245,7 +245,7 @@ class TestErrors:
             start_host_loader(corpus.prepared, config, indices=[0])
 
     def test_another_error_names_the_loader(self) -> None:
-        error = messages.error_of(messages.failed_with(ValueError("no such thing")), "the loader")
+        error = server.error_of(server.failed_with(ValueError("no such thing")), "the loader")
         assert isinstance(error, HostLoaderError)
         assert str(error) == "the loader failed: ValueError: no such thing"
 

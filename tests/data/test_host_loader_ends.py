@@ -24,7 +24,7 @@ from phalanx.data.host_loader import (
     why_no_host_loader,
 )
 from phalanx.data.loader import Loader
-from phalanx.data.sharing import messages
+from phalanx.data.sharing import server
 from phalanx.data.sharing.process import fork_is_safe
 
 pytestmark = pytest.mark.skipif(why_no_host_loader() is not None, reason=str(why_no_host_loader()))
@@ -176,10 +176,10 @@ class TestLeavesNothing:
 
     def test_readers_cannot_write_to_what_others_read(self, corpus: Loader) -> None:
         with started(corpus, [0]) as host:
-            connection = messages.connect(host.address)
-            packets.send(connection, messages.Hello(messages.VERSION, 0, 1, 2, 0))
-            welcome, descriptors = messages.receive(connection)
-            assert welcome == messages.Welcome(host.pid)
+            connection = server.connect(host.address)
+            packets.send(connection, server.Hello(server.VERSION, 0, 1, 2, 0))
+            welcome, descriptors = server.receive(connection)
+            assert welcome == server.Welcome(host.pid)
             assert len(descriptors) == 2
             for descriptor in descriptors:
                 with pytest.raises(OSError, match="Bad file descriptor"):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.sharing.rings import DisagreementError, Ring
+from phalanx.data.sharing.slots import DisagreementError, Ring
 
 
 class TestRing:

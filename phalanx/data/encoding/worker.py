@@ -18,8 +18,7 @@ from phalanx.core.processes import die_with_parent
 from phalanx.data.config import SourceConfig
 from phalanx.data.encoding.encode import UnitRecord, encode_unit
 from phalanx.data.lock import friendly_os_errors
-from phalanx.data.sources.files import Part, Unit
-from phalanx.data.sources.held_out import Rule
+from phalanx.data.sources.files import Part, Rule, Unit
 from phalanx.data.tokenizers.spec import TokenizerSpec, open_tokenizer
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from phalanx.core import packets
 from phalanx.data.batch import Batch
 from phalanx.data.loader import LoaderState
-from phalanx.data.sharing import messages
-from phalanx.data.sharing.messages import Failed, Hello, HostLoaderError, Ready, Wanted, Welcome
+from phalanx.data.sharing import server
+from phalanx.data.sharing.server import Failed, Hello, HostLoaderError, Ready, Wanted, Welcome
 from phalanx.data.sharing.slots import ReaderSlot, fields_of
 
 
@@ -43,7 +43,7 @@ class SharedStream:
         self._on_the_way: deque[tuple[int, LoaderState]] = deque()
         self._asked = 0
         self._end: Exception | None = None
-        self._connection: socket.socket | None = messages.connect(address)
+        self._connection: socket.socket | None = server.connect(address)
         self._say(hello)
         for _ in range(hello.ahead):
             self._ask()
@@ -122,15 +122,15 @@ class SharedStream:
             raise HostLoaderError(f"{self._who} said {message} while step {step} was awaited")
         return message
 
-    def _hear(self) -> tuple[messages.Message, list[int]]:
+    def _hear(self) -> tuple[server.Message, list[int]]:
         assert self._connection is not None
-        message, descriptors = messages.receive(self._connection)
+        message, descriptors = server.receive(self._connection)
         if message is None:
             why = "it was killed, for instance for want of memory, or the rank that started it has ended"
             # the cause tells whoever looks for the culprit of a job's end that this only followed from another's
             raise HostLoaderError(f"{self._who} is gone: {why}") from ConnectionResetError("the loader hung up")
         if isinstance(message, Failed):
-            raise messages.error_of(message, self._who)
+            raise server.error_of(message, self._who)
         return message, descriptors
 
     def _copy(self, ready: Ready) -> Batch:

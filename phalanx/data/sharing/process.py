@@ -25,8 +25,7 @@ from typing import Literal, NoReturn
 from phalanx.core.processes import die_with_parent, name_process
 from phalanx.core.signals import STOP_SIGNALS
 from phalanx.data.config import DataConfig
-from phalanx.data.packed import PackedSplit, Parts
-from phalanx.data.samples import Arrays
+from phalanx.data.samples import Arrays, PackedSplit, Parts
 from phalanx.data.sharing.server import serve
 from phalanx.data.sources.files import Split
 

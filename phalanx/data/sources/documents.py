@@ -9,8 +9,7 @@ from typing import Any
 
 from phalanx.core.errors import UserError
 from phalanx.data.config import SourceConfig
-from phalanx.data.sources.files import Part
-from phalanx.data.sources.parquet import parquet_rows
+from phalanx.data.sources.files import Part, parquet_rows
 from phalanx.data.sources.text import (
     Piece,
     Utf8,

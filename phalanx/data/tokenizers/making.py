@@ -1,4 +1,6 @@
-"""Making a tokenizer of the sources: the alphabet of all the text, or a BPE, trained in a process of its own.
+"""Training a byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2) with the package `tokenizers`.
+
+Making a tokenizer of the sources: the alphabet of all the text, or a BPE, trained in a process of its own.
 
 The package `tokenizers` trains in native code that no signal interrupts: for minutes, with much text. A process of its
 own can be ended at once, and has written nothing then. Started as ``python -m phalanx.data.tokenizers.making PID``, it
@@ -12,15 +14,58 @@ import sys
 from collections.abc import Callable, Iterator
 
 import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from phalanx.core.errors import UserError
 from phalanx.core.processes import die_with_parent, start_helper
-from phalanx.data.config import TOKEN_KINDS, DataConfig, SourceConfig
+from phalanx.data.config import TOKEN_KINDS, DataConfig, SourceConfig, TokenizerConfig
 from phalanx.data.order import Permutation, derive_key
 from phalanx.data.sources.documents import read_pieces, was_skipped
-from phalanx.data.sources.files import Unit, list_files, plan_units
-from phalanx.data.sources.held_out import Rule
-from phalanx.data.tokenizers.bpe import train_bpe
+from phalanx.data.sources.files import Rule, Unit, list_files, plan_units
+from phalanx.data.tokenizers.tokenizer import END_OF_TEXT
+
+# The pattern of cl100k (GPT-4), as in Llama 3's tokenizer.json.
+_GPT4 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def train_bpe(texts: Iterator[str], config: TokenizerConfig) -> str:
+    """The ``tokenizer.json`` of a BPE with at most `config.vocab_size` ids: end-of-text, 256 bytes, then merges.
+
+    The result is the same for the same texts on every machine.
+
+    Raises:
+        UserError: there is no text.
+    """
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=config.pattern == "gpt2")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.decoder = decoders.ByteLevel()
+    if config.pattern == "gpt4":
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_GPT4), "isolated"), words])
+    else:
+        tokenizer.pre_tokenizer = words
+    first = next(texts, None)
+    if first is None:
+        cure = "add text, or hold less out"
+        raise UserError("there is no text to train the tokenizer on", cure=cure, field="data.sources")
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_chain(first, texts), trainer)
+    content: str = tokenizer.to_str()
+    return content
+
+
+def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
+    yield first
+    yield from rest
+
 
 MIN_SAMPLE_BYTES = 1 << 18
 LITTLE_BYTES = 1 << 20  # trained on in less time than a process takes to start

@@ -13,7 +13,7 @@ from phalanx.checkpoint.format.dcp import torch_dtype
 from phalanx.checkpoint.format.plain import is_plain
 from phalanx.checkpoint.restoring.restore import Opened, Targets
 from phalanx.core.errors import UserError
-from phalanx.data.tokenizers.saved import open_saved_tokenizer
+from phalanx.data.tokenizers.spec import open_saved_tokenizer
 from phalanx.data.tokenizers.tokenizer import LibraryTokenizer, Tokenizer
 from phalanx.model.config import ModelConfig
 from phalanx.model.huggingface import import_folder

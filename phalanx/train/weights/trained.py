@@ -16,7 +16,7 @@ from phalanx.core.errors import UserError
 from phalanx.data.config import DataConfig
 from phalanx.data.loader import Loader
 from phalanx.data.prepare import prepare
-from phalanx.data.tokenizers.saved import open_saved_tokenizer, saved_tokenizer_config
+from phalanx.data.tokenizers.spec import open_saved_tokenizer, saved_tokenizer_config
 from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.model.decoder import Decoder
 from phalanx.model.logical import LogicalParameters
