@@ -16,14 +16,14 @@ _ROOM = "phalanx.cli.checkpoints"
 _LAZY = {
     "ls": (f"{_ROOM}.listing:ls_command", "Show the checkpoints of RUN, newest first."),
     "show": (f"{_ROOM}.showing:show_command", "Show what a checkpoint holds: tensors, layout, size, health."),
-    "verify": (f"{_ROOM}.verifying:verify_command", "Hold every byte of a checkpoint against its checksum."),
+    "verify": (f"{_ROOM}.showing:verify_command", "Hold every byte of a checkpoint against its checksum."),
     "diff": (f"{_ROOM}.comparing:diff_command", "Compare two checkpoints; exit status 1 if they differ."),
     "convert": (
         f"{_ROOM}.converting:convert_command",
         "Into other files or dtypes, from plain DCP, from and to Hugging Face.",
     ),
-    "keep": (f"{_ROOM}.keeping:keep_command", "Start the process that keeps snapshots of RUN in memory here."),
-    "prune": (f"{_ROOM}.pruning:prune_command", "Delete checkpoints of RUN that are not to be kept."),
+    "keep": (f"{_ROOM}.listing:keep_command", "Start the process that keeps snapshots of RUN in memory here."),
+    "prune": (f"{_ROOM}.listing:prune_command", "Delete checkpoints of RUN that are not to be kept."),
 }
 _ALIASES = {
     "list": _LAZY["ls"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from phalanx.core.errors import UserError
-from phalanx.data.tokenizers.tokenizer import configured_vocab_size
+from phalanx.data.config import configured_vocab_size
 from phalanx.model.shapes import num_parameters
 from phalanx.parallel.choose import Choice, Machines
 from phalanx.plan.hardware.cluster import Cluster

@@ -10,10 +10,10 @@ from phalanx.cli.lazy import LazyGroup
 from phalanx.launch.bytecode import keep_bytecode
 
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
-    "status": ("phalanx.cli.run_status:status", "How a job is: hosts, attempt, steps, incidents."),
-    "attach": ("phalanx.cli.run_attach:attach", "Watch a job as if it had been started here; Ctrl-C leaves it alone."),
-    "logs": ("phalanx.cli.run_logs:logs", "What ranks have written; -f goes on as they write."),
-    "incidents": ("phalanx.cli.run_incidents:incidents", "What went wrong and what was done; with a number, its page."),
+    "status": ("phalanx.cli.run_watch:status", "How a job is: hosts, attempt, steps, incidents."),
+    "attach": ("phalanx.cli.run_watch:attach", "Watch a job as if it had been started here; Ctrl-C leaves it alone."),
+    "logs": ("phalanx.cli.run_watch:logs", "What ranks have written; -f goes on as they write."),
+    "incidents": ("phalanx.cli.run_watch:incidents", "What went wrong and what was done; with a number, its page."),
     "stop": ("phalanx.cli.run_orders:stop", "End a job; asked again, at once."),
     "drain": ("phalanx.cli.run_orders:drain", "Let a host leave as soon as another can take its place."),
     "evict": ("phalanx.cli.run_orders:evict", "Let a host leave at once, and not come back."),

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from people_helpers import HOSTILE, Played, host, job, open_incident, told, with_links, wrote
 from rich.console import Console
 
-from phalanx.cli.run_status import show as show_status
+from phalanx.cli.run_watch import show_status
 from phalanx.run.api.job import Metrics, Reading
 from phalanx.run.messages import Interface
 from phalanx.run.people import view

@@ -1,20 +1,79 @@
-"""`phalanx checkpoint ls`: the checkpoints of a run and what became of each. Torch-free."""
+"""`phalanx checkpoint ls`, `prune` and `keep`: checkpoints of a run, what may go, what this host's memory holds."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import click
 from rich.markup import escape
 
+from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError, Manifest
-from phalanx.cli.checkpoints.memory import Kept, kept, records_here
+from phalanx.checkpoint.format.record import Record
+from phalanx.checkpoint.keeper.client import connect
+from phalanx.checkpoint.keeper.contract import KeeperLostError
+from phalanx.checkpoint.keeper.start import address_for, ensure_keeper, until_ended
+from phalanx.checkpoint.restoring.choices import restorable
+from phalanx.checkpoint.storage.base import Store
+from phalanx.checkpoint.storage.prune import prune
 from phalanx.cli.checkpoints.places import Place, destinations, first_usable, places
 from phalanx.cli.tables import make_console, make_table
 from phalanx.core import units
 from phalanx.core.errors import UserError
+from phalanx.core.units import parse_size
+
+
+class Kept(NamedTuple):
+    """A snapshot of which this host has shards.
+
+    Attributes:
+        taken: when.
+        size_bytes: of the shards here.
+        shards, of: how many there are here, and how many there are.
+        is_whole: training can go on from what is here alone.
+    """
+
+    step: int
+    attempt: int
+    taken: datetime
+    size_bytes: int
+    shards: int
+    of: int
+    is_whole: bool
+
+
+def records_here(urls: Sequence[str]) -> list[Record]:
+    """The records of what the keeper of the first of these destinations holds that has one; none where none has."""
+    for url in urls:
+        try:
+            with closing(connect(address_for(url, os.environ), 0, 1)) as keeper:
+                return [held.record for held in keeper.held()]
+        except (KeeperLostError, UserError):  # there is none, or nobody could have started one
+            continue
+    return []
+
+
+def kept(records: Sequence[Record]) -> list[Kept]:
+    """The snapshots that these shards are of, newest first."""
+    whole = {choice.snapshot for choice in restorable({"here": records})}
+    shards: dict[tuple[int, int, str], dict[int, Record]] = {}
+    for record in records:
+        shards.setdefault((record.attempt, record.step, record.set_id), {})[record.rank] = record
+    found = []
+    for (attempt, step, _), of_rank in sorted(shards.items(), reverse=True):
+        some = next(iter(of_rank.values()))
+        taken = datetime.fromtimestamp(some.unix_ns * 1e-9, UTC)
+        size_bytes = sum(record.data_bytes for record in of_rank.values())
+        found.append(Kept(step, attempt, taken, size_bytes, len(of_rank), some.shards, some.snapshot in whole))
+    return found
+
 
 _COLOURS = {"latest": "green", "stale": "yellow", "sick": "yellow", "unused": "yellow", "damaged": "red"}
 
@@ -128,3 +187,109 @@ def _cells(row: Row) -> list[str]:
     figures = [f"{row.step:,}", units.duration(max(0.0, row.age_s)), units.size(row.size_bytes)]
     files = "" if row.files is None else str(row.files)
     return [escape(row.name), *figures, files, str(row.attempt), escape(row.layout), escape(metrics), status]
+
+
+@click.command("prune")
+@click.argument("run")
+@click.option("--keep-last", type=click.IntRange(1), default=2, show_default=True, help="Keep this many newest.")
+@click.option("--keep-every", type=click.IntRange(0), default=0, help="Keep steps that are a multiple of this.")
+@click.option("--keep-best", type=click.IntRange(0), default=0, help="Keep this many with the lowest metric.")
+@click.option("--metric", default="validation_loss", show_default=True, help="The figure --keep-best goes by.")
+@click.option("--budget", default="", help='Room for all together, such as "500 GB".')
+@click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+def prune_command(
+    run: str, keep_last: int, keep_every: int, keep_best: int, metric: str, budget: str, dry_run: bool
+) -> None:
+    """Delete the checkpoints of RUN that are not to be kept, oldest first.
+
+    Never deleted: the newest whole one (its bytes are read and checked), whatever is newer, and the one that the
+    pointer to the latest names. Of those put aside as stale or sick the newest two stay.
+    """
+    rules = CheckpointConfig(
+        keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, best_metric=metric, budget_bytes=_size(budget)
+    )
+    found = places(run, quarantined=True)
+    store = _Watched(found[0].store, dry_run)
+    sizes = {place.name: _size_bytes(place) for place in found}
+    try:
+        prune(cast(Store, store), rules)
+    except OSError as error:
+        said = error.strerror or str(error)
+        raise UserError(f"cannot be pruned ({said})", cure="see to it that it may be written", field=run) from error
+    _tell(store.deleted, sizes, dry_run)
+
+
+class _Watched:
+    """A store that notes what is deleted, and in a rehearsal deletes nothing."""
+
+    def __init__(self, store: Store, rehearsal: bool) -> None:
+        self._store, self._rehearsal = store, rehearsal
+        self.deleted: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def clean(self, attempt: int) -> None:
+        """Remove what dead writers have left."""
+        if not self._rehearsal:
+            self._store.clean(attempt)
+
+    def delete(self, name: str) -> None:
+        """Delete a checkpoint."""
+        if not self._rehearsal:
+            self._store.delete(name)
+        self.deleted.append(name)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text) if text else 0
+    except ValueError as error:
+        problem, _, cure = str(error).partition(": ")
+        raise UserError(problem, cure=cure, field="--budget") from None
+
+
+def _size_bytes(place: Place) -> int:
+    total = 0
+    for file in place.store.files(place.name):
+        try:
+            total += place.size_bytes(file)
+        except OSError:
+            continue  # gone since it was listed, or held back by a store that has not published it
+    return total
+
+
+def _tell(deleted: list[str], sizes: dict[str, int], dry_run: bool) -> None:
+    table = make_table("checkpoint", "size", "", right=(1,), whole=(0,))
+    for name in sizes:
+        said = ("would be deleted" if dry_run else "deleted") if name in deleted else "kept"
+        colour = "red" if name in deleted else "green"
+        table.add_row(escape(name), units.size(sizes[name]), f"[{colour}]{said}[/{colour}]")
+    console = make_console()
+    console.print(table)
+    freed = units.size(sum(sizes.get(name, 0) for name in deleted))
+    verb = "would be freed" if dry_run else "freed"
+    console.print(f"{freed} {verb}: {len(deleted)} of {len(sizes)} checkpoints", highlight=False)
+
+
+@click.command("keep")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--folder", default="", help="checkpoint.folder of the run, where that is set.")
+@click.option(
+    "--ttl", "ttl_s", type=click.FloatRange(min=0, min_open=True), default=1800.0, show_default=True, help="Seconds."
+)
+@click.option("--wait", is_flag=True, help="Return when the keeper ends, so that the job step it is in goes on.")
+def keep_command(run: Path, folder: str, ttl_s: float, wait: bool) -> None:
+    """Start the process that keeps snapshots of RUN in the memory of this host, if there is none.
+
+    `phalanx train` does so by itself. Where what it starts ends with it (a Slurm step), start it in a step of its own.
+    It ends when the run has ended well, or when no rank has been there for --ttl seconds.
+    """
+    address = address_for(folder or str(run / "checkpoints"), os.environ)
+    try:
+        ensure_keeper(address, ttl_s=ttl_s)
+    except (KeeperLostError, OSError) as error:
+        raise UserError(f"no keeper can be started ({error})", cure="see to that", value=str(address)) from error
+    click.echo(f"snapshots of {run} are kept by the process that listens at {address}")
+    if wait:
+        until_ended(address)

@@ -1,8 +1,17 @@
-"""Where the checkpoints are that a person means: of a run, in a folder, or one alone. Torch-free."""
+"""Where the checkpoints are that a person means: of a run, in a folder, or one alone.
+
+A bar on the terminal's error stream for what takes long; nothing where that is no terminal.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from phalanx.checkpoint.format.manifest import MANIFEST, Manifest
 from phalanx.checkpoint.format.plain_index import PLAIN_INDEX, PlainIndex, decode_index
@@ -118,3 +127,31 @@ def _split(where: str) -> tuple[str, str]:
         return parent, name
     path = Path(where).absolute()
     return str(Path(where).parent) if Path(where).name not in ("", "..") else str(path.parent), path.name
+
+
+T = TypeVar("T")
+
+
+def steps(items: Collection[T], what: str) -> Iterator[T]:
+    """`items` one after another."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not _is_seen(console)) as p:
+        task = p.add_task(what, total=len(items))
+        for item in items:
+            yield item
+            p.advance(task)
+
+
+@contextmanager
+def bytes_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """What is yielded is called with the number of bytes that have been done since."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not _is_seen(console)) as p:
+        task = p.add_task(what, total=total)
+        yield lambda count: p.advance(task, count)
+
+
+def _is_seen(console: Console) -> bool:
+    return console.is_terminal

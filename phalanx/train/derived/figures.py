@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.core.errors import UserError
-from phalanx.data.tokenizers.tokenizer import configured_vocab_size
+from phalanx.data.config import configured_vocab_size
 from phalanx.launch.cores import require_threads, wanted_threads
 from phalanx.model.config import ModelConfig
 from phalanx.model.shapes import flops_per_token, num_parameters, parameter_table
