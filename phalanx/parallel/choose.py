@@ -8,9 +8,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 from phalanx.core import units
 from phalanx.core.errors import UserError
@@ -24,8 +25,10 @@ from phalanx.parallel.tensor.sizes import local_config
 
 # Tokens of a micro-batch that are enough to keep a GEMM near its best rate.
 _ENOUGH_TOKENS = 4096
-# How far a number of devices that would do is looked for, each way.
+# How far a number of devices that would do is looked for, each way; and how often it is doubled where memory is short.
 _NEAR = 8
+_DOUBLINGS = 6
+_MOST_DEVICES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,35 @@ class Machines:
     available_bytes: int | None = None
 
 
+Verdict = Literal["well", "slowly", "barely", "no"]
+"""Whether a rank's memory suffices: with a reserve; with it, but only as every layer is computed again, which nobody
+asked for; without a reserve; not at all."""
+_FROM_BEST: tuple[Verdict, ...] = ("well", "slowly", "barely", "no")
+
+
+@dataclass(frozen=True)
+class Need:
+    """Memory that a layout takes.
+
+    Attributes:
+        num_bytes: on the fullest rank.
+        available_bytes: that each rank could have.
+        parts: what takes it, in words.
+        cure: settings that would take less, in words; empty: none are known.
+    """
+
+    verdict: Verdict
+    num_bytes: float
+    available_bytes: float
+    parts: str
+    cure: str = ""
+
+
+Judge = Callable[[ParallelConfig, int], Need]
+"""What a layout takes of memory with so many sequences per forward pass (0: as many as fit). Handed in by whoever knows
+more than the state of a model: the planner is in a room above this one."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """A layout that can be run.
@@ -81,19 +113,30 @@ class Choice:
         return self.config.layout
 
 
-def choose_layout(config: ParallelConfig, task: Task, machines: Machines) -> Choice:
+def choose_layout(config: ParallelConfig, task: Task, machines: Machines, judge: Judge | None = None) -> Choice:
     """The layout that `config` asks for; where it gives only a number of devices, a good one.
 
-    Data parallel comes first, because it talks least. Where the state does not fit beside it, more of it is split
-    (ZeRO); where the batch has too few sequences or memory is still short, tensor parallel inside a host, then
-    pipeline.
+    Data parallel comes first, because it talks least. Where memory does not suffice, more of the state is split (ZeRO);
+    where the batch has too few sequences or memory is still short, tensor parallel inside a host, then pipeline.
+
+    Args:
+        judge: says what memory suffices for; None: weights, gradients and optimizer state alone are looked at. Axes
+            that are all given are tried even if it says that they do not fit.
 
     Raises:
         UserError: numbers that do not divide each other, too few micro-batches or layers, or memory that cannot do.
     """
     if config.devices:
-        return _choose(config, task, machines)
-    return _checked(config, task, machines, ())
+        return _choose(config, task, machines, judge or _of_state(task, machines))
+    choice = _checked(config, task, ())
+    need = _of_state(task, machines)(config, choice.micro_batch)
+    if need.verdict == "no":
+        raise UserError(
+            _too_much(config, need),
+            cure="raise parallel.zero, parallel.shard, parallel.tensor or parallel.pipeline, or make the model smaller",
+            field="parallel",
+        )
+    return choice
 
 
 def needed_bytes(config: ParallelConfig, task: Task) -> int:
@@ -120,7 +163,7 @@ def micro_batch_of(config: ParallelConfig, task: Task) -> int:
     return max(enough, default=1)
 
 
-def _choose(config: ParallelConfig, task: Task, machines: Machines) -> Choice:
+def _choose(config: ParallelConfig, task: Task, machines: Machines, judge: Judge) -> Choice:
     given: list[Axis] = [axis for axis in AXES if getattr(config, axis) > 1]
     known = math.prod(getattr(config, axis) for axis in given)
     if config.devices % known:
@@ -131,44 +174,118 @@ def _choose(config: ParallelConfig, task: Task, machines: Machines) -> Choice:
             field="parallel.devices",
             value=config.devices,
         )
-    refused: list[UserError] = []
+    refused: list[str] = []
+    short: list[tuple[Choice, Need]] = []
+    for found in _judged(config, given, known, task, machines, judge):
+        if isinstance(found, UserError):
+            refused.append(_what(found))
+            continue
+        choice, need = found
+        if need.verdict == "well":
+            return _with_reason(choice, config, refused)
+        short.append(found)
+        refused.append(_too_much(choice.config, need))
+    if not short:
+        raise UserError(
+            f"no layout of so many devices was found: {refused[0]}",
+            cure=f"{_nearest(config, known, task, machines, judge)}or give the axes yourself",
+            field="parallel.devices",
+            value=config.devices,
+        )
+    choice, need = min(short, key=lambda one: _FROM_BEST.index(one[1].verdict))
+    if need.verdict == "no":
+        raise _nothing_fits(config, known, task, machines, judge, min(short, key=lambda one: one[1].num_bytes))
+    why = {
+        "slowly": "whole layers are computed again: no layout of these ranks fits without that",
+        "barely": f"takes {units.size(need.num_bytes)} of {units.size(need.available_bytes)}: none leaves more free",
+    }[need.verdict]
+    better = refused[: [one[0] for one in short].index(choice)]
+    return _with_reason(replace(choice, reasons=(*choice.reasons, why)), config, better)
+
+
+def _judged(
+    config: ParallelConfig, given: Sequence[Axis], known: int, task: Task, machines: Machines, judge: Judge
+) -> Iterator[tuple[Choice, Need] | UserError]:
+    """Every way to fill the devices, those that talk least first, with its memory; or why it cannot be."""
     for candidate, reasons in _candidates(config, given, config.devices // known, task, machines):
-        more = (candidate.pipeline, candidate.tensor) != (config.pipeline, config.tensor)
-        why_more = [f"not data parallel alone: {_what(error)}" for error in refused[:1] if more]
         try:
-            return _checked(candidate, task, machines, (*reasons, *why_more))
+            choice = _checked(candidate, task, reasons)
         except UserError as error:
-            refused.append(error)
-    if not refused:
-        return _checked(config, task, machines, ())
-    raise UserError(
-        f"no layout of so many devices was found: {_what(refused[0])}",
-        cure=f"{_nearest(config, known, task, machines)}or give the axes yourself",
+            yield error
+            continue
+        yield min(_sizes(choice, task, judge), key=lambda one: _FROM_BEST.index(one[1].verdict))
+
+
+def _sizes(choice: Choice, task: Task, judge: Judge) -> Iterator[tuple[Choice, Need]]:
+    """A choice with its memory; where it settled the micro-batch itself and that is too large, with smaller ones too."""
+    settled = 0 if task.micro_batch else choice.micro_batch
+    for size in [choice.micro_batch, *(n for n in reversed(divisors(settled)) if n < settled)]:
+        try:
+            counts = _check_batches(choice.config, task, size)
+        except UserError:  # a schedule that takes no such number of micro-batches
+            continue
+        need = judge(choice.config, size)
+        yield replace(choice, micro_batch=size, micro_batches=counts), need
+        if need.verdict == "well":
+            return
+
+
+def _with_reason(choice: Choice, config: ParallelConfig, refused: Sequence[str]) -> Choice:
+    """With a word on why it is more than data parallel."""
+    more = (choice.config.pipeline, choice.config.tensor) != (config.pipeline, config.tensor)
+    why_more = [f"not data parallel alone: {why}" for why in refused[:1] if more]
+    return replace(choice, reasons=(*choice.reasons, *why_more))
+
+
+def _nothing_fits(
+    config: ParallelConfig, known: int, task: Task, machines: Machines, judge: Judge, nearest: tuple[Choice, Need]
+) -> UserError:
+    choice, need = nearest
+    devices = _enough(config, known, task, machines, judge, need.num_bytes / need.available_bytes)
+    other = f"another optimizer than {task.whole_matrices_for}, " if task.whole_matrices_for else ""
+    less = f"{need.cure}, " if need.cure else ""
+    return UserError(
+        f"no layout of so many devices fits. The nearest: {_too_much(choice.config, need)}",
+        cure=f"take {f'{devices:,} devices, ' if devices else ''}{less}{other}a smaller model or data.sequence_length, "
+        "or give the axes yourself",
         field="parallel.devices",
         value=config.devices,
     )
 
 
-def _nearest(config: ParallelConfig, known: int, task: Task, machines: Machines) -> str:
+def _enough(
+    config: ParallelConfig, known: int, task: Task, machines: Machines, judge: Judge, times: float
+) -> int | None:
+    """A number of devices, doubled again and again, of which some layout fits; None: none was found.
+
+    Args:
+        times: how often the memory of a device the nearest layout takes.
+    """
+    first = max(int(math.log2(times)), 1)
+    for doublings in range(first, first + _DOUBLINGS):
+        devices = config.devices << doublings
+        if devices > _MOST_DEVICES:
+            break
+        if _can_be(config.model_copy(update={"devices": devices}), known, task, machines, judge):
+            return devices
+    return None
+
+
+def _nearest(config: ParallelConfig, known: int, task: Task, machines: Machines, judge: Judge) -> str:
     """The numbers of devices next to the one that cannot be, as words of a cure; empty where none is near."""
     below = range(config.devices - known, 0, -known)[:_NEAR]
     above = range(config.devices + known, config.devices + (_NEAR + 1) * known, known)
     found: list[str] = []
     for numbers in (below, above):
-        there = (n for n in numbers if _can_be(config.model_copy(update={"devices": n}), known, task, machines))
+        there = (n for n in numbers if _can_be(config.model_copy(update={"devices": n}), known, task, machines, judge))
         found += map(str, itertools.islice(there, 1))
     return f"take {' or '.join(found)} devices, " if found else ""
 
 
-def _can_be(config: ParallelConfig, known: int, task: Task, machines: Machines) -> bool:
+def _can_be(config: ParallelConfig, known: int, task: Task, machines: Machines, judge: Judge) -> bool:
     given: list[Axis] = [axis for axis in AXES if getattr(config, axis) > 1]
-    for candidate, reasons in _candidates(config, given, config.devices // known, task, machines):
-        try:
-            _checked(candidate, task, machines, reasons)
-            return True
-        except UserError:
-            continue
-    return False
+    ways = _judged(config, given, known, task, machines, judge)
+    return any(not isinstance(found, UserError) and found[1].verdict != "no" for found in ways)
 
 
 def _what(error: UserError) -> str:
@@ -231,7 +348,8 @@ def _filled(
     return config.model_copy(update=update), tuple(reasons)
 
 
-def _checked(config: ParallelConfig, task: Task, machines: Machines, reasons: tuple[str, ...]) -> Choice:
+def _checked(config: ParallelConfig, task: Task, reasons: tuple[str, ...]) -> Choice:
+    """A choice that can be run, if memory suffices."""
     _check_devices(config)
     _check_context(config, task)
     local_config(task.model, config.tensor)
@@ -242,7 +360,6 @@ def _checked(config: ParallelConfig, task: Task, machines: Machines, reasons: tu
         split_stages(task.model, task.sequence_length, config.stages)
     micro_batch = micro_batch_of(config, task)
     counts = _check_batches(config, task, micro_batch)
-    _check_memory(config, task, machines)
     return Choice(config, reasons, micro_batch, counts)
 
 
@@ -346,17 +463,23 @@ def _unshared(config: ParallelConfig, task: Task, batch: int) -> UserError:
     )
 
 
-def _check_memory(config: ParallelConfig, task: Task, machines: Machines) -> None:
-    if machines.available_bytes is None:
-        return
-    needed = needed_bytes(config, task)
-    if needed > machines.available_bytes:
-        raise UserError(
-            f"weights, gradients and optimizer state are {units.size(needed)} on each rank of {config.layout} with "
-            f"zero = {config.zero}, and each has {units.size(machines.available_bytes)} to give",
-            cure="raise parallel.zero, parallel.shard, parallel.tensor or parallel.pipeline, or make the model smaller",
-            field="parallel",
-        )
+def _of_state(task: Task, machines: Machines) -> Judge:
+    """By weights, gradients and optimizer state alone."""
+
+    def judge(config: ParallelConfig, _: int) -> Need:
+        available_bytes = math.inf if machines.available_bytes is None else machines.available_bytes
+        needed = needed_bytes(config, task) if available_bytes < math.inf else 0
+        verdict: Verdict = "well" if needed <= available_bytes else "no"
+        return Need(verdict, needed, available_bytes, "weights, gradients and optimizer state")
+
+    return judge
+
+
+def _too_much(config: ParallelConfig, need: Need) -> str:
+    return (
+        f"{need.parts} are {units.size(need.num_bytes)} on each rank of {config.layout} with zero = {config.zero}, "
+        f"and each has {units.size(need.available_bytes)} to give"
+    )
 
 
 def _largest_share(config: ParallelConfig, task: Task) -> float:

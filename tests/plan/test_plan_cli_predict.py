@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from phalanx.cli.main import main
 from phalanx.cli.plan import command as plan
-from phalanx.cli.planning import devices_of, plan_of
+from phalanx.cli.planning import cluster_of, plan_of
 from phalanx.core.config import load
 from phalanx.core.errors import UserError
 from phalanx.plan.hardware.load import load_cluster
@@ -72,7 +72,7 @@ def test_json_is_what_predict_says() -> None:
     assert done.exit_code == 0
     told = json.loads(done.output)
     config = load(RunConfig, Path(GPT), ON[4:]).value
-    cluster = load_cluster("selene", devices_of(config, 512))
+    cluster, _ = cluster_of(config, "selene", 512)
     planned = plan_of(config, cluster)
     prediction = predict(planned.job, planned.strategy, cluster)
     assert told["step_s"] == prediction.step_s
