@@ -12,7 +12,8 @@ from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.hardware.device import Device
 from phalanx.plan.hardware.load import cluster_names, load_cluster
 from phalanx.plan.software import software_named
-from phalanx.plan.types import Job, Precision, Strategy
+from phalanx.plan.step.allowed import MODEL
+from phalanx.plan.types import Job, Model, Precision, Strategy
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.figures import complete_model, cpu_micro_batch, derive
 from phalanx.train.derived.fit import Choice as Passes
@@ -99,6 +100,7 @@ def plan_of(config: RunConfig, cluster: Cluster, precision: Precision | None = N
     check_sizes(config)
     vocab_size = known_vocab_size(config)
     model = complete_model(config, vocab_size)
+    MODEL.check(Model.of(model))  # before memory is asked for layout after layout
     precision = precision or precision_of(config, cluster.device)
     choice = _with_overlap(_choose(config, vocab_size, cluster, precision), cluster)
     fit = Fit.of(

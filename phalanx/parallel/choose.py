@@ -188,7 +188,7 @@ def _choose(config: ParallelConfig, task: Task, machines: Machines, judge: Judge
     if not short:
         raise UserError(
             f"no layout of so many devices was found: {refused[0]}",
-            cure=f"{_nearest(config, known, task, machines, judge)}or give the axes yourself",
+            cure=f"{_nearest(config, known, task, machines, judge)}give the axes yourself",
             field="parallel.devices",
             value=config.devices,
         )
@@ -279,7 +279,7 @@ def _nearest(config: ParallelConfig, known: int, task: Task, machines: Machines,
     for numbers in (below, above):
         there = (n for n in numbers if _can_be(config.model_copy(update={"devices": n}), known, task, machines, judge))
         found += map(str, itertools.islice(there, 1))
-    return f"take {' or '.join(found)} devices, " if found else ""
+    return f"take {' or '.join(found)} devices, or " if found else ""
 
 
 def _can_be(config: ParallelConfig, known: int, task: Task, machines: Machines, judge: Judge) -> bool:

@@ -209,6 +209,8 @@ def judge_of(config: RunConfig, model: ModelConfig, precision: Precision, *, dev
     """
 
     def judge(parallel: ParallelConfig, micro_batch: int) -> Need:
+        if parallel.tensor_overlap == "auto":  # decided later; it changes when things are held, not how much
+            parallel = parallel.model_copy(update={"tensor_overlap": "none"})
         spread = config.model_copy(update={"parallel": parallel})
         fit = Fit.of(spread, model, parallel, precision, device_bytes=device_bytes, micro_batch=micro_batch)
         return fit.need()
