@@ -217,7 +217,7 @@ def _judged(
 
 
 def _sizes(choice: Choice, task: Task, judge: Judge) -> Iterator[tuple[Choice, Need]]:
-    """A choice with its memory; where it settled the micro-batch itself and that is too large, with smaller ones too."""
+    """A choice with its memory; with smaller micro-batches too, where it settled that itself and it is too large."""
     settled = 0 if task.micro_batch else choice.micro_batch
     for size in [choice.micro_batch, *(n for n in reversed(divisors(settled)) if n < settled)]:
         try:

@@ -264,7 +264,7 @@ _CLUSTER_NUMBERS = {
     "price": ("usd_per_device_hour",),
 }
 _CLUSTER_EXTRAS = {"loader": ("in_step_s",)}
-"""Numbers that a cluster's file may leave out: what a program loses that makes each batch before the step that needs it."""
+"""Numbers that a cluster's file may leave out: what a program loses that makes each batch before its step."""
 
 
 def _cluster_numbers(file: Section) -> dict[str, Number]:

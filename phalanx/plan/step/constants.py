@@ -56,8 +56,8 @@ def tied_embedding_s(job: Job, strategy: Strategy, cluster: Cluster) -> Floats:
 
 
 def loader_s(job: Job, strategy: Strategy, cluster: Cluster, step_s: Floats) -> Floats:
-    """Making the next batch and copying it to the devices: before the step, or beside it, where it counts only as far as
-    it takes longer than all else.
+    """Making the next batch and copying it to the devices: before the step, or beside it; then only what it takes
+    longer than all else counts.
 
     Args:
         step_s: of all else.
