@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import torch
+from typing import Any
 
 from phalanx.train.derived.figures import cpu_micro_batch
 from phalanx.train.derived.fit import Choice, Fit
@@ -32,14 +31,18 @@ def choose_passes(run: Run, say: Callable[[str], None], *, keep: bool = False) -
         config,
         run.trainer.config,
         config.parallel,
-        "bf16" if run.device.compute_dtype == torch.bfloat16 else "fp32",
+        run.device.precision,
         device_bytes=min(run.ranks.peers.gather(run.device.memory_bytes())),
         micro_batch=wanted,
     )
-    choice = run.fit.choose()
-    if keep and progress.recompute in run.fit.levels:
-        choice = max(choice, run.fit.predicted(wanted, progress.recompute), key=run.fit.saving)
-    micro_batch, level = run.ranks.peers.broadcast([choice.micro_batch, choice.recompute])
-    run.take(run.fit.predicted(micro_batch, level))
+    fit = run.fit
+
+    def decide() -> list[Any]:
+        choice = fit.choose()
+        if keep and progress.recompute in fit.levels:
+            choice = max(choice, fit.predicted(wanted, progress.recompute), key=fit.saving)
+        return [choice.micro_batch, choice.recompute]
+
+    run.take(fit.predicted(*run.ranks.decide(decide)))
     run.device.release_unused()
-    say(run.fit.line(run.choice))
+    say(fit.line(run.choice))

@@ -105,10 +105,12 @@ class Run:
             except (MemoryError, RuntimeError) as error:
                 if not out_of_memory(error):
                     raise
-                # Of several ranks one may be out of memory while others wait for it in a collective: no way back.
-                smaller = self.fit.smaller(self.choice) if self.fit and self.ranks.size == 1 else None
+                # Of several ranks one may be out of memory while others wait for it in a collective: all end.
+                alone = self.ranks.size == 1
+                smaller = self.fit.smaller(self.choice) if self.fit and alone else None
                 if smaller is None:
-                    raise too_big(self.config, progress.micro_batch, error) from error
+                    where = "" if alone else f" of rank {self.ranks.rank}"
+                    raise too_big(self.config, progress.micro_batch, error, where) from error
             # Only here, where the error no longer holds what the passes had made.
             self._take_smaller(smaller)
 
