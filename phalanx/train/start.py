@@ -73,5 +73,9 @@ def start_ranks(config: RunConfig, config_path: Path, console: Console, expected
         console.print(f"{problem} (each rank has as many as its share of the cores); {cure}", markup=False)
     with PrepareDisplay(console) as progress:
         prepared = prepare(config.data, progress=progress.show)
-    chosen = resolve_layout(config, prepared.vocab_size, machines_here(config, count), count, lambda _: None)
-    return launch_local(count, _RANK, (config, config_path, expected), preload=_PRELOAD, layout=chosen.parallel.layout)
+    here = machines_here(config, count)
+    chosen = resolve_layout(config, prepared.vocab_size, here, count, lambda _: None)
+    # Where the memory of devices is known to their ranks alone, these may choose another.
+    settled = here.available_bytes is not None or not config.parallel.devices
+    layout = chosen.parallel.layout if settled else None
+    return launch_local(count, _RANK, (config, config_path, expected), preload=_PRELOAD, layout=layout)

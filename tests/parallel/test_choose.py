@@ -10,8 +10,9 @@ import pytest
 from phalanx.core.config import validate
 from phalanx.core.errors import UserError
 from phalanx.model.config import ModelConfig
-from phalanx.parallel.choose import Choice, Machines, Task, choose_layout, needed_bytes
+from phalanx.parallel.choose import Choice, Machines, choose_layout
 from phalanx.parallel.config import ParallelConfig
+from phalanx.parallel.possible import Task, needed_bytes
 
 MODEL: dict[str, Any] = {"layers": 8, "hidden": 64, "heads": 8, "vocab_size": 256, "max_sequence": 64}
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +18,15 @@ from train_helpers import begin, configured
 
 from phalanx.core.config import validate
 from phalanx.core.errors import UserError
+from phalanx.launch.environment import Worker
+from phalanx.plan.memory import rank_memory
+from phalanx.train import assemble
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.figures import complete_model
 from phalanx.train.derived.fit import GPU_MEMORY_SHARE, LEVELS, Choice, Fit, Level, off_line
 from phalanx.train.device import Device
 from phalanx.train.micro_batch import choose_passes
+from phalanx.train.ranks import Ranks
 from phalanx.train.run import Run
 
 GIB = float(1 << 30)
@@ -217,3 +224,70 @@ def test_offload_is_counted_and_said_to_have_no_effect_on_a_cpu(tmp_path: Path, 
     notes: list[str] = []
     begin(configured(tmp_path, {"train.offload": 0.5}), notes).folder.release()
     assert any("train.offload = 0.5 has no effect" in note for note in notes)
+
+
+class _Peers:
+    """Ranks that are threads."""
+
+    def __init__(self, rank: int, values: list[Any], together: Barrier) -> None:
+        self.rank, self.size, self._values, self._together = rank, len(values), values, together
+
+    def gather(self, value: Any) -> list[Any]:
+        self._values[self.rank] = value
+        self._together.wait(10)
+        found = list(self._values)
+        self._together.wait(10)
+        return found
+
+    def broadcast(self, value: Any) -> Any:
+        return self.gather(value)[0]
+
+
+def decided(config: RunConfig, gib_of_ranks: list[float]) -> list[RunConfig | UserError]:
+    """What each rank takes for its layout, on GPUs with so much memory."""
+    values, together = [None] * len(gib_of_ranks), Barrier(len(gib_of_ranks))
+
+    def one(rank: int) -> RunConfig | UserError:
+        size = len(gib_of_ranks)
+        worker = Worker(rank, rank, size, size, "localhost", 1)
+        ranks = Ranks(_Peers(rank, values, together), worker)  # type: ignore[arg-type]
+        device = object.__new__(_Gpu)
+        total = int(gib_of_ranks[rank] * GIB)
+        for name, value in (("name", "x"), ("compute_dtype", torch.bfloat16), ("threads", 1), ("total", total)):
+            object.__setattr__(device, name, value)
+        object.__setattr__(device, "available_bytes", lambda: total)
+        try:
+            prepared: Any = SimpleNamespace(vocab_size=32000)
+            return assemble._with_layout(config, prepared, ranks, device, lambda _: None)
+        except UserError as error:
+            return error
+
+    with ThreadPoolExecutor(len(gib_of_ranks)) as pool:
+        return list(pool.map(one, range(len(gib_of_ranks))))
+
+
+def test_ranks_of_unequal_memory_take_the_layout_that_fits_the_least() -> None:
+    """Weights, gradients and state of 1.3B parameters are 20 GiB; activations of a sequence as much again."""
+    tree = {
+        "model": MODEL,
+        "data": {"sequence_length": 4096},
+        "train": {"steps": 1, "global_batch": 32, "precision": "bf16"},
+        "optim": {"name": "adamw"},
+        "parallel": {"devices": 2},
+    }
+    config = validate(RunConfig, tree)
+    alike = decided(config, [80.0, 80.0])
+    unequal = decided(config, [80.0, 18.0])
+    for found in (alike, unequal):
+        assert all(isinstance(one, RunConfig) for one in found) and found[0] == found[1]
+    rich, poor = alike[0], unequal[0]
+    assert isinstance(rich, RunConfig) and isinstance(poor, RunConfig)
+    assert (rich.parallel.shard, rich.parallel.zero) == (2, 1) and poor.parallel != rich.parallel
+    model = complete_model(poor, 32000)
+    micro_batch = poor.train.micro_batch
+    made = Fit.of(poor, model, poor.parallel, "bf16", device_bytes=18 * GIB, micro_batch=micro_batch)
+    strategy = made.strategy(made.choose().micro_batch, made.choose().recompute)
+    assert max(rank.total for rank in rank_memory(made.job, strategy)) <= GPU_MEMORY_SHARE * 18 * GIB
+    refused = decided(config, [80.0, 2.0])
+    assert all(isinstance(one, UserError) and "The nearest: weights" in str(one) for one in refused)
+    assert str(refused[0]) == str(refused[1])

@@ -32,8 +32,8 @@ from train_helpers import (
 
 from phalanx.checkpoint.restoring.checkpoint import open_checkpoint
 from phalanx.launch.local import launch_local
-from phalanx.parallel.choose import needed_bytes
 from phalanx.parallel.config import ParallelConfig
+from phalanx.parallel.possible import needed_bytes
 from phalanx.train.derived.layout import task_of
 
 pytestmark = [

@@ -10,8 +10,9 @@ from phalanx.core.errors import UserError
 from phalanx.core.layout import AXES, Layout
 from phalanx.model.shapes import parameter_table
 from phalanx.optim.groups import assign
-from phalanx.parallel.choose import Choice, Judge, Machines, Task, choose_layout
+from phalanx.parallel.choose import Choice, Judge, Machines, choose_layout
 from phalanx.parallel.config import ParallelConfig
+from phalanx.parallel.possible import Task
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.figures import complete_model
 from phalanx.train.derived.memory import host_available_bytes, standing_bytes
