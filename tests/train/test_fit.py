@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -14,13 +15,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from train_helpers import begin, configured
 
 from phalanx.core.config import validate
 from phalanx.core.errors import UserError
 from phalanx.launch.environment import Worker
 from phalanx.plan.memory import rank_memory
-from phalanx.train import assemble
+from phalanx.train import assemble, start
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.figures import complete_model
 from phalanx.train.derived.fit import GPU_MEMORY_SHARE, LEVELS, Choice, Fit, Level, off_line
@@ -28,6 +30,7 @@ from phalanx.train.device import Device
 from phalanx.train.micro_batch import choose_passes
 from phalanx.train.ranks import Ranks
 from phalanx.train.run import Run
+from phalanx.train.run_folder import Refused, RunFolder
 
 GIB = float(1 << 30)
 MODEL = {"vocab_size": 32000, "layers": 24, "hidden": 2048, "heads": 16}
@@ -200,6 +203,81 @@ def test_out_of_memory_with_nothing_smaller_ends_the_run(run: Run) -> None:
     with pytest.raises(UserError, match="1 x 16 tokens at once do not fit"):
         run.accumulate_gradients(run.loader.batch(0, 4))
     assert (run.choice.micro_batch, run.choice.recompute) == (1, "full")
+
+
+@dataclass
+class _OneOfTwo:
+    """What a second rank, with nothing of its own to say, agrees to."""
+
+    rank = 0
+    size = 2
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value]
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+
+def test_what_one_of_several_ranks_had_no_memory_for_is_not_tried_again(run: Run) -> None:
+    on_gpu(run, 1 << 30)
+    run.ranks = Ranks(_OneOfTwo())  # type: ignore[arg-type]
+    said: list[str] = []
+    choose_passes(run, said.append)
+    passes = run.trainer.accumulate_gradients
+
+    def refuse(*_args: Any, **_named: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    seen = []
+    while run.choice not in seen:
+        seen.append(run.choice)
+        run.trainer.accumulate_gradients = refuse  # type: ignore[method-assign]
+        smaller = run.fit.smaller(run.choice)  # type: ignore[union-attr]
+        then = f"start again, and all take micro-batch {smaller.micro_batch}, recompute" if smaller else "set train"
+        with pytest.raises(UserError, match=rf"do not fit into memory of rank 0 \(CUDA.*; ({then}|take a smaller)"):
+            run.accumulate_gradients(run.loader.batch(0, 4))
+        run.trainer.accumulate_gradients = passes  # type: ignore[method-assign]
+        said.clear()
+        choose_passes(run, said.append, keep=True)  # as the next start does
+        if smaller is not None:
+            assert run.choice == smaller and said[0].startswith("a rank had no memory for micro-batch ")
+    assert len(seen) > 3 and seen[-1].recompute == "full" and seen[-1].micro_batch == 1
+
+
+def test_what_was_refused_in_another_layout_says_nothing(run: Run) -> None:
+    on_gpu(run, 1 << 30)
+    run.ranks = Ranks(_OneOfTwo())  # type: ignore[arg-type]
+    choose_passes(run, lambda _: None)
+    first = run.choice
+    Refused("fs2", first.micro_batch, first.recompute).write(run.folder)
+    choose_passes(run, lambda _: None)
+    assert run.choice == first
+    run.folder.out_of_memory.write_text("{")
+    choose_passes(run, lambda _: None)
+    assert run.choice == first
+
+
+def test_ranks_are_started_again_as_long_as_there_is_less_to_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(tmp_path, {"parallel.devices": 2})
+    folder = RunFolder(Path(config.run.folder))
+    folder.path.mkdir()
+    ends, out = iter((2, 2, 2, 0)), io.StringIO()
+
+    def launched(*_args: Any, **_named: Any) -> int:
+        status = next(ends)
+        if status and left:
+            Refused("dp2", left.pop(), "none").write(folder)
+        return status
+
+    monkeypatch.setattr(start, "launch_local", launched)
+    monkeypatch.setattr(start, "resolve_layout", lambda config, *args: config)
+    left = [2, 4]
+    assert start.start_ranks(config, Path("tiny.toml"), Console(file=out)) == 2
+    assert out.getvalue().count("starting again, with less in memory at a time") == 2
+    assert start.start_ranks(config, Path("tiny.toml"), Console(file=out)) == 0
 
 
 def test_after_the_second_step_a_far_prediction_is_told(run: Run) -> None:
