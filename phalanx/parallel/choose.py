@@ -140,12 +140,11 @@ def _choose(config: ParallelConfig, task: Task, machines: Machines, judge: Judge
     choice, need = min(short, key=lambda one: _FROM_BEST.index(one[1].verdict))
     if need.verdict == "no":
         raise _nothing_fits(config, known, task, machines, judge, min(short, key=lambda one: one[1].num_bytes))
-    why = {
-        "slowly": "whole layers are computed again: no layout of these ranks fits without that",
-        "barely": f"takes {units.size(need.num_bytes)} of {units.size(need.available_bytes)}: none leaves more free",
-    }[need.verdict]
-    better = refused[: [one[0] for one in short].index(choice)]
-    return _with_reason(replace(choice, reasons=(*choice.reasons, why)), config, better)
+    why = "whole layers are computed again: of the layouts that were tried none fits without that"
+    if need.verdict == "barely":
+        taken = f"{units.size(need.num_bytes)} of {units.size(need.available_bytes)}"
+        why = f"takes {taken}: of the layouts that were tried none leaves a tenth free"
+    return _with_reason(replace(choice, reasons=(*choice.reasons, why)), config, refused)
 
 
 def _judged(
@@ -192,7 +191,7 @@ def _nothing_fits(
     return UserError(
         f"no layout of so many devices fits. The nearest: {_too_much(choice.config, need)}",
         cure=f"take {f'{devices:,} devices, ' if devices else ''}{less}{other}a smaller model or data.sequence_length, "
-        "or give the axes yourself",
+        "or give the axes yourself (phalanx plan --search tries more layouts)",
         field="parallel.devices",
         value=config.devices,
     )
