@@ -83,6 +83,23 @@ def test_where_nothing_fits_the_least_is_taken_and_said() -> None:
     assert found.line(chosen).endswith("of 8.00 GiB predicted, more than there is: it will probably not fit")
 
 
+def test_whether_a_layout_fits_counts_what_is_computed_again_and_what_is_left_free() -> None:
+    least = fit(80.0).least().predicted_bytes / GIB
+    without = min(fit(80.0).predicted(1, level).predicted_bytes for level in LEVELS[:-1]) / GIB
+    assert least < 0.97 * without
+    for gib, verdict in (
+        (without / GPU_MEMORY_SHARE * 1.01, "well"),
+        (without / GPU_MEMORY_SHARE * 0.99, "slowly"),
+        (least / GPU_MEMORY_SHARE * 0.99, "barely"),
+        (least * 0.99, "no"),
+    ):
+        need = fit(gib).need()
+        assert (need.verdict, need.num_bytes) == (verdict, least * GIB)
+    assert fit(without / GPU_MEMORY_SHARE * 0.99, recompute="full").need().verdict == "well", "it was asked for"
+    short = fit(least * 0.99, recompute="none").need()
+    assert "train.recompute=auto" in short.cure and "activations" in short.parts
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.floats(20, 200), st.sampled_from((512, 2048, 8192)), st.sampled_from((1, 6, 32)))
 def test_a_choice_fits_or_is_the_least_and_smaller_ones_end(gib: float, sequence: int, batch: int) -> None:
