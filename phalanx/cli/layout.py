@@ -19,9 +19,7 @@ from phalanx.train.derived.spread import Spread, Stages
 
 _WIDEST_DRAWING = 140
 _DRAWING_IN_A_PIPE = 100
-_OF_MEMORY = "how much memory there is is not known here; where it is short, phalanx train takes another"
-    "where memory is short, which is not known here, phalanx train takes another; phalanx plan --cluster says which"
-)
+_OF_MEMORY = "how much memory ranks will have is not known here; where it is short, phalanx train takes another"
 
 
 def spread_text(spread: Spread, sequence_length: int, console: Console) -> RenderableType:
