@@ -19,6 +19,7 @@ MEGATRON_2021 = Software(
     name="megatron-lm-2021",
     fused_attention=False,
     fused_elementwise=True,
+    stops_early=False,  # its own checkpoint runs the whole layer again
     fused_loss=False,
     fused_gradients=False,
     residual_bytes=2,

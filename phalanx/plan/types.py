@@ -28,10 +28,11 @@ Mark = Literal["measured", "derived", "assumed"]
 """How a number is known, from the best to the weakest."""
 StateBits = Literal[32, 16, 8]
 Precision = Literal["bf16", "fp16", "fp32"]
-Recompute = Literal["none", "attention", "elementwise", "mlp", "full"]
+Recompute = Literal["none", "attention", "elementwise", "mlp", "alternate", "full"]
 """What is computed again in the backward pass: nothing; scores, softmax and what follows up to the product with values
 (Korthikanti et al., "selective"); all but matrix products and attention
-(`train.recompute = selective` here); these and the first product of the MLP (``mlp``); all."""
+(`train.recompute = selective` here); these and the first product of the MLP (``mlp``); these and every second product
+(``alternate``: torchtitan's "selective op"); all."""
 Overlap = Literal["none", "chunked", "fused"]
 """Collectives beside matrix products: after each other; in pipelined chunks; in one kernel (Flux)."""
 
@@ -160,6 +161,9 @@ class Software:
             each; else every operation reads and writes memory.
         compiled: layers are compiled: their kernels have ratios of their own where a device's file has them, and the
             host takes another time for each.
+        merged_projections: q, k and v are one product, and gate and up another; else each is one of its own.
+        stops_early: computing a layer again ends with what its last product reads (torch's checkpoint that does not
+            re-enter autograd); else the last product is made again too.
         fused_loss: cross-entropy reads the logits once each way; else every step of it reads and writes them in fp32.
         fused_gradients: the product that makes a weight's gradient adds it to the sum; else a kernel of its own does.
         residual_bytes: of one element of the residual stream.
@@ -186,6 +190,8 @@ class Software:
     fused_attention: bool = True
     fused_elementwise: bool = False
     compiled: bool = False
+    merged_projections: bool = True
+    stops_early: bool = True
     fused_loss: bool = True
     fused_gradients: bool = False
     residual_bytes: int = 4

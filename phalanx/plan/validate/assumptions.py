@@ -39,6 +39,8 @@ class Setting:
         model: fields of the model that a row has no column for.
         attention_ratio: how much longer than the device's curves say the program's attention takes, forward and
             backward: older kernels than those that the curves are of.
+        clock_ratio: clock under lasting load over that of the described device, where power was limited otherwise.
+        memory_ratio: rate of the memory over that of the described device.
         blocking_launches: the host waits for the end of each kernel before it launches the next one.
         slow_hosts: those that the cluster's file has were among the hosts; else they had been removed.
         assumed: which of these are assumed, and why as they are.
@@ -63,6 +65,8 @@ class Setting:
     slow_hosts: bool = True
     model: Mapping[str, object] = field(default_factory=dict)
     attention_ratio: tuple[float, float] = (1.0, 1.0)
+    clock_ratio: float = 1.0
+    memory_ratio: float = 1.0
     blocking_launches: bool = False
     assumed: Mapping[str, str] = field(default_factory=dict)
 

@@ -9,7 +9,9 @@ from typing import Any, Literal, cast
 from phalanx.plan.hardware.attention import FusedAttention
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.hardware.device import Device
+from phalanx.plan.hardware.gemm import TileGemm
 from phalanx.plan.hardware.load import load_cluster
+from phalanx.plan.hardware.table_gemm import TableGemm
 from phalanx.plan.types import Job, Model, Recompute, Strategy
 from phalanx.plan.validate.assumptions import Setting
 from phalanx.plan.validate.rows import Row
@@ -18,6 +20,7 @@ _RECOMPUTE: dict[str, Recompute] = {
     "full": "full",
     "selective": "attention",
     "elementwise": "elementwise",
+    "alternate": "alternate",
     "none": "none",
 }
 
@@ -67,7 +70,9 @@ def cluster_of(row: Row, setting: Setting) -> Cluster:
     cluster = replace(_cluster(setting.cluster), devices=row.devices)
     if not setting.slow_hosts:
         cluster = _screened(cluster)
-    if setting.attention_ratio != (1.0, 1.0) or setting.blocking_launches:
+    if (setting.attention_ratio, setting.clock_ratio, setting.memory_ratio) != ((1.0, 1.0), 1.0, 1.0) or (
+        setting.blocking_launches
+    ):
         cluster = replace(cluster, device=_device(setting))
     return cluster
 
@@ -95,12 +100,23 @@ def _device(setting: Setting) -> Device:
     if setting.blocking_launches:
         gap = replace(device.number("kernel_gap_s"), value=device.host_launch_s * setting.software.host_factor)
         device = replace(device, numbers={**device.numbers, "kernel_gap_s": gap})
+    forward, backward = (ratio / setting.clock_ratio for ratio in setting.attention_ratio)
     older = {
-        form: _OlderAttention(**{each.name: getattr(curves, each.name) for each in fields(curves)}, ratio=ratio)
-        for ratio in (setting.attention_ratio,)
+        form: _OlderAttention(
+            **{each.name: getattr(curves, each.name) for each in fields(curves)}, ratio=(forward, backward)
+        )
         for form, curves in device.attentions.items()
     }
-    return replace(device, attentions=older)
+    gemms = {form: _slower(gemm, setting.clock_ratio) for form, gemm in device.gemms.items()}
+    stream = replace(device.stream, bytes_per_s=device.stream.bytes_per_s * setting.memory_ratio)
+    return replace(device, attentions=older, gemms=gemms, stream=stream)
+
+
+def _slower(gemm: TileGemm | TableGemm, clock_ratio: float) -> TileGemm | TableGemm:
+    """The same products at another clock; what was measured size by size stays as it is."""
+    if isinstance(gemm, TableGemm) or clock_ratio == 1:
+        return gemm
+    return replace(gemm, tiles=tuple(replace(tile, share=tile.share * clock_ratio) for tile in gemm.tiles))
 
 
 @lru_cache(maxsize=32)

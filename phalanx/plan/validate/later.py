@@ -46,7 +46,14 @@ _FLASH_1 = (2.0, 2.0)
 _FLASH_2 = (642 / 355, 552 / 337)
 """FlashAttention-2 over the curve of H100 at 32,768, 355 TFLOP/s forward and 337 backward (Dao-AILab/flash-attention
 issue 1051)."""
+_TRITON = (1.4, 2.0)
+"""FlashAttention in Triton over FlashAttention-2, on A100: 1.3 to 1.5 forward, about 2 backward (arXiv 2307.08691,
+section 4.1)."""
+_TRITON_ON_H100 = (_TRITON[0] * _FLASH_2[0], _TRITON[1] * _FLASH_2[1])
 _FLASH_1_ON_H100 = (_FLASH_1[0] * _FLASH_2[0], _FLASH_1[1] * _FLASH_2[1])
+
+_POWER_CLOCK = (500 / 700) ** (1 / 3)
+"""Clock of an H100 at 500 W over one at 700: power goes with the clock and the square of a voltage that goes with it."""
 
 NEMO_GPT3 = Setting(
     table="nemo_gpt3_175b",
@@ -129,11 +136,11 @@ FOUNDRY_H100 = Setting(
     sequence_parallel=False,
     zero=3,
     model={"dropout": False, "attention_dropout": False},
-    attention_ratio=_FLASH_1_ON_H100,
+    attention_ratio=_TRITON_ON_H100,
     assumed={
         "cluster": "network of NVIDIA's DGX H100",
         "software": "loss fused, nothing else",
-        "attention": "triton's, as fast as the first FlashAttention",
+        "attention": "triton's: half as long again as FlashAttention-2 forward, twice as long backward",
     },
 )
 
@@ -142,7 +149,7 @@ FOUNDRY_A100 = replace(
     table="foundry_a100",
     title="MosaicML LLM Foundry: MPT on A100",
     cluster="megascale",
-    attention_ratio=_FLASH_1,
+    attention_ratio=_TRITON,
     assumed={**FOUNDRY_H100.assumed, "cluster": "1,600 Gb/s RoCE a host, as MegaScale's"},
 )
 
@@ -158,7 +165,6 @@ TITAN_A100 = Setting(
     assumed={
         "cluster": "network of NVIDIA's DGX A100",
         "software": "without torch.compile: not named in the table",
-        "recompute": "'selective op' taken for elementwise; it computes half of the products again too",
     },
 )
 
@@ -169,9 +175,11 @@ TITAN_H100 = replace(
     cluster="h100_400g",
     software=FSDP_COMPILED,
     attention_ratio=_FLASH_2,
+    clock_ratio=_POWER_CLOCK,
+    memory_ratio=2.4 / 3.35,
     assumed={
-        "cluster": "H100 with 3.35 TB/s at 700 W; those had 2.4 TB/s and 500 W",
-        "recompute": TITAN_A100.assumed["recompute"],
+        "cluster": "network of NVIDIA's DGX H100",
+        "clock_ratio": "2.4 TB/s and 500 W (its source): as an H100 of 700 W whose clock goes with the cube root of power",
     },
 )
 
@@ -250,20 +258,24 @@ LATER: tuple[Setting, ...] = (
 
 ALTERNATIVES_LATER: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "foundry_h100": {
-        "attention_ratio": ((1.0, 1.0),),
+        "attention_ratio": ((1.0, 1.0), _FLASH_1_ON_H100),
         "software": (replace(FOUNDRY, name="gradients not made fp32", fused_gradients=True),),
     },
     "foundry_a100": {
-        "attention_ratio": ((1.0, 1.0),),
+        "attention_ratio": ((1.0, 1.0), _FLASH_1),
         "software": (replace(FOUNDRY, name="gradients not made fp32", fused_gradients=True),),
     },
     "torchtitan_a100": {"software": (replace(FSDP, name="gradients not made fp32", fused_gradients=True),)},
     "torchtitan_h100": {
         "attention_ratio": ((1.0, 1.0),),
+        "clock_ratio": (1.0,),
+        "memory_ratio": (1.0,),
         "software": (replace(FSDP_COMPILED, name="gradients not made fp32", fused_gradients=True),),
     },
     "torchtitan_h100_eager": {
         "attention_ratio": ((1.0, 1.0),),
+        "clock_ratio": (1.0,),
+        "memory_ratio": (1.0,),
         "software": (replace(FSDP, name="gradients not made fp32", fused_gradients=True),),
     },
     "internlm_7b": {"attention_ratio": ((1.0, 1.0),)},

@@ -36,6 +36,7 @@ FSDP_COMPILED = Software(
     # what is elementwise.
     name="pytorch-fsdp, compiled",
     fused_elementwise=True,
+    merged_projections=False,
     residual_bytes=2,
     gather_bytes=2,
     sent_bytes=2,
@@ -56,6 +57,7 @@ FOUNDRY = replace(
     # mosaicml/llm-foundry: eager, but for flash-attn's fused cross-entropy; attention is triton's.
     FSDP,
     name="llm-foundry",
+    merged_projections=True,
     fused_loss=True,
 )
 
@@ -64,6 +66,7 @@ INTERNEVO = Software(
     # the passes (configs/7B_sft.py: overlap_sync_grad, overlap_sync_param), fp32 masters.
     name="internevo",
     fused_elementwise=True,
+    stops_early=False,
     residual_bytes=2,
     gradient_bytes=2,
     reduce_bytes=2,
