@@ -50,6 +50,7 @@ def predict(job: Job, strategy: Strategy, cluster: Cluster, known: Known | None 
         "data/reduce": data.tail_s,
     }
     exposed |= constants(job, strategy, cluster, held, float(line.time.busy_s[rank]), sum(exposed.values()))
+    exposed["efficiency"] = sum(exposed.values()) * (1 / job.residual.efficiency - 1)
     hidden = {
         **hidden_s(share, pieces, line.micro_batches),
         "data": data.hidden_s,

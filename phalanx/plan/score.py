@@ -98,7 +98,7 @@ def score(job: Job, strategy: Strategy, cluster: Cluster) -> Scores:
         np.maximum.reduce([_weights(job.model, strategy, pieces.kinds, rank.own).total for rank in held.ranks])
     )
     rest = constants(job, strategy, cluster, fullest, computing, span + data)
-    step = (span + data + sum(rest.values())) * _NEARLY
+    step = (span + data + sum(rest.values())) / job.residual.efficiency * _NEARLY
     return Scores(np.broadcast_to(step, np.shape(strategy.pipeline)), job, strategy)
 
 

@@ -219,11 +219,28 @@ class Software:
 
 
 @dataclass(frozen=True)
+class Residual:
+    """What steps take beyond what the model explains, as others' or one's own measured steps say.
+
+    Attributes:
+        kernels: how many times as long as their bytes at the rate of a copy the memory-bound kernels of layers take,
+            softmax aside. It stands for all that grows with them, not for their own time alone.
+        efficiency: share of the predicted speed that a program reaches; step times are divided by it.
+        spread: the logarithm by which 80 % of steps lie at most above or below what is predicted; 0: not known.
+    """
+
+    kernels: float = 1.0
+    efficiency: float = 1.0
+    spread: float = 0.0
+
+
+@dataclass(frozen=True)
 class Job:
     """What is computed in one optimizer step, however it is spread.
 
     Attributes:
         state_bits: of AdamW's moments of matrices, as `optim.state_bits`.
+        residual: what is added to what the model explains; by default nothing.
     """
 
     model: Model
@@ -233,6 +250,7 @@ class Job:
     optimizer: Optimizer = "adamw"
     software: Software = field(default_factory=Software)
     state_bits: StateBits = 32
+    residual: Residual = field(default_factory=Residual)
 
     @property
     def moment_bytes(self) -> float:
@@ -385,6 +403,12 @@ class Prediction:
     def tokens_per_s(self) -> float:
         """Tokens of the whole job per second."""
         return self.job.tokens / self.step_s
+
+    @property
+    def interval_s(self) -> tuple[float, float] | None:
+        """Seconds between which a step of such a run lies in 8 of 10 cases; None: not known."""
+        spread = self.job.residual.spread
+        return (self.step_s * math.exp(-spread), self.step_s * math.exp(spread)) if spread else None
 
     def seconds(self, path: str) -> float:
         """Exposed time of `path` and everything below it."""

@@ -43,6 +43,8 @@ class Setting:
         memory_ratio: rate of the memory over that of the described device.
         blocking_launches: the host waits for the end of each kernel before it launches the next one.
         slow_hosts: those that the cluster's file has were among the hosts; else they had been removed.
+        publication: of tables that were left out: those with the same share program and machines.
+        stragglers: ranks are unequal as the cluster's file says; else all are alike.
         assumed: which of these are assumed, and why as they are.
     """
 
@@ -68,6 +70,8 @@ class Setting:
     clock_ratio: float = 1.0
     memory_ratio: float = 1.0
     blocking_launches: bool = False
+    publication: str = ""
+    stragglers: bool = True
     assumed: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -18,16 +18,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from phalanx.plan.software import MEGATRON_2022, MEGATRON_DEEPSPEED
+from phalanx.plan.software import FSDP2, FSDP2_COMPILED, MEGATRON_2022, MEGATRON_CORE, MEGATRON_DEEPSPEED
 from phalanx.plan.validate.assumptions import Setting
-from phalanx.plan.validate.programs import (
-    FOUNDRY,
-    FSDP,
-    FSDP_COMPILED,
-    INTERNEVO,
-    MEGATRON_CORE,
-    MEGATRON_CORE_BF16,
-)
+from phalanx.plan.validate.programs import FOUNDRY, INTERNEVO, MEGATRON_CORE_BF16
 
 _FOLDER = Path(__file__).parent
 _LLAMA = {
@@ -57,6 +50,7 @@ _POWER_CLOCK = (500 / 700) ** (1 / 3)
 
 NEMO_GPT3 = Setting(
     table="nemo_gpt3_175b",
+    publication="dgxc",
     title="NVIDIA DGX Cloud: GPT-3 175B on H100",
     cluster="h100_400g",
     software=replace(MEGATRON_CORE_BF16, fused_loss=False),
@@ -72,6 +66,7 @@ NEMO_GPT3 = Setting(
 
 NEMO_LLAMA_8B = Setting(
     table="nemo_llama31_8b",
+    publication="dgxc",
     title="NVIDIA DGX Cloud: Llama 3.1 8B on H100",
     cluster="h100_400g",
     software=MEGATRON_CORE,
@@ -112,6 +107,7 @@ NEMO_NEMOTRON_340B = replace(
 
 LLAMA3 = Setting(
     table="llama3_405b",
+    publication="llama3",
     title="Llama 3 405B",
     cluster="h100_400g",
     software=replace(MEGATRON_CORE, name="llama-3's trainer", even_stages=False),
@@ -129,6 +125,7 @@ LLAMA3 = Setting(
 
 FOUNDRY_H100 = Setting(
     table="foundry_h100",
+    publication="foundry",
     title="MosaicML LLM Foundry: MPT on H100",
     cluster="h100_400g",
     software=FOUNDRY,
@@ -155,9 +152,10 @@ FOUNDRY_A100 = replace(
 
 TITAN_A100 = Setting(
     table="torchtitan_a100",
+    publication="torchtitan",
     title="torchtitan on A100",
     cluster="selene",
-    software=FSDP,
+    software=FSDP2,
     precision="bf16",
     sequence_parallel=False,
     zero=3,
@@ -173,7 +171,7 @@ TITAN_H100 = replace(
     table="torchtitan_h100",
     title="torchtitan on H100, compiled",
     cluster="h100_400g",
-    software=FSDP_COMPILED,
+    software=FSDP2_COMPILED,
     attention_ratio=_FLASH_2,
     clock_ratio=_POWER_CLOCK,
     memory_ratio=2.4 / 3.35,
@@ -189,6 +187,7 @@ TITAN_H100_EAGER = replace(
 
 INTERNLM = Setting(
     table="internlm_7b",
+    publication="internlm",
     title="InternLM 7B on A100",
     cluster=str(_FOLDER / "internlm.toml"),
     software=INTERNEVO,
@@ -203,6 +202,7 @@ INTERNLM = Setting(
 
 BLOOM_FP16 = Setting(
     table="bloom_fp16",
+    publication="bloom",
     title="BLOOM's trials, fp16",
     cluster=str(_FOLDER / "jeanzay.toml"),
     software=MEGATRON_DEEPSPEED,
@@ -226,6 +226,7 @@ BLOOM_BF16 = replace(
 
 ZERO_BUBBLE = Setting(
     table="zero_bubble_1f1b",
+    publication="zero_bubble",
     title="Zero-bubble pipelines: their 1F1B baseline",
     cluster="selene",
     software=replace(MEGATRON_2022, even_stages=False),
@@ -259,24 +260,24 @@ LATER: tuple[Setting, ...] = (
 ALTERNATIVES_LATER: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "foundry_h100": {
         "attention_ratio": ((1.0, 1.0), _FLASH_1_ON_H100),
-        "software": (replace(FOUNDRY, name="gradients not made fp32", fused_gradients=True),),
+        "software": (replace(FOUNDRY, name="gradients made fp32", fused_gradients=False, reduce_bytes=4),),
     },
     "foundry_a100": {
         "attention_ratio": ((1.0, 1.0), _FLASH_1),
-        "software": (replace(FOUNDRY, name="gradients not made fp32", fused_gradients=True),),
+        "software": (replace(FOUNDRY, name="gradients made fp32", fused_gradients=False, reduce_bytes=4),),
     },
-    "torchtitan_a100": {"software": (replace(FSDP, name="gradients not made fp32", fused_gradients=True),)},
+    "torchtitan_a100": {"software": (replace(FSDP2, name="gradients not made fp32", fused_gradients=True),)},
     "torchtitan_h100": {
         "attention_ratio": ((1.0, 1.0),),
         "clock_ratio": (1.0,),
         "memory_ratio": (1.0,),
-        "software": (replace(FSDP_COMPILED, name="gradients not made fp32", fused_gradients=True),),
+        "software": (replace(FSDP2_COMPILED, name="gradients not made fp32", fused_gradients=True),),
     },
     "torchtitan_h100_eager": {
         "attention_ratio": ((1.0, 1.0),),
         "clock_ratio": (1.0,),
         "memory_ratio": (1.0,),
-        "software": (replace(FSDP, name="gradients not made fp32", fused_gradients=True),),
+        "software": (replace(FSDP2, name="gradients not made fp32", fused_gradients=True),),
     },
     "internlm_7b": {"attention_ratio": ((1.0, 1.0),)},
     "nemo_gpt3_175b": {"tensor_overlap": ("none", "fused"), "slow_hosts": (False,)},

@@ -6,6 +6,8 @@ Bytes count every element that a kernel reads or writes, each once: what a progr
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from phalanx.model.shapes import mean_keys
 from phalanx.plan.types import Floats, Recompute
 from phalanx.plan.work.activation import activation
@@ -22,6 +24,8 @@ from phalanx.plan.work.operations import (
     Stream,
 )
 
+_SOFTMAX = "compute/softmax"
+
 
 def layer(local: Local, window: int, is_mixture: bool) -> list[Operation]:
     """All operations of a layer that sees `window` keys (0: all of the past)."""
@@ -29,6 +33,18 @@ def layer(local: Local, window: int, is_mixture: bool) -> list[Operation]:
     operations += _fused_attention(local, window) if local.software.fused_attention else _written_scores(local)
     operations += mixture(local) if is_mixture else activation(local, local.tokens, local.dense_inner, "compute/mlp")
     return [*operations, *_residual(local), *_weights(local, is_mixture)]
+
+
+def slower(operations: list[Operation], times: float) -> list[Operation]:
+    """The same, whose memory-bound kernels but softmax take so many times as long (`Residual.kernels`)."""
+    if times == 1:
+        return operations
+    return [
+        replace(each, forward_bytes=each.forward_bytes * times, backward_bytes=each.backward_bytes * times)
+        if isinstance(each, Stream) and each.path != _SOFTMAX
+        else each
+        for each in operations
+    ]
 
 
 def _norms(local: Local) -> list[Operation]:
@@ -143,7 +159,7 @@ def _written_scores(local: Local) -> list[Operation]:
     return [
         Product(path, rows, sequence, head, batch, weight=False, again=CORE),
         Product(path, rows, head, sequence, batch, weight=False, again=CORE),
-        Stream("compute/softmax", forward, backward, launches, launches, CORE),
+        Stream(_SOFTMAX, forward, backward, launches, launches, CORE),
     ]
 
 

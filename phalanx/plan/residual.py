@@ -1,0 +1,45 @@
+"""What steps take beyond what the model explains, and how far predictions are off: learnt from published steps.
+
+The numbers come from `phalanx.plan.validate.left_out`, which learns them from the tables that nobody had looked at when
+the planner was made; a test holds them against it.
+"""
+
+from __future__ import annotations
+
+from phalanx.core.errors import UserError
+from phalanx.plan.hardware.device import Device
+from phalanx.plan.types import Residual
+
+LEARNT = Residual(kernels=3.3, spread=0.095)
+"""Of a program and a cluster that nobody has measured."""
+
+OWN_SPREAD = 0.05
+"""Of a program on a cluster whose efficiency is known: how far steps of one publication lie around their median."""
+
+_DEVICES = frozenset(("a100_sxm_80gb", "h100_sxm", "h200_sxm"))
+"""What it is learnt on, and the one whose cores are the same. Devices that were measured have no such residual."""
+
+_LEAST, _MOST = 0.1, 2.0
+
+
+def residual_of(device: Device, efficiency: float | None = None) -> Residual:
+    """What is to be added to predictions on `device`.
+
+    Args:
+        efficiency: of a program there, as `phalanx plan validate --tables FILE` says; None: not known.
+
+    Raises:
+        UserError: the efficiency cannot be right.
+    """
+    learnt = LEARNT if device.name in _DEVICES else Residual()
+    if efficiency is None:
+        return learnt
+    if not _LEAST <= efficiency <= _MOST:
+        raise UserError(
+            "is no share of the predicted speed",
+            cure=f"give predicted over measured seconds, between {_LEAST} and {_MOST}, such as 0.93 "
+            "(phalanx plan validate --tables FILE says it of your own steps)",
+            field="--efficiency",
+            value=efficiency,
+        )
+    return Residual(learnt.kernels, efficiency, OWN_SPREAD if learnt.spread else 0.0)
