@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from phalanx.cli.planning import Planned, as_program, devices_of, plan_of
+from phalanx.cli.planning import Planned, as_efficient, as_program, devices_of, plan_of
 from phalanx.cli.tables import make_console, tell_page
 from phalanx.core.config import load
 from phalanx.core.errors import UserError
@@ -37,6 +37,7 @@ def predict_command(
     cluster: str | None,
     devices: int | None,
     software: str | None,
+    efficiency: float | None,
     sources: bool,
     as_json: bool,
     html: Path | None,
@@ -48,7 +49,7 @@ def predict_command(
     """
     loaded = load(RunConfig, config, overrides).value
     machine = load_asked(cluster, devices_of(loaded, devices))
-    planned = as_program(plan_of(loaded, machine), software)
+    planned = as_efficient(as_program(plan_of(loaded, machine), software), machine, efficiency)
     report = report_with(predict(planned.job, planned.strategy, machine), config.stem, planned, machine)
     if not report.fits:
         costs = costs_of(planned.job, machine)

@@ -10,6 +10,7 @@ from phalanx.model.shapes import num_parameters
 from phalanx.parallel.choose import Choice, Machines
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.hardware.device import Device
+from phalanx.plan.residual import residual_of
 from phalanx.plan.software import software_named
 from phalanx.plan.types import Job, Precision, Strategy
 from phalanx.train.config import RunConfig
@@ -84,7 +85,7 @@ def plan_of(config: RunConfig, cluster: Cluster, precision: Precision | None = N
     passes, remark = _passes(config, fit, choice, cluster.device)
     strategy = fit.strategy(passes.micro_batch, passes.recompute)
     return Planned(
-        job=fit.job,
+        job=replace(fit.job, residual=residual_of(cluster)),
         strategy=strategy,
         parameters=num_parameters(model),
         total_tokens=derive(config).total_tokens,
@@ -102,6 +103,7 @@ def job_to_search(config: RunConfig, cluster: Cluster) -> Planned:
     model = complete_model(config, known_vocab_size(config))
     precision = precision_of(config, cluster.device)
     job = job_of(config, model, config.parallel, precision, on_cpu=cluster.device.kind == "cpu")
+    job = replace(job, residual=residual_of(cluster))
     return Planned(job, Strategy(), num_parameters(model), derive(config).total_tokens, _of_what_is_not_timed(config))
 
 
@@ -127,6 +129,17 @@ def as_program(planned: Planned, name: str | None) -> Planned:
     if name is None:
         return planned
     return replace(planned, job=replace(planned.job, software=software_named(name)))
+
+
+def as_efficient(planned: Planned, cluster: Cluster, efficiency: float | None) -> Planned:
+    """The same where that share of the predicted speed is reached, if one is given.
+
+    Raises:
+        UserError: it cannot be right.
+    """
+    if efficiency is None:
+        return planned
+    return replace(planned, job=replace(planned.job, residual=residual_of(cluster, efficiency)))
 
 
 def known_vocab_size(config: RunConfig) -> int:

@@ -7,13 +7,14 @@ the planner was made; a test holds them against it.
 from __future__ import annotations
 
 from phalanx.core.errors import UserError
-from phalanx.plan.hardware.device import Device
+from phalanx.plan.hardware.cluster import Cluster
+from phalanx.plan.hardware.load import EFFICIENCY
 from phalanx.plan.types import Residual
 
-LEARNT = Residual(kernels=3.3, spread=0.095)
+LEARNT = Residual(kernels=3.63, spread=0.115)
 """Of a program and a cluster that nobody has measured."""
 
-OWN_SPREAD = 0.05
+OWN_SPREAD = 0.056
 """Of a program on a cluster whose efficiency is known: how far steps of one publication lie around their median."""
 
 _DEVICES = frozenset(("a100_sxm_80gb", "h100_sxm", "h200_sxm"))
@@ -22,22 +23,25 @@ _DEVICES = frozenset(("a100_sxm_80gb", "h100_sxm", "h200_sxm"))
 _LEAST, _MOST = 0.1, 2.0
 
 
-def residual_of(device: Device, efficiency: float | None = None) -> Residual:
-    """What is to be added to predictions on `device`.
+def residual_of(cluster: Cluster, efficiency: float | None = None) -> Residual:
+    """What is to be added to predictions on `cluster`.
 
     Args:
-        efficiency: of a program there, as `phalanx plan validate --tables FILE` says; None: not known.
+        efficiency: of a program there, as `phalanx plan validate --tables FILE` says; None: what the cluster's file
+            says, if it does.
 
     Raises:
         UserError: the efficiency cannot be right.
     """
-    learnt = LEARNT if device.name in _DEVICES else Residual()
+    learnt = LEARNT if cluster.device.name in _DEVICES else Residual()
     if efficiency is None:
-        return learnt
+        if EFFICIENCY not in cluster.numbers:
+            return learnt
+        efficiency = cluster.value(EFFICIENCY)
     if not _LEAST <= efficiency <= _MOST:
         raise UserError(
             "is no share of the predicted speed",
-            cure=f"give predicted over measured seconds, between {_LEAST} and {_MOST}, such as 0.93 "
+            cure=f"give predicted over measured seconds, from {_LEAST} to {_MOST:g}, such as 0.93 "
             "(phalanx plan validate --tables FILE says it of your own steps)",
             field="--efficiency",
             value=efficiency,

@@ -218,13 +218,18 @@ class Software:
         return self.name == "phalanx"
 
 
+INTERVAL_SHARE = 0.8
+"""Of steps that lie inside an interval."""
+
+
 @dataclass(frozen=True)
 class Residual:
     """What steps take beyond what the model explains, as others' or one's own measured steps say.
 
     Attributes:
-        kernels: how many times as long as their bytes at the rate of a copy the memory-bound kernels of layers take,
-            softmax aside. It stands for all that grows with them, not for their own time alone.
+        kernels: how many times as long as their bytes at the rate of a copy the memory-bound kernels between a layer's
+            products take (norms, activations, rotation, additions, copies). It stands for all that grows with them, not
+            for their own time alone.
         efficiency: share of the predicted speed that a program reaches; step times are divided by it.
         spread: the logarithm by which 80 % of steps lie at most above or below what is predicted; 0: not known.
     """

@@ -12,17 +12,9 @@ from phalanx.plan.hardware.device import Device
 from phalanx.plan.hardware.gemm import TileGemm
 from phalanx.plan.hardware.load import load_cluster
 from phalanx.plan.hardware.table_gemm import TableGemm
-from phalanx.plan.types import Job, Model, Recompute, Strategy
+from phalanx.plan.types import Job, Model, Strategy
 from phalanx.plan.validate.assumptions import Setting
-from phalanx.plan.validate.rows import Row
-
-_RECOMPUTE: dict[str, Recompute] = {
-    "full": "full",
-    "selective": "attention",
-    "elementwise": "elementwise",
-    "alternate": "alternate",
-    "none": "none",
-}
+from phalanx.plan.validate.rows import RECOMPUTE, Row
 
 
 def job_of(row: Row, setting: Setting) -> Job:
@@ -57,7 +49,7 @@ def strategy_of(row: Row, setting: Setting) -> Strategy:
         chunks=row.chunks,
         schedule="interleaved_1f1b" if row.chunks > 1 else "1f1b",
         zero=cast(Literal[0, 1, 2, 3], setting.zero),
-        recompute=_RECOMPUTE.get(row.recompute, setting.recompute),
+        recompute=RECOMPUTE.get(row.recompute, setting.recompute),
         sequence_parallel=sequence_parallel,
         tensor_overlap=setting.tensor_overlap,
         tensor_chunks=setting.tensor_chunks,
@@ -69,7 +61,9 @@ def cluster_of(row: Row, setting: Setting) -> Cluster:
     """Where the row was measured."""
     cluster = replace(_cluster(setting.cluster), devices=row.devices)
     if not setting.slow_hosts:
-        cluster = _screened(cluster)
+        cluster = _with_zeros(cluster, "stragglers.slow_host_share_ratio")
+    if not setting.stragglers:
+        cluster = _with_zeros(cluster, "stragglers.slow_host_share_ratio", "stragglers.rank_sigma_ratio")
     if (setting.attention_ratio, setting.clock_ratio, setting.memory_ratio) != ((1.0, 1.0), 1.0, 1.0) or (
         setting.blocking_launches
     ):
@@ -77,10 +71,10 @@ def cluster_of(row: Row, setting: Setting) -> Cluster:
     return cluster
 
 
-def _screened(cluster: Cluster) -> Cluster:
-    """Without the hosts that are slow for the whole run."""
-    key = "stragglers.slow_host_share_ratio"
-    return replace(cluster, numbers={**cluster.numbers, key: replace(cluster.number(key), value=0.0)})
+def _with_zeros(cluster: Cluster, *keys: str) -> Cluster:
+    """With those numbers 0: without the hosts that are slow for the whole run, or with ranks that are all alike."""
+    zeros = {key: replace(cluster.number(key), value=0.0) for key in keys}
+    return replace(cluster, numbers={**cluster.numbers, **zeros})
 
 
 @dataclass(frozen=True)

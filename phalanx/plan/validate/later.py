@@ -23,7 +23,7 @@ from phalanx.plan.validate.assumptions import Setting
 from phalanx.plan.validate.programs import FOUNDRY, INTERNEVO, MEGATRON_CORE_BF16
 
 _FOLDER = Path(__file__).parent
-_LLAMA = {
+LLAMA = {
     "gated": True,
     "position": "rotary",
     "norm": "rms",
@@ -32,7 +32,7 @@ _LLAMA = {
     "attention_dropout": False,
     "tie_embeddings": False,
 }
-_NEMOTRON = {**_LLAMA, "gated": False, "norm": "layer"}
+_NEMOTRON = {**LLAMA, "gated": False, "norm": "layer"}
 
 _FLASH_1 = (2.0, 2.0)
 """FlashAttention over FlashAttention-2, on A100 (arXiv 2307.08691, abstract)."""
@@ -46,7 +46,8 @@ _TRITON_ON_H100 = (_TRITON[0] * _FLASH_2[0], _TRITON[1] * _FLASH_2[1])
 _FLASH_1_ON_H100 = (_FLASH_1[0] * _FLASH_2[0], _FLASH_1[1] * _FLASH_2[1])
 
 _POWER_CLOCK = (500 / 700) ** (1 / 3)
-"""Clock of an H100 at 500 W over one at 700: power goes with the clock and the square of a voltage that goes with it."""
+"""Clock of an H100 at 500 W over one at 700: power goes with the clock, and with the square of a voltage that follows
+it (assumed)."""
 
 NEMO_GPT3 = Setting(
     table="nemo_gpt3_175b",
@@ -73,7 +74,7 @@ NEMO_LLAMA_8B = Setting(
     precision="bf16",
     zero=1,
     bucket_bytes=125_000_000,
-    model=_LLAMA,
+    model=LLAMA,
     assumed={"cluster": "hosts as NVIDIA's DGX H100", "software": "gradients summed and reduced in fp32"},
 )
 
@@ -113,7 +114,7 @@ LLAMA3 = Setting(
     software=replace(MEGATRON_CORE, name="llama-3's trainer", even_stages=False),
     precision="bf16",
     zero=2,
-    model=_LLAMA,
+    model=LLAMA,
     assumed={
         "micro_batch": "1",
         "chunks": "4 of two layers, one layer fewer at both ends",
@@ -159,7 +160,7 @@ TITAN_A100 = Setting(
     precision="bf16",
     sequence_parallel=False,
     zero=3,
-    model=_LLAMA,
+    model=LLAMA,
     assumed={
         "cluster": "network of NVIDIA's DGX A100",
         "software": "without torch.compile: not named in the table",
@@ -177,12 +178,12 @@ TITAN_H100 = replace(
     memory_ratio=2.4 / 3.35,
     assumed={
         "cluster": "network of NVIDIA's DGX H100",
-        "clock_ratio": "2.4 TB/s and 500 W (its source): as an H100 of 700 W whose clock goes with the cube root of power",
+        "clock_ratio": "500 W and 2.4 TB/s, not 700 and 3.35 (its source): clock by the cube root of power",
     },
 )
 
 TITAN_H100_EAGER = replace(
-    TITAN_H100, table="torchtitan_h100_eager", title="torchtitan on H100, not compiled", software=FSDP
+    TITAN_H100, table="torchtitan_h100_eager", title="torchtitan on H100, not compiled", software=FSDP2
 )
 
 INTERNLM = Setting(
@@ -195,7 +196,7 @@ INTERNLM = Setting(
     sequence_parallel=False,
     zero=1,
     bucket_bytes=512_000_000,
-    model=_LLAMA,
+    model=LLAMA,
     attention_ratio=_FLASH_1,
     assumed={"attention": "flash-attn 1.0.5 (doc/en/install.md), half as fast as FlashAttention-2"},
 )

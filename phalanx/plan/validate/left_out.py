@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.plan.predict import predict
-from phalanx.plan.types import Job, Recompute, Residual, Strategy
+from phalanx.plan.types import INTERVAL_SHARE, Job, Recompute, Residual, Strategy
 from phalanx.plan.validate.assumptions import Setting
 from phalanx.plan.validate.jobs import cluster_of, job_of, strategy_of
 from phalanx.plan.validate.later import LATER
@@ -28,9 +28,7 @@ from phalanx.plan.validate.rows import TABLES, read_table
 
 Array = NDArray[np.float64]
 
-SHARE = 0.8
-"""Of steps that lie inside an interval."""
-_KERNELS = (1.0, 1.5, 2.0, 3.0, 4.5)
+_KERNELS = (1.0, 2.0, 3.0, 4.0, 6.0)
 """Values of `Residual.kernels` at which every row is predicted; between them logarithms of seconds go straight."""
 _GRID = np.exp(np.linspace(0.0, np.log(_KERNELS[-1]), 301))
 _AGAIN: Mapping[Recompute, float] = {"full": 1 / 3, "alternate": 1 / 9}
@@ -147,7 +145,7 @@ def learn(rows: Rows, among: NDArray[np.bool_] | None = None) -> Residual:
         left = among & (rows.publication == publication)
         errors[left] = rows.log_error(_kernels(rows, among & ~left))[left]
     count = len(np.unique(rows.publication[among]))
-    level = min(SHARE * (count + 1) / count, 1.0)
+    level = min(INTERVAL_SHARE * (count + 1) / count, 1.0)
     weights = rows.weights(among)
     return Residual(_kernels(rows, among), spread=_quantile(np.abs(errors[among]), weights[among], level))
 
@@ -160,7 +158,7 @@ def own_spread(rows: Rows) -> float:
         places = np.flatnonzero(rows.publication == publication)
         for place in places:
             own[place] = errors[place] - np.median(errors[places[places != place]])
-    return _quantile(np.abs(own), rows.weights(everything), SHARE)
+    return _quantile(np.abs(own), rows.weights(everything), INTERVAL_SHARE)
 
 
 def judge(rows: Rows, settings: Sequence[Setting] = LATER) -> list[Judged]:

@@ -24,7 +24,9 @@ from phalanx.plan.work.operations import (
     Stream,
 )
 
-_SOFTMAX = "compute/softmax"
+_SOFTMAX, _GRADIENT_SUMS = "compute/softmax", "compute/gradient_sums"
+_ONE_PASS = (_SOFTMAX, _GRADIENT_SUMS)
+"""Kernels that every program has as one pass over large arrays, so that their bytes say all."""
 
 
 def layer(local: Local, window: int, is_mixture: bool) -> list[Operation]:
@@ -36,12 +38,12 @@ def layer(local: Local, window: int, is_mixture: bool) -> list[Operation]:
 
 
 def slower(operations: list[Operation], times: float) -> list[Operation]:
-    """The same, whose memory-bound kernels but softmax take so many times as long (`Residual.kernels`)."""
+    """The same, whose memory-bound kernels between products take so many times as long (`Residual.kernels`)."""
     if times == 1:
         return operations
     return [
         replace(each, forward_bytes=each.forward_bytes * times, backward_bytes=each.backward_bytes * times)
-        if isinstance(each, Stream) and each.path != _SOFTMAX
+        if isinstance(each, Stream) and each.path not in _ONE_PASS
         else each
         for each in operations
     ]
@@ -198,5 +200,5 @@ def _weights(local: Local, is_mixture: bool) -> list[Operation]:
     if wide != c and not local.software.is_phalanx:
         found.append(Stream("compute/casts", weights * (wide + c), 0.0, 4, 0, ALWAYS_FULL))
     if not local.software.fused_gradients:
-        found.append(Stream("compute/gradient_sums", 0.0, weights * (c + 2 * summed), 0, 4, frozenset()))
+        found.append(Stream(_GRADIENT_SUMS, 0.0, weights * (c + 2 * summed), 0, 4, frozenset()))
     return found
