@@ -89,7 +89,7 @@ def _compared(path: Path, row: Row, line: dict[str, str], cluster: str | None, s
     for column, known in _CHOICES.items():
         if said(column) and said(column) not in known:
             cure = f"take one of {', '.join(known)}"
-            raise UserError(f"{column} is not known", cure=cure, field=where, value=said(column))
+            raise UserError("is not known", cure=cure, field=f"{where}: {column}", value=said(column))
     try:
         setting = Setting(
             table=path.stem,

@@ -101,7 +101,7 @@ def _row(path: Path, line: Mapping[str, str | None]) -> Row:
             value = -1
         if not 0 < value <= _MOST:
             cure = f"write a whole number from 1 to {_MOST:,}" + ("" if default is None else ", or nothing")
-            raise UserError(f"{column} is no such number", cure=cure, field=where, value=text)
+            raise UserError("is no such number", cure=cure, field=f"{where}: {column}", value=text)
         return value
 
     row = Row(
@@ -128,7 +128,7 @@ def _row(path: Path, line: Mapping[str, str | None]) -> Row:
     )
     if row.recompute and row.recompute not in RECOMPUTE:
         cure = f"write one of {', '.join(RECOMPUTE)}, or nothing where it is not known"
-        raise UserError("recompute is not known", cure=cure, field=where, value=row.recompute)
+        raise UserError("is not known", cure=cure, field=f"{where}: recompute", value=row.recompute)
     ranks = row.tensor * row.context * row.pipeline * row.data
     if ranks != row.devices:
         cure = "correct n_gpus, or an axis"
@@ -139,7 +139,7 @@ def _row(path: Path, line: Mapping[str, str | None]) -> Row:
 def _yes_or_no(where: str, text: str) -> bool | None:
     if text not in ("yes", "no", ""):
         cure = "write yes or no, or nothing where it is not known"
-        raise UserError("seq_parallel is not known", cure=cure, field=where, value=text)
+        raise UserError("is not known", cure=cure, field=f"{where}: seq_parallel", value=text)
     return {"yes": True, "no": False}.get(text)
 
 
@@ -149,5 +149,5 @@ def _seconds(where: str, text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise UserError("iter_time_s is no time", cure="write seconds of a step above 0", field=where, value=text)
+        raise UserError("is no time", cure="write seconds of a step above 0", field=f"{where}: iter_time_s", value=text)
     return seconds
