@@ -85,7 +85,7 @@ def plan_of(config: RunConfig, cluster: Cluster, precision: Precision | None = N
     passes, remark = _passes(config, fit, choice, cluster.device)
     strategy = fit.strategy(passes.micro_batch, passes.recompute)
     return Planned(
-        job=replace(fit.job, residual=residual_of(cluster)),
+        job=fit.job,
         strategy=strategy,
         parameters=num_parameters(model),
         total_tokens=derive(config).total_tokens,
@@ -103,7 +103,6 @@ def job_to_search(config: RunConfig, cluster: Cluster) -> Planned:
     model = complete_model(config, known_vocab_size(config))
     precision = precision_of(config, cluster.device)
     job = job_of(config, model, config.parallel, precision, on_cpu=cluster.device.kind == "cpu")
-    job = replace(job, residual=residual_of(cluster))
     return Planned(job, Strategy(), num_parameters(model), derive(config).total_tokens, _of_what_is_not_timed(config))
 
 

@@ -6,10 +6,12 @@ the planner was made; a test holds them against it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from phalanx.core.errors import UserError
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.hardware.load import EFFICIENCY
-from phalanx.plan.types import Residual
+from phalanx.plan.types import Job, Residual
 
 LEARNT = Residual(kernels=3.63, spread=0.115)
 """Of a program and a cluster that nobody has measured."""
@@ -21,6 +23,11 @@ _DEVICES = frozenset(("a100_sxm_80gb", "h100_sxm", "h200_sxm"))
 """What it is learnt on, and the one whose cores are the same. Devices that were measured have no such residual."""
 
 _LEAST, _MOST = 0.1, 2.0
+
+
+def with_residual(job: Job, cluster: Cluster) -> Job:
+    """The same with what is to be added on `cluster`, unless it says so itself."""
+    return job if job.residual is not None else replace(job, residual=residual_of(cluster))
 
 
 def residual_of(cluster: Cluster, efficiency: float | None = None) -> Residual:

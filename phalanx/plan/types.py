@@ -239,13 +239,17 @@ class Residual:
     spread: float = 0.0
 
 
+_NOTHING = Residual()
+
+
 @dataclass(frozen=True)
 class Job:
     """What is computed in one optimizer step, however it is spread.
 
     Attributes:
         state_bits: of AdamW's moments of matrices, as `optim.state_bits`.
-        residual: what is added to what the model explains; by default nothing.
+        residual: what is added to what the model explains; None: what is learnt, where it holds
+            (`phalanx.plan.residual`). `Residual()` is the model alone.
     """
 
     model: Model
@@ -255,13 +259,18 @@ class Job:
     optimizer: Optimizer = "adamw"
     software: Software = field(default_factory=Software)
     state_bits: StateBits = 32
-    residual: Residual = field(default_factory=Residual)
+    residual: Residual | None = None
 
     @property
     def moment_bytes(self) -> float:
         """Of one moment of a matrix, for each of its elements."""
         rows_of_one = (LEAST_NUMEL, self.model.hidden)  # every matrix is stored in rows of this width
         return moment_bytes(rows_of_one, self.state_bits) / math.prod(rows_of_one)
+
+    @property
+    def added(self) -> Residual:
+        """The residual, once it is known what it is."""
+        return self.residual or _NOTHING
 
     @property
     def tokens(self) -> int:
@@ -412,7 +421,7 @@ class Prediction:
     @property
     def interval_s(self) -> tuple[float, float] | None:
         """Seconds between which a step of such a run lies in 8 of 10 cases; None: not known."""
-        spread = self.job.residual.spread
+        spread = self.job.added.spread
         return (self.step_s * math.exp(-spread), self.step_s * math.exp(spread)) if spread else None
 
     def seconds(self, path: str) -> float:

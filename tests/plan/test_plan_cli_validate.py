@@ -101,6 +101,8 @@ def test_steps_of_ones_own_say_their_efficiency(tmp_path: Path) -> None:
     file = _own(tmp_path, *rows)
     told = json.loads(_validate("--tables", str(file), "--cluster", "selene", "--json").output)
     assert told["efficiency_ratio"] == pytest.approx(0.8)
+    assert [row["inside"] for row in told["rows"]] == [False, False, False] and told["inside_ratio"] == 0
+    assert plain["rows"][0]["interval_s"][0] < step_s < plain["rows"][0]["interval_s"][1]
     errors = [row["error_with_efficiency_ratio"] for row in told["rows"]]
     assert errors == pytest.approx([1 / 0.96 - 1, 0.0, 0.625 - 1], abs=1e-9)
     shown = _validate("--tables", str(file), "--cluster", "selene").output

@@ -56,8 +56,15 @@ def test_kernels_between_products_take_longer_and_nothing_else_does() -> None:
     assert slower.memory == plain.memory
 
 
+def test_what_is_learnt_is_added_unless_a_job_says_so_itself() -> None:
+    learnt, plain = predict(JOB, SPREAD, CLUSTER), predict(replace(JOB, residual=Residual()), SPREAD, CLUSTER)
+    assert learnt == predict(replace(JOB, residual=LEARNT), SPREAD, CLUSTER)
+    assert learnt.step_s > 1.02 * plain.step_s and learnt.memory == plain.memory
+    assert learnt.interval_s and plain.interval_s is None
+
+
 def test_an_efficiency_divides_the_step_and_the_parts_still_sum() -> None:
-    plain = predict(JOB, SPREAD, CLUSTER)
+    plain = predict(replace(JOB, residual=Residual()), SPREAD, CLUSTER)
     half = predict(replace(JOB, residual=Residual(efficiency=0.5)), SPREAD, CLUSTER)
     assert half.step_s == pytest.approx(2 * plain.step_s)
     assert sum(part.seconds for part in half.parts) == pytest.approx(half.step_s)

@@ -17,7 +17,7 @@ from phalanx.plan.validate.ablation import Change
 from phalanx.plan.validate.assumptions import AFTER_COMPARING
 from phalanx.plan.validate.compare import TableResult
 from phalanx.plan.validate.left_out import Judged
-from phalanx.plan.validate.own import Own
+from phalanx.plan.validate.own import Own, is_inside
 
 _MOST_ROWS = 12
 
@@ -51,17 +51,24 @@ def validation_text(
 
 def own_text(own: Own, *, width: int = 80) -> RenderableType:
     """Steps of one's own with their errors, and which efficiency they have."""
-    numbers = ("devices", "batch", "measured s", "predicted s", "error", "with it")
+    numbers = ("devices", "batch", "measured s", "predicted s", "8 of 10", "error", "with it")
     table = make_columns(("row", "left"), *((name, "right") for name in numbers))
     for one in own.compared:
         row = (f"{one.row.devices:,}", f"{one.row.global_batch:,}", f"{one.row.step_s:.3f}")
-        cells = (*row, f"{one.prediction.step_s:.3f}", percent(one.error), percent(own.left(one)))
+        between = one.prediction.interval_s
+        cells = (
+            *(*row, f"{one.prediction.step_s:.3f}"),
+            f"{between[0]:.3f} to {between[1]:.3f}" if between else "-",
+            *(percent(one.error), percent(own.left(one))),
+        )
         table.add_row(one.row.row_id, *cells)
     errors = np.array([own.left(one) for one in own.compared])
     mean, most = mean_and_most(errors)
     count = len(own.compared)
     said = f"efficiency {own.efficiency:.3f}, the median of {count} step{'s' * (count > 1)}: give --efficiency "
     said += f"{own.efficiency:.3f}, or write efficiency_ratio into the cluster's file."
+    if own.inside is not None:
+        said += f" {100 * own.inside:.0f} % lie in the interval that is predicted without it."
     if count > 1:
         said += f" With it they are off by {mean}, {most} at most."
     return Group(table, "", Text(wrapped(said, width), "bold"))
@@ -72,11 +79,14 @@ def own_json(own: Own) -> dict[str, Any]:
     return {
         "version": 1,
         "efficiency_ratio": own.efficiency,
+        "inside_ratio": own.inside,
         "rows": [
             {
                 "row_id": one.row.row_id,
                 "measured_s": one.row.step_s,
                 "predicted_s": one.prediction.step_s,
+                "interval_s": one.prediction.interval_s and list(one.prediction.interval_s),
+                "inside": is_inside(one),
                 "error_ratio": one.error,
                 "error_with_efficiency_ratio": own.left(one),
             }

@@ -26,7 +26,7 @@ def check(job: Job, strategy: Strategy, cluster: Cluster) -> None:
     if not 0 <= strategy.offload <= 1:
         cure = "give a share of the layers, from 0 to 1"
         raise UserError("is no share", cure=cure, field="Strategy.offload", value=strategy.offload)
-    _residual(job.residual)
+    _residual(job.added)
     if model.position == "learned" and job.sequence > model.max_sequence:
         raise UserError(
             f"the model has learned {model.max_sequence} positions",

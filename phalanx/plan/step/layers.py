@@ -95,7 +95,7 @@ def _layer(
     window: int,
     is_mixture: bool,
 ) -> Cost:
-    kernels = _timed(job, strategy, cluster, slower(layer(local, window, is_mixture), job.residual.kernels))
+    kernels = _timed(job, strategy, cluster, slower(layer(local, window, is_mixture), job.added.kernels))
     exchanges = {
         "tensor": tensor(job, strategy, cluster, local, rows),
         "context": context(strategy, cluster, local, kernels.by_path.get("compute/attention", Passes())),

@@ -12,13 +12,13 @@ from phalanx.plan.hardware.device import Device
 from phalanx.plan.hardware.gemm import TileGemm
 from phalanx.plan.hardware.load import load_cluster
 from phalanx.plan.hardware.table_gemm import TableGemm
-from phalanx.plan.types import Job, Model, Strategy
+from phalanx.plan.types import Job, Model, Residual, Strategy
 from phalanx.plan.validate.assumptions import Setting
 from phalanx.plan.validate.rows import RECOMPUTE, Row
 
 
 def job_of(row: Row, setting: Setting) -> Job:
-    """What the row's step computes."""
+    """What the row's step computes; predicted by the model alone."""
     further: dict[str, Any] = dict(setting.model)
     model = Model(
         layers=row.layers,
@@ -32,7 +32,8 @@ def job_of(row: Row, setting: Setting) -> Job:
         windows=(setting.window,),
         **further,
     )
-    return Job(model, row.sequence, row.global_batch, setting.precision, setting.optimizer, setting.software)
+    sizes = row.sequence, row.global_batch
+    return Job(model, *sizes, setting.precision, setting.optimizer, setting.software, residual=Residual())
 
 
 def strategy_of(row: Row, setting: Setting) -> Strategy:

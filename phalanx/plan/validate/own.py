@@ -56,9 +56,23 @@ class Own:
         """Predicted over measured seconds: the median, as one slow run says little."""
         return float(np.median([one.error + 1 for one in self.compared]))
 
+    @property
+    def inside(self) -> float | None:
+        """Share of steps that lie in their interval; None: their machines have none."""
+        known = [between for one in self.compared if (between := is_inside(one)) is not None]
+        return float(np.mean(known)) if known else None
+
     def left(self, one: Compared) -> float:
         """Error of a row once the efficiency is given."""
         return (one.error + 1) / self.efficiency - 1
+
+
+def is_inside(one: Compared) -> bool | None:
+    """Whether a step lies in the interval that is predicted for it; None: its machine has none."""
+    if one.prediction.interval_s is None:
+        return None
+    low_s, high_s = one.prediction.interval_s
+    return low_s <= one.row.step_s <= high_s
 
 
 def compare_own(path: Path, cluster: str | None, software: str | None) -> Own:
@@ -103,7 +117,7 @@ def _compared(path: Path, row: Row, line: dict[str, str], cluster: str | None, s
             model=MODELS[said("model") or "gpt"],
         )
         machine = cluster_of(row, setting)
-        job = replace(job_of(row, setting), residual=residual_of(machine, 1.0))
+        job = replace(job_of(row, setting), residual=replace(residual_of(machine), efficiency=1.0))
         return Compared(row, predict(job, strategy_of(row, setting), machine))
     except UserError as error:
         raise UserError(f"{error.field or ''} {error.problem}".strip(), cure=error.cure, field=where) from None
