@@ -85,7 +85,7 @@ def own_json(own: Own) -> dict[str, Any]:
                 "row_id": one.row.row_id,
                 "measured_s": one.row.step_s,
                 "predicted_s": one.prediction.step_s,
-                "interval_s": one.prediction.interval_s and list(one.prediction.interval_s),
+                "interval_s": one.prediction.interval_s and list(map(float, one.prediction.interval_s)),
                 "inside": is_inside(one),
                 "error_ratio": one.error,
                 "error_with_efficiency_ratio": own.left(one),

@@ -72,7 +72,7 @@ def is_inside(one: Compared) -> bool | None:
     if one.prediction.interval_s is None:
         return None
     low_s, high_s = one.prediction.interval_s
-    return low_s <= one.row.step_s <= high_s
+    return bool(low_s <= one.row.step_s <= high_s)
 
 
 def compare_own(path: Path, cluster: str | None, software: str | None) -> Own:
