@@ -78,7 +78,7 @@ def _help(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]…")
 @click.option("--cluster", metavar="NAME|FILE", help="Cluster: one that comes with Phalanx, or a .toml file.")
-@click.option("--devices", type=click.IntRange(min=1), metavar="N", help="Devices; else as many as CONFIG says.")
+@click.option("--devices", type=click.IntRange(min=1), metavar="N", help="Devices, where CONFIG gives no number.")
 @click.option("--software", metavar="NAME", help="Program that trains, such as megatron-core; else Phalanx.")
 @click.option("--efficiency", type=float, metavar="X", help="Predicted over measured seconds of steps of yours.")
 @click.option("--search", is_flag=True, help="Search the best layouts instead; those of CONFIG are not looked at.")

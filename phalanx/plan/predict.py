@@ -72,6 +72,7 @@ def predict(job: Job, strategy: Strategy, cluster: Cluster, known: Known | None 
         start_up=parts(start_up_s(job, strategy, cluster, held), marks),
         model_flops=flops,
         mfu=flops / (step_s * peak),
+        stages=line.stage_times,
     )
 
 

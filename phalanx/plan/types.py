@@ -387,6 +387,24 @@ class RankMemory:
 
 
 @dataclass(frozen=True)
+class StageTimes:
+    """Of a pipeline: seconds of one micro-batch on each stage, in the order of the model.
+
+    Attributes:
+        backward_s: of schedules that do not split it; of those that do, both halves.
+        send_s: of a message to the next stage.
+        blocking: ranks compute nothing while they send.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    backward_input_s: tuple[float, ...]
+    backward_weight_s: tuple[float, ...]
+    send_s: float
+    blocking: bool
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What one step costs.
 
@@ -398,6 +416,7 @@ class Prediction:
         model_flops: of the whole step, as `mfu` counts them.
         mfu: share of the peak that useful matrix products take.
         notes: limits and assumptions that a reader should know of.
+        stages: what a drawing of its pipeline is made of; None: there is no pipeline.
     """
 
     job: Job
@@ -412,6 +431,7 @@ class Prediction:
     model_flops: float
     mfu: float
     notes: tuple[str, ...] = ()
+    stages: StageTimes | None = None
 
     @property
     def tokens_per_s(self) -> float:

@@ -7,16 +7,20 @@ then, when the layout is known, in the groups of its axes.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
 
+from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
 from phalanx.core.peers import ALONE, Peers
 from phalanx.core.phases import Phases
 from phalanx.launch.environment import Worker
+from phalanx.parallel.abort import Abort
 from phalanx.parallel.backends import maker
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.mesh import Mesh
@@ -40,6 +44,7 @@ class Ranks:
         at_end: what is to be closed with this.
         waits: how long this rank has waited for others.
         pulse: how far it is, for whoever supervises it.
+        abort: what the first rank to give up says to all.
     """
 
     peers: Peers = ALONE
@@ -49,6 +54,7 @@ class Ranks:
     at_end: ExitStack = field(default_factory=ExitStack)
     waits: Waits = field(default_factory=Waits)
     pulse: Pulse = NO_PULSE
+    abort: Abort = field(default_factory=lambda: Abort(None))
     _is_under_way: bool = False
     _store: Store | None = None
     _control: Mesh | None = None
@@ -72,6 +78,31 @@ class Ranks:
     def is_first_of_host(self) -> bool:
         """Whether this rank does what one process of every host must do."""
         return self.worker is None or self.worker.local_rank == 0
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the first step is done."""
+        return self._is_under_way
+
+    def decide(self, choose: Callable[[], Any]) -> Any:
+        """What rank 0 chooses, on every rank: each would choose by what it has itself, and they must not differ.
+
+        Args:
+            choose: called on rank 0 alone; returns what JSON can hold.
+
+        Raises:
+            UserError: `choose` raised it; all ranks raise the same.
+        """
+        choice: list[Any] = [None]
+        if self.is_first:
+            try:
+                choice = [choose()]
+            except UserError as error:
+                choice = [str(error).removesuffix(f"; {error.cure}"), error.cure]
+        told = self.peers.broadcast(choice)
+        if len(told) > 1:
+            raise UserError(told[0], cure=told[1])
+        return told[0]
 
     def join(self, config: ParallelConfig, device: torch.device) -> None:
         """Open the groups of a layout; each is made when it is first needed.
@@ -102,6 +133,7 @@ class Ranks:
         for mesh in (self.mesh, self._control):
             if mesh is not None:
                 mesh.close()
+        self.abort.linger()
 
 
 def meet(worker: Worker | None, config: ParallelConfig) -> Ranks:
@@ -132,4 +164,5 @@ def meet(worker: Worker | None, config: ParallelConfig) -> Ranks:
     times = config.timeout_s, config.first_timeout_s
     control = Mesh(everyone, worker.rank, store, _CPU, *times, phases=phases, waits=waits)
     peers = GroupPeers(control.named("control", range(worker.world_size)))
-    return Ranks(peers, worker, phases, waits=waits, pulse=pulse, _store=store, _control=control)
+    abort = Abort(store, worker.rank, worker.world_size, serves=worker.hosts_store)
+    return Ranks(peers, worker, phases, waits=waits, pulse=pulse, abort=abort, _store=store, _control=control)

@@ -268,14 +268,18 @@ _CLUSTER_NUMBERS = {
     "start_up": ("process_s", "groups_s", "read_bytes_per_s"),
     "price": ("usd_per_device_hour",),
 }
+_CLUSTER_EXTRAS = {"loader": ("in_step_s",)}
+"""Numbers that a cluster's file may leave out: what a program loses that makes each batch before its step."""
 
 
 def _cluster_numbers(file: Section) -> dict[str, Number]:
     numbers = {}
     for part, keys in _CLUSTER_NUMBERS.items():
         table = file.sub(part)
-        table.expect(*keys)
-        numbers.update({f"{part}.{key}": table.number(key) for key in keys})
+        extras = _CLUSTER_EXTRAS.get(part, ())
+        table.expect(*keys, *extras)
+        given = (*keys, *(key for key in extras if table.has(key)))
+        numbers.update({f"{part}.{key}": table.number(key) for key in given})
         if part != "network":  # it holds protocols besides
             table.done()
     return numbers
