@@ -9,8 +9,8 @@ otherwise; what was chosen first stands among the alternatives, where one field 
   FlashAttention, where the device's curves are of the second (A100) or third (H100).
 - torchtitan at the end of 2024 calls torch's attention, FlashAttention-2, on H100 too; those H100 have 500 W and
   2.4 TB/s; its selective op makes every second product again (first taken for what is elementwise).
-- FSDP turns whole gradients into fp32 before it reduces them, but for LLM Foundry's benchmarks; torch's checkpoint stops
-  before a layer's last product.
+- FSDP turns whole gradients into fp32 before it reduces them, but for LLM Foundry's benchmarks; torch's checkpoint
+  stops before a layer's last product.
 - BLOOM ran with CUDA_LAUNCH_BLOCKING=1, for it hung without (its source, and tr11-176B-ml.slurm beside it).
 """
 
