@@ -147,7 +147,7 @@ def test_a_search_is_of_the_same_steps_as_a_prediction() -> None:
         for where in ("tensor=8", "pipeline=8", "zero=1", "micro_batch=1", "recompute=full")
         for word in ("--where", where)
     ]
-    searched = _plan("--cluster", "selene", "--devices", "64", "--search", *narrow, "--efficiency=0.9", "--json")
+    searched = _plan("--cluster", "selene", "--devices", "128", "--search", *narrow, "--efficiency=0.9", "--json")
     told = json.loads(searched.output)
     assert told["prediction_of_best"]["efficiency_ratio"] == 0.9
     assert told["prediction_of_best"]["step_s"] == told["best"][0]["step_s"]
