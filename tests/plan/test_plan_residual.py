@@ -142,9 +142,12 @@ def test_a_machine_without_one_is_told_without_an_interval() -> None:
 
 
 def test_a_search_is_of_the_same_steps_as_a_prediction() -> None:
-    searched = _plan(
-        "--cluster", "selene", "--devices", "64", "--search", "--where", "tensor=8", "--efficiency=0.9", "--json"
-    )
+    narrow = [
+        word
+        for where in ("tensor=8", "pipeline=8", "zero=1", "micro_batch=1", "recompute=full")
+        for word in ("--where", where)
+    ]
+    searched = _plan("--cluster", "selene", "--devices", "128", "--search", *narrow, "--efficiency=0.9", "--json")
     told = json.loads(searched.output)
     assert told["prediction_of_best"]["efficiency_ratio"] == 0.9
     assert told["prediction_of_best"]["step_s"] == told["best"][0]["step_s"]

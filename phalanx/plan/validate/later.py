@@ -1,14 +1,16 @@
 """Tables that were collected when the planner was done, and what they leave open: written before any was predicted.
 
-They carry no bar, and no number of the planner was chosen with them in view. What is known of each run comes from the
-source of its table; the rest is assumed here, as by whoever would predict such a run before it is made. Four choices
-were corrected after the first comparison, since the sources say otherwise; what was chosen first stands among the
-alternatives:
+No number of the plain model was chosen with them in view; what is learnt from them, and how that is judged, is in
+`left_out`. What is known of each run comes from the source of its table; the rest is assumed here, as by whoever would
+predict such a run before it is made. Choices that were corrected after the first comparison, since the sources say
+otherwise; what was chosen first stands among the alternatives, where one field can say it:
 
-- MPT's attention is triton's (attn_impl of its files of settings) and InternLM's flash-attn 1: kernels of the first
+- MPT's attention is Triton's (attn_impl of its files of settings) and InternLM's flash-attn 1: kernels of the first
   FlashAttention, where the device's curves are of the second (A100) or third (H100).
-- torchtitan at the end of 2024 calls torch's attention, FlashAttention-2, on H100 too.
-- FSDP turns whole gradients into fp32 before it reduces them.
+- torchtitan at the end of 2024 calls torch's attention, FlashAttention-2, on H100 too; those H100 have 500 W and
+  2.4 TB/s; its selective op makes every second product again (first taken for what is elementwise).
+- FSDP turns whole gradients into fp32 before it reduces them, but for LLM Foundry's benchmarks; torch's checkpoint
+  stops before a layer's last product.
 - BLOOM ran with CUDA_LAUNCH_BLOCKING=1, for it hung without (its source, and tr11-176B-ml.slurm beside it).
 """
 
