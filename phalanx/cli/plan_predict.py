@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from phalanx.cli.planning import Planned, as_program, cluster_of, plan_of
+from phalanx.cli.planning import Planned, as_efficient, as_program, cluster_of, plan_of
 from phalanx.cli.tables import make_console, tell_page
 from phalanx.core.config import load
 from phalanx.plan.hardware.cluster import Cluster
@@ -35,6 +35,7 @@ def predict_command(
     cluster: str | None,
     devices: int | None,
     software: str | None,
+    efficiency: float | None,
     sources: bool,
     as_json: bool,
     html: Path | None,
@@ -46,7 +47,7 @@ def predict_command(
     """
     loaded = load(RunConfig, config, overrides).value
     machine, said = cluster_of(loaded, cluster, devices)
-    planned = as_program(plan_of(loaded, machine), software)
+    planned = as_efficient(as_program(plan_of(loaded, machine), software), machine, efficiency)
     planned = replace(planned, remarks=(*said, *planned.remarks))
     report = report_with(predict(planned.job, planned.strategy, machine), config.stem, planned, machine)
     if not report.fits:

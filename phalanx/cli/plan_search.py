@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from phalanx.cli.plan_predict import costs_of, report_with
-from phalanx.cli.planning import as_program, cluster_of, job_to_search
+from phalanx.cli.planning import as_efficient, as_program, cluster_of, job_to_search
 from phalanx.cli.tables import make_console, tell_page
 from phalanx.core import units
 from phalanx.core.config import load
@@ -31,6 +31,7 @@ def search_command(
     cluster: str | None,
     devices: int | None,
     software: str | None,
+    efficiency: float | None,
     where: tuple[str, ...],
     top: int,
     as_json: bool,
@@ -44,7 +45,7 @@ def search_command(
     asked = parse(where)
     loaded = load(RunConfig, config, overrides).value
     machine, said = cluster_of(loaded, cluster, devices)
-    searched = as_program(job_to_search(loaded, machine), software)
+    searched = as_efficient(as_program(job_to_search(loaded, machine), software), machine, efficiency)
     searched = replace(searched, remarks=(*said, *searched.remarks))
     result = search(searched.job, Machine.of(machine), costs_of(searched.job, machine), asked, top)
     report = report_with(result.best[0], config.stem, searched, machine)

@@ -11,6 +11,7 @@ from phalanx.parallel.choose import Choice, Machines
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.hardware.device import Device
 from phalanx.plan.hardware.load import cluster_names, load_cluster
+from phalanx.plan.residual import residual_of
 from phalanx.plan.software import software_named
 from phalanx.plan.step.allowed import MODEL
 from phalanx.plan.types import Job, Model, Precision, Strategy
@@ -158,6 +159,17 @@ def as_program(planned: Planned, name: str | None) -> Planned:
     if name is None:
         return planned
     return replace(planned, job=replace(planned.job, software=software_named(name)))
+
+
+def as_efficient(planned: Planned, cluster: Cluster, efficiency: float | None) -> Planned:
+    """The same where that share of the predicted speed is reached, if one is given.
+
+    Raises:
+        UserError: it cannot be right.
+    """
+    if efficiency is None:
+        return planned
+    return replace(planned, job=replace(planned.job, residual=residual_of(cluster, efficiency)))
 
 
 def known_vocab_size(config: RunConfig) -> int:

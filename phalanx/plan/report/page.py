@@ -166,6 +166,11 @@ def _cards(report: Report) -> str:
     prediction = report.prediction
     cards = [
         (seconds_text(prediction.step_s), "a step"),
+        *(
+            [(" to ".join(map(seconds_text, prediction.interval_s)), "8 of 10 such steps")]
+            if prediction.interval_s
+            else []
+        ),
         (f"{prediction.tokens_per_s:,.0f}", "tokens/s"),
         (f"{100 * prediction.mfu:.1f} %", "MFU"),
     ]

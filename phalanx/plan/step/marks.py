@@ -32,6 +32,8 @@ class Marks:
 
     def of(self, path: str) -> tuple[Mark, str]:
         """The mark of a part and the source of its weakest number."""
+        if path == "efficiency":
+            return "assumed", "--efficiency, as given"
         number = _number(path, *self._depends_on)
         if path == "loader" and not self._job.software.loader_hidden and IN_STEP in self._cluster.numbers:
             number = ("cluster", IN_STEP)
