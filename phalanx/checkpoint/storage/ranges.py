@@ -28,6 +28,7 @@ of all streams fit into memory."""
 ROOM_BYTES = (STREAMS + 2) * SEGMENT_BYTES
 """Memory for what is ahead: what all streams fetch, and what is being read."""
 
+_LEAST_BYTES = 4 << 20  # of the pieces into which less is divided, so that all streams have something to do
 _KEPT = 4  # windows: the directory at the end of an archive, its beginning, and the same of another
 _GAP_BYTES = 1 << 16  # between two spans: fetching it costs less than another request
 _SMALL_BYTES = 1 << 20  # what is smaller takes no longer than its answer takes to begin, however many are under way
@@ -221,10 +222,12 @@ def _segments(spans: Iterable[Span]) -> list[_Segment]:
             last.end = max(last.end, span.end)
         elif span.end > span.start:
             joined.append(_Segment(*span))
+    fair_bytes = sum(one.size_bytes for one in joined) // (4 * STREAMS)
+    most_bytes = min(max(fair_bytes, _LEAST_BYTES), SEGMENT_BYTES)
     return [
-        _Segment(one.file, start, min(start + SEGMENT_BYTES, one.end))
+        _Segment(one.file, start, min(start + most_bytes, one.end))
         for one in joined
-        for start in range(one.start, one.end, SEGMENT_BYTES)
+        for start in range(one.start, one.end, most_bytes)
     ]
 
 

@@ -16,16 +16,15 @@ from typing_extensions import Buffer
 from phalanx.checkpoint.storage.ranges import STREAMS
 from phalanx.checkpoint.storage.retry import LISTING_S, bounded, retried
 
-PART_BYTES = 16 << 20
-"""Of a multipart upload: enough that waiting for its answer hardly counts."""
+PARTS = ((32, 5 << 20), (128, 8 << 20), (2000, 16 << 20), (10_000, 64 << 20))
+"""Of a multipart upload, which S3 lets have 10,000 parts: up to which number they have how many bytes. Small ones
+first, so that all streams have something to do; later such that waiting for an answer hardly counts, and an object can
+have 540 GB."""
 
-LATER_PART_BYTES = 64 << 20
-"""Of one that turns out to be very long: S3 takes 10,000 parts."""
+FIXED_BYTES = 32 << 20
+"""Of a part where all have to be of one length, or go one by one."""
 
-SHORT_PARTS = 2000
-"""Parts of `PART_BYTES`, 32 GB, before those of `LATER_PART_BYTES`, with which an object may have 500 GB."""
-
-MEMORY_BYTES = STREAMS * PART_BYTES
+MEMORY_BYTES = STREAMS * (16 << 20)
 """Of parts that are being sent; beside them is that which is being filled."""
 
 _PIECE_BYTES = 4 << 20  # summed at a time, while the processor still has it
@@ -49,7 +48,7 @@ def upload(fs: Any, path: str, content: Iterable[Buffer]) -> tuple[int, str]:
                 size_bytes += len(piece)
                 yield piece
 
-    parts = _parts(summed(), fixed=getattr(fs, "fixed_upload_size", False))
+    parts = _parts(summed(), fixed=getattr(fs, "fixed_upload_size", not hasattr(fs, "call_s3")))
     first, second = next(parts, b""), next(parts, None)
     if second is None:
         retried(path, lambda: bounded(fs, fs.pipe_file, path, first, size_bytes=len(first)))
@@ -88,7 +87,7 @@ def _parts(pieces: Iterator[memoryview], *, fixed: bool) -> Iterator[bytes]:
     part, number = bytearray(), 1
     for piece in pieces:
         while piece:
-            limit = PART_BYTES if number <= SHORT_PARTS and not fixed else LATER_PART_BYTES
+            limit = FIXED_BYTES if fixed else next((size for last, size in PARTS if number <= last), PARTS[-1][1])
             more = piece[: limit - len(part)]
             part += more
             piece = piece[len(more) :]
@@ -185,7 +184,7 @@ def _one_by_one(fs: Any, path: str, parts: Iterator[bytes]) -> None:
 
 def _begin(fs: Any, path: str, first: bytes) -> Any:
     """Open the object and send its first part: what begins a multipart upload cannot be tried again by itself."""
-    file = fs.open(path, "wb", block_size=PART_BYTES, autocommit=False)
+    file = fs.open(path, "wb", block_size=FIXED_BYTES, autocommit=False)
     try:
         file.write(first)
     except BaseException:
