@@ -63,8 +63,10 @@ class News:
         event = self._ledger.note(one, time.monotonic())
         if event is not None:
             self.newest = event.name
-            self._agenda.auto.note_stall(event.stall_s)
-            self._agenda.auto.note_durable(event.durable_s)
+            self._agenda.durable(event.stall_s, event.durable_s)
+            line = self._agenda.keeping_up.news()
+            if line and self._job.peers.rank == 0:
+                self._job.report(line)
 
     def _concerns_us(self, progress: Progress) -> bool:
         """What all ranks are told alike, rank 0 tells."""
