@@ -33,6 +33,7 @@ from support.object_server import Request, Server, serving
 
 from phalanx.checkpoint.format import dcp, manifest, tables
 from phalanx.checkpoint.format.blocks import Block
+from phalanx.checkpoint.format.files import Span
 from phalanx.checkpoint.format.manifest import FORMAT_VERSION, MANIFEST, SUMS, FileEntry, Manifest
 from phalanx.checkpoint.restoring.restore import restore
 from phalanx.checkpoint.storage.latest import advance, claim
@@ -62,9 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1000)
     parser.add_argument("--real", type=int, default=8, help="ranks that restore for real")
-    parser.add_argument(
-        "--stream-mb-per-s", type=float, default=5.0, help="limit of a stream; the link has 8 times it"
-    )
+    parser.add_argument("--stream-mb-per-s", type=float, default=5.0, help="limit of a stream; the link has 8 times it")
     parser.add_argument("--size-mib", type=int, default=512, help="of the object that is sent and fetched")
     parser.add_argument("--quick", action="store_true", help="40 ranks, and objects of 64 MiB")
     given = parser.parse_args()
@@ -79,6 +78,7 @@ def main() -> None:
         print(f"{limits}")
         with serving(folder, LATENCY_S, stream, STREAMS * stream) as server:
             measure_restore(server, case)
+            measure_parts(server, case)
             measure_link(server, size_mib << 20, STREAMS * stream)
 
 
@@ -183,6 +183,18 @@ def measure_restore(server: Server, case: Case) -> None:
     seconds = time.time() - began_s
     show_restore(case, server.take_log(), began_s, seconds)
     print(f"  making a client, before      {client_s:.2f} s each")
+
+
+def measure_parts(server: Server, case: Case) -> None:
+    """Read the parts of all ranks as the publisher does when they are there."""
+    store = open_store("s3://bucket/many", server.options(0))
+    began_s = time.monotonic()
+    sizes = store.sizes(NAME)
+    names = [name for name in sizes if name.startswith("part-")]
+    with store.ahead(NAME, [Span(name, 0, sizes[name]) for name in names], sizes) as files:
+        read_bytes = sum(len(files.read(name)) for name in names)
+    assert len(names) == case.ranks and read_bytes == sum(sizes[name] for name in names)
+    print(f"  parts of all ranks           read by the publisher in {time.monotonic() - began_s:.2f} s")
 
 
 def show_restore(case: Case, log: list[Request], began_s: float, seconds: float) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.policy.adapting import AutoInterval
-from phalanx.checkpoint.policy.due import Moment, durable_due, snapshot_due
+from phalanx.checkpoint.policy.due import KeepingUp, Moment, durable_due, snapshot_due
 from phalanx.checkpoint.session.agenda import FREE, MEMORY_ONLY, Agenda
 
 BEGIN = Moment(0, 0.0)
@@ -157,6 +157,14 @@ def test_what_storage_keeps_up_with_is_said_once() -> None:
     assert [later - earlier for earlier, later in pairwise(begun)] == [19] * (len(begun) - 1)
     line = "a checkpoint takes 4.1s; every_steps = 5 asks for one every 1.1s: about every 19th step becomes durable"
     assert disk.told == [line] == [disk.agenda.keeping_up.explanation]
+
+
+def test_a_last_step_that_is_tried_again_is_one() -> None:
+    pace = KeepingUp(CheckpointConfig(every_steps=5))
+    for clock_s in range(5):
+        pace.took(Moment(3, float(clock_s)))
+        pace.durable(1.0)
+    assert pace.news() == pace.explanation == ""
 
 
 def test_it_is_said_again_when_storage_becomes_much_slower_and_not_when_it_keeps_up() -> None:

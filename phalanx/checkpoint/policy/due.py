@@ -81,8 +81,9 @@ class KeepingUp:
         self._said = 0.0
 
     def took(self, now: Moment) -> None:
-        """A durable checkpoint was begun."""
-        self._begun.append(now)
+        """A durable checkpoint was begun; that of one step again, if nothing came of it."""
+        if not self._begun or now.step > self._begun[-1].step:
+            self._begun.append(now)
 
     def durable(self, seconds: float) -> None:
         """One has become durable, so long after it was begun."""
