@@ -234,6 +234,7 @@ class Checkpoints:
         self._refused = refused
         self._identity = ""
         self._content = b""
+        self._manifest: Manifest | None = None
         self._found: Found | None = None
 
     def peek(self) -> Found | None:
@@ -263,7 +264,7 @@ class Checkpoints:
         text, later, notes = at_first(self._peers, told)
         for cause in [*found.spared.values(), *notes]:
             self._note(remark(found.name, cause))
-        manifest = manifests.decode(unpack(text).encode(), files.url)
+        manifest = self._manifest or manifests.decode(unpack(text).encode(), files.url)
         spared = tuple(found.spared)
         return DurableSource(files, manifest, verify=self._verify, peers=self._peers, spared=spared, later=later)
 
@@ -309,6 +310,7 @@ class Checkpoints:
             except DamagedCheckpointError as damage:
                 self._refuse(self._identity, damage.reason)
             else:
+                self._manifest = manifest  # which the others have to decode
                 return Found(manifest.attempt, manifest.step, name, spared)
         return None
 

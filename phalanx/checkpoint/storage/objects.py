@@ -237,9 +237,10 @@ class ObjectStore:
     def _list(self, name: str = "") -> list[dict[str, Any]]:
         path = f"{self._root}/{_area_of(name)}".rstrip("/")
         try:
-            return self._ask(path, self._fs.ls, path, detail=True, limit_s=LISTING_S)
+            found: list[dict[str, Any]] = self._ask(path, self._fs.ls, path, detail=True, limit_s=LISTING_S)
         except FileNotFoundError:
             return []
+        return found
 
     def _size(self, path: str) -> int:
         info = self._ask(path, self._fs.info, path)
