@@ -17,6 +17,7 @@ from typing import Any, cast
 import fsspec
 import pytest
 import torch
+from checkpoint_helpers import rewrite
 from hypothesis import given
 from hypothesis import strategies as st
 from storage_helpers import Place, put, s3_place_fixture, s3_server_fixture  # noqa: F401
@@ -34,6 +35,7 @@ from phalanx.checkpoint.storage import ranges, retry, upload
 from phalanx.checkpoint.storage.base import Stored
 from phalanx.checkpoint.storage.local import LocalStore
 from phalanx.checkpoint.storage.ranges import Ahead
+from phalanx.core.errors import UserError
 from phalanx.core.shard import Shard
 
 GUARD_S = 30.0
@@ -347,8 +349,25 @@ def test_damage_that_is_fetched_ahead_is_seen(s3_place: Place, tmp_path: Path) -
     found = newest(store, pytest.fail)
     assert found is not None and found.read()["w"].shape == (16, 256)
     s3_place.change(name, "__2_0.distcp", lambda content: content[:900] + b"\0\1" + content[902:])
-    with pytest.raises(Exception, match=r"__2_0\.distcp: bytes 0 and following, of w, do not match"):
+    with pytest.raises(UserError, match=r"__2_0\.distcp: bytes 0 and following, of w, do not match"):
         newest(store, lambda line: None)
+
+
+def test_checkpoints_of_older_writers_come_back(s3_place: Place, tmp_path: Path) -> None:
+    """Without sums of runs, files are hashed whole before any is believed."""
+    store, old = s3_place.open(), tmp_path / "old"
+    old.mkdir()
+    for name, content in checkpoint_of(tmp_path, 4, 4).items():
+        (old / name).write_bytes(content)
+    rewrite(old, lambda tree: [entry.pop("sums", None) for entry in tree["files"]] and None)
+    files = {file.name: file.read_bytes() for file in old.iterdir()}
+    name = put(store, 1, 1, files)
+    target = {"w": torch.zeros(16, 256)}
+    assert restore(target, keeper=None, store=store, report=pytest.fail) is not None
+    assert torch.equal(target["w"][:, 0], torch.arange(16, dtype=torch.float32))
+    s3_place.change(name, "__2_0.distcp", lambda content: content[:900] + b"\0\1" + content[902:])
+    with pytest.raises(UserError, match=r"__2_0\.distcp: does not match its checksum"):
+        restore(target, keeper=None, store=store, report=lambda line: None)
 
 
 class Looked(LocalStore):
