@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
 import random
 import threading
 import time
@@ -11,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,22 +22,27 @@ import torch
 from checkpoint_helpers import rewrite
 from hypothesis import given
 from hypothesis import strategies as st
+from persist_helpers import Job
 from storage_helpers import Place, put, s3_place_fixture, s3_server_fixture  # noqa: F401
 from thread_ranks import ThreadPeers, succeed
 
 from phalanx.checkpoint.format.files import Span
 from phalanx.checkpoint.format.runs import RUN_BYTES
 from phalanx.checkpoint.format.verify import examine
+from phalanx.checkpoint.persist.contract import Outcome
 from phalanx.checkpoint.persist.ending import Endings, NotPublishedError, await_end
 from phalanx.checkpoint.persist.parts import Writing
+from phalanx.checkpoint.persist.work import Work
 from phalanx.checkpoint.restoring.checkpoint import newest
 from phalanx.checkpoint.restoring.restore import restore
 from phalanx.checkpoint.save import save
 from phalanx.checkpoint.storage import ranges, retry, upload
 from phalanx.checkpoint.storage.base import Stored
 from phalanx.checkpoint.storage.local import LocalStore
+from phalanx.checkpoint.storage.location import open_store
 from phalanx.checkpoint.storage.ranges import Ahead
 from phalanx.core.errors import UserError
+from phalanx.core.points import NO_POINTS
 from phalanx.core.shard import Shard
 
 GUARD_S = 30.0
@@ -368,6 +375,36 @@ def test_checkpoints_of_older_writers_come_back(s3_place: Place, tmp_path: Path)
     s3_place.change(name, "__2_0.distcp", lambda content: content[:900] + b"\0\1" + content[902:])
     with pytest.raises(UserError, match=r"__2_0\.distcp: does not match its checksum"):
         restore(target, keeper=None, store=store, report=lambda line: None)
+
+
+def requests_of_a_save(place: Place, folder: Path, ranks: int) -> int:
+    """Of the second one, by ranks of one host."""
+    job, endings, requests = Job(folder, size=ranks), Endings(), 0
+    store = open_store(f"{place.url}/{ranks}", place.options)
+
+    def work(rank: int, step: int, outcomes: list[Outcome]) -> None:
+        with job.task(rank, step) as task:
+            mine = replace(task, descriptor=os.dup(task.descriptor))
+            Work(mine, NO_POINTS, outcomes.append, open_storage=lambda _: store, endings=endings).run()
+
+    assert place.gate is not None
+    for step in (1, 2):
+        before, outcomes = place.gate.requests, list[Outcome]()
+        threads = [threading.Thread(target=work, args=(rank, step, outcomes)) for rank in range(ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(outcomes) == 2 * ranks and not any(outcome.problem for outcome in outcomes)
+        requests = place.gate.requests - before
+    return requests
+
+
+def test_each_further_rank_of_a_save_asks_for_little(s3_place: Place, tmp_path: Path) -> None:
+    """Its file, its part, and the pointer once; the publisher reads the part. Nobody else looks at it, and none of them
+    look again and again."""
+    few, many = (requests_of_a_save(s3_place, tmp_path, ranks) for ranks in (2, 8))
+    assert (many - few) / 6 <= 12
 
 
 class Looked(LocalStore):
