@@ -190,6 +190,12 @@ class Checkpointer:
             self._say(f"{stop}: stopping after step {step}, whose checkpoint is durable")
         return bool(stop)
 
+    @property
+    def status(self) -> str:
+        """What is durable, what is being written, and what storage can keep up with, in one line for people; this
+        rank's knowledge."""
+        return self._saving.status
+
     def changed(self) -> None:
         """Say, on all ranks, that tensors have come, gone or changed their shapes since the first step."""
         self._saving.changed()

@@ -85,6 +85,11 @@ class Saving:
         """How long a checkpoint is expected to take until it is durable, seconds; 0: unknown."""
         return self._session.expected_durable_s
 
+    @property
+    def status(self) -> str:
+        """See `phalanx.checkpoint.session.session.Session.status`."""
+        return self._session.status
+
     def close(self, *, clean: bool) -> None:
         """Nothing more will be saved; `clean`: training has ended well."""
         self._session.finish(clean=clean)

@@ -100,6 +100,7 @@ class LastCheckpoint:
             if time.monotonic() > self._deadline_s:
                 return self._too_late("the snapshot before it is still being written, or there is no memory for one")
             time.sleep(_LOOK_S)
+        self.collect(self.link.ask(lambda keeper: keeper.poll(), []))  # what made it free is known when it was
         return ""
 
     def _agreed(self, mine: str) -> str:

@@ -65,6 +65,7 @@ class Overview(Value, frozen=True):
             known.
         age_s: since the job began.
         training_s: of that, while an attempt has made steps.
+        checkpoints: what storage can keep up with, where it cannot keep up with what is asked for.
         recoveries: so far.
         incidents: so far.
         status: with which the job has ended; None: it has not.
@@ -95,3 +96,4 @@ class Overview(Value, frozen=True):
     advise_only: bool = False
     status: int | None = None
     ended: str = ""
+    checkpoints: str = ""
