@@ -30,6 +30,22 @@ def everywhere(peers: Peers, work: Callable[[], T]) -> list[T]:
     return [other["value"] for other in answers]
 
 
+def collected(peers: Peers, work: Callable[[], T]) -> list[T] | None:
+    """As `everywhere`, with the values on rank 0 alone, and None elsewhere.
+
+    Raises:
+        UserError: as `everywhere`.
+    """
+    if peers.size == 1:
+        return [work()]
+    answer, error = _attempt(work)
+    answers = peers.collect(answer.get("value"))
+    first = peers.lowest([peers.rank, answer["failure"]] if "failure" in answer else None)
+    if first is not None:
+        raise _seen_from_here(*first, error)
+    return answers
+
+
 def at_first(peers: Peers, work: Callable[[], T]) -> T:
     """Let rank 0 do `work`, which returns a JSON value, and give it to every rank.
 

@@ -33,7 +33,7 @@ def choose_passes(run: Run, say: Callable[[str], None], *, keep: bool = False) -
         run.trainer.config,
         config.parallel,
         "bf16" if run.device.compute_dtype == torch.bfloat16 else "fp32",
-        device_bytes=min(run.ranks.peers.gather(run.device.memory_bytes())),
+        device_bytes=run.ranks.peers.lowest(run.device.memory_bytes()),
         micro_batch=wanted,
     )
     choice = run.fit.choose()

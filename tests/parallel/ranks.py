@@ -50,7 +50,7 @@ class ThreadGroups:
     """The groups of one rank-thread: `group(*axes)` gives its `Group` over these axes, made once."""
 
     def __init__(self, layout: Layout, rank: int, store: Any, *, in_order: bool = False) -> None:
-        self.layout, self.rank, self._store, self._in_order = layout, rank, store, in_order
+        self.layout, self.rank, self.store, self._in_order = layout, rank, store, in_order
         self._groups: dict[Any, Group] = {}
 
     def group(self, *axes: Axis) -> Group:
@@ -61,7 +61,7 @@ class ThreadGroups:
         key = (name, tuple(ranks))
         if key not in self._groups:
             index = list(ranks).index(self.rank)
-            prefix = PrefixStore(f"{name}/{'-'.join(map(str, ranks))}", self._store)
+            prefix = PrefixStore(f"{name}/{'-'.join(map(str, ranks))}", self.store)
 
             def make() -> Any:
                 made = ProcessGroupGloo(prefix, index, len(ranks), TIMEOUT) if len(ranks) > 1 else None
