@@ -96,7 +96,7 @@ def test_the_fused_operators_stand_for_the_plain_functions(
         plain = computed(PlainOverlap(group))
         return fused, plain, fused_bytes, group.traffic.sent_bytes
 
-    for fused, plain, fused_bytes, plain_bytes in run_ranks(Layout(tensor=size), body):
+    for fused, plain, fused_bytes, plain_bytes in run_ranks(Layout(tensor=size), body, backends.make_gloo):
         for got, expected in itertools.zip_longest(fused, plain):
             torch.testing.assert_close(got, expected)
         assert fused_bytes == plain_bytes
