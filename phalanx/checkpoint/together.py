@@ -42,7 +42,7 @@ def collected(peers: Peers, work: Callable[[], T]) -> list[T] | None:
     answers = peers.collect(answer.get("value"))
     first = peers.lowest([peers.rank, answer["failure"]] if "failure" in answer else None)
     if first is not None:
-        raise _seen_from_here(*first, error)
+        raise _seen_from_here(first[0], first[1], error)
     return answers
 
 

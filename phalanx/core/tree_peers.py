@@ -210,6 +210,14 @@ class TreePeers:
             self._wake.send(b".")
 
     def _run(self) -> None:
+        try:
+            self._pass_on()
+        except Exception as error:  # whatever it is, nobody may wait for this rank
+            with self._lock:
+                self._node.fail(f"{self._name} cannot pass on what others say: {type(error).__name__}: {error}")
+        self._let_go()
+
+    def _pass_on(self) -> None:
         deadline_s: float | None = None
         while True:
             with self._lock:
@@ -226,7 +234,6 @@ class TreePeers:
                 with self._lock:
                     self._on_event(key, events)
             self._forget_unproven()
-        self._let_go()
 
     def _all_sent(self) -> bool:
         return all(link.is_gone or not link.out for link in self._links.values())
