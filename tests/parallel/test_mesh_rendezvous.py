@@ -110,7 +110,7 @@ def test_every_rank_makes_the_groups_that_others_make_at_their_own_place() -> No
     """So that four runs of the trainer, in a small layout, tell what all ranks of a large one open."""
     small = Everyone(Layout(pipeline=4, shard=2, tensor=2))
     large = Everyone(Layout(pipeline=4, shard=4, tensor=4), small.layout)
-    for everyone, ranks in ((small, (3, 6, 9)), (large, (0, 37, 63))):
+    for everyone, ranks in ((small, (6, 9)), (large, (37, 63))):
         for rank in ranks:
             assert everyone.groups(rank) == groups_of_rank(everyone.layout, rank)
 
