@@ -250,7 +250,7 @@ def joining(rank: int, size: int) -> list[Request]:
     """What `phalanx.core.tree_peers.TreePeers` says: where it listens, and where its parent does."""
     said = _Said("")
     if children_of(rank, size):
-        said.set(f"peers/{rank}", json.dumps(["10.100.200.300", 65000, "0" * 32]))
+        said.set(f"peers/{rank}", json.dumps(["10.100.200.300", 65000, "0" * 32, "node0123"]))
     if (parent := parent_of(rank)) is not None:
         said.get(f"peers/{parent}")
     return said.requests

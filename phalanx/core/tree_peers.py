@@ -87,7 +87,7 @@ class TreePeers:
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         try:
             if children_of(rank, size):
-                self._listen(store, host)
+                self._listen(store, host, name)
             if (parent := parent_of(rank)) is not None:
                 self._connect(store, host, parent, name)
         except BaseException:
@@ -161,7 +161,7 @@ class TreePeers:
             why = self._node.failed
         raise PeerError(f"{self._name} was to {words(kind)}: {why}")
 
-    def _listen(self, store: KeyStore, host: str) -> None:
+    def _listen(self, store: KeyStore, host: str, name: str) -> None:
         """Listen where this host's own end of a connection to the store is, and write that down."""
         address, family = _own_address(host)
         is_stores = is_loopback(address) and not is_loopback(host)  # others know this host by the store's name alone
@@ -169,12 +169,12 @@ class TreePeers:
         listener.setblocking(False)
         self._listener = listener
         self._poll.register(listener, selectors.EVENT_READ)
-        place = ["" if is_loopback(address) else address, listener.getsockname()[1], self._token.hex()]
+        place = ["" if is_loopback(address) else address, listener.getsockname()[1], self._token.hex(), name]
         store.set(f"peers/{self.rank}", json.dumps(place))
 
     def _connect(self, store: KeyStore, host: str, parent: int, name: str) -> None:
         try:
-            address, port, token = json.loads(store.get(f"peers/{parent}"))
+            address, port, token, its_name = json.loads(store.get(f"peers/{parent}"))
         except RuntimeError as error:
             first = (str(error).strip().splitlines() or [""])[0]
             raise PeerError(f"{self._name} was to meet rank {parent}, which has not come: {first}") from error
@@ -184,7 +184,7 @@ class TreePeers:
         except OSError as error:
             where = f"{address or host}:{port}"
             raise PeerError(f"{self._name} cannot reach rank {parent} at {where}: {error}") from error
-        self._met(parent, f"rank {parent}", connection)
+        self._met(parent, f"rank {parent} on {its_name}", connection)
 
     def _met(self, neighbour: int, name: str, connection: socket.socket) -> None:
         connection.setblocking(False)
