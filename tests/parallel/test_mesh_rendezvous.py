@@ -21,7 +21,7 @@ from rendezvous import nccl, startup
 from rendezvous.members import Crowd
 from rendezvous.nccl import NcclRendezvous, root_index
 from rendezvous.proxy import Proxy
-from rendezvous.scripts import record, scripts
+from rendezvous.scripts import record
 from rendezvous.startup import Everyone, all_meet, answered_bytes, groups_of_rank, sent_bytes
 from rendezvous.wire import Kind, Request, requests
 
@@ -34,24 +34,19 @@ def test_gloo_meets_in_three_requests_whatever_the_size(size: int) -> None:
     assert script.extra_connections == 0
 
 
-def test_replayed_members_of_all_groups_meet_in_a_real_store() -> None:
-    layout = Layout(pipeline=2, shard=3, tensor=2)
-    recorded = {axes: record(layout, axes, NcclRendezvous) for axes in (("tensor",), ("shard",), ("pipeline",))}
-    said = scripts(layout, recorded)
-    assert max(map(len, said)) == 2 + 3 * 2  # to connect; wait and get in three groups
-    store = open_store("127.0.0.1", 0, 0, layout.world_size, is_host=True)
+def test_a_whole_start_is_replayed_against_a_real_store() -> None:
+    """And costs what is taken for it."""
+    said = startup.scripts(Everyone(Layout(pipeline=2, shard=2, tensor=2)))
+    store = open_store("127.0.0.1", 0, 0, 8, is_host=True)
     crowd = Crowd(("127.0.0.1", port_of(store)), said)
     outcome = crowd.run(timeout_s=30)
     crowd.close()
     assert outcome.requests == sum(map(len, said))
-    assert store.num_keys() >= len(
-        layout.groups(("tensor",)) + layout.groups(("shard",)) + layout.groups(("pipeline",))
-    )
+    assert (outcome.sent_bytes, outcome.received_bytes) == (sent_bytes(said), answered_bytes(said))
 
 
 def test_a_member_whose_peer_says_nothing_is_seen() -> None:
-    layout = Layout(tensor=2)
-    said = scripts(layout, {("tensor",): record(layout, ("tensor",), NcclRendezvous)})
+    said = [[*startup.connecting(), *startup.joining(rank, 2)] for rank in range(2)]
     store = open_store("127.0.0.1", 0, 0, 2, is_host=True)
     crowd = Crowd(("127.0.0.1", port_of(store)), said[1:])
     with pytest.raises(TimeoutError, match="1 members still wait"):
