@@ -138,9 +138,10 @@ def _with_layout(config: RunConfig, prepared: Prepared, ranks: Ranks, device: De
     on_gpu, local = device.torch_device.type == "cuda", ranks.worker.local_world_size
     if not on_gpu and available_bytes is not None:
         available_bytes //= local
-    everywhere = ranks.peers.gather([available_bytes, device.memory_bytes() if on_gpu else None, local])
+    everywhere = ranks.peers.collect([available_bytes, device.memory_bytes() if on_gpu else None, local])
 
     def decide() -> list[Any]:
+        assert everywhere is not None  # only rank 0 decides
         free, whole, per_host = (_least(column) for column in zip(*everywhere, strict=True))
         judge = None
         if whole is not None:

@@ -37,7 +37,7 @@ def choose_passes(run: Run, say: Callable[[str], None], *, keep: bool = False) -
         run.trainer.config,
         config.parallel,
         run.device.precision,
-        device_bytes=min(run.ranks.peers.gather(run.device.memory_bytes())),
+        device_bytes=run.ranks.peers.lowest(run.device.memory_bytes()),
         micro_batch=wanted,
     )
     fit = run.fit

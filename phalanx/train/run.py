@@ -143,7 +143,7 @@ class Run:
         self.trainer.weights_changed()
         self._updated += 1
         if self.fit is not None and self._updated == _FULL_FROM:
-            measured_bytes = max(self.ranks.peers.gather(self.device.memory_in_use_bytes()))
+            measured_bytes = self.ranks.peers.ask_highest(self.device.memory_in_use_bytes())()
             if said := off_line(self.choice, measured_bytes):
                 self.note(said)
 

@@ -48,6 +48,7 @@ _PHASES = {
     "exec": "processes",
     "store": "groups",
     "mesh": "groups",
+    "peers": "groups",
     "data": "text",
     "model": "model",
     "checkpoint": "checkpoint",

@@ -113,7 +113,7 @@ class Saving:
 
     def _watch(self) -> None:
         """Only now has the optimizer all of its state. A loop that does not call `fence` is not copied beside."""
-        self._training.reserve(self._peers.gather)
+        self._training.reserve(lambda room: self._peers.ask_highest(room)())
         found = self._training.collect()
         self._table, self._filled = found.table, self._training.filled()
         about = (self._present, found.shards, found.roles)

@@ -35,7 +35,7 @@ from phalanx.checkpoint.restoring.source import (
     together,
 )
 from phalanx.checkpoint.storage.base import Store
-from phalanx.checkpoint.together import everywhere
+from phalanx.checkpoint.together import agreed, everywhere
 from phalanx.core.errors import UserError
 from phalanx.core.peers import ALONE, Copies, Peers
 from phalanx.core.shard import Shard
@@ -123,7 +123,7 @@ class Opened:
             UserError: one is not there, or has another shape or dtype.
         """
         blocks: dict[str, Block] = {}
-        everywhere(self._peers, lambda: blocks.update(held(tensors, {})))
+        agreed(self._peers, lambda: blocks.update(held(tensors, {})))
         fit = partial(require_fit, strict=False, cast=False, misses_empty=True, words=SOURCE)
         absent = fit(_title(self.source), self.source.tensors, blocks, self._peers).missing
 
@@ -132,7 +132,7 @@ class Opened:
                 cure = "restore with what wrote it"
                 raise UserError(f"lacks {', '.join(absent)}", cure=cure, field=_title(self.source))
 
-        everywhere(self._peers, require_all)
+        agreed(self._peers, require_all)
         self.fill(blocks, None)
 
     def verify(self) -> None:
@@ -257,12 +257,12 @@ def restore(
         opened, is_filling = Opened(source, peers, log.note), False
         try:
             if accept is not None:
-                everywhere(peers, partial(accept, opened))
+                agreed(peers, partial(accept, opened))
             targets = wanted(opened) if callable(wanted) else Targets(wanted, shards)
             blocks, sharing, is_any = _blocks(targets, select, peers, copies)
             differences = fit(_title(source), source.tensors, blocks, peers, cure=targets.cure)
             if targets.check is not None:
-                everywhere(peers, partial(targets.check, differences))
+                agreed(peers, partial(targets.check, differences))
             opened.check()
             is_filling = is_any
             filled = opened.fill(blocks, sharing)
