@@ -229,8 +229,8 @@ class _OneOfTwo:
     rank = 0
     size = 2
 
-    def gather(self, value: Any) -> list[Any]:
-        return [value, value]
+    def lowest(self, value: Any) -> Any:
+        return value
 
     def broadcast(self, value: Any) -> Any:
         return value
@@ -333,6 +333,10 @@ class _Peers:
         found = list(self._values)
         self._together.wait(10)
         return found
+
+    def collect(self, value: Any) -> list[Any] | None:
+        found = self.gather(value)
+        return None if self.rank else found
 
     def broadcast(self, value: Any) -> Any:
         return self.gather(value)[0]
