@@ -3,6 +3,9 @@
 The store is used once: a rank that has children writes down where it listens, and each of them reads that. Whatever is
 exchanged later goes over the connections, passed on by a thread of its own, so that no rank waits until the main
 thread of one that it is connected to has time. See `phalanx.core.peer_tree`.
+
+Who connects shows that he has read this attempt's store, which keeps out ranks of other attempts and stray connections.
+It is no secret and guards nothing: as with gloo and NCCL, whoever reaches the store can be a rank.
 """
 
 from __future__ import annotations
