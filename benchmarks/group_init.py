@@ -1,7 +1,7 @@
 """What making the groups of a mesh costs: seconds, and operations and bytes on the store, against `new_group`.
 
     python benchmarks/group_init.py            # 8 real processes both ways, then 2,048 and 12,288 light members
-    python benchmarks/group_init.py --naive 64 256   # also the naive way with so many light members
+    python benchmarks/group_init.py --naive 64 256   # the naive way with so many light members
 
 Real processes are forked from this one after it has imported torch. They make the groups over tensor, pipeline, data
 (shard) and all ranks of pp2·fs2·tp2 with gloo, as a `Mesh` does and as `torch.distributed.new_group` does when every
@@ -9,12 +9,12 @@ rank calls it for every group: without barriers, as torch does since 2023, and w
 group (TORCH_DIST_INIT_BARRIER=1), as it did before and in MegaScale's figures. Seconds are from the first fork until
 the last rank has all its groups; the store is behind a proxy that counts.
 
-Light members (benchmarks/rendezvous): what the clients of one real group of each kind and of full size say to the
-store is recorded, once for every index in the group, and replayed for every rank of pp8·fsN·tp8 against a real TCPStore
-in a process of its own: one socket for every rank, every answer waited for, all from one thread. The members begin at
-once, each group's first members among them. Left out is what NCCL or gloo do off the store.
-"nccl" records a stand-in that says what ProcessGroupNCCL says (there is no GPU needed), "gloo" real gloo groups.
-The naive way is what real ranks said to `new_group` with barriers, for every group of the mesh.
+Light members (benchmarks/rendezvous): everything that `phalanx train` says to the store until its first step is done,
+for every rank of pp8·fsN·tp8, against a real TCPStore in a process of its own: one socket for every rank, every answer
+waited for, all from one thread. The groups are those that the trainer's own code made (`rendezvous.startup`), and all
+ranks' tree of connections; what NCCL's groups say is a stand-in's, which says what ProcessGroupNCCL says (no GPU is
+needed). Left out is what NCCL does off the store, and the tree's own connections.
+The naive way is what real ranks said to `new_group` with barriers, for every group over tensor, shard and pipeline.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
 import torch.distributed as dist
-from rendezvous import naive
+from rendezvous import naive, startup
 from rendezvous.members import Crowd, Outcome
 from rendezvous.nccl import NcclRendezvous
 from rendezvous.proxy import Proxy, Recording
-from rendezvous.scripts import GroupScript, record, scripts
+from rendezvous.scripts import GroupScript, record
 from rendezvous.wire import Request
 
 from phalanx.core.layout import AXES, Axis, Layout
-from phalanx.parallel import backends
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.store import look_names_up_in_files_only, open_store, port_of
 
@@ -52,13 +51,12 @@ ROW = "{:28} {:>7} {:>9} {:>9} {:>11} {:>10} {:>10}"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2048, 12288], help="light members, multiples of 64")
-    parser.add_argument("--gloo", type=int, nargs="*", default=[2048], help="the same with gloo's meetings")
     parser.add_argument("--naive", type=int, nargs="*", default=[128, 256, 512], help="the same with new_group")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="few members, once")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.ranks, arguments.gloo, arguments.naive, arguments.repeats = [128], [128], [64], 1
+        arguments.ranks, arguments.naive, arguments.repeats = [128], [64], 1
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     print(f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}")
@@ -66,9 +64,7 @@ def main() -> None:
         heard = real_processes()
     print(ROW.format("light members", "ranks", "connect s", "meet s", "requests", "MB sent", "MB got"))
     for count in arguments.ranks:
-        replay("mesh, nccl", ours(count, NcclRendezvous), arguments.repeats)
-    for count in arguments.gloo:
-        replay("mesh, gloo", ours(count, backends.make_gloo), arguments.repeats)
+        replay("phalanx train, nccl", startup.scripts(startup.Everyone(layout_of(count))), arguments.repeats)
     for count in arguments.naive:
         replay("new_group + barriers, nccl", naively(count, naive.barrier_of(heard)), 1)
 
@@ -78,11 +74,6 @@ def layout_of(count: int) -> Layout:
     if count % 64:
         raise SystemExit(f"{count} ranks: give a multiple of 64")
     return Layout(pipeline=8, shard=count // 64, tensor=8)
-
-
-def ours(count: int, make: Any) -> list[list[Request]]:
-    layout = layout_of(count)
-    return scripts(layout, recorded(layout, make))
 
 
 def naively(count: int, barrier: list[Request]) -> list[list[Request]]:

@@ -1,4 +1,4 @@
-"""What each member says while its groups are made: recorded from real members, written for all ranks of a layout."""
+"""What each member says while its group is made: recorded from real members."""
 
 from __future__ import annotations
 
@@ -70,16 +70,3 @@ def _script(place: bytes, recordings: list[Recording]) -> GroupScript:
     connect = tuple(r for r in recordings[0].requests if r.kind in _CONNECT)
     assert all(place in key for requests in said for request in requests for key in request.keys)
     return GroupScript(place, tuple(said), connect, max(r.connections for r in recordings) - 1)
-
-
-def scripts(layout: Layout, recorded: dict[tuple[Axis, ...], GroupScript]) -> list[list[Request]]:
-    """What every rank says in all: to connect, then in each of its groups in the order in which a mesh makes them."""
-    connect = next(iter(recorded.values())).connect
-    said = [list(connect) for _ in range(layout.world_size)]
-    for axes in sorted(recorded, key=lambda axes: group_name(layout, axes)):
-        name = group_name(layout, axes)
-        for ranks in layout.groups(axes):
-            place = meeting_place(name, ranks).encode()
-            for index, rank in enumerate(ranks):
-                said[rank] += recorded[axes].of(index, place)
-    return said

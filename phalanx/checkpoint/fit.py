@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from phalanx.checkpoint.format.blocks import Block
 from phalanx.checkpoint.format.misfits import SavedTensor, misfits
 from phalanx.checkpoint.format.tables import names_on_no_rank, names_to_bits
-from phalanx.checkpoint.together import everywhere
+from phalanx.checkpoint.together import at_first, collected
 from phalanx.core.errors import UserError
 from phalanx.core.peers import Peers
 
@@ -95,17 +95,22 @@ def require_fit(
         problems = [p for each in asked for p in misfits(*each, cast=cast, there=words.there)]
         return [problems[:_SHOWN], missing[:_SHOWN], len(missing), names_to_bits(counted, blocks)]
 
-    offers = everywhere(peers, offer)
-    unexpected = names_on_no_rank(counted, [bits for *_, bits in offers])
-    problems: list[str] = []
-    for rank, (wrong, names, count, _) in enumerate(offers):
-        here = wrong + (listed(f"missing {words.within}", names, count) if strict else [])
-        problems += [f"rank {rank}: {problem}" if len(offers) > 1 else problem for problem in here]
-    if strict:
-        problems += listed(f"only {words.within}", unexpected, len(unexpected))
+    offers = collected(peers, offer) or []
+
+    def judge() -> list[list[str]]:
+        unexpected = names_on_no_rank(counted, [bits for *_, bits in offers])
+        problems: list[str] = []
+        for rank, (wrong, names, count, _) in enumerate(offers):
+            here = wrong + (listed(f"missing {words.within}", names, count) if strict else [])
+            problems += [f"rank {rank}: {problem}" if len(offers) > 1 else problem for problem in here]
+        if strict:
+            problems += listed(f"only {words.within}", unexpected, len(unexpected))
+        return [problems[:_SHOWN], list(unexpected)]
+
+    problems, unexpected = at_first(peers, judge)
     if problems:
-        raise UserError("does not fit: " + "; ".join(problems[:_SHOWN]), cure=cure, field=what)
-    return Differences(tuple(missing), unexpected)
+        raise UserError("does not fit: " + "; ".join(problems), cure=cure, field=what)
+    return Differences(tuple(missing), tuple(unexpected))
 
 
 def listed(what: str, names: Sequence[str], count: int) -> list[str]:

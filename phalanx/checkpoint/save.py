@@ -21,7 +21,7 @@ from phalanx.checkpoint.format import manifest as manifests
 from phalanx.checkpoint.format.manifest import FORMAT_VERSION, MANIFEST, SUMS, Manifest, Meta
 from phalanx.checkpoint.format.tables import Written
 from phalanx.checkpoint.storage.folder import clean, publish, writing
-from phalanx.checkpoint.together import at_first, everywhere
+from phalanx.checkpoint.together import at_first, collected
 from phalanx.checkpoint.writers import Agreed, agree
 from phalanx.core import units
 from phalanx.core.errors import UserError
@@ -86,11 +86,12 @@ def save(
     disk = _Disk(folder, agreed.needed_bytes)
     with ExitStack() as stack:
         aside = folder / at_first(peers, lambda: stack.enter_context(disk.begin(step)).name)
-        parts = everywhere(peers, lambda: disk.write(aside, peers.rank, agreed, points))
+        parts = collected(peers, lambda: disk.write(aside, peers.rank, agreed, points))
 
         def finish() -> str:
             description = _description(step, state, meta or Meta())
-            return disk.finish(aside, [tables.from_text(part) for part in parts], description, points).name
+            written = [tables.from_text(part) for part in parts or ()]
+            return disk.finish(aside, written, description, points).name
 
         return folder / at_first(peers, finish)
 

@@ -30,6 +30,32 @@ def everywhere(peers: Peers, work: Callable[[], T]) -> list[T]:
     return [other["value"] for other in answers]
 
 
+def collected(peers: Peers, work: Callable[[], T]) -> list[T] | None:
+    """As `everywhere`, with the values on rank 0 alone, and None elsewhere.
+
+    Raises:
+        UserError: as `everywhere`.
+    """
+    if peers.size == 1:
+        return [work()]
+    answer, error = _attempt(work)
+    answers = peers.collect(answer.get("value"))
+    _raise_first(peers, answer, error)
+    return answers
+
+
+def agreed(peers: Peers, work: Callable[[], object]) -> None:
+    """Let every rank do its `work`; all hear the first failure, if there is one, and nothing else.
+
+    Raises:
+        UserError: as `everywhere`.
+    """
+    if peers.size == 1:
+        work()
+    else:
+        _raise_first(peers, *_attempt(work))
+
+
 def at_first(peers: Peers, work: Callable[[], T]) -> T:
     """Let rank 0 do `work`, which returns a JSON value, and give it to every rank.
 
@@ -44,6 +70,13 @@ def at_first(peers: Peers, work: Callable[[], T]) -> T:
         raise _seen_from_here(0, told["failure"], error)
     value: T = told["value"]
     return value
+
+
+def _raise_first(peers: Peers, answer: dict[str, Any], own: BaseException | None) -> None:
+    """Raise what failed on the first rank on which anything did."""
+    first = peers.lowest([peers.rank, answer["failure"]] if "failure" in answer else None)
+    if first is not None:
+        raise _seen_from_here(first[0], first[1], own)
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[dict[str, Any], BaseException | None]:

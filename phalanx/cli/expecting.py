@@ -13,7 +13,7 @@ from phalanx.train.config import RunConfig
 from phalanx.train.expected import LOADER, OPTIMIZER, PASSES, WAITING, Expected
 
 # Which part of a step, as training can tell them apart, the parts of a prediction belong to; the rest is waiting.
-_GROUPS = {"compute": PASSES, "optimizer": OPTIMIZER, "loader": LOADER}
+_GROUPS = {"compute": PASSES, "efficiency": PASSES, "optimizer": OPTIMIZER, "loader": LOADER}
 
 
 def expected_of(config: RunConfig, name: str, cluster: str, devices: int) -> Expected:
@@ -35,6 +35,7 @@ def expected_of(config: RunConfig, name: str, cluster: str, devices: int) -> Exp
     return Expected(
         source=f"phalanx plan, cluster {machine.name}",
         step_s=float(prediction.step_s),
+        interval_s=prediction.interval_s,
         parts=grouped(prediction),
         memory_bytes=float(prediction.memory[0].total),
         layout=str(layout),

@@ -19,6 +19,7 @@ from phalanx.train.derived.spread import Spread, Stages
 
 _WIDEST_DRAWING = 140
 _DRAWING_IN_A_PIPE = 100
+_OF_MEMORY = "how much memory ranks will have is not known here; where it is short, phalanx train takes another"
 
 
 def spread_text(spread: Spread, sequence_length: int, console: Console) -> RenderableType:
@@ -56,7 +57,8 @@ def _rows(spread: Spread, sequence_length: int) -> Iterator[tuple[str, str]]:
     layout = spread.config.layout
     yield "layout", f"{layout.world_size:,} ranks: {axes_text(layout)}"
     if spread.choice.reasons:
-        yield from zip(["why", *[""] * 9], spread.choice.reasons, strict=False)
+        unknown = [_OF_MEMORY] if spread.available_bytes is None else []
+        yield from zip(["why", *[""] * 9], [*spread.choice.reasons, *unknown], strict=False)
         yield "same as", keys_of(spread.config)
     yield "batch", _batch(spread, sequence_length)
     if spread.held_bytes:

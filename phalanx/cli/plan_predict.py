@@ -9,12 +9,10 @@ from pathlib import Path
 
 import click
 
-from phalanx.cli.planning import Planned, as_program, devices_of, plan_of
+from phalanx.cli.planning import Planned, as_efficient, as_program, cluster_of, plan_of
 from phalanx.cli.tables import make_console, tell_page
 from phalanx.core.config import load
-from phalanx.core.errors import UserError
 from phalanx.plan.hardware.cluster import Cluster
-from phalanx.plan.hardware.load import cluster_names, load_cluster
 from phalanx.plan.predict import predict
 from phalanx.plan.report.page import prediction_figures, prediction_sections, write_page
 from phalanx.plan.report.plain import prediction_json
@@ -37,6 +35,7 @@ def predict_command(
     cluster: str | None,
     devices: int | None,
     software: str | None,
+    efficiency: float | None,
     sources: bool,
     as_json: bool,
     html: Path | None,
@@ -47,8 +46,9 @@ def predict_command(
         UserError: anything that a person can mend.
     """
     loaded = load(RunConfig, config, overrides).value
-    machine = load_asked(cluster, devices_of(loaded, devices))
-    planned = as_program(plan_of(loaded, machine), software)
+    machine, said = cluster_of(loaded, cluster, devices)
+    planned = as_efficient(as_program(plan_of(loaded, machine), software), machine, efficiency)
+    planned = replace(planned, remarks=(*said, *planned.remarks))
     report = report_with(predict(planned.job, planned.strategy, machine), config.stem, planned, machine)
     if not report.fits:
         costs = costs_of(planned.job, machine)
@@ -74,19 +74,6 @@ def costs_of(job: Job, machine: Cluster) -> Costs:
         lambda strategy: score(job, strategy, machine),
         lambda strategy: predict(job, strategy, machine, known),
     )
-
-
-def load_asked(name: str | None, devices: int) -> Cluster:
-    """The cluster that the command line asks for.
-
-    Raises:
-        UserError: it names none, or one that is not there, or the devices do not fill it.
-    """
-    if name is None:
-        known = ", ".join(cluster_names())
-        cure = f"give --cluster: one of {known}, or a .toml file (phalanx plan calibrate writes this machine's)"
-        raise UserError("no cluster to predict for", cure=cure)
-    return load_cluster(name, devices)
 
 
 def report_with(prediction: Prediction, name: str, planned: Planned, cluster: Cluster) -> Report:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
-from phalanx.cli.plan_predict import costs_of, load_asked, report_with
-from phalanx.cli.planning import as_program, devices_of, job_to_search
+from phalanx.cli.plan_predict import costs_of, report_with
+from phalanx.cli.planning import as_efficient, as_program, cluster_of, job_to_search
 from phalanx.cli.tables import make_console, tell_page
 from phalanx.core import units
 from phalanx.core.config import load
@@ -30,6 +31,7 @@ def search_command(
     cluster: str | None,
     devices: int | None,
     software: str | None,
+    efficiency: float | None,
     where: tuple[str, ...],
     top: int,
     as_json: bool,
@@ -42,8 +44,9 @@ def search_command(
     """
     asked = parse(where)
     loaded = load(RunConfig, config, overrides).value
-    machine = load_asked(cluster, devices_of(loaded, devices))
-    searched = as_program(job_to_search(loaded, machine), software)
+    machine, said = cluster_of(loaded, cluster, devices)
+    searched = as_efficient(as_program(job_to_search(loaded, machine), software), machine, efficiency)
+    searched = replace(searched, remarks=(*said, *searched.remarks))
     result = search(searched.job, Machine.of(machine), costs_of(searched.job, machine), asked, top)
     report = report_with(result.best[0], config.stem, searched, machine)
     title = (

@@ -10,12 +10,15 @@ from phalanx.model.shapes import num_parameters
 from phalanx.parallel.choose import Choice, Machines
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.hardware.device import Device
+from phalanx.plan.hardware.load import cluster_names, load_cluster
+from phalanx.plan.residual import residual_of
 from phalanx.plan.software import software_named
-from phalanx.plan.types import Job, Precision, Strategy
+from phalanx.plan.step.allowed import MODEL
+from phalanx.plan.types import Job, Model, Precision, Strategy
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.figures import complete_model, cpu_micro_batch, derive
 from phalanx.train.derived.fit import Choice as Passes
-from phalanx.train.derived.fit import Fit, first_level, job_of
+from phalanx.train.derived.fit import Fit, first_level, job_of, judge_of
 from phalanx.train.derived.layout import choose, wanted_ranks
 
 # Far above what anybody trains; up to there every layer, and every way to share a batch, can be gone through.
@@ -39,23 +42,51 @@ class Planned:
     remarks: tuple[str, ...]
 
 
-def devices_of(config: RunConfig, asked: int | None) -> int:
-    """Devices that a prediction is for: `asked`, or as many as the config has ranks.
+def cluster_of(config: RunConfig, name: str | None, asked: int | None) -> tuple[Cluster, tuple[str, ...]]:
+    """The cluster that a command line names, with as many devices as it asks for, or else `config` does.
+
+    Where neither says a number it is one on a CPU, as `phalanx train` would start one process; of GPUs, nobody knows.
+
+    Args:
+        name: of a cluster that comes with Phalanx, or a file.
+        asked: number of devices.
+
+    Returns:
+        the cluster; a word on its number of devices where nobody gave one.
 
     Raises:
-        UserError: the two contradict each other.
+        UserError: the cluster is not named, or not there; nobody said how many devices, or the two contradict each
+            other, or they do not fill its hosts.
     """
+    if name is None:
+        known = ", ".join(cluster_names())
+        cure = f"give --cluster: one of {known}, or a .toml file (phalanx plan calibrate writes this machine's)"
+        raise UserError("no cluster to predict for", cure=cure)
+    if asked is not None:
+        check_devices(config, asked)
     wanted = wanted_ranks(config)
-    if asked is None or wanted == asked:
-        return wanted
-    if config.parallel.devices:
+    if asked or config.parallel.devices or wanted > 1:
+        return load_cluster(name, asked or wanted), ()
+    whole = load_cluster(name)
+    if whole.device.kind == "gpu" and whole.devices > 1:
         raise UserError(
-            f"is not --devices {asked}",
-            cure="give one of the two",
-            field="parallel.devices",
-            value=config.parallel.devices,
+            f"how many devices of {whole.name} is said neither by --devices nor by [parallel]",
+            cure=f"give --devices N (it describes {whole.devices:,}, in hosts of {whole.devices_per_host}), or set "
+            "parallel.devices",
         )
-    return asked
+    remark = "1 device, as phalanx train would take: neither --devices nor [parallel] says how many"
+    return load_cluster(name, 1), (remark,) if whole.devices > 1 else ()
+
+
+def check_devices(config: RunConfig, asked: int) -> None:
+    """Refuse a number of devices that is not `config`'s own, where it has one.
+
+    Raises:
+        UserError: it is not.
+    """
+    said = config.parallel.devices
+    if said and asked != said:
+        raise UserError(f"is not --devices {asked}", cure="give one of the two", field="parallel.devices", value=said)
 
 
 def plan_of(config: RunConfig, cluster: Cluster, precision: Precision | None = None) -> Planned:
@@ -70,8 +101,9 @@ def plan_of(config: RunConfig, cluster: Cluster, precision: Precision | None = N
     check_sizes(config)
     vocab_size = known_vocab_size(config)
     model = complete_model(config, vocab_size)
-    choice = _with_overlap(_choose(config, vocab_size, cluster), cluster)
+    MODEL.check(Model.of(model))  # before memory is asked for layout after layout
     precision = precision or precision_of(config, cluster.device)
+    choice = _with_overlap(_choose(config, vocab_size, cluster, precision), cluster)
     fit = Fit.of(
         config,
         model,
@@ -129,6 +161,17 @@ def as_program(planned: Planned, name: str | None) -> Planned:
     return replace(planned, job=replace(planned.job, software=software_named(name)))
 
 
+def as_efficient(planned: Planned, cluster: Cluster, efficiency: float | None) -> Planned:
+    """The same where that share of the predicted speed is reached, if one is given.
+
+    Raises:
+        UserError: it cannot be right.
+    """
+    if efficiency is None:
+        return planned
+    return replace(planned, job=replace(planned.job, residual=residual_of(cluster, efficiency)))
+
+
 def known_vocab_size(config: RunConfig) -> int:
     """Size of the vocabulary.
 
@@ -167,18 +210,21 @@ def _of_what_is_not_timed(config: RunConfig) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _choose(config: RunConfig, vocab_size: int, cluster: Cluster) -> Choice:
-    """The layout of all devices; one whose state fits if there is one, as that is what the trainer would take.
+def _choose(config: RunConfig, vocab_size: int, cluster: Cluster, precision: Precision) -> Choice:
+    """The layout of all devices, as the trainer would take it; axes that are all given stay, whether they fit or not.
 
     Raises:
-        UserError: there is none, whatever the memory.
+        UserError: none fits, or none is possible whatever the memory.
     """
+    if config.parallel.layout.world_size == cluster.devices:
+        return choose(config, vocab_size, Machines(cluster.devices_per_host))
     parallel = config.parallel.model_copy(update={"devices": cluster.devices})
     asked = config.model_copy(update={"parallel": parallel})
-    try:
-        return choose(asked, vocab_size, Machines(cluster.devices_per_host, int(cluster.device.memory_bytes)))
-    except UserError:
-        return choose(asked, vocab_size, Machines(cluster.devices_per_host))
+    device_bytes = cluster.device.memory_bytes
+    judge = None
+    if cluster.device.kind == "gpu":
+        judge = judge_of(config, complete_model(config, vocab_size), precision, device_bytes=device_bytes)
+    return choose(asked, vocab_size, Machines(cluster.devices_per_host, int(device_bytes)), judge)
 
 
 def _with_overlap(choice: Choice, cluster: Cluster) -> Choice:

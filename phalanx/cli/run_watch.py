@@ -147,6 +147,8 @@ def _head(now: Overview, words: str) -> Iterator[RenderableType]:
         f"{_count(now.incidents, 'incident', 'incidents')}",
     ]
     yield Text(", ".join(facts))
+    if now.checkpoints:
+        yield Text(harmless(now.checkpoints), style="yellow")
     if now.incident is not None:
         why = f": {now.incident.why}" if now.incident.why else ""
         yield Text(f"incident {now.incident.number}, for {duration(now.incident.age_s)}{why}", style="yellow")

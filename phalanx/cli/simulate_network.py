@@ -133,13 +133,13 @@ def _traffic(config: Path | None, overrides: tuple[str, ...], file: Path | None,
 
 
 def _predicted(config: Path, overrides: tuple[str, ...], cluster: Cluster) -> Prediction:
-    from phalanx.cli.planning import devices_of, plan_of
+    from phalanx.cli.planning import check_devices, plan_of
     from phalanx.core.config import load
     from phalanx.plan.predict import predict
     from phalanx.train.config import RunConfig
 
     loaded = load(RunConfig, config, overrides).value
-    devices_of(loaded, cluster.devices)
+    check_devices(loaded, cluster.devices)
     planned = plan_of(loaded, cluster)
     return predict(planned.job, planned.strategy, cluster)
 

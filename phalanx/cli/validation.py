@@ -11,9 +11,11 @@ from phalanx.cli.tables import make_console, tell_page
 from phalanx.core.errors import UserError
 from phalanx.plan.report.page import write_page
 from phalanx.plan.report.validation_page import validation_figures, validation_sections
-from phalanx.plan.report.validation_text import validation_json, validation_text
+from phalanx.plan.report.validation_text import own_json, own_text, validation_json, validation_text
 from phalanx.plan.validate.ablation import ablation
 from phalanx.plan.validate.compare import compare_all
+from phalanx.plan.validate.left_out import judge, rows_of
+from phalanx.plan.validate.own import compare_own
 from phalanx.plan.validate.rows import TABLES
 
 _TITLE = "Predicted against published step times"
@@ -30,12 +32,31 @@ def validate(folder: Path | None, *, all_rows: bool, with_spread: bool, as_json:
         cure = "name its files as those of phalanx/plan/validate/tables"
         raise UserError("no table in it has known settings", cure=cure, field="--tables", value=str(folder))
     changes = ablation() if folder is None else []
+    left_out = judge(rows_of()) if folder is None else []
     if html is not None:
-        sections = [f"<h1>{_TITLE}</h1>", *validation_sections(results, changes, all_rows=all_rows)]
+        sections = [f"<h1>{_TITLE}</h1>", *validation_sections(results, changes, left_out, all_rows=all_rows)]
         write_page(html, _TITLE, sections, validation_figures(results))
     if as_json:
-        click.echo(json.dumps(validation_json(results, changes), indent=1))
+        click.echo(json.dumps(validation_json(results, changes, left_out), indent=1))
         return
     console = make_console()
-    console.print(validation_text(results, changes, width=console.width, all_rows=all_rows), highlight=False)
+    shown = validation_text(results, changes, left_out, width=console.width, all_rows=all_rows)
+    console.print(shown, highlight=False)
     tell_page(console, html)
+
+
+def validate_own(file: Path, cluster: str | None, software: str | None, *, as_json: bool, html: Path | None) -> None:
+    """Predict steps of one's own, and say which efficiency they have.
+
+    Raises:
+        UserError: the file cannot be read, or a row cannot be run as it says.
+    """
+    if html is not None:
+        cure = "leave it out; --json has all of it"
+        raise UserError("is about published tables", cure=cure, field="--html", value=str(html))
+    own = compare_own(file, cluster, software)
+    if as_json:
+        click.echo(json.dumps(own_json(own), indent=1))
+        return
+    console = make_console()
+    console.print(own_text(own, width=console.width), highlight=False)

@@ -8,8 +8,15 @@ from typing import Any, Protocol
 from phalanx.core.layout import Axis
 
 
+class PeerError(RuntimeError):
+    """Another rank has ended, has not come, or does something else; the message names it."""
+
+
 class Peers(Protocol):
-    """Every rank calls the same methods in the same order. Values are what JSON can hold."""
+    """Every rank calls the same methods in the same order. Values are what JSON can hold.
+
+    Of n ranks, `gather` brings each n values: where rank 0 alone needs them, or all need the lowest, say so.
+    """
 
     @property
     def rank(self) -> int:
@@ -25,8 +32,16 @@ class Peers(Protocol):
         """The values of all ranks, in order of rank, on every rank."""
         ...
 
+    def collect(self, value: Any) -> list[Any] | None:
+        """The values of all ranks, in order of rank, on rank 0; None elsewhere, where nobody is waited for."""
+        ...
+
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank; what others give is ignored."""
+        ...
+
+    def lowest(self, value: Any) -> Any:
+        """The lowest of the values that are not None, as Python compares them, on every rank; None where all are."""
         ...
 
     def barrier(self) -> None:
@@ -71,7 +86,15 @@ class Alone:
         """Its own value."""
         return [value]
 
+    def collect(self, value: Any) -> list[Any] | None:
+        """Its own value."""
+        return [value]
+
     def broadcast(self, value: Any) -> Any:
+        """Its own value."""
+        return value
+
+    def lowest(self, value: Any) -> Any:
         """Its own value."""
         return value
 

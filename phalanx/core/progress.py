@@ -8,7 +8,7 @@ monotonic clock.
 
 Two may write to one page in one process: whoever counts steps for a script that knows nothing of this, and the script
 itself, which then claims the page so that the first stops (`ProgressWriter.is_claimed`). Whoever restores a state in
-that process says its step in a place of its own (`say_restored`).
+that process, and keeps checkpoints there, says so in places of their own (`say_restored`, `say_checkpoints`).
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ _NUMBERS_AT = 18
 _SLOTS_AT = 64
 _SLOT_BYTES = 512
 _RESTORED_AT = 1152
+_CHECKPOINTS_AT = 1216
 _RING_AT = 2048
 _RING = 128
 """Own times of the last so many steps, that of step n of this process at place n - 1 modulo this."""
@@ -56,6 +57,11 @@ _TIME = struct.Struct("<q")
 
 _RESTORED = struct.Struct("<qI")
 """A step and its checksum."""
+
+CHECKPOINTS_BYTES = 239
+
+_CHECKPOINTS = struct.Struct("<I240p")
+"""A checksum and a text."""
 
 _READS = 3
 
@@ -82,6 +88,7 @@ class Progress:
         is_absolute: the script gives `step` its numbers, so that they go on where an earlier process has ended.
         restored: step of the state with which this process began, as whoever restored it says; 0: there was none; -1:
             not known.
+        checkpoints: what storage can keep up with, where it cannot keep up with what is asked for.
     """
 
     pid: int
@@ -100,6 +107,7 @@ class Progress:
     broken_step: int = UNKNOWN
     is_absolute: bool = False
     restored: int = UNKNOWN
+    checkpoints: str = ""
 
 
 class ProgressWriter:
@@ -295,9 +303,22 @@ def say_restored(environ: Mapping[str, str], step: int) -> None:
     It does not number the steps of a script that does not, and so takes the page from nobody. Where none is read, or it
     cannot be written, nothing happens.
     """
+    _say(environ, _RESTORED_AT, _RESTORED.pack(step, _checksum_of_restored(step)))
+
+
+def say_checkpoints(environ: Mapping[str, str], text: str) -> None:
+    """Storage cannot keep up with the checkpoints that are asked for, but with so many (empty: it can).
+
+    It takes the page from nobody. Where none is read, or it cannot be written, nothing happens.
+    """
+    content = _cut(text, CHECKPOINTS_BYTES)
+    _say(environ, _CHECKPOINTS_AT, _CHECKPOINTS.pack(_checksum_of_text(content), content))
+
+
+def _say(environ: Mapping[str, str], at: int, content: bytes) -> None:
     if path := environ.get(PROGRESS_VARIABLE):
         with contextlib.suppress(OSError), contextlib.closing(_open_page(path)) as page:
-            page[_RESTORED_AT : _RESTORED_AT + _RESTORED.size] = _RESTORED.pack(step, _checksum_of_restored(step))
+            page[at : at + len(content)] = content
 
 
 def own_progress(environ: Mapping[str, str], attempt: int = 0) -> ProgressWriter | None:
@@ -328,6 +349,16 @@ def _checksum_of_restored(step: int) -> int:
     return zlib.crc32(_TIME.pack(step), 1)
 
 
+def _parse_checkpoints(block: bytes) -> str:
+    check, content = _CHECKPOINTS.unpack_from(block, _CHECKPOINTS_AT)
+    return content.decode(errors="replace") if check == _checksum_of_text(content) else ""
+
+
+def _checksum_of_text(content: bytes) -> int:
+    """Never that of an empty page."""
+    return zlib.crc32(content, 1)
+
+
 def _parse_slot(block: bytes, begin: int) -> tuple[int, Progress] | None:
     (sequence,) = _SEQUENCE.unpack_from(block, begin)
     (check,) = _CHECK.unpack_from(block, begin + _SEQUENCE.size)
@@ -354,6 +385,7 @@ def _parse_slot(block: bytes, begin: int) -> tuple[int, Progress] | None:
         broken_step=broken,
         is_absolute=block[_NUMBERS_AT] != 0,
         restored=_parse_restored(block),
+        checkpoints=_parse_checkpoints(block),
     )
 
 

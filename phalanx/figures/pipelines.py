@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from phalanx.figures.style import Figure, axis, figure
-from phalanx.parallel.pipeline.tables import Kind, Table
-from phalanx.parallel.pipeline.timeline import simulate
+from phalanx.parallel.pipeline.tables import Kind
+from phalanx.parallel.pipeline.timeline import Timeline
 
 # Light for every other chunk of a rank, as the papers draw it.
 _COLORS: dict[Kind, tuple[str, str]] = {
@@ -15,31 +17,49 @@ _COLORS: dict[Kind, tuple[str, str]] = {
 }
 _NAMES: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "backward, input", "W": "backward, weights"}
 _WAITS = "rgba(127,127,127,0.12)"
+# Columns of the shortest action, and cells of a drawing at most: more only make its page larger.
+_PER_ACTION = 4
+_CELLS = 40_000
 
 
-def pipeline_timeline(table: Table, note: str = "") -> Figure:
-    """One step of a schedule: ranks as rows, time as columns, in units of a forward pass of one stage.
+def pipeline_timeline(timeline: Timeline, title: str, unit: str, per_unit: float = 1.0) -> Figure:
+    """One step of a schedule: ranks as rows, time as columns.
 
     Args:
-        note: said after the title, such as that only a part of the micro-batches is drawn.
+        title: says what of the step is waiting.
+        unit: of time, as the axis says it.
+        per_unit: how much of the timeline's own unit that is.
     """
-    timeline = simulate(table)
+    table, columns = timeline.table, _columns(timeline)
+    width = timeline.length / columns
     kinds = sorted({action.kind for row in table.actions for action in row}, key="FBIW".index)
-    cells = [[0] * timeline.length for _ in timeline.ranks]
-    texts = [["waits"] * timeline.length for _ in timeline.ranks]
+    cells = [[0] * columns for _ in timeline.ranks]
+    texts = [["waits"] * columns for _ in timeline.ranks]
     for row, text, timed in zip(cells, texts, timeline.ranks, strict=True):
         for action, begin, end in timed:
             odd = action.stage // table.ranks % 2
-            row[begin:end] = [1 + 2 * kinds.index(action.kind) + odd] * (end - begin)
-            text[begin:end] = [f"{_NAMES[action.kind]} {action.micro_batch}, stage {action.stage}"] * (end - begin)
-    title = f"{table.schedule}: {100 * timeline.bubble_fraction:.1f} % of the ranks' time is waiting"
+            span = slice(round(begin / width), round(end / width))
+            count = span.stop - span.start
+            row[span] = [1 + 2 * kinds.index(action.kind) + odd] * count
+            text[span] = [f"{_NAMES[action.kind]} {action.micro_batch}, stage {action.stage}"] * count
+    end, drawn_width = timeline.length / per_unit, width / per_unit
+    heatmap = _heatmap(cells, texts, kinds) | {"x0": drawn_width / 2, "dx": drawn_width}
     return figure(
-        [_heatmap(cells, texts, kinds), *(_legend(kind) for kind in kinds)],
-        f"{title}{f' ({note})' if note else ''}",
+        [heatmap, *(_legend(kind) for kind in kinds)],
+        title,
         height=110 + max(22 * len(cells), 100) if len(cells) <= 24 else 640,
-        xaxis=axis("units of a forward pass of one stage", showgrid=False, range=[-0.5, timeline.length - 0.5]),
+        xaxis=axis(unit, showgrid=False, range=[0, end]),
         yaxis=axis("pipeline rank", autorange="reversed", showgrid=False, dtick=max(1, len(cells) // 8)),
     )
+
+
+def _columns(timeline: Timeline) -> int:
+    """So many that every action has some; where that would be too many cells, they share the step evenly."""
+    shortest = min(end - begin for row in timeline.ranks for _, begin, end in row)
+    wanted = math.ceil(timeline.length / shortest * _PER_ACTION)
+    if shortest == 1 and float(timeline.length).is_integer():  # in theory, where times are whole
+        wanted = int(timeline.length)
+    return max(min(wanted, _CELLS // len(timeline.ranks)), 1)
 
 
 def _heatmap(cells: list[list[int]], texts: list[list[str]], kinds: list[Kind]) -> dict[str, object]:
@@ -56,7 +76,7 @@ def _heatmap(cells: list[list[int]], texts: list[list[str]], kinds: list[Kind]) 
         "colorscale": scale,
         "showscale": False,
         "ygap": 2,
-        "hovertemplate": "rank %{y}, unit %{x}<br>%{text}<extra></extra>",
+        "hovertemplate": "rank %{y}, at %{x:.4g}<br>%{text}<extra></extra>",
     }
 
 

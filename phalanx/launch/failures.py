@@ -44,6 +44,7 @@ _OF_A_PEER_BY_TYPE = {
     "ConnectionResetError",
     "DistNetworkError",
     "DistStoreError",
+    "PeerError",  # phalanx.core's
 }
 
 _RUNNERS = {runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>"}

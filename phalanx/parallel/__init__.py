@@ -8,10 +8,11 @@ from phalanx.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from phalanx.parallel.apply import Build, build_engine
-    from phalanx.parallel.choose import Machines, Task, choose_layout
+    from phalanx.parallel.choose import Machines, choose_layout
     from phalanx.parallel.config import ParallelConfig
     from phalanx.parallel.engine import Engine
     from phalanx.parallel.mesh import Mesh
+    from phalanx.parallel.possible import Task
 
 __all__ = ["Build", "Engine", "Machines", "Mesh", "ParallelConfig", "Task", "build_engine", "choose_layout"]
 
@@ -19,7 +20,8 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "phalanx.parallel.apply": ["Build", "build_engine"],
-        "phalanx.parallel.choose": ["Machines", "Task", "choose_layout"],
+        "phalanx.parallel.choose": ["Machines", "choose_layout"],
+        "phalanx.parallel.possible": ["Task"],
         "phalanx.parallel.config": ["ParallelConfig"],
         "phalanx.parallel.engine": ["Engine"],
         "phalanx.parallel.mesh": ["Mesh"],

@@ -7,48 +7,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from phalanx.core import units
 from phalanx.core.errors import UserError
 from phalanx.core.layout import AXES, Axis, Layout, divisors
-from phalanx.model.config import ModelConfig
-from phalanx.model.shapes import parameter_table
 from phalanx.parallel.config import ParallelConfig
-from phalanx.parallel.pipeline.split import StageSpan, split_stages
-from phalanx.parallel.pipeline.tables import check_table, placement_of
-from phalanx.parallel.tensor.sizes import local_config
+from phalanx.parallel.possible import Task, check_batches, check_possible, micro_batch_of, needed_bytes
 
-# Tokens of a micro-batch that are enough to keep a GEMM near its best rate.
-_ENOUGH_TOKENS = 4096
-# How far a number of devices that would do is looked for, each way.
+# How far a number of devices that would do is looked for, each way; and how often it is doubled where memory is short.
 _NEAR = 8
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is to be trained, as far as a layout depends on it.
-
-    Attributes:
-        model: with vocabulary and longest sequence known.
-        sequence_length: tokens.
-        global_batches: sequences per step, every number that occurs in the run (warm-up has smaller ones).
-        micro_batch: sequences per forward pass; 0: to be chosen.
-        weight_bytes, gradient_bytes, state_bytes: of the whole model and its optimizer.
-        whole_matrices_for: the optimizer that works on whole matrices only; empty where matrices may be split.
-    """
-
-    model: ModelConfig
-    sequence_length: int
-    global_batches: tuple[int, ...]
-    micro_batch: int
-    weight_bytes: int
-    gradient_bytes: int
-    state_bytes: int
-    whole_matrices_for: str = ""
+_DOUBLINGS = 6
+_MOST_DEVICES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -57,6 +29,35 @@ class Machines:
 
     ranks_per_host: int
     available_bytes: int | None = None
+
+
+Verdict = Literal["well", "slowly", "barely", "no"]
+"""Whether a rank's memory suffices: with a reserve; with it, but only as every layer is computed again, which nobody
+asked for; without a reserve; not at all."""
+_FROM_BEST: tuple[Verdict, ...] = ("well", "slowly", "barely", "no")
+
+
+@dataclass(frozen=True)
+class Need:
+    """Memory that a layout takes.
+
+    Attributes:
+        num_bytes: on the fullest rank.
+        available_bytes: that each rank could have.
+        parts: what takes it, in words.
+        cure: settings that would take less, in words; empty: none are known.
+    """
+
+    verdict: Verdict
+    num_bytes: float
+    available_bytes: float
+    parts: str
+    cure: str = ""
+
+
+Judge = Callable[[ParallelConfig, int], Need]
+"""What a layout takes of memory with so many sequences per forward pass (0: as many as fit). Handed in by whoever knows
+more than the state of a model: the planner is in a room above this one."""
 
 
 @dataclass(frozen=True)
@@ -81,46 +82,33 @@ class Choice:
         return self.config.layout
 
 
-def choose_layout(config: ParallelConfig, task: Task, machines: Machines) -> Choice:
+def choose_layout(config: ParallelConfig, task: Task, machines: Machines, judge: Judge | None = None) -> Choice:
     """The layout that `config` asks for; where it gives only a number of devices, a good one.
 
-    Data parallel comes first, because it talks least. Where the state does not fit beside it, more of it is split
-    (ZeRO); where the batch has too few sequences or memory is still short, tensor parallel inside a host, then
-    pipeline.
+    Data parallel comes first, because it talks least. Where memory does not suffice, more of the state is split (ZeRO);
+    where the batch has too few sequences or memory is still short, tensor parallel inside a host, then pipeline.
+
+    Args:
+        judge: says what memory suffices for; None: weights, gradients and optimizer state alone are looked at. Axes
+            that are all given are tried even if it says that they do not fit.
 
     Raises:
         UserError: numbers that do not divide each other, too few micro-batches or layers, or memory that cannot do.
     """
     if config.devices:
-        return _choose(config, task, machines)
-    return _checked(config, task, machines, ())
+        return _choose(config, task, machines, judge or _of_state(task, machines))
+    choice = _checked(config, task, ())
+    need = _of_state(task, machines)(config, choice.micro_batch)
+    if need.verdict == "no":
+        raise UserError(
+            _too_much(config, need),
+            cure="raise parallel.zero, parallel.shard, parallel.tensor or parallel.pipeline, or make the model smaller",
+            field="parallel",
+        )
+    return choice
 
 
-def needed_bytes(config: ParallelConfig, task: Task) -> int:
-    """Weights, gradients and optimizer state on the fullest rank; activations are not in it."""
-    split = config.shard * config.context
-    weights = task.weight_bytes / (split if config.zero == 3 else 1)
-    gradients = task.gradient_bytes / (split if config.zero >= 2 else 1)
-    masters = task.weight_bytes / split if split > 1 and config.zero < 3 else 0
-    share = _largest_share(config, task)
-    return math.ceil(share * (weights + gradients + masters + task.state_bytes / split) / config.tensor)
-
-
-def micro_batch_of(config: ParallelConfig, task: Task) -> int:
-    """Sequences per forward pass: `task.micro_batch`, or with a pipeline the most that keep its bubble small.
-
-    Without a pipeline 0, as the trainer measures what fits.
-    """
-    if task.micro_batch or config.pipeline == 1:
-        return task.micro_batch
-    share = task.global_batches[-1] // (config.replicate * config.shard)
-    wanted = 4 * config.pipeline
-    fitting = [n for n in divisors(share) if n * task.sequence_length <= 2 * _ENOUGH_TOKENS or n == 1]
-    enough = [n for n in fitting if share // n >= wanted]
-    return max(enough, default=1)
-
-
-def _choose(config: ParallelConfig, task: Task, machines: Machines) -> Choice:
+def _choose(config: ParallelConfig, task: Task, machines: Machines, judge: Judge) -> Choice:
     given: list[Axis] = [axis for axis in AXES if getattr(config, axis) > 1]
     known = math.prod(getattr(config, axis) for axis in given)
     if config.devices % known:
@@ -131,44 +119,117 @@ def _choose(config: ParallelConfig, task: Task, machines: Machines) -> Choice:
             field="parallel.devices",
             value=config.devices,
         )
-    refused: list[UserError] = []
+    refused: list[str] = []
+    short: list[tuple[Choice, Need]] = []
+    for found in _judged(config, given, known, task, machines, judge):
+        if isinstance(found, UserError):
+            refused.append(_what(found))
+            continue
+        choice, need = found
+        if need.verdict == "well":
+            return _with_reason(choice, config, refused)
+        short.append(found)
+        refused.append(_too_much(choice.config, need))
+    if not short:
+        raise UserError(
+            f"no layout of so many devices was found: {refused[0]}",
+            cure=f"{_nearest(config, known, task, machines, judge)}give the axes yourself",
+            field="parallel.devices",
+            value=config.devices,
+        )
+    choice, need = min(short, key=lambda one: _FROM_BEST.index(one[1].verdict))
+    if need.verdict == "no":
+        raise _nothing_fits(config, known, task, machines, judge, min(short, key=lambda one: one[1].num_bytes))
+    why = "whole layers are computed again: of the layouts that were tried none fits without that"
+    if need.verdict == "barely":
+        taken = f"{units.size(need.num_bytes)} of {units.size(need.available_bytes)}"
+        why = f"takes {taken}: of the layouts that were tried none leaves a tenth free"
+    return _with_reason(replace(choice, reasons=(*choice.reasons, why)), config, refused)
+
+
+def _judged(
+    config: ParallelConfig, given: Sequence[Axis], known: int, task: Task, machines: Machines, judge: Judge
+) -> Iterator[tuple[Choice, Need] | UserError]:
+    """Every way to fill the devices, those that talk least first, with its memory; or why it cannot be."""
     for candidate, reasons in _candidates(config, given, config.devices // known, task, machines):
-        more = (candidate.pipeline, candidate.tensor) != (config.pipeline, config.tensor)
-        why_more = [f"not data parallel alone: {_what(error)}" for error in refused[:1] if more]
         try:
-            return _checked(candidate, task, machines, (*reasons, *why_more))
+            choice = _checked(candidate, task, reasons)
         except UserError as error:
-            refused.append(error)
-    if not refused:
-        return _checked(config, task, machines, ())
-    raise UserError(
-        f"no layout of so many devices was found: {_what(refused[0])}",
-        cure=f"{_nearest(config, known, task, machines)}or give the axes yourself",
+            yield error
+            continue
+        yield min(_sizes(choice, task, judge), key=lambda one: _FROM_BEST.index(one[1].verdict))
+
+
+def _sizes(choice: Choice, task: Task, judge: Judge) -> Iterator[tuple[Choice, Need]]:
+    """A choice with its memory; with smaller micro-batches too, where it settled that itself and it is too large."""
+    settled = 0 if task.micro_batch else choice.micro_batch
+    for size in [choice.micro_batch, *(n for n in reversed(divisors(settled)) if n < settled)]:
+        try:
+            counts = check_batches(choice.config, task, size)
+        except UserError:  # a schedule that takes no such number of micro-batches
+            continue
+        need = judge(choice.config, size)
+        yield replace(choice, micro_batch=size, micro_batches=counts), need
+        if need.verdict == "well":
+            return
+
+
+def _with_reason(choice: Choice, config: ParallelConfig, refused: Sequence[str]) -> Choice:
+    """With a word on why it is more than data parallel."""
+    more = (choice.config.pipeline, choice.config.tensor) != (config.pipeline, config.tensor)
+    why_more = [f"not data parallel alone: {why}" for why in refused[:1] if more]
+    return replace(choice, reasons=(*choice.reasons, *why_more))
+
+
+def _nothing_fits(
+    config: ParallelConfig, known: int, task: Task, machines: Machines, judge: Judge, nearest: tuple[Choice, Need]
+) -> UserError:
+    choice, need = nearest
+    devices = _enough(config, known, task, machines, judge, need.num_bytes / need.available_bytes)
+    other = f"another optimizer than {task.whole_matrices_for}, " if task.whole_matrices_for else ""
+    less = f"{need.cure}, " if need.cure else ""
+    return UserError(
+        f"no layout of so many devices fits. The nearest: {_too_much(choice.config, need)}",
+        cure=f"take {f'{devices:,} devices, ' if devices else ''}{less}{other}a smaller model or data.sequence_length, "
+        "or give the axes yourself (phalanx plan --search tries more layouts)",
         field="parallel.devices",
         value=config.devices,
     )
 
 
-def _nearest(config: ParallelConfig, known: int, task: Task, machines: Machines) -> str:
+def _enough(
+    config: ParallelConfig, known: int, task: Task, machines: Machines, judge: Judge, times: float
+) -> int | None:
+    """A number of devices, doubled again and again, of which some layout fits; None: none was found.
+
+    Args:
+        times: how often the memory of a device the nearest layout takes.
+    """
+    first = max(int(math.log2(times)), 1)
+    for doublings in range(first, first + _DOUBLINGS):
+        devices = config.devices << doublings
+        if devices > _MOST_DEVICES:
+            break
+        if _can_be(config.model_copy(update={"devices": devices}), known, task, machines, judge):
+            return devices
+    return None
+
+
+def _nearest(config: ParallelConfig, known: int, task: Task, machines: Machines, judge: Judge) -> str:
     """The numbers of devices next to the one that cannot be, as words of a cure; empty where none is near."""
     below = range(config.devices - known, 0, -known)[:_NEAR]
     above = range(config.devices + known, config.devices + (_NEAR + 1) * known, known)
     found: list[str] = []
     for numbers in (below, above):
-        there = (n for n in numbers if _can_be(config.model_copy(update={"devices": n}), known, task, machines))
+        there = (n for n in numbers if _can_be(config.model_copy(update={"devices": n}), known, task, machines, judge))
         found += map(str, itertools.islice(there, 1))
-    return f"take {' or '.join(found)} devices, " if found else ""
+    return f"take {' or '.join(found)} devices, or " if found else ""
 
 
-def _can_be(config: ParallelConfig, known: int, task: Task, machines: Machines) -> bool:
+def _can_be(config: ParallelConfig, known: int, task: Task, machines: Machines, judge: Judge) -> bool:
     given: list[Axis] = [axis for axis in AXES if getattr(config, axis) > 1]
-    for candidate, reasons in _candidates(config, given, config.devices // known, task, machines):
-        try:
-            _checked(candidate, task, machines, reasons)
-            return True
-        except UserError:
-            continue
-    return False
+    ways = _judged(config, given, known, task, machines, judge)
+    return any(not isinstance(found, UserError) and found[1].verdict != "no" for found in ways)
 
 
 def _what(error: UserError) -> str:
@@ -231,162 +292,26 @@ def _filled(
     return config.model_copy(update=update), tuple(reasons)
 
 
-def _checked(config: ParallelConfig, task: Task, machines: Machines, reasons: tuple[str, ...]) -> Choice:
-    _check_devices(config)
-    _check_context(config, task)
-    local_config(task.model, config.tensor)
-    _check_exchange(config, task)
-    _check_optimizer(config, task)
-    _check_rows(config, task)
-    if config.pipeline > 1:
-        split_stages(task.model, task.sequence_length, config.stages)
+def _checked(config: ParallelConfig, task: Task, reasons: tuple[str, ...]) -> Choice:
+    """A choice that can be run, if memory suffices."""
     micro_batch = micro_batch_of(config, task)
-    counts = _check_batches(config, task, micro_batch)
-    _check_memory(config, task, machines)
-    return Choice(config, reasons, micro_batch, counts)
+    return Choice(config, reasons, micro_batch, check_possible(config, task, micro_batch))
 
 
-def _check_devices(config: ParallelConfig) -> None:
-    if config.devices and config.devices != config.layout.world_size:
-        raise UserError(
-            f"is not the product of the axes, {config.layout} = {config.layout.world_size}",
-            cure="leave parallel.devices out, or leave an axis out to have it chosen",
-            field="parallel.devices",
-            value=config.devices,
-        )
+def _of_state(task: Task, machines: Machines) -> Judge:
+    """By weights, gradients and optimizer state alone."""
+
+    def judge(config: ParallelConfig, _: int) -> Need:
+        available_bytes = math.inf if machines.available_bytes is None else machines.available_bytes
+        needed = needed_bytes(config, task) if available_bytes < math.inf else 0
+        verdict: Verdict = "well" if needed <= available_bytes else "no"
+        return Need(verdict, needed, available_bytes, "weights, gradients and optimizer state")
+
+    return judge
 
 
-def _check_context(config: ParallelConfig, task: Task) -> None:
-    all_windows = all(task.model.window_of(layer) is not None for layer in range(task.model.layers))
-    balanced = config.context > 1 and config.context_method == "ring" and not all_windows
-    pieces = config.context * (2 if balanced else 1)
-    if task.sequence_length % pieces:
-        two = ", two a rank" if balanced else ""
-        raise UserError(
-            f"does not divide data.sequence_length = {task.sequence_length} into {pieces} equal pieces{two}",
-            cure=f"make data.sequence_length a multiple of {pieces}",
-            field="parallel.context",
-            value=config.context,
-        )
-
-
-def _check_exchange(config: ParallelConfig, task: Task) -> None:
-    """Ulysses gives every rank of a context group some of the heads."""
-    heads = task.model.num_kv_heads // config.tensor
-    if config.context == 1 or config.context_method == "ring" or heads % config.context == 0:
-        return
-    field = "model.kv_heads" if task.model.kv_heads else "model.heads"
-    divided = f" / parallel.tensor {config.tensor}" if config.tensor > 1 else ""
-    raise UserError(
-        f"does not divide the heads that all_to_all exchanges, {field} {task.model.num_kv_heads}{divided} = {heads}",
-        cure=f"set parallel.context_method=ring, or parallel.context to a divisor of {heads}",
-        field="parallel.context",
-        value=config.context,
+def _too_much(config: ParallelConfig, need: Need) -> str:
+    return (
+        f"{need.parts} are {units.size(need.num_bytes)} on each rank of {config.layout} with zero = {config.zero}, "
+        f"and each has {units.size(need.available_bytes)} to give"
     )
-
-
-def _check_optimizer(config: ParallelConfig, task: Task) -> None:
-    splitting: tuple[Axis, ...] = ("shard", "context", "tensor")
-    split = [f"parallel.{axis} = {getattr(config, axis)}" for axis in splitting if getattr(config, axis) > 1]
-    if task.whole_matrices_for and split:
-        raise UserError(
-            f"works on whole matrices, and {' and '.join(split)} split{'s' * (len(split) == 1)} them",
-            cure="use parallel.replicate and parallel.pipeline instead, or another optimizer (optim.name=adamw)",
-            field="optim.name",
-            value=task.whole_matrices_for,
-        )
-
-
-def _check_rows(config: ParallelConfig, task: Task) -> None:
-    rows = max(task.micro_batch, 1) * task.sequence_length // config.context
-    if rows % config.tensor:
-        raise UserError(
-            f"does not divide the {rows} tokens of a micro-batch on one rank, whose rows are split (sequence parallel)",
-            cure=f"make data.sequence_length a multiple of {config.tensor * config.context}",
-            field="parallel.tensor",
-            value=config.tensor,
-        )
-
-
-def _check_batches(config: ParallelConfig, task: Task, micro_batch: int) -> int:
-    ranks = config.replicate * config.shard
-    count = 0
-    for batch in task.global_batches:
-        if batch % ranks:
-            raise _unshared(config, task, batch)
-        if micro_batch and (batch // ranks) % micro_batch:
-            raise UserError(
-                f"does not divide the {batch // ranks} sequences of each of {ranks} data-parallel ranks "
-                f"(train.global_batch = {batch})",
-                cure=f"choose a divisor of {batch // ranks}, or 0 to have one chosen",
-                field="train.micro_batch",
-                value=micro_batch,
-            )
-        count = batch // ranks // micro_batch if micro_batch else 0
-        if config.pipeline > 1:
-            check_table(config.schedule, config.pipeline, config.num_chunks, count)
-    return count
-
-
-def _unshared(config: ParallelConfig, task: Task, batch: int) -> UserError:
-    """A batch that the data-parallel ranks cannot share: the whole one, or one on the way to it."""
-    ranks, whole = config.replicate * config.shard, task.global_batches[-1]
-    by = f"by {ranks} data-parallel ranks (parallel.replicate x parallel.shard = {config.replicate} x {config.shard})"
-    if batch == whole:
-        return UserError(
-            f"cannot be shared {by}",
-            cure=f"make it a multiple of {ranks}, or have another number of them",
-            field="train.global_batch",
-            value=batch,
-        )
-    return UserError(
-        f"has a batch of {batch}, which cannot be shared {by}",
-        cure=f"make its start and its increment multiples of {ranks}",
-        field="optim.batch_warmup",
-    )
-
-
-def _check_memory(config: ParallelConfig, task: Task, machines: Machines) -> None:
-    if machines.available_bytes is None:
-        return
-    needed = needed_bytes(config, task)
-    if needed > machines.available_bytes:
-        raise UserError(
-            f"weights, gradients and optimizer state are {units.size(needed)} on each rank of {config.layout} with "
-            f"zero = {config.zero}, and each has {units.size(machines.available_bytes)} to give",
-            cure="raise parallel.zero, parallel.shard, parallel.tensor or parallel.pipeline, or make the model smaller",
-            field="parallel",
-        )
-
-
-def _largest_share(config: ParallelConfig, task: Task) -> float:
-    """Of all weights, the part that the fullest pipeline rank holds (before tensor parallel).
-
-    Stages are equal in time, not in weights: those at the ends have the embedding and the head.
-    """
-    if config.pipeline == 1:
-        return 1.0
-    spans = split_stages(task.model, task.sequence_length, config.stages)
-    placement = placement_of(config.schedule, config.pipeline, config.num_chunks)
-    held = [
-        sum(_weights(task.model, spans[stage]) for stage in placement.stages_of(rank))
-        for rank in range(config.pipeline)
-    ]
-    return max(held) / sum(_weights_by_place(task.model).values())
-
-
-def _weights(model: ModelConfig, span: StageSpan) -> int:
-    """Elements that a stage holds."""
-    by_place = _weights_by_place(model)
-    ends = by_place["embedding"] * span.first + by_place["head"] * span.last
-    return ends + sum(by_place[layer] for layer in span.layers)
-
-
-@lru_cache(maxsize=16)
-def _weights_by_place(model: ModelConfig) -> Counter[int | str]:
-    """Elements of each layer, of the embedding, and of what comes after the layers."""
-    by_place: Counter[int | str] = Counter()
-    for parameter in parameter_table(model).values():
-        outside = "embedding" if parameter.role == "embedding" else "head"
-        by_place[outside if parameter.layer is None else parameter.layer] += parameter.size
-    return by_place

@@ -155,6 +155,11 @@ class Group:
         """Whether something was started here that has not been waited for, or failed."""
         return self._under_way > 0
 
+    @property
+    def keeps_order(self) -> bool:
+        """Whether what is started here is done one at a time, in that order, messages too: not with gloo."""
+        return backends.keeps_order(self.backend)
+
     def forget(self) -> None:
         """Let go of the torch process group and never make it again."""
         self._made, self._make = None, _closed
@@ -177,15 +182,15 @@ class Group:
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
         """`out` (rows, …) = the sum over members of their `x` (n * rows, …) at this rank's block.
 
-        The sum is made in the type of `out`, which may be wider than what travels. gloo's own reduce-scatter is an
-        all-reduce of everything, so on a CPU the blocks travel by all-to-all and are added here, in rank order: half
-        the bytes, and the same bits every time.
+        `out` may be of a wider type than what travels. NCCL adds in the type that travels; with gloo the sum is made
+        in that of `out`: gloo's own reduce-scatter is an all-reduce of everything, so the blocks travel by all-to-all
+        and are added here, in rank order, which is half the bytes, and the same bits every time.
         """
         if self.size == 1:
             _copy(out, x)
             return Work()
         self._count("reduce_scatter", _share(x, self.size))
-        if x.device.type == "cpu":
+        if x.device.type == "cpu" and not self.keeps_order:
             blocks = torch.empty_like(x)
             return self._start(
                 "reduce_scatter",
@@ -241,7 +246,7 @@ class Group:
         Every member of the group calls it, in the same order. NCCL does one thing at a time: where each member sent
         before it received, or the other way round, all would wait for each other; so there it is one operation.
         """
-        if not backends.keeps_order(self.backend):
+        if not self.keeps_order:
             works = [] if out is None else [self.receive(out, source, tag)]
             works += [] if x is None else [self.send(x, to, tag)]
             return Work(works)

@@ -8,6 +8,7 @@ import numpy as np
 
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.memory import rank_memory
+from phalanx.plan.residual import with_residual
 from phalanx.plan.step.check import check
 from phalanx.plan.step.constants import constants
 from phalanx.plan.step.exchange import both, data_time
@@ -33,6 +34,7 @@ def predict(job: Job, strategy: Strategy, cluster: Cluster, known: Known | None 
     Raises:
         UserError: the job cannot be spread like that.
     """
+    job = with_residual(job, cluster)
     check(job, strategy, cluster)
     pieces = known_costs(job, strategy, cluster, {} if known is None else known)
     line = timeline(job, strategy, cluster, pieces, stages_of(job, strategy, pieces.kinds))
@@ -50,6 +52,7 @@ def predict(job: Job, strategy: Strategy, cluster: Cluster, known: Known | None 
         "data/reduce": data.tail_s,
     }
     exposed |= constants(job, strategy, cluster, held, float(line.time.busy_s[rank]), sum(exposed.values()))
+    exposed["efficiency"] = sum(exposed.values()) * (1 / job.added.efficiency - 1)
     hidden = {
         **hidden_s(share, pieces, line.micro_batches),
         "data": data.hidden_s,
@@ -69,6 +72,7 @@ def predict(job: Job, strategy: Strategy, cluster: Cluster, known: Known | None 
         start_up=parts(start_up_s(job, strategy, cluster, held), marks),
         model_flops=flops,
         mfu=flops / (step_s * peak),
+        stages=line.stage_times,
     )
 
 

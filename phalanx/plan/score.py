@@ -20,6 +20,7 @@ from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.memory import memory_bound
 from phalanx.plan.pipeline.bounds import Passes as StagePasses
 from phalanx.plan.pipeline.bounds import lower_bound
+from phalanx.plan.residual import with_residual
 from phalanx.plan.step.constants import constants
 from phalanx.plan.step.layers import Costs, costs
 from phalanx.plan.step.stages import stage_bounds
@@ -61,7 +62,7 @@ def score(job: Job, strategy: Strategy, cluster: Cluster) -> Scores:
     A pipeline's time is bounded from below (`phalanx.plan.pipeline.bounds`); so are exchanges of data-parallel ranks
     that overlap. All else is as in `predict`, for the smallest stages.
     """
-    strategy = _arrays(strategy)
+    strategy, job = _arrays(strategy), with_residual(job, cluster)
     pieces, which = _layer_costs(job, strategy, cluster)
     held = _held(job, strategy, pieces.kinds)
     layers, embedding, head = _each_cost(pieces, which)
@@ -98,7 +99,7 @@ def score(job: Job, strategy: Strategy, cluster: Cluster) -> Scores:
         np.maximum.reduce([_weights(job.model, strategy, pieces.kinds, rank.own).total for rank in held.ranks])
     )
     rest = constants(job, strategy, cluster, fullest, computing, span + data)
-    step = (span + data + sum(rest.values())) * _NEARLY
+    step = (span + data + sum(rest.values())) / job.added.efficiency * _NEARLY
     return Scores(np.broadcast_to(step, np.shape(strategy.pipeline)), job, strategy)
 
 

@@ -19,6 +19,7 @@ MEGATRON_2021 = Software(
     name="megatron-lm-2021",
     fused_attention=False,
     fused_elementwise=True,
+    stops_early=False,  # its own checkpoint runs the whole layer again
     fused_loss=False,
     fused_gradients=False,
     residual_bytes=2,
@@ -75,8 +76,78 @@ MEGATRON_DEEPSPEED = replace(
     host_factor=10.2,
 )
 
+MEGATRON_CORE = replace(
+    # NVIDIA NeMo 24.09 to 24.12 on Megatron Core (launcher_scripts/conf/training of NVIDIA/NeMo-Framework-Launcher):
+    # cuDNN's fused attention, all fusions, cross_entropy_loss_fusion, gradients summed by the products in fp32;
+    # gradients are reduced and weights gathered beside the passes (overlap_grad_sync, overlap_param_sync), messages
+    # between stages too (overlap_p2p_comm). Its own checkpoint runs a whole layer again.
+    MEGASCALE,
+    name="megatron-core",
+    fused_loss=True,
+    first_gather_hidden=False,
+)
+
+FSDP2_COMPILED = Software(
+    # PyTorch's fully sharded data parallelism, as torchtitan runs it: fp32 shards, weights gathered in bf16; after
+    # every micro-batch whole bf16 gradients become fp32 and are divided before they are reduced onto the shard
+    # (_reduce_grad in torch/distributed/fsdp/_runtime_utils.py; foreach_reduce of FSDP2), which moves as much as adding
+    # them to fp32 sums. torch.compile fuses what is elementwise. Every projection is a product of its own; torch's
+    # checkpoint stops early (set_checkpoint_early_stop, on by default).
+    name="fsdp2-compiled",
+    fused_elementwise=True,
+    merged_projections=False,
+    residual_bytes=2,
+    gather_bytes=2,
+    sent_bytes=2,
+    master_bytes=4,
+    weight_bytes=2,
+    pipeline_overlap=False,
+)
+
+FSDP2 = replace(
+    # The same without torch.compile: each operation is a kernel.
+    FSDP2_COMPILED,
+    name="fsdp2",
+    fused_elementwise=False,
+    fused_loss=False,
+)
+
+DEEPSPEED = replace(
+    # ZeRO 1 and 2 of DeepSpeed around a model of single operations, as Hugging Face transformers has it; attention is
+    # torch's fused one. bf16 gradients, summed and reduced in that (communication_data_type follows the type of
+    # training), beside no pass: overlap_comm is off by default below stage 3; updated weights are gathered after the
+    # step (allgather_partitions) (deepspeed/runtime/zero/config.py @1b88ac3). Checkpoints of transformers re-enter
+    # autograd, and run the whole layer again.
+    FSDP2,
+    name="deepspeed",
+    stops_early=False,
+    gradient_bytes=2,
+    reduce_bytes=2,
+    data_overlap=False,
+)
+
+DEEPSPEED_ZERO3 = replace(
+    # Stage 3, where overlap_comm is on by default: weights are fetched, and gradients reduced, beside the passes.
+    DEEPSPEED,
+    name="deepspeed-zero3",
+    data_overlap=True,
+)
+
 SOFTWARE: Mapping[str, Software] = {
-    each.name: each for each in (PHALANX, MEGATRON_2021, MEGATRON_2022, MEGATRON_2023, MEGASCALE, MEGATRON_DEEPSPEED)
+    each.name: each
+    for each in (
+        PHALANX,
+        MEGATRON_CORE,
+        FSDP2,
+        FSDP2_COMPILED,
+        DEEPSPEED,
+        DEEPSPEED_ZERO3,
+        MEGATRON_2021,
+        MEGATRON_2022,
+        MEGATRON_2023,
+        MEGASCALE,
+        MEGATRON_DEEPSPEED,
+    )
 }
 
 

@@ -28,10 +28,11 @@ Mark = Literal["measured", "derived", "assumed"]
 """How a number is known, from the best to the weakest."""
 StateBits = Literal[32, 16, 8]
 Precision = Literal["bf16", "fp16", "fp32"]
-Recompute = Literal["none", "attention", "elementwise", "mlp", "full"]
+Recompute = Literal["none", "attention", "elementwise", "mlp", "alternate", "full"]
 """What is computed again in the backward pass: nothing; scores, softmax and what follows up to the product with values
 (Korthikanti et al., "selective"); all but matrix products and attention
-(`train.recompute = selective` here); these and the first product of the MLP (``mlp``); all."""
+(`train.recompute = selective` here); these and the first product of the MLP (``mlp``); these and every second product
+(``alternate``: torchtitan's "selective op"); all."""
 Overlap = Literal["none", "chunked", "fused"]
 """Collectives beside matrix products: after each other; in pipelined chunks; in one kernel (Flux)."""
 
@@ -160,6 +161,9 @@ class Software:
             each; else every operation reads and writes memory.
         compiled: layers are compiled: their kernels have ratios of their own where a device's file has them, and the
             host takes another time for each.
+        merged_projections: q, k and v are one product, and gate and up another; else each is one of its own.
+        stops_early: computing a layer again ends with what its last product reads (torch's checkpoint that does not
+            re-enter autograd); else the last product is made again too.
         fused_loss: cross-entropy reads the logits once each way; else every step of it reads and writes them in fp32.
         fused_gradients: the product that makes a weight's gradient adds it to the sum; else a kernel of its own does.
         residual_bytes: of one element of the residual stream.
@@ -186,6 +190,8 @@ class Software:
     fused_attention: bool = True
     fused_elementwise: bool = False
     compiled: bool = False
+    merged_projections: bool = True
+    stops_early: bool = True
     fused_loss: bool = True
     fused_gradients: bool = False
     residual_bytes: int = 4
@@ -212,12 +218,38 @@ class Software:
         return self.name == "phalanx"
 
 
+INTERVAL_SHARE = 0.8
+"""Of steps that lie inside an interval."""
+
+
+@dataclass(frozen=True)
+class Residual:
+    """What steps take beyond what the model explains, as others' or one's own measured steps say.
+
+    Attributes:
+        kernels: how many times as long as their bytes at the rate of a copy the memory-bound kernels between a layer's
+            products take (norms, activations, rotation, additions, copies). It stands for all that grows with them, not
+            for their own time alone.
+        efficiency: share of the predicted speed that a program reaches; step times are divided by it.
+        spread: the logarithm by which 80 % of steps lie at most above or below what is predicted; 0: not known.
+    """
+
+    kernels: float = 1.0
+    efficiency: float = 1.0
+    spread: float = 0.0
+
+
+_NOTHING = Residual()
+
+
 @dataclass(frozen=True)
 class Job:
     """What is computed in one optimizer step, however it is spread.
 
     Attributes:
         state_bits: of AdamW's moments of matrices, as `optim.state_bits`.
+        residual: what is added to what the model explains; None: what is learnt, where it holds
+            (`phalanx.plan.residual`). `Residual()` is the model alone.
     """
 
     model: Model
@@ -227,12 +259,18 @@ class Job:
     optimizer: Optimizer = "adamw"
     software: Software = field(default_factory=Software)
     state_bits: StateBits = 32
+    residual: Residual | None = None
 
     @property
     def moment_bytes(self) -> float:
         """Of one moment of a matrix, for each of its elements."""
         rows_of_one = (LEAST_NUMEL, self.model.hidden)  # every matrix is stored in rows of this width
         return moment_bytes(rows_of_one, self.state_bits) / math.prod(rows_of_one)
+
+    @property
+    def added(self) -> Residual:
+        """The residual, once it is known what it is."""
+        return self.residual or _NOTHING
 
     @property
     def tokens(self) -> int:
@@ -349,6 +387,24 @@ class RankMemory:
 
 
 @dataclass(frozen=True)
+class StageTimes:
+    """Of a pipeline: seconds of one micro-batch on each stage, in the order of the model.
+
+    Attributes:
+        backward_s: of schedules that do not split it; of those that do, both halves.
+        send_s: of a message to the next stage.
+        blocking: ranks compute nothing while they send.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    backward_input_s: tuple[float, ...]
+    backward_weight_s: tuple[float, ...]
+    send_s: float
+    blocking: bool
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What one step costs.
 
@@ -360,6 +416,7 @@ class Prediction:
         model_flops: of the whole step, as `mfu` counts them.
         mfu: share of the peak that useful matrix products take.
         notes: limits and assumptions that a reader should know of.
+        stages: what a drawing of its pipeline is made of; None: there is no pipeline.
     """
 
     job: Job
@@ -374,11 +431,18 @@ class Prediction:
     model_flops: float
     mfu: float
     notes: tuple[str, ...] = ()
+    stages: StageTimes | None = None
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens of the whole job per second."""
         return self.job.tokens / self.step_s
+
+    @property
+    def interval_s(self) -> tuple[float, float] | None:
+        """Seconds between which a step of such a run lies in 8 of 10 cases; None: not known."""
+        spread = self.job.added.spread
+        return (self.step_s * math.exp(-spread), self.step_s * math.exp(spread)) if spread else None
 
     def seconds(self, path: str) -> float:
         """Exposed time of `path` and everything below it."""

@@ -68,6 +68,7 @@ class WorkerState(Message, frozen=True):
         still_s: for how long nothing of it has moved, as `phalanx.run.judge.still` has it; -1: it makes steps, or has
             not been looked at.
         stopped_s: for how long its process has been stopped, or dead and not yet reaped; 0: it runs.
+        checkpoints: what storage can keep up with, where it cannot keep up with what is asked for; of rank 0.
     """
 
     rank: int
@@ -89,6 +90,7 @@ class WorkerState(Message, frozen=True):
     restored: int = -1
     still_s: float = -1.0
     stopped_s: float = 0.0
+    checkpoints: str = ""
 
 
 class Interface(Message, frozen=True):

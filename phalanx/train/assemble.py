@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,13 +30,14 @@ from phalanx.optim.bad_step import BadStepJudge
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.apply import Build, build_engine
 from phalanx.parallel.choose import Machines
+from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.tensor.reach import choose_overlap
 from phalanx.train.attention import described_attention, require_attention
 from phalanx.train.batches import open_stream
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.compiling import decide_compiling, lacking_for_a_gpu
 from phalanx.train.derived.figures import complete_model, destination, total_steps
-from phalanx.train.derived.fit import first_level
+from phalanx.train.derived.fit import first_level, judge_of
 from phalanx.train.derived.layout import ignored_settings, resolve_layout
 from phalanx.train.derived.memory import described, require_memory, smaller_model, standing_bytes
 from phalanx.train.device import Device, choose_device, measure_peak
@@ -123,6 +125,8 @@ def _prepare_once(config: RunConfig, ranks: Ranks, progress: Callable[[PreparePr
 def _with_layout(config: RunConfig, prepared: Prepared, ranks: Ranks, device: Device, say: Say) -> RunConfig:
     """The config with its layout filled in, once it is known to be possible; the ranks' groups are opened.
 
+    Of several ranks the first decides for all, by the least memory that any of them has.
+
     Raises:
         UserError: it is not, or it has another number of ranks than there are.
     """
@@ -131,12 +135,36 @@ def _with_layout(config: RunConfig, prepared: Prepared, ranks: Ranks, device: De
         needed = standing_bytes(complete_model(config, prepared.vocab_size), config.optim)
         require_memory(needed, available_bytes, device.name)
         return config
-    if device.torch_device.type == "cpu" and available_bytes is not None:
-        available_bytes //= ranks.worker.local_world_size
-    machines = Machines(ranks.worker.local_world_size, available_bytes)
-    config = resolve_layout(config, prepared.vocab_size, machines, ranks.size, say)
+    on_gpu, local = device.torch_device.type == "cuda", ranks.worker.local_world_size
+    if not on_gpu and available_bytes is not None:
+        available_bytes //= local
+    everywhere = ranks.peers.collect([available_bytes, device.memory_bytes() if on_gpu else None, local])
+
+    def decide() -> list[Any]:
+        assert everywhere is not None  # only rank 0 decides
+        free, whole, per_host = (_least(column) for column in zip(*everywhere, strict=True))
+        judge = None
+        if whole is not None:
+            model = complete_model(config, prepared.vocab_size)
+            judge = judge_of(config, model, device.precision, device_bytes=whole)
+        machines = Machines(per_host or 1, free)
+        found = resolve_layout(config, prepared.vocab_size, machines, ranks.size, say, judge)
+        return [found.parallel.model_dump(mode="json"), found.train.micro_batch]
+
+    parallel, micro_batch = ranks.decide(decide)
+    config = config.model_copy(
+        update={
+            "parallel": ParallelConfig.model_validate(parallel),
+            "train": config.train.model_copy(update={"micro_batch": micro_batch}),
+        }
+    )
     ranks.join(config.parallel, device.torch_device)
     return config
+
+
+def _least(values: Sequence[int | None]) -> int | None:
+    """The least of those that are known."""
+    return min((value for value in values if value is not None), default=None)
 
 
 def _with_compiling(config: RunConfig, device: Device, say: Say) -> RunConfig:

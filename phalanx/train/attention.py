@@ -45,15 +45,16 @@ def settle_attention(run: Run, micro_batch: int) -> bool:
             value=names[0],
         )
     for kernel in _in_turn(names, trial, former):
-        reasons = [reason for reason in run.ranks.peers.gather(_fault(kernel, trial, run)) if reason]
-        if _NO_MEMORY in reasons:
+        reason = _fault(kernel, trial, run)
+        first = run.ranks.peers.lowest([reason != _NO_MEMORY, run.ranks.peers.rank, reason] if reason else None)
+        if first is not None and first[2] == _NO_MEMORY:
             return False
-        if not reasons:
+        if first is None:
             run.trainer.use_attention(CausalKernel(kernel, length))
             changed = former if former not in ("", kernel) else ""
             run.attention = AttentionChoice(kernel, micro_batch, str(trial.shape), tuple(refused), changed)
             return True
-        refused.append(f"{title(kernel)} ({reasons[0]})")
+        refused.append(f"{title(kernel)} ({first[2]})")
     raise UserError(
         f"the kernel fails its self-test with {trial.shape}: {'; '.join(refused)}",
         cure="set it to auto, which takes the fastest kernel that passes",

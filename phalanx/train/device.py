@@ -9,6 +9,7 @@ import resource
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -25,6 +26,8 @@ from phalanx.train.derived.memory import host_available_bytes
 
 # Of address space, not of memory: room for the tensors of a step of the sizes that train on a CPU.
 _HUGE_PAGE_HEAP_BYTES = 2 << 30
+# Of a GPU's memory: more than contexts and libraries of one program take.
+_LITTLE = 0.06
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,11 @@ class Device:
     compute_dtype: torch.dtype
     threads: int
 
+    @property
+    def precision(self) -> Literal["bf16", "fp32"]:
+        """`compute_dtype` as the planner has it."""
+        return "bf16" if self.compute_dtype == torch.bfloat16 else "fp32"
+
     def memory_in_use_bytes(self) -> int:
         """Memory of this process: allocated on the GPU, or resident on the host."""
         if self.torch_device.type == "cuda":
@@ -50,8 +58,13 @@ class Device:
         return resident_bytes()
 
     def memory_bytes(self) -> int:
-        """All memory of the GPU."""
-        return torch.cuda.get_device_properties(self.torch_device).total_memory
+        """Memory of the GPU that this run may have: all of it, or what other programs leave where they hold much.
+
+        What little is taken by contexts and libraries counts as free: the same run must choose the same every time.
+        """
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        others = total - free - torch.cuda.memory_reserved(self.torch_device)
+        return total - others if others > _LITTLE * total else total
 
     def release_unused(self) -> None:
         """Give back what the allocator holds for later, and begin to look for the most that is in use anew."""

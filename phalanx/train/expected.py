@@ -32,6 +32,7 @@ class Expected:
         memory_bytes: on the first rank.
         layout: of the ranks, as `Layout` prints it.
         micro_batch: sequences per forward pass.
+        interval_s: between which a step lies in 8 of 10 cases; None: not known.
         details: the whole prediction as JSON values, to be kept with the run.
     """
 
@@ -41,6 +42,7 @@ class Expected:
     memory_bytes: float
     layout: str
     micro_batch: int
+    interval_s: tuple[float, float] | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def misfit(self, layout: str, micro_batch: int) -> str:

@@ -32,17 +32,20 @@ def out_of_threads(error: BaseException) -> bool:
     return refused or (isinstance(error, RuntimeError) and "can't start new thread" in str(error))
 
 
-def too_big(config: RunConfig, micro_batch: int, error: BaseException) -> UserError:
-    """What to do when a step does not fit into memory."""
-    cures = []
-    if micro_batch > 1:
-        cures.append(f"set train.micro_batch={micro_batch // 2}")
-    if config.train.recompute != "full":
-        cures.append("train.recompute=full")
-    cures.append("a smaller model or data.sequence_length")
+def too_big(config: RunConfig, micro_batch: int, error: BaseException, where: str = "") -> UserError:
+    """What to do when a step does not fit into memory.
+
+    Args:
+        where: which of several ranks it was.
+    """
+    settings = [f"train.micro_batch={micro_batch // 2}"] if micro_batch > 1 else []
+    settings += ["train.recompute=full"] if config.train.recompute != "full" else []
+    cures = [f"set {' or '.join(settings)}"] if settings else []
+    cures.append("take a smaller model or data.sequence_length")
+    tokens = f"{micro_batch} x {config.data.sequence_length} tokens"
     return UserError(
-        f"{micro_batch} x {config.data.sequence_length} tokens at once do not fit into memory ({first_line(error)})",
-        cure=" or ".join(cures),
+        f"{tokens} at once do not fit into memory{where} ({first_line(error)})",
+        cure=", or ".join(cures),
         field="train.micro_batch",
         value=micro_batch,
     )

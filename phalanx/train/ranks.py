@@ -1,31 +1,33 @@
 """The processes of a run, as one of them sees them: who it is, how it talks to the others, and how the model is spread.
 
-The ranks meet twice. First over the store alone, to speak of plain things (who prepares the text, whether all agree);
-then, when the layout is known, in the groups of its axes.
+The ranks meet twice. First in a tree of connections, to speak of plain things (who prepares the text, whether all
+agree); then, when the layout is known, in the groups of its axes.
 """
 
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
 
-from phalanx.core.layout import Layout
+from phalanx.core.errors import UserError
 from phalanx.core.peers import ALONE, Peers
 from phalanx.core.phases import Phases
+from phalanx.core.tree_peers import TreePeers
 from phalanx.launch.environment import Worker
+from phalanx.parallel.abort import Abort
 from phalanx.parallel.backends import maker
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.peers import GroupPeers
 from phalanx.parallel.store import open_store
 from phalanx.parallel.waits import Waits
 from phalanx.train.pulse import NO_PULSE, START_S, Pulse, open_page
-
-_CPU = torch.device("cpu")
 
 
 @dataclass
@@ -40,6 +42,7 @@ class Ranks:
         at_end: what is to be closed with this.
         waits: how long this rank has waited for others.
         pulse: how far it is, for whoever supervises it.
+        abort: what the first rank to give up says to all.
     """
 
     peers: Peers = ALONE
@@ -49,9 +52,11 @@ class Ranks:
     at_end: ExitStack = field(default_factory=ExitStack)
     waits: Waits = field(default_factory=Waits)
     pulse: Pulse = NO_PULSE
+    abort: Abort = field(default_factory=lambda: Abort(None))
     _is_under_way: bool = False
     _store: Store | None = None
-    _control: Mesh | None = None
+    _tree: TreePeers | None = None
+    _later_timeout_s: float = 0.0
 
     @property
     def rank(self) -> int:
@@ -73,6 +78,31 @@ class Ranks:
         """Whether this rank does what one process of every host must do."""
         return self.worker is None or self.worker.local_rank == 0
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the first step is done."""
+        return self._is_under_way
+
+    def decide(self, choose: Callable[[], Any]) -> Any:
+        """What rank 0 chooses, on every rank: each would choose by what it has itself, and they must not differ.
+
+        Args:
+            choose: called on rank 0 alone; returns what JSON can hold.
+
+        Raises:
+            UserError: `choose` raised it; all ranks raise the same.
+        """
+        choice: list[Any] = [None]
+        if self.is_first:
+            try:
+                choice = [choose()]
+            except UserError as error:
+                choice = [str(error).removesuffix(f"; {error.cure}"), error.cure]
+        told = self.peers.broadcast(choice)
+        if len(told) > 1:
+            raise UserError(told[0], cure=told[1])
+        return told[0]
+
     def join(self, config: ParallelConfig, device: torch.device) -> None:
         """Open the groups of a layout; each is made when it is first needed.
 
@@ -92,16 +122,19 @@ class Ranks:
         """After the first step, other ranks are waited for less long."""
         if not self._is_under_way:
             self._is_under_way = True
-            for mesh in (self.mesh, self._control):
-                if mesh is not None:
-                    mesh.after_first_step()
+            if self.mesh is not None:
+                self.mesh.after_first_step()
+            if self._tree is not None:
+                self._tree.timeout_s = self._later_timeout_s
 
     def close(self) -> None:
         """End what was started, and let go of all groups, without waiting for anyone."""
         self.at_end.close()
-        for mesh in (self.mesh, self._control):
-            if mesh is not None:
-                mesh.close()
+        if self.mesh is not None:
+            self.mesh.close()
+        if self._tree is not None:
+            self._tree.close()
+        self.abort.linger()
 
 
 def meet(worker: Worker | None, config: ParallelConfig) -> Ranks:
@@ -109,6 +142,7 @@ def meet(worker: Worker | None, config: ParallelConfig) -> Ranks:
 
     Raises:
         UserError: the store cannot be reached.
+        PeerError: the rank that this one is connected to has not come.
     """
     if worker is None:
         return Ranks()
@@ -128,8 +162,27 @@ def meet(worker: Worker | None, config: ParallelConfig) -> Ranks:
             timeout_s=config.first_timeout_s,
             attempt=worker.attempt,
         )
-    everyone = Layout(replicate=worker.world_size)
-    times = config.timeout_s, config.first_timeout_s
-    control = Mesh(everyone, worker.rank, store, _CPU, *times, phases=phases, waits=waits)
-    peers = GroupPeers(control.named("control", range(worker.world_size)))
-    return Ranks(peers, worker, phases, waits=waits, pulse=pulse, _store=store, _control=control)
+    abort = Abort(store, worker.rank, worker.world_size, serves=worker.hosts_store)
+    if worker.world_size == 1:
+        return Ranks(worker=worker, phases=phases, waits=waits, pulse=pulse, abort=abort, _store=store)
+    with phases.phase("peers"):
+        tree = TreePeers(
+            store,
+            worker.rank,
+            worker.world_size,
+            host=worker.host,
+            name=socket.gethostname(),
+            timeout_s=config.first_timeout_s,
+            counted=waits.counted,
+        )
+    return Ranks(
+        tree,
+        worker,
+        phases,
+        waits=waits,
+        pulse=pulse,
+        abort=abort,
+        _store=store,
+        _tree=tree,
+        _later_timeout_s=config.timeout_s,
+    )

@@ -36,7 +36,7 @@ from phalanx.train.evaluate import Evaluation, HeldOut, Watched, evaluate, held_
 from phalanx.train.failures import out_of_memory, too_big
 from phalanx.train.progress import Progress
 from phalanx.train.ranks import Ranks
-from phalanx.train.run_folder import RunFolder, kept_config
+from phalanx.train.run_folder import Refused, RunFolder, kept_config
 from phalanx.train.saving import role_of
 from phalanx.train.trainer import Trainer
 
@@ -105,12 +105,24 @@ class Run:
             except (MemoryError, RuntimeError) as error:
                 if not out_of_memory(error):
                     raise
-                # Of several ranks one may be out of memory while others wait for it in a collective: no way back.
-                smaller = self.fit.smaller(self.choice) if self.fit and self.ranks.size == 1 else None
+                smaller = self.fit.smaller(self.choice) if self.fit else None
+                if self.ranks.size > 1:
+                    # The others may be waiting for this one in a collective: all end.
+                    raise self._too_big_for_one(error, smaller) from error
                 if smaller is None:
                     raise too_big(self.config, progress.micro_batch, error) from error
             # Only here, where the error no longer holds what the passes had made.
             self._take_smaller(smaller)
+
+    def _too_big_for_one(self, error: BaseException, smaller: Choice | None) -> UserError:
+        """Why all ranks end; keeps what this one had no memory for, if there is something smaller."""
+        what = too_big(self.config, self.progress.micro_batch, error, f" of rank {self.ranks.rank}")
+        if smaller is None:
+            return what
+        layout = str(self.config.parallel.layout)
+        Refused(layout, self.choice.micro_batch, self.choice.recompute).write(self.folder)
+        then = f"start again, and all take micro-batch {smaller.micro_batch}, recompute {smaller.recompute}"
+        return UserError(str(what).removesuffix(f"; {what.cure}"), cure=f"{then}; or {what.cure}")
 
     def _take_smaller(self, smaller: Choice) -> None:
         assert self.fit is not None
@@ -131,7 +143,7 @@ class Run:
         self.trainer.weights_changed()
         self._updated += 1
         if self.fit is not None and self._updated == _FULL_FROM:
-            measured_bytes = max(self.ranks.peers.gather(self.device.memory_in_use_bytes()))
+            measured_bytes = self.ranks.peers.ask_highest(self.device.memory_in_use_bytes())()
             if said := off_line(self.choice, measured_bytes):
                 self.note(said)
 

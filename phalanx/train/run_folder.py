@@ -3,6 +3,7 @@
 runs/NAME/config.json        every setting as it was resolved
           environment.json   versions, commit and hardware of every start
           metrics.jsonl      one line per step
+          out_of_memory.json passes that one of several ranks had no memory for
           checkpoints/       step-00000100, …
           tokenizer/         what is needed to read and write text
           profile/           torch.profiler traces, when asked for
@@ -19,7 +20,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -31,7 +33,35 @@ from phalanx.train.config import RunConfig
 from phalanx.train.derived.changes import changes_between, require_allowed
 
 _CONFIG_MOST_BYTES = 64 << 20
+_REFUSED_MOST_BYTES = 1 << 16
 _PACKAGES = ("phalanx-train", "torch", "numpy", "tokenizers", "pydantic")
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Passes that one of several ranks had no memory for, so that all of them ended: the next start takes less.
+
+    Attributes:
+        layout: of the ranks, as `Layout` prints it.
+    """
+
+    layout: str
+    micro_batch: int
+    recompute: str
+
+    def write(self, folder: RunFolder) -> None:
+        """Keep it; where that cannot be, a person has to set what to take."""
+        with suppress(OSError):
+            write_json(folder.out_of_memory, asdict(self))
+
+    @classmethod
+    def read(cls, folder: RunFolder) -> Refused | None:
+        """The newest that was kept; None: there is none, or none that can be read."""
+        try:
+            found = cls(**json.loads(read_regular(folder.out_of_memory, _REFUSED_MOST_BYTES)))
+            return replace(found, micro_batch=int(found.micro_batch))
+        except (OSError, ValueError, TypeError):
+            return None
 
 
 @dataclass(frozen=True)
@@ -65,6 +95,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """One JSON line per step."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def out_of_memory(self) -> Path:
+        """For which passes one of several ranks had no memory; see `Refused`."""
+        return self.path / "out_of_memory.json"
 
     def config(self) -> RunConfig:
         """The resolved config that was saved.

@@ -48,6 +48,7 @@ _PHASES = {
     "exec": "processes",
     "store": "groups",
     "mesh": "groups",
+    "peers": "groups",
     "data": "text",
     "model": "model",
     "checkpoint": "checkpoint",
@@ -61,7 +62,16 @@ def train_rank(worker: Worker, config: RunConfig, config_path: Path, expected: E
             bind_started_elsewhere(worker.local_rank, worker.local_world_size)
         ranks = meet(worker, config.parallel)
         try:
-            return train_session(config, config_path, Console(quiet=worker.rank > 0), ranks, expected)
+            with ranks.abort.watched(lambda: ranks.is_under_way):
+                return train_session(config, config_path, Console(quiet=worker.rank > 0), ranks, expected)
+        except UserError as error:
+            ranks.abort.say(error)
+            raise
+        except Exception as error:
+            why = ranks.abort.said()
+            if why is None:
+                raise
+            raise why from error
         finally:
             ranks.close()
 

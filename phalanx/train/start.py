@@ -21,6 +21,7 @@ from phalanx.train.derived.figures import check_early, default_folder, destinati
 from phalanx.train.derived.layout import check_started, machines_here, resolve_layout, wanted_ranks
 from phalanx.train.expected import Expected
 from phalanx.train.reports.preparing import PrepareDisplay
+from phalanx.train.run_folder import RunFolder
 
 # By name, because they import torch, which the launcher of ranks does without.
 _SESSION = "phalanx.train.session:train_session"
@@ -73,5 +74,20 @@ def start_ranks(config: RunConfig, config_path: Path, console: Console, expected
         console.print(f"{problem} (each rank has as many as its share of the cores); {cure}", markup=False)
     with PrepareDisplay(console) as progress:
         prepared = prepare(config.data, progress=progress.show)
-    chosen = resolve_layout(config, prepared.vocab_size, machines_here(config, count), count, lambda _: None)
-    return launch_local(count, _RANK, (config, config_path, expected), preload=_PRELOAD, layout=chosen.parallel.layout)
+    here = machines_here(config, count)
+    chosen = resolve_layout(config, prepared.vocab_size, here, count, lambda _: None)
+    # Where the memory of devices is known to their ranks alone, these may choose another.
+    settled = here.available_bytes is not None or not config.parallel.devices
+    layout = chosen.parallel.layout if settled else None
+    arguments, refused = (config, config_path, expected), RunFolder(default_folder(config, config_path)).out_of_memory
+    while True:
+        before = _changed_ns(refused)
+        status = launch_local(count, _RANK, arguments, preload=_PRELOAD, layout=layout)
+        if status == 0 or _changed_ns(refused) == before:
+            return status
+        console.print("starting again, with less in memory at a time", markup=False)
+
+
+def _changed_ns(path: Path) -> int:
+    """When a file was written, as its file system counts; 0: it is not there."""
+    return path.stat().st_mtime_ns if path.exists() else 0

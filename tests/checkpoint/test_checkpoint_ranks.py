@@ -10,7 +10,6 @@ import signal
 import threading
 from collections import namedtuple
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_ranks import Died, ThreadPeers, run_ranks, succeed
 from torch import Tensor
-from torch.distributed import FileStore, ProcessGroupGloo
+from torch.distributed import FileStore
 
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.format import dcp
@@ -39,8 +38,7 @@ from phalanx.core.errors import UserError
 from phalanx.core.peers import Peers
 from phalanx.core.points import NO_POINTS, Points
 from phalanx.core.shard import Shard
-from phalanx.parallel.group import Group
-from phalanx.parallel.peers import GroupPeers
+from phalanx.core.tree_peers import TreePeers
 
 SIZE = 3
 EVERY_RANK = [(rank, stage) for rank in range(SIZE) for stage in STAGES[:2]]  # the later points are rank 0's alone
@@ -135,10 +133,9 @@ def test_a_rank_that_vanishes_leaves_no_checkpoint(tmp_path: Path, culprit: int,
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
 
 
-def gloo_peers(folder: Path, rank: int, size: int) -> GroupPeers:
+def real_peers(folder: Path, rank: int, size: int) -> TreePeers:
     store = FileStore(str(folder / "store"), size)
-    group = Group(range(size), rank, lambda: ProcessGroupGloo(store, rank, size, timedelta(seconds=20)), ())
-    return GroupPeers(group)
+    return TreePeers(store, rank, size, host="127.0.0.1", name="here", timeout_s=20.0)
 
 
 def fork(work: Callable[[], object]) -> int:
@@ -154,13 +151,13 @@ def fork(work: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize(("culprit", "stage"), [(0, STAGES[1]), (1, STAGES[0]), (1, STAGES[1]), (0, STAGES[3])])
 def test_a_killed_process_leaves_the_former_checkpoint(tmp_path: Path, culprit: int, stage: str) -> None:
-    """Real processes over gloo, one ended by SIGKILL; the others end by themselves, and the next run is well."""
+    """Real processes, one ended by SIGKILL; the others end by themselves, and the next run is well."""
     folder = tmp_path / "checkpoints"
     succeed(SIZE, lambda peers: save_version(folder, 1, peers))
 
     def main(rank: int) -> None:
         kill = Points({stage: lambda **_: os.kill(os.getpid(), signal.SIGKILL)})
-        save_version(folder, 2, gloo_peers(tmp_path, rank, SIZE), kill if rank == culprit else NO_POINTS)
+        save_version(folder, 2, real_peers(tmp_path, rank, SIZE), kill if rank == culprit else NO_POINTS)
 
     pids = [fork(lambda rank=rank: main(rank)) for rank in range(SIZE)]  # type: ignore[misc]
     ended = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]

@@ -444,7 +444,7 @@ def test_state_that_ranks_have_by_themselves_has_a_fixed_room(tmp_path: Path) ->
     """Rank 1's JSON travels as bytes of a length that all snapshots share."""
     extra: dict[str, Any] = {"seen": [1]}
     training = TrainingState(None, None, extra, rank=1, world_size=2)
-    training.reserve(lambda needed: [0, needed])
+    training.reserve(lambda needed: needed)
     before = training.collect()
     extra["seen"] = list(range(100))
     after = training.collect()

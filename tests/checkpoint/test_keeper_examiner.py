@@ -3,6 +3,7 @@ from __future__ import annotations
 import queue
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from phalanx.checkpoint.format.sums import chunk_sums, first_fault
 from phalanx.checkpoint.keeper.contract import Taken
 from phalanx.checkpoint.keeper.examiner import Examiner, Job, examine
 from phalanx.checkpoint.keeper.finite import BLOCK_BYTES, runs_of
-from phalanx.checkpoint.keeper.pace import Pace, budget_s
+from phalanx.checkpoint.keeper.pace import Pace, Rhythm, budget_s
 from phalanx.checkpoint.keeper.vault import MemoryVault
 
 # Larger than a chunk, with pieces that neither begin nor end with one; a frozen weight is `other`.
@@ -195,3 +196,23 @@ def test_it_takes_no_more_of_a_core_than_it_needs() -> None:
 def test_blocks_make_up_chunks() -> None:
     assert CHUNK_BYTES % BLOCK_BYTES == 0
     assert chunk_sums(b"", 0) == ()
+
+
+@pytest.mark.parametrize(("asked_s", "persist_s"), [(0.25, 0.1), (0.25, 0.15), (0.25, 0.6), (1.0, 0.8), (2.0, 30.0)])
+def test_leisure_makes_no_checkpoint_rarer_than_storage_does(asked_s: float, persist_s: float) -> None:
+    rhythm, now_s, taken_s, examine_s = Rhythm(), 0.0, [], 0.01
+    for _ in range(20):
+        taken_s.append(now_s)
+        budget = rhythm.beat(now_s, persist=True)
+        rhythm.persisted(persist_s)
+        now_s = max(now_s + asked_s, now_s + max(budget, examine_s) + persist_s)
+    spacings = [later - earlier for earlier, later in pairwise(taken_s)][2:]
+    assert spacings == pytest.approx([max(asked_s, examine_s + persist_s)] * len(spacings))
+
+
+def test_what_stays_in_memory_is_examined_at_leisure() -> None:
+    rhythm = Rhythm()
+    assert rhythm.beat(0.0, persist=True) == 0.5
+    rhythm.persisted(60.0)
+    assert rhythm.beat(1.0, persist=False) == 0.5
+    assert rhythm.beat(2.0, persist=True) == 0.0

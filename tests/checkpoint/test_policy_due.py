@@ -1,14 +1,21 @@
-"""When a snapshot and when a durable checkpoint is due."""
+"""When a snapshot and when a durable checkpoint is due, and how storage that is too slow for that spaces them."""
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.policy.due import Moment, durable_due, snapshot_due
+from phalanx.checkpoint.policy.adapting import AutoInterval
+from phalanx.checkpoint.policy.due import KeepingUp, Moment, durable_due, snapshot_due
+from phalanx.checkpoint.session.agenda import FREE, MEMORY_ONLY, Agenda
 
 BEGIN = Moment(0, 0.0)
 
@@ -79,3 +86,106 @@ def test_no_interval_is_lost_however_busy(every: int, busy_share: float, seed: i
     for multiple in range(every, 400, every):
         free = next((step for step in range(multiple, 400) if step not in busy), None)
         assert free is None or free in begun
+
+
+class Disk:
+    """Training in steps of a length, on a clock of its own, with storage that takes its time for a checkpoint.
+
+    Args:
+        persist_s: of the checkpoint of that number.
+    """
+
+    def __init__(self, config: CheckpointConfig, step_s: float, persist_s: Callable[[int], float]) -> None:
+        self._now_s, self._step_s, self._persist_s = 0.0, step_s, persist_s
+        self.agenda = Agenda(config, AutoInterval(config), decides=True, clock=lambda: self._now_s)
+        self.agenda.begin(0)
+        self._until_s = self._began_s = 0.0
+        self._is_busy = False
+        self.begun: list[int] = []
+        self.told: list[str] = []
+
+    def train(self, steps: int) -> list[int]:
+        """Steps whose checkpoints became durable, or were begun."""
+        for step in range(1, steps + 1):
+            self._now_s += self._step_s
+            if self._is_busy and self._now_s >= self._until_s:
+                self._is_busy = False
+                self.agenda.durable(0.0, self._until_s - self._began_s)
+                self.told += filter(None, [self.agenda.keeping_up.news()])
+            if not self.agenda.asks(step):
+                continue
+            state = MEMORY_ONLY if self._is_busy else FREE
+            if self.agenda.decide(step, self.agenda.says(step, state)).persist:
+                self.agenda.took(step, persist=True)
+                self._is_busy, self._began_s = True, self._now_s
+                self._until_s = self._now_s + self._persist_s(len(self.begun))
+                self.begun.append(step)
+        return self.begun
+
+
+@given(
+    every=st.integers(1, 30),
+    memory=st.integers(0, 5),
+    persist_steps=st.floats(0.1, 200),
+    jitter=st.floats(0, 1),
+    seed=st.integers(0, 10**6),
+)
+def test_durable_steps_are_even_however_slow_storage_is(
+    every: int, memory: int, persist_steps: float, jitter: float, seed: int
+) -> None:
+    draw = random.Random(seed)
+    took = [persist_steps * (1 + jitter * draw.random() / 10) for _ in range(3000)]
+    config = CheckpointConfig(every_steps=every, memory_every_steps=memory)
+    begun = Disk(config, 0.25, lambda number: 0.25 * took[number]).train(2000)
+    spacings = [later - earlier for earlier, later in pairwise(begun)]
+    least, most = max(min(took), 1), max(took)
+    assert begun[0] == every
+    assert all(spacing >= least for spacing in spacings), "one is written at a time"
+    if spacings:
+        assert max(spacings) - min(spacings) <= every + (most - least), "even within one due interval"
+        assert max(spacings) <= max(every, math.ceil(most) + every), "none is left out for which there was time"
+    # Nothing drifts: what is due at a multiple is not put off by what came late before it.
+    if most <= 1:
+        assert begun == list(range(every, 2001, every))
+    assert begun[-1] > 2000 - max(every, math.ceil(most)) - every, "the last one is not left out"
+
+
+def test_what_storage_keeps_up_with_is_said_once() -> None:
+    config = CheckpointConfig(every_steps=5)
+    disk = Disk(config, 0.22, lambda number: 4.1)
+    begun = disk.train(200)
+    assert [later - earlier for earlier, later in pairwise(begun)] == [19] * (len(begun) - 1)
+    line = "a checkpoint takes 4.1s; every_steps = 5 asks for one every 1.1s: about every 19th step becomes durable"
+    assert disk.told == [line] == [disk.agenda.keeping_up.explanation]
+
+
+def test_a_last_step_that_is_tried_again_is_one() -> None:
+    pace = KeepingUp(CheckpointConfig(every_steps=5))
+    for clock_s in range(5):
+        pace.took(Moment(3, float(clock_s)))
+        pace.durable(1.0)
+    assert pace.news() == pace.explanation == ""
+
+
+def test_it_is_said_again_when_storage_becomes_much_slower_and_not_when_it_keeps_up() -> None:
+    config = CheckpointConfig(every_steps=5)
+    took_s = [0.5] * 10 + [4.0] * 10 + [16.0] * 10
+    disk = Disk(config, 0.2, lambda number: took_s[number] if number < len(took_s) else 0.5)
+    begun = disk.train(4000)
+    assert [line.partition(";")[0] for line in disk.told] == ["a checkpoint takes 4.0s", "a checkpoint takes 16.0s"]
+    assert disk.agenda.keeping_up.explanation == ""
+    assert begun[-200:] == list(range(4000 - 199 * 5, 4001, 5))
+
+
+def test_seconds_that_storage_does_not_keep_up_with() -> None:
+    disk = Disk(CheckpointConfig(every_steps=0, every_s=2.0), 0.5, lambda number: 9.9)
+    disk.train(200)
+    [line] = disk.told
+    assert line == "a checkpoint takes 9.9s; every_s = 2 asks for one every 2.0s: about every 20th step becomes durable"
+
+
+@pytest.mark.parametrize("settings", [{"every_steps": 0}, {"every_steps": 0, "auto": True}, {"every_steps": 5}])
+def test_nothing_is_said_where_nothing_is_late(settings: dict[str, Any]) -> None:
+    disk = Disk(CheckpointConfig(**settings), 0.2, lambda number: 0.9)
+    disk.train(500)
+    assert disk.told == [] and disk.agenda.keeping_up.explanation == ""

@@ -34,9 +34,10 @@ from phalanx.checkpoint.restoring.restore import restore
 from phalanx.checkpoint.storage.latest import advance, claim
 from phalanx.checkpoint.storage.local import LocalStore
 from phalanx.core.errors import UserError
-from phalanx.core.layout import AXES, Layout
+from phalanx.core.layout import Layout
+from phalanx.core.tree_peers import TreePeers
 from phalanx.parallel.group import Group
-from phalanx.parallel.peers import GroupCopies, GroupPeers
+from phalanx.parallel.peers import GroupCopies
 
 SCALE = 128
 """Rows of 0.8 MB, 0.3 MB of columns and 1 MB of flat state, so that archives are read in runs of rows."""
@@ -234,7 +235,8 @@ def test_over_real_groups(tmp_path: Path) -> None:
         return Group(ranks, index, lambda: ProcessGroupGloo(own, index, size, timedelta(seconds=60)))
 
     def body(rank: int, store: Any) -> int:
-        everyone, replicas = (group(layout.members(rank, axes), rank, store) for axes in (AXES, ("replicate",)))
+        replicas = group(layout.members(rank, ("replicate",)), rank, store)
+        peers = TreePeers(store, rank, layout.world_size, host="127.0.0.1", name="here", timeout_s=60.0)
         shards = shards_of(layout, rank, tensors)
         expected = parts_of(tensors, shards)
         targets = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
@@ -244,12 +246,12 @@ def test_over_real_groups(tmp_path: Path) -> None:
             store=LocalStore(tmp_path),
             report=pytest.fail,
             shards=shards,
-            peers=GroupPeers(everyone),
+            peers=peers,
             copies=GroupCopies(replicas, ("replicate",), torch.device("cpu")),
         )
         assert restored is not None
         assert all(torch.equal(targets[name], tensor) for name, tensor in expected.items())
-        everyone.forget()
+        peers.close()
         replicas.forget()
         return restored.bytes_by_kind["durable"]
 

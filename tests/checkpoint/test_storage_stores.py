@@ -138,7 +138,8 @@ def test_nothing_is_published_without_manifest_and_sums(place: Place) -> None:
 
 
 def test_content_that_fails_half_way_leaves_no_file(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(upload, "PARTS", ((10_000, 5 << 20),))
+    monkeypatch.setattr(upload, "FIXED_BYTES", 5 << 20)
     store = place.open()
     area = store.begin(1, 1, "aa")
 
@@ -156,7 +157,8 @@ def test_content_that_fails_half_way_leaves_no_file(place: Place, monkeypatch: p
 
 
 def test_in_many_parts(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(upload, "PARTS", ((10_000, 5 << 20),))
+    monkeypatch.setattr(upload, "FIXED_BYTES", 5 << 20)
     content = random.Random(2).randbytes(17 << 20)
     store = place.open()
     area = store.begin(1, 1, "aa")
@@ -352,7 +354,8 @@ def test_a_server_that_ignores_the_condition_is_refused(s3_place: Place) -> None
 
 
 def test_every_third_request_fails(s3_place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(upload, "PARTS", ((10_000, 5 << 20),))
+    monkeypatch.setattr(upload, "FIXED_BYTES", 5 << 20)
     assert s3_place.gate is not None
     s3_place.gate.fail_every = 3
     store = s3_place.open()

@@ -38,6 +38,13 @@ class ThreadPeers:
     def broadcast(self, value: Any) -> Any:
         return self.gather(value if self.rank == 0 else None)[0]
 
+    def collect(self, value: Any) -> list[Any] | None:
+        values = self.gather(value)
+        return None if self.rank else values
+
+    def lowest(self, value: Any) -> Any:
+        return min((one for one in self.gather(value) if one is not None), default=None)
+
     def ask_highest(self, value: int) -> Callable[[], int]:
         highest = max(self.gather(value))
         return lambda: highest

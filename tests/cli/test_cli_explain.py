@@ -167,6 +167,12 @@ def test_a_chosen_layout_is_explained_with_its_reasons_and_the_keys_that_give_it
         assert line in output and line in again
 
 
+@pytest.mark.parametrize(("device", "devices", "known"), [("cpu", 2, True), ("cpu", 64, False), ("cuda", 2, False)])
+def test_a_layout_chosen_whatever_the_memory_is_told_as_such(device: str, devices: int, known: bool) -> None:
+    output = _explained(*ADAMW, f"parallel.devices={devices}", f"train.device={device}").output
+    assert ("where it is short, phalanx train takes another" in " ".join(output.split())) != known
+
+
 def test_ranks_are_drawn_host_by_host_with_the_groups_of_every_axis() -> None:
     settings = (*ADAMW, "parallel.tensor=2", "parallel.pipeline=2", "parallel.replicate=2")
     output = _explained(*settings, "--ranks-per-host", "4").output

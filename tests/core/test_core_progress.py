@@ -27,6 +27,7 @@ from phalanx.core.progress import (
     own_progress,
     parse_page,
     read_progress,
+    say_checkpoints,
     say_restored,
 )
 
@@ -124,6 +125,26 @@ def test_a_torn_word_of_what_was_restored_is_none(tmp_path: Path, at: int) -> No
     block[at] ^= 0x5A
     page.write_bytes(block)
     assert said(page).restored == -1
+
+
+def test_what_storage_keeps_up_with_is_said_beside_whoever_counts_the_steps(tmp_path: Path) -> None:
+    page = tmp_path / "page"
+    environ = {PROGRESS_VARIABLE: str(page)}
+    writer = ProgressWriter(page, 3)
+    writer.step()
+    assert said(page).checkpoints == ""
+    say_checkpoints(environ, "a checkpoint takes 4.2s" + "é" * 200)
+    say_restored(environ, 40)
+    writer.step()
+    assert said(page).checkpoints.startswith("a checkpoint takes 4.2s" + "é" * 100)
+    assert (said(page).restored, said(page).step) == (40, 2)
+    block = bytearray(page.read_bytes())
+    block[1216 + 6] ^= 0x5A
+    page.write_bytes(block)
+    assert said(page).checkpoints == "", "torn"
+    say_checkpoints(environ, "")
+    assert said(page).checkpoints == ""
+    say_checkpoints({PROGRESS_VARIABLE: str(tmp_path / "no" / "page")}, "x")
 
 
 def said(page: Path) -> Progress:

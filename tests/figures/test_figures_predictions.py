@@ -60,13 +60,14 @@ def test_memory_stacks_kinds_under_the_limit() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"])
 def test_a_timeline_has_every_unit_of_every_rank(schedule: Schedule) -> None:
     table = make_table(schedule, 4, 1 if schedule == "1f1b" else 2, 8)
-    figure = _checked(pipeline_timeline(table))
-    cells = figure["data"][0]["z"]
     timeline = simulate(table)
+    title = f"{100 * timeline.bubble_fraction:.1f} % of the ranks' time is waiting"
+    figure = _checked(pipeline_timeline(timeline, title, "units of a forward pass of one stage"))
+    cells = figure["data"][0]["z"]
     assert (len(cells), len(cells[0])) == (4, timeline.length)
     waiting = sum(row.count(0) for row in cells) / (4 * timeline.length)
     assert waiting == pytest.approx(timeline.bubble_fraction)
-    assert f"{100 * waiting:.1f} %" in figure["layout"]["title"]["text"]
+    assert figure["layout"]["title"]["text"] == title
 
 
 def test_planner_and_figures_import_no_torch_and_figures_no_numpy() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
+from phalanx.core.peers import PeerError
 from phalanx.launch.environment import Worker
 from phalanx.launch.failures import (
     Ending,
@@ -77,7 +78,9 @@ def test_what_cannot_be_reached_because_a_peer_is_gone_follows_whoever_words_it(
     unreachable = UserError("no answer from the store", cure="check that rank 0 runs")
     unreachable.__cause__ = RuntimeError("Connection reset by peer")
     collective = type("CollectiveError", (RuntimeError,), {})("all_reduce failed: a member has ended")
-    assert [raised(rank, 1.0, error).follows for rank, error in enumerate((unreachable, collective))] == [True, True]
+    peer = PeerError("rank 1 on b was to meet: rank 0 on a has ended: its connection is closed")
+    found = [raised(rank, 1.0, error).follows for rank, error in enumerate((unreachable, collective, peer))]
+    assert found == [True, True, True]
     assert not raised(0, 1.0, UserError("is too large", cure="take 3")).follows
 
 

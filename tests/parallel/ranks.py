@@ -1,56 +1,28 @@
-"""Several ranks as threads of this process, each with its own gloo groups over one in-memory store: fast, and real
-communication. For what needs real processes (start-up, faults, fork) see tests/launch."""
+"""Several ranks as threads of this process, each with its own groups over one in-memory store, which do things in the
+order of NCCL; or over gloo. For what needs real processes (start-up, faults, fork) see tests/launch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any, TypeVar
 
+from support.fake_nccl import FakeNccl
 from support.parity.places import in_threads
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed import ProcessGroupGloo
 
 from phalanx.core.layout import Axis, Layout
+from phalanx.parallel.backends import Maker
 from phalanx.parallel.group import Group
 
 T = TypeVar("T")
-TIMEOUT = timedelta(seconds=30)
-
-
-class OneAtATime:
-    """A process group that does what is started in it as NCCL does: in that order, each when the one before is done."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner, self._queue = inner, ThreadPoolExecutor(1)
-
-    def name(self) -> str:
-        return "one at a time"
-
-    def __getattr__(self, operation: str) -> Any:
-        def start(*arguments: Any) -> Any:
-            return _Queued(self._queue.submit(lambda: getattr(self._inner, operation)(*arguments).wait()))
-
-        return start
-
-
-class _Queued:
-    def __init__(self, result: Future[Any]) -> None:
-        self._result = result
-
-    def wait(self) -> None:
-        self._result.result()
-
-    def is_completed(self) -> bool:
-        return self._result.done()
+TIMEOUT_S = 30.0
 
 
 class ThreadGroups:
     """The groups of one rank-thread: `group(*axes)` gives its `Group` over these axes, made once."""
 
-    def __init__(self, layout: Layout, rank: int, store: Any, *, in_order: bool = False) -> None:
-        self.layout, self.rank, self._store, self._in_order = layout, rank, store, in_order
+    def __init__(self, layout: Layout, rank: int, store: Any, make: Maker) -> None:
+        self.layout, self.rank, self.store, self._make = layout, rank, store, make
         self._groups: dict[Any, Group] = {}
 
     def group(self, *axes: Axis) -> Group:
@@ -61,11 +33,10 @@ class ThreadGroups:
         key = (name, tuple(ranks))
         if key not in self._groups:
             index = list(ranks).index(self.rank)
-            prefix = PrefixStore(f"{name}/{'-'.join(map(str, ranks))}", self._store)
+            prefix = PrefixStore(f"{name}/{'-'.join(map(str, ranks))}", self.store)
 
             def make() -> Any:
-                made = ProcessGroupGloo(prefix, index, len(ranks), TIMEOUT) if len(ranks) > 1 else None
-                return OneAtATime(made) if self._in_order else made
+                return self._make(prefix, index, len(ranks), TIMEOUT_S, name) if len(ranks) > 1 else None
 
             self._groups[key] = Group(ranks, index, make, axes)
         return self._groups[key]
@@ -76,17 +47,18 @@ class ThreadGroups:
             group.forget()
 
 
-def run_ranks(layout: Layout | int, body: Callable[[ThreadGroups], T], *, in_order: bool = False) -> list[T]:
+def run_ranks(layout: Layout | int, body: Callable[[ThreadGroups], T], make: Maker | None = None) -> list[T]:
     """Run `body` once per rank, at the same time, and return what each returned; the first error is raised here.
 
     Args:
-        in_order: groups are `OneAtATime`.
+        make: makes one member's process group; by default it does things as NCCL does.
     """
     layout = Layout(replicate=layout) if isinstance(layout, int) else layout
     members: list[ThreadGroups] = []
+    make = make or FakeNccl().make
 
     def main(rank: int, store: Any) -> T:
-        members.append(ThreadGroups(layout, rank, store, in_order=in_order))
+        members.append(ThreadGroups(layout, rank, store, make))
         return body(next(groups for groups in members if groups.rank == rank))
 
     try:

@@ -10,8 +10,9 @@ import pytest
 from phalanx.core.config import validate
 from phalanx.core.errors import UserError
 from phalanx.model.config import ModelConfig
-from phalanx.parallel.choose import Choice, Machines, Task, choose_layout, needed_bytes
+from phalanx.parallel.choose import Choice, Judge, Machines, Need, Verdict, choose_layout
 from phalanx.parallel.config import ParallelConfig
+from phalanx.parallel.possible import Task, needed_bytes
 
 MODEL: dict[str, Any] = {"layers": 8, "hidden": 64, "heads": 8, "vocab_size": 256, "max_sequence": 64}
 
@@ -151,3 +152,57 @@ def test_numbers_of_devices_that_would_do_are_named() -> None:
         choose({"devices": 11}, task(layers=5))
     with pytest.raises(UserError, match=r"parallel\.devices = 22: .*; take 20 or 24 devices, or give"):
         choose({"devices": 22, "tensor": 2}, task(layers=5))
+
+
+def judged(verdicts: dict[str, Verdict]) -> Judge:
+    """By the layout and its ZeRO stage, such as ``fs8 2``; what is not named does not fit."""
+
+    def judge(config: ParallelConfig, _: int) -> Need:
+        verdict = verdicts.get(f"{config.layout} {config.zero}", "no")
+        return Need(verdict, 100.0 / config.tensor / config.pipeline, 10.0, "things")
+
+    return judge
+
+
+def by_judge(judge: Judge, batch: int = 64) -> Choice:
+    return choose_layout(ParallelConfig(devices=8), task(batch), Machines(8), judge)
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "expected"),
+    [
+        ({"fs8 2": "well", "fs8 3": "well"}, "fs8 2"),
+        ({"fs8 1": "slowly", "fs8 3": "barely", "fs4·tp2 2": "well"}, "fs4·tp2 2"),
+        ({"fs8 1": "barely", "fs8 2": "slowly", "fs4·tp2 1": "slowly"}, "fs8 2"),
+        ({"fs8 1": "barely", "fs4·tp2 1": "barely"}, "fs8 1"),
+    ],
+)
+def test_the_first_that_fits_well_is_taken_else_slowly_else_barely(verdicts: dict[str, Verdict], expected: str) -> None:
+    choice = by_judge(judged(verdicts))
+    assert f"{choice.layout} {choice.config.zero}" == expected
+    said = "\n".join(choice.reasons)
+    verdict = verdicts[expected]
+    assert ("whole layers are computed again" in said) == (verdict == "slowly")
+    assert ("none leaves a tenth free" in said) == (verdict == "barely")
+    assert ("not data parallel alone: things are" in said) == ("tp" in expected)
+
+
+def test_where_nothing_fits_the_nearest_is_told_and_how_many_devices_would_do() -> None:
+    enough = judged({"fs32 1": "well"})
+    with pytest.raises(UserError, match=r"The nearest: things are .* of tp8 with .*; take 32 devices, a smaller model"):
+        by_judge(enough)
+    with pytest.raises(UserError, match=r"; take a smaller model or data.sequence_length, or give the axes yourself"):
+        by_judge(judged({}))
+
+
+def test_a_pipeline_takes_a_smaller_micro_batch_where_its_own_does_not_fit() -> None:
+    sizes: list[tuple[str, int]] = []
+
+    def judge(config: ParallelConfig, micro_batch: int) -> Need:
+        sizes.append((str(config.layout), micro_batch))
+        return Need("well" if config.pipeline == 2 and micro_batch == 1 else "no", 1.0, 1.0, "things")
+
+    what = replace(task(64), whole_matrices_for="muon")
+    choice = choose_layout(ParallelConfig(devices=2, replicate=1, pipeline=2), what, Machines(8), judge)
+    assert (choice.micro_batch, choice.micro_batches) == (1, 64)
+    assert [size for _, size in sizes] == sorted((size for _, size in sizes), reverse=True)

@@ -8,6 +8,7 @@ from ranks import ThreadGroups, run_ranks
 from torch import Tensor
 
 from phalanx.core.layout import Layout
+from phalanx.parallel.backends import make_gloo
 from phalanx.parallel.group import Group
 
 
@@ -44,7 +45,7 @@ def test_collectives_do_what_they_say(size: int) -> None:
         assert torch.equal(root, blocks[-1])
 
 
-def test_a_gather_into_the_own_block_and_a_wider_sum() -> None:
+def test_a_gather_into_the_own_block_and_over_gloo_a_wider_sum() -> None:
     def body(groups: ThreadGroups) -> tuple[Tensor, Tensor]:
         group = groups.group("replicate")
         buffer = torch.zeros(4, 2)
@@ -55,12 +56,12 @@ def test_a_gather_into_the_own_block_and_a_wider_sum() -> None:
         group.reduce_scatter(wide, torch.full((4, 2), 1.0 + group.index / 128, dtype=torch.bfloat16)).wait()
         return buffer, wide
 
-    for buffer, wide in run_ranks(2, body):
+    for buffer, wide in run_ranks(2, body, make_gloo):
         assert buffer[:, 0].tolist() == [1, 1, 2, 2]
         assert wide.dtype == torch.float32 and wide[0, 0] == 2.0 + 1 / 128
 
 
-def test_what_is_sent_arrives_by_its_tag() -> None:
+def test_what_is_sent_over_gloo_arrives_by_its_tag() -> None:
     def body(groups: ThreadGroups) -> list[float]:
         group = groups.group("pipeline")
         if group.index == 0:
@@ -73,7 +74,7 @@ def test_what_is_sent_arrives_by_its_tag() -> None:
             work.wait()
         return [float(got[1]), float(got[2])]
 
-    assert run_ranks(Layout(pipeline=2), body)[1] == [1.0, 2.0]
+    assert run_ranks(Layout(pipeline=2), body, make_gloo)[1] == [1.0, 2.0]
 
 
 def test_traffic_counts_calls_and_bytes() -> None:

@@ -6,7 +6,6 @@ import gc
 import threading
 import weakref
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from ranks import ThreadGroups, run_ranks
 from torch import Tensor, nn
 
 from phalanx.core.layout import Layout
+from phalanx.parallel.backends import make_gloo
 from phalanx.parallel.config import Schedule
 from phalanx.parallel.deferred import WeightQueue
 from phalanx.parallel.pipeline.channels import PipelineError
@@ -325,6 +325,7 @@ def test_a_slow_receiver_does_not_hold_up_the_sender() -> None:
 
 
 def test_neither_direction_uses_the_others_group() -> None:
+    """Four messages each, and the first one, which opens the channel."""
     table = make_table("1f1b", 3, 1, 4)
 
     def body(groups: ThreadGroups) -> dict[str, dict[str, int]]:
@@ -333,10 +334,10 @@ def test_neither_direction_uses_the_others_group() -> None:
 
     calls = run_ranks(Layout(pipeline=3), body)
     assert calls[1] == {
-        "pipeline 0 to 1": {"receive": 4},
-        "pipeline 1 to 0": {"send": 4},
-        "pipeline 1 to 2": {"send": 4},
-        "pipeline 2 to 1": {"receive": 4},
+        "pipeline 0 to 1": {"receive": 5},
+        "pipeline 1 to 0": {"send": 5},
+        "pipeline 1 to 2": {"send": 5},
+        "pipeline 2 to 1": {"receive": 5},
     }
     assert calls[0].keys() == {"pipeline 0 to 1", "pipeline 1 to 0"}
 
@@ -348,7 +349,7 @@ class LostError(Exception):
 @pytest.mark.parametrize("vanishes", [True, False])
 def test_a_lost_peer_is_named_and_nobody_hangs(vanishes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 of 2 fails in micro-batch 1 and closes its connections, or just says nothing until the time is up."""
-    monkeypatch.setattr(thread_ranks, "TIMEOUT", timedelta(seconds=30 if vanishes else 1.5))
+    monkeypatch.setattr(thread_ranks, "TIMEOUT_S", 30.0 if vanishes else 1.5)
     table = make_table("1f1b", 2, 1, 3)
     messages = list[str]()
     arrived, over = threading.Event(), threading.Event()
@@ -382,7 +383,7 @@ def test_a_lost_peer_is_named_and_nobody_hangs(vanishes: bool, monkeypatch: pyte
         messages.append(str(failed.value))
         over.set()
 
-    run_ranks(Layout(pipeline=2), body)
+    run_ranks(Layout(pipeline=2), body, make_gloo)
     (message,) = messages
     assert message.startswith("stage 0, micro-batch 1: receiving gradients from rank 1 (stage 1) failed on rank 0: ")
 

@@ -18,11 +18,11 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
+from phalanx.core.tree_peers import TreePeers
 from phalanx.parallel import backends
 from phalanx.parallel.config import ParallelConfig, TensorOverlap
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.peers import GroupPeers
 from phalanx.parallel.tensor.fused import FusedOverlap
 from phalanx.parallel.tensor.linear import Spread, gather_products, products_scatter
 from phalanx.parallel.tensor.overlap import Overlap, PlainOverlap
@@ -96,7 +96,7 @@ def test_the_fused_operators_stand_for_the_plain_functions(
         plain = computed(PlainOverlap(group))
         return fused, plain, fused_bytes, group.traffic.sent_bytes
 
-    for fused, plain, fused_bytes, plain_bytes in run_ranks(Layout(tensor=size), body):
+    for fused, plain, fused_bytes, plain_bytes in run_ranks(Layout(tensor=size), body, backends.make_gloo):
         for got, expected in itertools.zip_longest(fused, plain):
             torch.testing.assert_close(got, expected)
         assert fused_bytes == plain_bytes
@@ -150,14 +150,18 @@ def test_what_is_in_the_way_of_memory_that_is_shared(seats: list[Seat], reach: R
 
 
 def test_one_rank_that_cannot_decides_for_all() -> None:
-    assert chosen(["", ""]).kind == "fused"
-    kind, why = chosen(["", "ranks 1 and 3 are on different hosts"])
+    assert chosen("").kind == "fused"
+    kind, why = chosen("ranks 1 and 3 are on different hosts")
     assert kind == "chunked" and why.endswith("'auto' is 'chunked': ranks 1 and 3 are on different hosts")
 
 
 def test_auto_on_a_cpu_is_chunked() -> None:
     def body(groups: ThreadGroups) -> tuple[str, str]:
-        return choose_overlap(groups.layout, GroupPeers(groups.group("tensor")), torch.device("cpu"))
+        peers = TreePeers(groups.store, groups.rank, 2, host="127.0.0.1", name="here", timeout_s=20.0)
+        try:
+            return choose_overlap(groups.layout, peers, torch.device("cpu"))
+        finally:
+            peers.close()
 
     for kind, why in run_ranks(Layout(tensor=2), body):
         assert kind == "chunked" and why.endswith("it computes on a CPU")
@@ -247,7 +251,10 @@ def on_one_gpu(rank: int, size: int, folder: str) -> None:
     torch.cuda.set_device(device)
     mesh = open_mesh(rank, size, folder, device, make=backends.make_gloo)
     group = mesh.group("tensor")
-    assert choose_overlap(mesh.layout, GroupPeers(group), device).kind == "fused"
+    store = torch.distributed.FileStore(f"{folder}/peers", size)
+    peers = TreePeers(store, rank, size, host="127.0.0.1", name="here", timeout_s=60.0)
+    assert choose_overlap(mesh.layout, peers, device).kind == "fused"
+    peers.close()
     for kind in ("fused", "tiles"):
         overlap = make_overlap(kind, group, 4, mesh.registered)  # type: ignore[arg-type]
         for dtype in (torch.bfloat16, torch.float32):

@@ -131,7 +131,7 @@ def test_what_a_lane_reads_lives_until_it_is_joined(zero: int, wire: str, monkey
 
     monkeypatch.setattr(Bucket, "_take_gradients", noted)
     layout = Layout(replicate=2, shard=2)
-    for _, gradients in run_ranks(layout, body, in_order=True):
+    for _, gradients in run_ranks(layout, body):
         assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients)
 
 

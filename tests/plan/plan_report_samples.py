@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.plan.report.subject import Report
-from phalanx.plan.types import Job, Model, Part, Prediction, RankMemory, Strategy
+from phalanx.plan.types import Job, Model, Part, Prediction, RankMemory, StageTimes, Strategy
 
 GIB = float(2**30)
 
@@ -58,7 +58,12 @@ def prediction(ranks: int = 8, fullest: float = 51.0) -> Prediction:
         model_flops=1.67e18,
         mfu=0.531,
         notes=("gradients travel as fp32",),
+        stages=None if ranks == 1 else stage_times(6 * ranks),
     )
+
+
+def stage_times(count: int) -> StageTimes:
+    return StageTimes(*((seconds,) * count for seconds in (0.01, 0.02, 0.01, 0.01)), 0.001, False)
 
 
 def report(ranks: int = 8, fullest: float = 51.0) -> Report:

@@ -76,3 +76,89 @@ def test_all_tables_and_the_ablation_are_told_and_written(tmp_path: Path) -> Non
 def test_a_folder_without_tables_is_refused(tmp_path: Path) -> None:
     error = _validate("--tables", str(tmp_path)).exception
     assert isinstance(error, UserError) and "no table in it has known settings" in str(error)
+
+
+COLUMNS = "row_id,layers,hidden,heads,vocab,seq,global_batch,micro_batch,n_gpus,tp,pp,vpp,dp,recompute,seq_parallel"
+FIRST = "a,32,4096,32,32000,4096,128,1,64,8,1,1,8,none,yes"
+
+
+def _own(folder: Path, *rows: str, more: str = "") -> Path:
+    """A file of one's own steps."""
+    file = folder / "mine.csv"
+    file.write_text("\n".join([f"{COLUMNS},iter_time_s{more}", *rows]) + "\n")
+    return file
+
+
+def test_steps_of_ones_own_say_their_efficiency(tmp_path: Path) -> None:
+    """Given to a prediction, it meets them: at the median exactly."""
+    plain = json.loads(
+        _validate("--tables", str(_own(tmp_path, f"{FIRST},1.0")), "--cluster", "selene", "--json").output
+    )
+    step_s = plain["rows"][0]["predicted_s"]
+    rows = [
+        f"{FIRST.replace('a,', f'{name},', 1)},{times * step_s}" for name, times in (("b", 1.2), ("c", 1.25), ("d", 2))
+    ]
+    file = _own(tmp_path, *rows)
+    told = json.loads(_validate("--tables", str(file), "--cluster", "selene", "--json").output)
+    assert told["efficiency_ratio"] == pytest.approx(0.8)
+    assert [row["inside"] for row in told["rows"]] == [False, False, False] and told["inside_ratio"] == 0
+    assert plain["rows"][0]["interval_s"][0] < step_s < plain["rows"][0]["interval_s"][1]
+    errors = [row["error_with_efficiency_ratio"] for row in told["rows"]]
+    assert errors == pytest.approx([1 / 0.96 - 1, 0.0, 0.625 - 1], abs=1e-9)
+    shown = _validate("--tables", str(file), "--cluster", "selene").output
+    assert "efficiency 0.800, the median of 3 steps: give --efficiency 0.800" in " ".join(shown.split())
+
+
+def test_rows_may_say_more_than_those_of_publications(tmp_path: Path) -> None:
+    more = ",cluster,software,precision,zero,model,optimizer,tensor_overlap"
+    rows = [f"{FIRST},1.0,h100_400g,megatron-core,bf16,1,{model},adamw,chunked" for model in ("gpt", "llama")]
+    told = json.loads(_validate("--tables", str(_own(tmp_path, *rows, more=more)), "--json").output)
+    gpt, llama = (row["predicted_s"] for row in told["rows"])
+    assert llama > 1.1 * gpt  # its MLP has a gate
+    bare = json.loads(
+        _validate("--tables", str(_own(tmp_path, f"{FIRST},1.0")), "--cluster", "selene", "--json").output
+    )
+    assert bare["rows"][0]["predicted_s"] > 1.5 * gpt  # an A100, and Phalanx
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("4096", "wide"), "row a: hidden = 'wide': is no such number"),
+        ((",8,none", ",0,none"), "row a: dp = '0': is no such number"),
+        ((",8,none", ",4,none"), "tp x cp x pp x dp are 32 ranks"),
+        (("none", "some"), "row a: recompute = 'some': is not known"),
+        (("yes", "maybe"), "row a: seq_parallel = 'maybe': is not known"),
+        ((",1.0", ",-1"), "row a: iter_time_s = '-1': is no time"),
+        ((",1.0", ","), "row a: iter_time_s = '': is no time"),
+        (("128,1,64", "129,1,64"), "sequences of a step do not divide by 8"),
+        (("a,32,", "a,"), "row a: dp = 'none': is no such number"),
+    ],
+)
+def test_a_bad_row_is_refused_by_its_name(tmp_path: Path, change: tuple[str, str], said: str) -> None:
+    file = _own(tmp_path, f"{FIRST},1.0".replace(*change, 1))
+    error = _validate("--tables", str(file), "--cluster", "selene").exception
+    assert isinstance(error, UserError) and "row a" in str(error) and said in str(error), str(error)
+
+
+def test_what_a_row_of_ones_own_needs_is_said(tmp_path: Path) -> None:
+    file = _own(tmp_path, f"{FIRST},1.0")
+    for arguments, said in (
+        ([], "add a column cluster, or give --cluster"),
+        (["--cluster", "nowhere"], "is none of the clusters"),
+        (["--cluster", "selene", "--software", "none"], "is no program that can be predicted"),
+        (["--cluster", "selene", "--html", str(tmp_path / "page.html")], "is about published tables"),
+    ):
+        error = _validate("--tables", str(file), *arguments).exception
+        assert isinstance(error, UserError) and said in str(error), str(error)
+    for text, said in ((f"{COLUMNS},iter_time_s\n", "has no row"), ("layers\n1\n", "has no column")):
+        file.write_text(text)
+        error = _validate("--tables", str(file), "--cluster", "selene").exception
+        assert isinstance(error, UserError) and said in str(error), str(error)
+    error = _validate("--tables", str(tmp_path / "none.csv")).exception
+    assert isinstance(error, UserError) and "no such table" in str(error)
+    file = _own(tmp_path, f"{FIRST},1.0,fp7", more=",precision")
+    error = _validate("--tables", str(file), "--cluster", "selene").exception
+    assert (
+        isinstance(error, UserError) and "row a: precision = 'fp7': is not known" in str(error) and "bf16" in error.cure
+    )

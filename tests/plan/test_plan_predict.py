@@ -176,3 +176,27 @@ def test_a_process_alone_casts_its_weights_once_per_step() -> None:
     assert once["optimizer/casts"] == eight_times["optimizer/casts"] > 0
     assert "compute/casts" not in eight_times
     assert not parts(1024, Strategy(shard=1024)).get("optimizer/casts")  # what is gathered is cast already
+
+
+def test_a_loader_beside_the_step_counts_only_as_far_as_it_takes_longer_than_all_else() -> None:
+    tiny = job(
+        model=Model(layers=1, hidden=64, heads=1, vocab_rows=512, max_sequence=2048), global_batch=8, software=PHALANX
+    )
+    quick = predict(tiny, ALONE, CLUSTER)
+    assert quick.seconds("loader") == 0
+
+    def with_loader(step_s: float) -> Prediction:
+        numbers = {**CLUSTER.numbers, "loader.step_s": replace(CLUSTER.number("loader.step_s"), value=step_s)}
+        return predict(tiny, ALONE, replace(CLUSTER, numbers=numbers))
+
+    slow = with_loader(3.0)
+    assert slow.step_s == pytest.approx(3.0, rel=1e-2) and slow.step_s >= 3.0
+    assert slow.seconds("loader") == pytest.approx(slow.step_s - quick.step_s)
+    assert with_loader(0.5 * quick.step_s).step_s == quick.step_s
+
+
+def test_a_loader_within_the_step_takes_what_was_published_of_such() -> None:
+    cluster = load_cluster("megascale", 1024)
+    (part,) = (part for part in predict(job(), ALONE, cluster).parts if part.path == "loader")
+    assert part.seconds == 0.2 and "MegaScale" in part.source
+    assert predict(job(software=MEGASCALE), ALONE, cluster).seconds("loader") == 0

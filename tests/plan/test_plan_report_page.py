@@ -14,7 +14,13 @@ import pytest
 from plan_report_samples import report
 
 from phalanx.core.errors import UserError
-from phalanx.plan.report.page import prediction_figures, prediction_sections, write_page
+from phalanx.parallel.config import Schedule
+from phalanx.plan.hardware.load import load_cluster
+from phalanx.plan.predict import predict
+from phalanx.plan.report.page import prediction_figures, prediction_sections, step_timeline, write_page
+from phalanx.plan.report.subject import Report
+from phalanx.plan.software import MEGATRON_2022, PHALANX
+from phalanx.plan.types import Job, Model, Software, Strategy
 
 
 class _Page(HTMLParser):
@@ -90,8 +96,39 @@ def test_without_a_pipeline_there_is_no_timeline() -> None:
     assert 'id="pipeline"' not in "".join(prediction_sections(report(1)))
 
 
-def test_a_long_step_is_drawn_with_fewer_micro_batches() -> None:
-    assert "drawn with 24 of 48" in prediction_figures(report(8))["pipeline"]["layout"]["title"]["text"]
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "software"),
+    [
+        ("1f1b", 1, PHALANX),
+        ("interleaved_1f1b", 3, PHALANX),
+        ("interleaved_zero_bubble", 3, PHALANX),
+        ("zbv", 2, PHALANX),
+        ("interleaved_1f1b", 3, MEGATRON_2022),  # which waits for what it sends
+    ],
+)
+def test_what_is_drawn_of_a_pipeline_is_what_the_step_was_predicted_of(
+    schedule: Schedule, chunks: int, software: Software
+) -> None:
+    model = Model(layers=26, hidden=2048, heads=16, vocab_rows=51200, max_sequence=2048)
+    job = Job(model, sequence=2048, global_batch=24, software=software)
+    strategy = Strategy(pipeline=4, tensor=2, chunks=chunks, schedule=schedule)
+    prediction = predict(job, strategy, load_cluster("selene", 8))
+    waits_s = prediction.seconds("pipeline")
+    line = step_timeline(prediction)
+    idle_s = [line.length - sum(end - begin for _, begin, end in row) for row in line.ranks]
+    assert min(idle_s) == pytest.approx(waits_s, rel=1e-9)
+    figure = prediction_figures(Report(prediction, "x", 1, "a100", 80e9))["pipeline"]
+    assert f"({100 * waits_s / prediction.step_s:.1f} %)" in figure["layout"]["title"]["text"]
+    drawn, unit_s = figure["data"][0], line.length / figure["layout"]["xaxis"]["range"][1]
+    of_ranks = [row.count(0) * drawn["dx"] * unit_s for row in drawn["z"]]
+    assert min(of_ranks) == pytest.approx(waits_s, abs=0.01 * line.length)
+
+
+def test_a_step_of_more_passes_than_can_be_seen_is_not_drawn() -> None:
+    shown = report(8)
+    many = replace(shown, prediction=replace(shown.prediction, job=replace(shown.prediction.job, global_batch=1 << 20)))
+    assert "pipeline" in prediction_figures(shown) and "pipeline" not in prediction_figures(many)
+    assert 'id="pipeline"' not in "".join(prediction_sections(many))
 
 
 def test_without_plotly_the_cure_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,9 @@ from search_costs import GPT3
 from phalanx.core.errors import UserError
 from phalanx.core.layout import divisors
 from phalanx.model.config import ModelConfig
-from phalanx.parallel.choose import Machines, Task, choose_layout
+from phalanx.parallel.choose import Machines, choose_layout
 from phalanx.parallel.config import ParallelConfig
+from phalanx.parallel.possible import Task
 from phalanx.plan.search.constraints import parse
 from phalanx.plan.search.options import Machine
 from phalanx.plan.search.space import NUMERIC, Space, layouts

@@ -126,7 +126,16 @@ def test_a_long_sequence_is_refused_without_counting_up_to_it() -> None:
 
 @pytest.mark.parametrize(("allowed", "kind"), [(STRATEGY, Strategy), (JOB, Job), (MODEL, Model), (SOFTWARE, Software)])
 def test_no_choice_or_count_of_a_class_is_forgotten(allowed: Allowed, kind: type) -> None:
-    checked_elsewhere = {"windows", "capacity_factor", "model", "software", "name", "host_factor", "offload"}
+    checked_elsewhere = {
+        "windows",
+        "capacity_factor",
+        "model",
+        "software",
+        "name",
+        "host_factor",
+        "offload",
+        "residual",
+    }
     hints = get_type_hints(kind)
     assert {*allowed.numbers, *allowed.words} == set(hints) - checked_elsewhere
     for name, words in allowed.words.items():

@@ -111,7 +111,7 @@ def test_a_bad_table_is_refused(tmp_path: Path) -> None:
         read_table(path)
     good = (TABLES / "korthikanti_table5.csv").read_text().replace("6144", "wide", 1)
     path.write_text(good)
-    with pytest.raises(UserError, match="kor-t5-22B-full is not made of numbers"):
+    with pytest.raises(UserError, match="row kor-t5-22B-full: hidden = 'wide': is no such number"):
         read_table(path)
 
 

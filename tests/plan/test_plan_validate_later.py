@@ -11,8 +11,9 @@ import pytest
 
 import phalanx
 from phalanx.plan.predict import predict
+from phalanx.plan.report.validation_text import left_out_cells, left_out_line
+from phalanx.plan.residual import LEARNT, OWN_SPREAD
 from phalanx.plan.validate.assumptions import SETTINGS
-from phalanx.plan.validate.compare import TableResult, compare
 from phalanx.plan.validate.jobs import cluster_of, job_of, strategy_of
 from phalanx.plan.validate.later import (
     ALTERNATIVES_LATER,
@@ -24,39 +25,49 @@ from phalanx.plan.validate.later import (
     NEMO_LLAMA,
     NEMO_LLAMA_8B,
 )
+from phalanx.plan.validate.left_out import INTERVAL_SHARE, Judged, Rows, judge, learn, own_spread, rows_of
 from phalanx.plan.validate.null import published_flops
 from phalanx.plan.validate.rows import TABLES, Row, read_table
 
 LIMITS = {
-    # Mean and largest absolute error; a change that makes either larger has to say why.
-    "nemo_gpt3_175b": (0.075, 0.09),
-    "nemo_llama31_8b": (0.12, 0.125),
-    "nemo_llama31_large": (0.078, 0.098),
-    "nemo_nemotron4_15b": (0.085, 0.108),
-    "nemo_nemotron4_340b": (0.05, 0.058),
-    "llama3_405b": (0.12, 0.13),
-    "foundry_h100": (0.113, 0.28),
-    "foundry_a100": (0.095, 0.28),
-    "torchtitan_a100": (0.175, 0.25),
-    "torchtitan_h100": (0.35, 0.35),
-    "torchtitan_h100_eager": (0.415, 0.42),
-    "internlm_7b": (0.182, 0.495),
-    "bloom_fp16": (0.115, 0.285),
-    "bloom_bf16": (0.104, 0.162),
-    "zero_bubble_1f1b": (0.108, 0.14),
+    # Mean and largest absolute error of what `phalanx plan` says, the learnt residual included; a change that makes
+    # either larger has to say why. MPT on A100 had 0.095 without it: what FSDP computes again and attention in Triton
+    # are now as their sources say, which A100 alone does not like.
+    "nemo_gpt3_175b": (0.02, 0.045),
+    "nemo_llama31_8b": (0.07, 0.075),
+    "nemo_llama31_large": (0.025, 0.06),
+    "nemo_nemotron4_15b": (0.063, 0.1),
+    "nemo_nemotron4_340b": (0.01, 0.015),
+    "llama3_405b": (0.063, 0.075),
+    "foundry_h100": (0.086, 0.28),
+    "foundry_a100": (0.102, 0.265),
+    "torchtitan_a100": (0.046, 0.09),
+    "torchtitan_h100": (0.03, 0.035),
+    "torchtitan_h100_eager": (0.042, 0.047),
+    "internlm_7b": (0.068, 0.42),
+    "bloom_fp16": (0.056, 0.17),
+    "bloom_bf16": (0.02, 0.036),
+    "zero_bubble_1f1b": (0.036, 0.062),
 }
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, TableResult]:
-    return {setting.table: compare(setting, with_spread=False) for setting in LATER}
+def rows() -> Rows:
+    return rows_of()
+
+
+@pytest.fixture(scope="module")
+def errors(rows: Rows) -> dict[str, np.ndarray]:
+    """Predicted over measured seconds, less one, of every table."""
+    found = np.exp(-rows.log_error(LEARNT.kernels)) - 1
+    return {setting.table: found[rows.table == setting.table] for setting in LATER}
 
 
 @pytest.mark.parametrize("table", LIMITS)
-def test_errors_of_later_tables_do_not_grow(results: dict[str, TableResult], table: str) -> None:
+def test_errors_of_later_tables_do_not_grow(errors: dict[str, np.ndarray], table: str) -> None:
     mean, largest = LIMITS[table]
-    assert results[table].mean_error < mean
-    assert np.abs(results[table].errors).max() < largest
+    assert np.abs(errors[table]).mean() < mean
+    assert np.abs(errors[table]).max() < largest
 
 
 def test_every_later_table_has_limits_and_is_no_earlier_one() -> None:
@@ -74,11 +85,66 @@ def test_rows_of_later_tables_are_told_apart_and_name_their_source() -> None:
         assert comment.startswith("# ") and (" @" in comment or "arXiv" in comment or "same tables" in comment)
 
 
-def test_nearer_scales_of_one_run_are_met_alike(results: dict[str, TableResult]) -> None:
+def test_nearer_scales_of_one_run_are_met_alike(errors: dict[str, np.ndarray]) -> None:
     """Whatever a program's common factor is, from 64 to 2,048 GPUs the errors of its rows stay within five points."""
     for table in ("nemo_gpt3_175b", "nemo_llama31_8b", "nemo_nemotron4_340b"):
-        errors = results[table].errors
-        assert errors.max() - errors.min() < 0.05, table
+        assert errors[table].max() - errors[table].min() < 0.05, table
+
+
+@pytest.fixture(scope="module")
+def judged(rows: Rows) -> list[Judged]:
+    return judge(rows)
+
+
+def test_the_residual_is_what_these_tables_say(rows: Rows) -> None:
+    learnt = learn(rows)
+    assert pytest.approx(learnt.kernels, rel=0.005) == LEARNT.kernels
+    assert pytest.approx(learnt.spread, abs=0.001) == LEARNT.spread
+    assert pytest.approx(own_spread(rows), abs=0.001) == OWN_SPREAD
+
+
+def test_tables_left_out_are_met_within_the_bars(judged: list[Judged]) -> None:
+    """Mean error of 8 %, of tables and of whole publications; better than a constant; 75 to 90 % of rows inside."""
+    assert INTERVAL_SHARE == 0.8
+    assert np.mean([one.learnt for one in judged]) < 0.047
+    assert np.mean([one.alone for one in judged]) < 0.048
+    for one in judged:
+        assert one.learnt < min(one.constant, one.constant_again), one.table
+        assert one.alone < min(one.constant, one.constant_again), one.table
+    inside = sum(one.inside * one.rows for one in judged) / sum(one.rows for one in judged)
+    assert 0.75 <= inside <= 0.9
+
+
+def test_a_table_that_is_left_out_has_no_part_in_its_prediction(rows: Rows) -> None:
+    """Its times changed at will, what the others say of it stays the same to the last bit."""
+    for table in ("foundry_a100", "llama3_405b"):
+        own = rows.table == table
+        changed = replace(rows, measured_s=np.where(own, 7.0 * rows.measured_s, rows.measured_s))
+        assert learn(changed, ~own) == learn(rows, ~own)
+        assert learn(changed) != learn(rows)
+        before, after = (next(one for one in judge(each) if one.table == table) for each in (rows, changed))
+        assert after.signed == pytest.approx((1 + before.signed) / 7 - 1)
+        publication = rows.publication != rows.publication[own][0]
+        assert learn(changed, publication) == learn(rows, publication)
+
+
+def test_between_the_values_that_are_predicted_seconds_are_as_good_as_predicted(rows: Rows) -> None:
+    places = range(0, len(rows.table), 17)
+    pairs = [(setting, row) for setting in LATER for row in read_table(TABLES / f"{setting.table}.csv")]
+    for place in places:
+        setting, row = pairs[place]
+        job = replace(job_of(row, setting), residual=LEARNT)
+        exact = predict(job, strategy_of(row, setting), cluster_of(row, setting)).step_s
+        told = rows.measured_s[place] * np.exp(-rows.log_error(LEARNT.kernels)[place])
+        assert told == pytest.approx(exact, rel=0.003), row.row_id
+
+
+def test_the_page_has_the_figures_of_tables_left_out(judged: list[Judged]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "plan_validate.md").read_text()
+    for one in judged:
+        assert f"| {one.title} | {' | '.join(left_out_cells(one))} |" in page, left_out_cells(one)
+    flat = " ".join(page.split())
+    assert left_out_line(judged) in flat, left_out_line(judged)
 
 
 def test_a_row_may_say_more_of_its_model_and_layout() -> None:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from phalanx.model.config import ModelConfig
 from phalanx.model.shapes import flops_per_token
-from phalanx.plan.software import MEGATRON_2022, PHALANX
+from phalanx.plan.software import FSDP2, MEGATRON_2022, PHALANX
 from phalanx.plan.step.stages import model_flops
-from phalanx.plan.types import Job, Model, Strategy
+from phalanx.plan.types import Job, Model, Recompute, Strategy
 from phalanx.plan.work.ends import head
 from phalanx.plan.work.layer import layer
 from phalanx.plan.work.local import local_of
@@ -84,6 +84,28 @@ def test_written_scores_multiply_all_pairs() -> None:
     assert more == pytest.approx(4 * 64 * 128 * (128 - keys))
 
 
+def _again(software: object, recompute: Recompute) -> float:
+    """Weights whose products are made again, over a layer's."""
+    model = Model(1, 64, 4, 100, 128, kv_heads=2, mlp_width=96, gated=True)
+    local = local_of(Job(model, 128, 1, software=software), Strategy())  # type: ignore[arg-type]
+    products = [op for op in layer(local, 0, False) if isinstance(op, Product) and op.weight]
+    assert sum(op.n * op.k for op in products) == 64 * (64 + 32 + 32 + 64 + 3 * 96)
+    return sum(op.n * op.k for op in products if recompute in op.again) / 64
+
+
+def test_a_checkpoint_that_stops_early_does_not_make_the_last_product_again() -> None:
+    """torch stops once it has what the backward pass reads; what the last product gives is read by nobody within."""
+    assert _again(MEGATRON_2022, "full") == 64 + 32 + 32 + 64 + 3 * 96
+    for software in (PHALANX, FSDP2):
+        assert _again(software, "full") == 64 + 32 + 32 + 64 + 2 * 96
+
+
+def test_torchtitans_selective_op_makes_every_second_product_again() -> None:
+    """Of q, k, v, out, gate, up, down: k, out, up."""
+    assert _again(FSDP2, "alternate") == 32 + 64 + 96
+    assert _again(FSDP2, "elementwise") == 0
+
+
 def test_experts_multiply_what_is_routed_to_them() -> None:
     dense = Model(layers=2, hidden=64, heads=4, vocab_rows=100, max_sequence=128, mlp_width=96)
     mixture = replace(dense, experts=8, experts_per_token=2, shared_experts=1, moe_every=2)
@@ -94,7 +116,7 @@ def test_experts_multiply_what_is_routed_to_them() -> None:
     assert spread == pytest.approx([spread[0]] * 3)
 
 
-@pytest.mark.parametrize("software", [PHALANX, MEGATRON_2022])
+@pytest.mark.parametrize("software", [PHALANX, MEGATRON_2022, FSDP2])
 def test_arrays_give_what_numbers_give(software: object) -> None:
     model = Model(layers=1, hidden=128, heads=8, vocab_rows=512, max_sequence=64)
     job = Job(model, 64, 8, software=software)  # type: ignore[arg-type]

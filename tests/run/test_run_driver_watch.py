@@ -19,8 +19,11 @@ from phalanx.run.decide.events import (
     WorkerFailed,
     WorkersReturned,
 )
+from phalanx.run.decide.policy import Job, Policy
+from phalanx.run.decide.state import State
 from phalanx.run.driver.attempt import ADVANCED_S, BROKEN_STEPS, AttemptWatch
 from phalanx.run.driver.hosts import HostWatch
+from phalanx.run.driver.overview import Known, overview
 from phalanx.run.messages import Heartbeat, Hello, HostState, WorkerEnded, WorkerState, heartbeat
 from phalanx.run.now import Now, read_clocks
 
@@ -106,6 +109,15 @@ class TestProgress:
             Advanced(5046.0, 3, 35, age_s=11.0)
         ]
         assert attempt.on_heartbeat(beat(3, worker(0, 35)), at(36 + 2 * ADVANCED_S)) == []  # no step since
+
+    def test_what_storage_keeps_up_with_is_told_of_rank_0(self) -> None:
+        attempt = watch(2)
+        state = State(Policy(), Job("j", 1, 2), phase="running", attempt=3)
+        assert overview(Known(state, attempt=attempt), at(1)).checkpoints == ""
+        attempt.on_heartbeat(beat(3, worker(0, 7, checkpoints="about every 19th"), worker(1, 7)), at(1))
+        assert overview(Known(state, attempt=attempt), at(1)).checkpoints == "about every 19th"
+        attempt.on_heartbeat(beat(3, worker(0, 8), worker(1, 8)), at(2))
+        assert overview(Known(state, attempt=attempt), at(2)).checkpoints == ""
 
     def test_steps_of_the_training_are_told_as_such_from_the_first_of_this_attempt(self) -> None:
         attempt = watch()

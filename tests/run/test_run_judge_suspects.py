@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judge_helpers import BACKWARD, py_spy
 
-from phalanx.run.judge.still import main_stack, without_lines
+from phalanx.run.judge.still import main_stack, waits_for_peers, without_lines
 from phalanx.run.judge.suspects import find_suspects, waits_of
 from phalanx.run.messages import RankEvidence
 
@@ -29,6 +29,13 @@ def flight(last: int, group: str = "0", state: str = "completed") -> str:
         {"process_group": [group, "default_pg"], "collective_seq_id": n, "state": state} for n in range(last + 1)
     ]
     return json.dumps({"version": "2.4", "entries": entries})
+
+
+def test_who_hears_all_ranks_waits_for_them() -> None:
+    """Over our own connections, too."""
+    hears = ("result (concurrent/futures/_base.py:451)", "_wait (phalanx/core/tree_peers.py:140)", "main (train.py:3)")
+    assert waits_for_peers(main_stack(py_spy("wait (threading.py:359)", *hears)))
+    assert waits_for_peers(main_stack(WAITS)) and not waits_for_peers(main_stack(SLEEPS))
 
 
 def ranks(*others: RankEvidence, count: int = 8, **common: Any) -> list[RankEvidence]:

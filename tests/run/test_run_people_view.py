@@ -117,6 +117,16 @@ def test_what_was_wrong_with_links_stands_beside_what_a_host_is_about() -> None:
         assert words in page(job(hosts), [], [])
 
 
+def test_status_says_what_storage_keeps_up_with() -> None:
+    line = "a checkpoint takes 4.2s; every_steps = 5 asks for one every 1.1s: about every 19th step becomes durable"
+    for now, is_told in ((job([host(0)]), False), (job([host(0)], checkpoints=line + HOSTILE), True)):
+        console = file()
+        show_status(now, console)
+        shown = " ".join(seen(console).split())
+        assert (line in shown) == is_told
+        assert "\x1b" not in shown and "\u202e" not in shown
+
+
 def test_where_there_is_little_room_columns_go_and_what_a_host_is_about_stays() -> None:
     heads = drawn(Panel(job(MANY[:3])), 48, 24)[2].split()
     assert heads[:2] == ["host", "state"] and heads[-1] == "doing" and "mem" not in heads

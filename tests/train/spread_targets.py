@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from phalanx.launch.environment import Worker
+from phalanx.parallel.abort import Abort
+from phalanx.parallel.config import ParallelConfig
 from phalanx.train import assemble as assembling
+from phalanx.train import ranks as meeting
 from phalanx.train.config import RunConfig
+from phalanx.train.device import Device
+from phalanx.train.ranks import Ranks
 from phalanx.train.run import Run
 from phalanx.train.session import train_rank
+from phalanx.train.trainer import SpreadTrainer
 
 
 def raise_at_step_5(worker: Worker, config: RunConfig, folder: str) -> int:
@@ -29,3 +37,41 @@ def raise_at_step_5(worker: Worker, config: RunConfig, folder: str) -> int:
         Run.accumulate_gradients = failing  # type: ignore[method-assign]
     assembling.measure_peak = lambda device: None  # type: ignore[attr-defined]
     return train_rank(worker, config, Path("tiny.toml"))
+
+
+def run_out_of_memory(worker: Worker, config: RunConfig, folder: str, culprit: int, stuck: int | None) -> int:
+    """Train, but one rank has no memory for its first step; notes down what every rank ends with.
+
+    Args:
+        stuck: a rank that waits in its first step and hears nothing of a peer's end, as over NCCL.
+    """
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise MemoryError("no room")
+
+    if worker.rank == culprit:
+        SpreadTrainer.accumulate_gradients = refused  # type: ignore[method-assign]
+    if worker.rank == stuck:
+        SpreadTrainer.accumulate_gradients = lambda *_, **__: threading.Event().wait()  # type: ignore[assignment]
+    meeting.Abort = partial(Abort, look_s=0.2, grace_s=2.0)  # type: ignore[misc,assignment]
+    assembling.measure_peak = lambda device: None  # type: ignore[attr-defined]
+    try:
+        train_rank(worker, config, Path("tiny.toml"))
+    except Exception as error:
+        (Path(folder) / f"said-{worker.rank}").write_text(str(error))
+    return 0
+
+
+def have_unequal_memory(worker: Worker, config: RunConfig, folder: str, free_bytes: list[int]) -> int:
+    """Begin to train with so much memory on each rank; notes down the layout that each opens its groups for."""
+
+    def noted(_: Ranks, parallel: ParallelConfig, device: Any) -> None:
+        (Path(folder) / f"layout-{worker.rank}").write_text(parallel.model_dump_json())
+        raise KeyboardInterrupt
+
+    Device.available_bytes = lambda _: free_bytes[worker.rank]  # type: ignore[method-assign,assignment]
+    Ranks.join = noted  # type: ignore[method-assign,assignment]
+    try:
+        return train_rank(worker, config, Path("tiny.toml"))
+    except KeyboardInterrupt:
+        return 0

@@ -34,10 +34,12 @@ class Peers:
     """This rank, and others whose trials found what is given."""
 
     def __init__(self, *others: dict[str, str]) -> None:
-        self.others, self.kernel = others, ""
+        self.rank, self.others, self.kernel = 0, others, ""
 
-    def gather(self, mine: str) -> list[str]:
-        return [mine, *(other.get(self.kernel, "") for other in self.others)]
+    def lowest(self, mine: Any) -> Any:
+        found = [other.get(self.kernel, "") for other in self.others]
+        theirs = [[reason != "no memory", rank, reason] for rank, reason in enumerate(found, 1) if reason]
+        return min([*([mine] if mine else []), *theirs], default=None)
 
 
 def run_of(

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from phalanx.train.reports.comparing import (
     Measured,
     comparison,
     difference_line,
+    expected_line,
     most_off,
     told_apart,
 )
@@ -47,6 +49,19 @@ def test_a_small_difference_is_one_line() -> None:
     assert difference_line(EXPECTED, measured) == (
         "measured over steps 6 to 15: step 1.05 s, 5.0 % more than expected; memory 1.00 GiB, 0.0 % more than expected"
     )
+
+
+def test_the_line_at_the_start_says_where_steps_lie() -> None:
+    run = SimpleNamespace(
+        config=SimpleNamespace(train=SimpleNamespace(global_batch=8), data=SimpleNamespace(sequence_length=128)),
+        total_steps=30,
+        progress=SimpleNamespace(step=10),
+    )
+    sure = replace(EXPECTED, interval_s=(0.9, 1.125))
+    assert expected_line(sure, run).startswith(
+        "expected: step 1.00 s (900.0 ms to 1.12 s in 8 of 10 cases), 1,024 tokens/s, "
+    )  # type: ignore[arg-type]
+    assert expected_line(EXPECTED, run).startswith("expected: step 1.00 s, 1,024 tokens/s, ")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from train_helpers import begin, configured
 
 from phalanx.core.config import validate
 from phalanx.core.errors import UserError
+from phalanx.launch.environment import Worker
+from phalanx.plan.memory import rank_memory
+from phalanx.train import assemble, start
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.figures import complete_model
 from phalanx.train.derived.fit import GPU_MEMORY_SHARE, LEVELS, Choice, Fit, Level, off_line
 from phalanx.train.device import Device
 from phalanx.train.micro_batch import choose_passes
+from phalanx.train.ranks import Ranks
 from phalanx.train.run import Run
+from phalanx.train.run_folder import Refused, RunFolder
 
 GIB = float(1 << 30)
 MODEL = {"vocab_size": 32000, "layers": 24, "hidden": 2048, "heads": 16}
@@ -71,6 +81,23 @@ def test_where_nothing_fits_the_least_is_taken_and_said() -> None:
     assert (chosen.micro_batch, chosen.recompute) == (1, "full")
     assert found.line(chosen).startswith("micro-batch 1 of 32 sequences, recompute full: ")
     assert found.line(chosen).endswith("of 8.00 GiB predicted, more than there is: it will probably not fit")
+
+
+def test_whether_a_layout_fits_counts_what_is_computed_again_and_what_is_left_free() -> None:
+    least = fit(80.0).least().predicted_bytes / GIB
+    without = min(fit(80.0).predicted(1, level).predicted_bytes for level in LEVELS[:-1]) / GIB
+    assert least < 0.97 * without
+    for gib, verdict in (
+        (without / GPU_MEMORY_SHARE * 1.01, "well"),
+        (without / GPU_MEMORY_SHARE * 0.99, "slowly"),
+        (least / GPU_MEMORY_SHARE * 0.99, "barely"),
+        (least * 0.99, "no"),
+    ):
+        need = fit(gib).need()
+        assert (need.verdict, need.num_bytes) == (verdict, least * GIB)
+    assert fit(without / GPU_MEMORY_SHARE * 0.99, recompute="full").need().verdict == "well", "it was asked for"
+    short = fit(least * 0.99, recompute="none").need()
+    assert "train.recompute=auto" in short.cure and "activations" in short.parts
 
 
 @settings(deadline=None, max_examples=30)
@@ -195,6 +222,81 @@ def test_out_of_memory_with_nothing_smaller_ends_the_run(run: Run) -> None:
     assert (run.choice.micro_batch, run.choice.recompute) == (1, "full")
 
 
+@dataclass
+class _OneOfTwo:
+    """What a second rank, with nothing of its own to say, agrees to."""
+
+    rank = 0
+    size = 2
+
+    def lowest(self, value: Any) -> Any:
+        return value
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+
+def test_what_one_of_several_ranks_had_no_memory_for_is_not_tried_again(run: Run) -> None:
+    on_gpu(run, 1 << 30)
+    run.ranks = Ranks(_OneOfTwo())  # type: ignore[arg-type]
+    said: list[str] = []
+    choose_passes(run, said.append)
+    passes = run.trainer.accumulate_gradients
+
+    def refuse(*_args: Any, **_named: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    seen = []
+    while run.choice not in seen:
+        seen.append(run.choice)
+        run.trainer.accumulate_gradients = refuse  # type: ignore[method-assign]
+        smaller = run.fit.smaller(run.choice)  # type: ignore[union-attr]
+        then = f"start again, and all take micro-batch {smaller.micro_batch}, recompute" if smaller else "set train"
+        with pytest.raises(UserError, match=rf"do not fit into memory of rank 0 \(CUDA.*; ({then}|take a smaller)"):
+            run.accumulate_gradients(run.loader.batch(0, 4))
+        run.trainer.accumulate_gradients = passes  # type: ignore[method-assign]
+        said.clear()
+        choose_passes(run, said.append, keep=True)  # as the next start does
+        if smaller is not None:
+            assert run.choice == smaller and said[0].startswith("a rank had no memory for micro-batch ")
+    assert len(seen) > 3 and seen[-1].recompute == "full" and seen[-1].micro_batch == 1
+
+
+def test_what_was_refused_in_another_layout_says_nothing(run: Run) -> None:
+    on_gpu(run, 1 << 30)
+    run.ranks = Ranks(_OneOfTwo())  # type: ignore[arg-type]
+    choose_passes(run, lambda _: None)
+    first = run.choice
+    Refused("fs2", first.micro_batch, first.recompute).write(run.folder)
+    choose_passes(run, lambda _: None)
+    assert run.choice == first
+    run.folder.out_of_memory.write_text("{")
+    choose_passes(run, lambda _: None)
+    assert run.choice == first
+
+
+def test_ranks_are_started_again_as_long_as_there_is_less_to_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(tmp_path, {"parallel.devices": 2})
+    folder = RunFolder(Path(config.run.folder))
+    folder.path.mkdir()
+    ends, out = iter((2, 2, 2, 0)), io.StringIO()
+
+    def launched(*_args: Any, **_named: Any) -> int:
+        status = next(ends)
+        if status and left:
+            Refused("dp2", left.pop(), "none").write(folder)
+        return status
+
+    monkeypatch.setattr(start, "launch_local", launched)
+    monkeypatch.setattr(start, "resolve_layout", lambda config, *args: config)
+    left = [2, 4]
+    assert start.start_ranks(config, Path("tiny.toml"), Console(file=out)) == 2
+    assert out.getvalue().count("starting again, with less in memory at a time") == 2
+    assert start.start_ranks(config, Path("tiny.toml"), Console(file=out)) == 0
+
+
 def test_after_the_second_step_a_far_prediction_is_told(run: Run) -> None:
     notes = on_gpu(run, 1 << 30, most=1 << 29)
     choose_passes(run, lambda _: None)
@@ -217,3 +319,74 @@ def test_offload_is_counted_and_said_to_have_no_effect_on_a_cpu(tmp_path: Path, 
     notes: list[str] = []
     begin(configured(tmp_path, {"train.offload": 0.5}), notes).folder.release()
     assert any("train.offload = 0.5 has no effect" in note for note in notes)
+
+
+class _Peers:
+    """Ranks that are threads."""
+
+    def __init__(self, rank: int, values: list[Any], together: Barrier) -> None:
+        self.rank, self.size, self._values, self._together = rank, len(values), values, together
+
+    def gather(self, value: Any) -> list[Any]:
+        self._values[self.rank] = value
+        self._together.wait(10)
+        found = list(self._values)
+        self._together.wait(10)
+        return found
+
+    def collect(self, value: Any) -> list[Any] | None:
+        found = self.gather(value)
+        return None if self.rank else found
+
+    def broadcast(self, value: Any) -> Any:
+        return self.gather(value)[0]
+
+
+def decided(config: RunConfig, gib_of_ranks: list[float]) -> list[RunConfig | UserError]:
+    """What each rank takes for its layout, on GPUs with so much memory."""
+    values, together = [None] * len(gib_of_ranks), Barrier(len(gib_of_ranks))
+
+    def one(rank: int) -> RunConfig | UserError:
+        size = len(gib_of_ranks)
+        worker = Worker(rank, rank, size, size, "localhost", 1)
+        ranks = Ranks(_Peers(rank, values, together), worker)  # type: ignore[arg-type]
+        device = object.__new__(_Gpu)
+        total = int(gib_of_ranks[rank] * GIB)
+        for name, value in (("name", "x"), ("compute_dtype", torch.bfloat16), ("threads", 1), ("total", total)):
+            object.__setattr__(device, name, value)
+        object.__setattr__(device, "available_bytes", lambda: total)
+        try:
+            prepared: Any = SimpleNamespace(vocab_size=32000)
+            return assemble._with_layout(config, prepared, ranks, device, lambda _: None)
+        except UserError as error:
+            return error
+
+    with ThreadPoolExecutor(len(gib_of_ranks)) as pool:
+        return list(pool.map(one, range(len(gib_of_ranks))))
+
+
+def test_ranks_of_unequal_memory_take_the_layout_that_fits_the_least() -> None:
+    """Weights, gradients and state of 1.3B parameters are 20 GiB; activations of a sequence as much again."""
+    tree = {
+        "model": MODEL,
+        "data": {"sequence_length": 4096},
+        "train": {"steps": 1, "global_batch": 32, "precision": "bf16"},
+        "optim": {"name": "adamw"},
+        "parallel": {"devices": 2},
+    }
+    config = validate(RunConfig, tree)
+    alike = decided(config, [80.0, 80.0])
+    unequal = decided(config, [80.0, 18.0])
+    for found in (alike, unequal):
+        assert all(isinstance(one, RunConfig) for one in found) and found[0] == found[1]
+    rich, poor = alike[0], unequal[0]
+    assert isinstance(rich, RunConfig) and isinstance(poor, RunConfig)
+    assert (rich.parallel.shard, rich.parallel.zero) == (2, 1) and poor.parallel != rich.parallel
+    model = complete_model(poor, 32000)
+    micro_batch = poor.train.micro_batch
+    made = Fit.of(poor, model, poor.parallel, "bf16", device_bytes=18 * GIB, micro_batch=micro_batch)
+    strategy = made.strategy(made.choose().micro_batch, made.choose().recompute)
+    assert max(rank.total for rank in rank_memory(made.job, strategy)) <= GPU_MEMORY_SHARE * 18 * GIB
+    refused = decided(config, [80.0, 2.0])
+    assert all(isinstance(one, UserError) and "The nearest: weights" in str(one) for one in refused)
+    assert str(refused[0]) == str(refused[1])

@@ -32,6 +32,9 @@ from train_helpers import (
 
 from phalanx.checkpoint.restoring.checkpoint import open_checkpoint
 from phalanx.launch.local import launch_local
+from phalanx.parallel.config import ParallelConfig
+from phalanx.parallel.possible import needed_bytes
+from phalanx.train.derived.layout import task_of
 
 pytestmark = [
     pytest.mark.usefixtures("no_peak"),
@@ -205,6 +208,39 @@ def test_a_rank_that_raises_ends_all_and_is_read_last(tmp_path: Path) -> None:
     assert "pipeline 1" in lines[mark]
     assert lines[mark + 2].startswith("Traceback"), "the traceback stands under the mark"
     assert "\n".join(lines[mark:]).count("Traceback") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("culprit", "stuck"), [(0, None), (1, 0)])
+def test_out_of_memory_on_one_rank_ends_all_with_its_words(tmp_path: Path, culprit: int, stuck: int | None) -> None:
+    """Also one that waits where nothing wakes it, as over NCCL, and also where the store goes with the culprit."""
+    config = configured(tmp_path, SETTINGS | TWO | {"checkpoint.every_steps": 0})
+    report, target = io.StringIO(), f"{spread_targets.__name__}:run_out_of_memory"
+    begun_s = time.monotonic()
+    arguments = (config, str(tmp_path), culprit, stuck)
+    launch_local(2, target, arguments, preload=["phalanx.train.session"], layout=config.parallel.layout, report=report)
+    assert time.monotonic() - begun_s < 60, report.getvalue()  # of a wait of half an hour
+    said = {rank: tmp_path / f"said-{rank}" for rank in range(2)}
+    expected = f"train.micro_batch = 1: 1 x 16 tokens at once do not fit into memory of rank {culprit} (no room); set "
+    for rank, file in said.items():
+        if rank != stuck:
+            assert file.read_text().startswith(expected), report.getvalue()
+    assert len({file.read_text() for file in said.values() if file.exists()}) == 1
+    assert (stuck is None) == all(file.exists() for file in said.values())
+
+
+@pytest.mark.slow
+def test_ranks_of_unequal_memory_take_one_layout(tmp_path: Path) -> None:
+    config = configured(tmp_path, SETTINGS | {"parallel.devices": 2, "optim.name": "adamw", "model.vocab_size": 512})
+    little = needed_bytes(ParallelConfig(shard=2, zero=1), task_of(config, 1))
+    # The ranks of a host share what is free: half of this is too little, unless more than the state is split.
+    free = [little + little // 2 if rank == 1 else 1 << 40 for rank in range(2)]
+    target = f"{spread_targets.__name__}:have_unequal_memory"
+    arguments = (config, str(tmp_path), free)
+    assert launch_local(2, target, arguments, preload=["phalanx.train.session"], report=io.StringIO()) == 0
+    layouts = [json.loads((tmp_path / f"layout-{rank}").read_text()) for rank in range(2)]
+    assert layouts[0] == layouts[1]
+    assert layouts[0]["shard"] == 2 and layouts[0]["zero"] > 1, "rank 0 alone would split the state and nothing else"
 
 
 _REFUSED = """

@@ -1,4 +1,4 @@
-"""Where the ranks of a layout are: threads of this process, or processes; real groups over gloo in both."""
+"""Where the ranks of a layout are: threads, which do things in the order of NCCL, or processes, over gloo."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from phalanx.core.layout import Layout
 from phalanx.launch.environment import Worker
 from phalanx.parallel.backends import Maker
 from phalanx.parallel.mesh import Mesh
+from support.fake_nccl import FakeNccl
 from support.parity.runs import CPU, Piece, on_rank, whole
 from support.parity.task import Case, Seen
 from support.processes import from_processes, hand_back, meet
@@ -34,7 +35,10 @@ def in_threads(layout: Layout, body: Callable[[int, Store], T]) -> list[T]:
         except BaseException as error:
             errors.append((next(order), error))
 
-    threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(layout.world_size)]
+    threads = [
+        threading.Thread(target=main, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(layout.world_size)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -48,8 +52,9 @@ def by_threads(cases: Sequence[Case], make: Maker | None = None) -> list[Seen]:
     """What the ranks of a layout did in each of `cases`, which are of one layout, as threads of this process.
 
     Args:
-        make: makes one member's process group; gloo's by default.
+        make: makes one member's process group; by default it does things as NCCL does.
     """
+    make = make or FakeNccl().make
     pieces = in_threads(cases[0].spread.layout, lambda rank, store: _pieces(cases, rank, store, make))
     return [whole(ranks) for ranks in zip(*pieces, strict=True)]
 

@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.session.opening import open_session
-from phalanx.parallel.group import Group
-from phalanx.parallel.peers import GroupPeers
+from phalanx.core.tree_peers import TreePeers
 from support.stall.task import Task
 
 
@@ -41,11 +40,12 @@ class Ours:
     """A session; `overlap` as in `Session.watch`."""
 
     def __init__(
-        self, task: Task, group: Group, folder: Path, config: CheckpointConfig, overlap: bool | None = None
+        self, task: Task, store: TCPStore, folder: Path, config: CheckpointConfig, overlap: bool | None = None
     ) -> None:
         self._config = config
         self.events: list[Any] = []
-        self.session = open_session(str(folder), config, peers=GroupPeers(group), report=print)
+        self._peers = TreePeers(store, task.rank, 2, host="127.0.0.1", name="here", timeout_s=600.0)
+        self.session = open_session(str(folder), config, peers=self._peers, report=print)
         self.session.watch(task.tensors, None, _role, overlap=overlap)
         self.ask, self.fence = self.session.ask, self.session.fence
         self._taken = 0
@@ -65,6 +65,7 @@ class Ours:
 
     def close(self) -> None:
         self.session.finish(clean=True)
+        self._peers.close()
 
 
 class Theirs:
@@ -159,12 +160,12 @@ class Nothing:
 NAMES = ("ours", "ours, overlapping", "dcp thread", "dcp thread, stager", "dcp process", "dcp process, stager", "none")
 
 
-def make(name: str, task: Task, group: Group, store: TCPStore, folder: Path, config: CheckpointConfig) -> Contender:
+def make(name: str, task: Task, store: TCPStore, folder: Path, config: CheckpointConfig) -> Contender:
     """The contender called `name`, one of `NAMES`."""
     if name == "none":
         return Nothing()
     if name.startswith("ours"):
-        return Ours(task, group, folder, config, overlap="overlapping" in name)
+        return Ours(task, store, folder, config, overlap="overlapping" in name)
     kind = AsyncCheckpointerType.PROCESS if "process" in name else AsyncCheckpointerType.THREAD
     return Theirs(task, store, folder, config.every_steps, kind, keep_stager="stager" in name)
 

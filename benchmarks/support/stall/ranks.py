@@ -23,7 +23,7 @@ def stall(name: str, rank: int, address: str, folder: Path, size: Size, *, check
     group, store = meet(rank, address)
     warm(task, group)
     config = CheckpointConfig(every_steps=every)
-    contender = make(name, task, group, store, folder, config)
+    contender = make(name, task, store, folder, config)
     seconds, memory = [], []
     for step in range(1, every * (checkpoints + 1)):
         seconds.append(timed(lambda step=step: do(task, contender, step), group))  # type: ignore[misc]
@@ -47,10 +47,10 @@ def every_step(rank: int, address: str, folder: Path, size: Size, *, rounds: int
     The durable ones begin at the 5th, 15th … step of a round, so that they end within it.
     """
     task = Task(size, rank)
-    group, _ = meet(rank, address)
+    group, store = meet(rank, address)
     warm(task, group)
     config = CheckpointConfig(every_steps=10, memory_every_steps=1)
-    ours = Ours(task, group, folder, config)
+    ours = Ours(task, store, folder, config)
     for step in range(1, 6):
         do(task, ours, step)
         group.barrier()
@@ -73,9 +73,9 @@ def every_step(rank: int, address: str, folder: Path, size: Size, *, rounds: int
 def last(rank: int, address: str, folder: Path, size: Size, *, rounds: int) -> Any:
     """A checkpoint that is waited for, and the disk by itself, in turns; rates of all ranks together."""
     task = Task(size, rank)
-    group, _ = meet(rank, address)
+    group, store = meet(rank, address)
     warm(task, group)
-    ours = Ours(task, group, folder, CheckpointConfig(every_steps=1 << 30, keep_last=1))
+    ours = Ours(task, store, folder, CheckpointConfig(every_steps=1 << 30, keep_last=1))
     whole_bytes = 2 * sum(tensor.nbytes for tensor in task.tensors().values())
     found: dict[str, list[float]] = {"checkpoint_bytes_per_s": [], "disk_bytes_per_s": [], "core_s_per_gb": []}
     for step in range(1, rounds + 2):

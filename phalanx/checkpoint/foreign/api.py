@@ -24,7 +24,7 @@ from phalanx.checkpoint.foreign.updates import Updates
 from phalanx.checkpoint.restoring.restore import Wanted, restore
 from phalanx.checkpoint.restoring.source import Restored
 from phalanx.checkpoint.storage.location import open_store
-from phalanx.checkpoint.together import everywhere
+from phalanx.checkpoint.together import agreed
 from phalanx.core.config import validate
 from phalanx.core.errors import UserError
 from phalanx.core.progress import say_restored
@@ -82,7 +82,7 @@ class Checkpointer:
         self.peers = find_peers()
         self._report = report or partial(print, file=sys.stderr)
         self._training = TrainingState(model, optimizer, extra, self.peers.rank, self.peers.size)
-        everywhere(self.peers, lambda: self._training.collect() and None)
+        agreed(self.peers, self._training.collect)
         self._saving = Saving(str(folder), self.config, self._training, self.peers, about or {}, self._say)
         self._stopping = Stopping(self.config, self.peers, os.environ, time.time(), catch=stop_signals)
         self._updates = Updates(self._training.optimizers.values(), self.before_update)
@@ -99,7 +99,7 @@ class Checkpointer:
     def add(self, *, model: Any = None, optimizer: Any = None, extra: Mapping[str, Any] | None = None) -> None:
         """Give what was not there yet when this was made; before `restore` and the first `step`."""
         self._training.add(model, optimizer, extra or {})
-        everywhere(self.peers, lambda: self._training.collect() and None)
+        agreed(self.peers, self._training.collect)
         self._updates.watch(self._training.optimizers.values())
 
     def look(self) -> dict[str, Any]:
@@ -189,6 +189,12 @@ class Checkpointer:
         if stop:
             self._say(f"{stop}: stopping after step {step}, whose checkpoint is durable")
         return bool(stop)
+
+    @property
+    def status(self) -> str:
+        """What is durable, what is being written, and what storage can keep up with, in one line for people; this
+        rank's knowledge."""
+        return self._saving.status
 
     def changed(self) -> None:
         """Say, on all ranks, that tensors have come, gone or changed their shapes since the first step."""
@@ -282,7 +288,7 @@ def restore_checkpoint(
     config = _settings(None, settings, folder)
     training = TrainingState(model, optimizer, extra, peers.rank, peers.size)
     training.require_any()
-    everywhere(peers, lambda: training.collect() and None)
+    agreed(peers, training.collect)
 
     def say(line: str) -> None:
         if peers.rank == 0:

@@ -78,6 +78,15 @@ class DistributedPeers:
         dist.broadcast(text, first, group=self._group)
         return _decode(text)
 
+    def collect(self, value: Any) -> list[Any] | None:
+        """The values of all members, in order, on the first."""
+        values = self.gather(value)
+        return None if self.rank else values
+
+    def lowest(self, value: Any) -> Any:
+        """The lowest of the values that are not None, on every member."""
+        return min((one for one in self.gather(value) if one is not None), default=None)
+
     def barrier(self) -> None:
         """Wait until every member is here."""
         dist.barrier(group=self._group)

@@ -25,7 +25,7 @@ from phalanx.checkpoint.foreign.state import (
 )
 from phalanx.checkpoint.restoring.restore import Opened, Targets, Wanted
 from phalanx.checkpoint.restoring.source import Restored
-from phalanx.checkpoint.together import everywhere
+from phalanx.checkpoint.together import agreed
 from phalanx.core.errors import UserError
 from phalanx.core.peers import Peers
 from phalanx.core.shard import Shard
@@ -76,18 +76,18 @@ def put_back(
 
     def wanted(opened: Opened) -> Targets:
         made.clear()
-        everywhere(peers, partial(_require_ours, opened))
+        agreed(peers, partial(_require_ours, opened))
         blob = training.blob_target(opened.state)
         if training.has_blobs(opened.state):
             opened.read(blob)
         own = b"".join(tensor.numpy().tobytes() for tensor in blob.values())
-        everywhere(peers, lambda: made.append(Putting(training, opened.state, own, strict=strict)))
+        agreed(peers, lambda: made.append(Putting(training, opened.state, own, strict=strict)))
         return Targets(*made[0].targets(), partial(_require_fit, opened.step, training, strict), _CURE)
 
     restored = restore(wanted)
     if restored is None:
         return None
-    everywhere(peers, made[0].finish)
+    agreed(peers, made[0].finish)
     for what, names in (("objects", made[0].left), ("tensors", restored.differences.missing)):
         if names:
             report(f"{len(names)} {what} not in the checkpoint, left as they were: {', '.join(names[:_SHOWN])}")

@@ -85,6 +85,11 @@ class Saving:
         """How long a checkpoint is expected to take until it is durable, seconds; 0: unknown."""
         return self._session.expected_durable_s
 
+    @property
+    def status(self) -> str:
+        """See `phalanx.checkpoint.session.session.Session.status`."""
+        return self._session.status
+
     def close(self, *, clean: bool) -> None:
         """Nothing more will be saved; `clean`: training has ended well."""
         self._session.finish(clean=clean)
@@ -108,7 +113,7 @@ class Saving:
 
     def _watch(self) -> None:
         """Only now has the optimizer all of its state. A loop that does not call `fence` is not copied beside."""
-        self._training.reserve(self._peers.gather)
+        self._training.reserve(lambda room: self._peers.ask_highest(room)())
         found = self._training.collect()
         self._table, self._filled = found.table, self._training.filled()
         about = (self._present, found.shards, found.roles)

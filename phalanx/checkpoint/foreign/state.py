@@ -8,7 +8,7 @@ where there are as many ranks as there were; else all get rank 0's, and generato
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -148,15 +148,15 @@ class TrainingState:
             "tensors": table,
         }
 
-    def reserve(self, agree: Callable[[int], Iterable[int]]) -> None:
+    def reserve(self, highest: Callable[[int], int]) -> None:
         """Fix how much room the JSON of a rank has, the same on all; called by all together.
 
         Args:
-            agree: gives the numbers of all ranks.
+            highest: gives the highest of all ranks' numbers.
         """
         self._blob_bytes = 0
         needed = 2 * len(self._json(self.collect())) + _BLOB_STEP if self._world_size > 1 else 0
-        self._blob_bytes = max(agree(-(-needed // _BLOB_STEP) * _BLOB_STEP))
+        self._blob_bytes = highest(-(-needed // _BLOB_STEP) * _BLOB_STEP)
 
     def has_blobs(self, state: Mapping[str, Any]) -> bool:
         """Whether ranks have JSON of their own in the checkpoint, which they take back; the same on all."""

@@ -57,6 +57,27 @@ def read_box(
         read_rows(file, place[0] + data, stored, start, out)
 
 
+def read_spans(
+    length: int, stored: tuple[Sequence[int], torch.dtype], start: Sequence[int], sizes: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Which bytes of an archive of `length` bytes `read_box` reads, in its order: first and end of each span.
+
+    A little more rather than less, since where in the archive the elements begin is not known before it is read.
+
+    Args:
+        stored: shape and dtype of the tensor.
+        start, sizes: of the box.
+    """
+    shape, dtype = stored
+    row_bytes = dtype.itemsize * torch.Size(shape[1:]).numel()
+    around = max(length - row_bytes * (shape[0] if shape else 1), 0)
+    if not shape or length <= _SMALL_BYTES or not sizes[0]:
+        return [(0, length)]
+    directory, first, end = max(length - around, 0), start[0] * row_bytes, (start[0] + sizes[0]) * row_bytes + around
+    rows = (first, min(end, directory)) if first > around else (0, min(end, directory))
+    return [(directory, length), *([(0, around)] if rows[0] else []), rows]
+
+
 def require_stored(view: BinaryIO) -> None:
     """See that nothing in an archive is packed, as torch never does it: what is would take memory that the file does
     not account for.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
 import stat
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, NamedTuple, Protocol
 
 from phalanx.core.files import open_regular, read_regular
 
@@ -23,6 +26,14 @@ def most_bytes(file: str) -> int:
     its elements, and rank 0's state.
     """
     return _MOST_BYTES.get(file, _ELSE_BYTES)
+
+
+class Span(NamedTuple):
+    """Bytes ``[start, end)`` of a file."""
+
+    file: str
+    start: int
+    end: int
 
 
 class Files(Protocol):
@@ -52,6 +63,19 @@ class Files(Protocol):
 
     def size_bytes(self, file: str) -> int:
         """Length of a file; FileNotFoundError: it is not there, IsADirectoryError: it is no file."""
+        ...
+
+    def sizes(self) -> Mapping[str, int]:
+        """Length of every file, by name, from one look at all of them; empty if there are none."""
+        ...
+
+    def ahead(self, spans: Iterable[Span], sizes: Mapping[str, int]) -> AbstractContextManager[Files]:
+        """The same files, for reading in one thread, where that makes it faster with `spans` on their way already.
+
+        Args:
+            spans: what will be read, best in that order.
+            sizes: of files that will be opened, so that storage need not be asked.
+        """
         ...
 
 
@@ -94,6 +118,20 @@ class FolderFiles:
         if not stat.S_ISREG(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, "Is not a file", str(path))
         return status.st_size
+
+    def sizes(self) -> Mapping[str, int]:
+        """See `Files`."""
+        found: dict[str, int] = {}
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # renamed since, by a writer
+                    if entry.is_file():
+                        found[entry.name] = entry.stat().st_size
+        return found
+
+    def ahead(self, spans: Iterable[Span], sizes: Mapping[str, int]) -> AbstractContextManager[FolderFiles]:
+        """See `Files`. The kernel reads ahead."""
+        return nullcontext(self)
 
 
 def files_of(place: Path | Files) -> Files:

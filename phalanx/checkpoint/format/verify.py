@@ -12,7 +12,7 @@ from typing import cast
 
 from phalanx.checkpoint.format import manifest as manifests
 from phalanx.checkpoint.format.evaluation import read_evaluation
-from phalanx.checkpoint.format.files import Files, files_of
+from phalanx.checkpoint.format.files import Files, Span, files_of
 from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, DamagedCheckpointError, FileEntry, Manifest
 
 _STEP = re.compile(r"(?:[a-z]+-)?step-([0-9]{8,})(?![0-9])")  # also of those kept aside
@@ -43,9 +43,11 @@ def examine(
     files = files_of(place)
     _, manifest = read_manifest(files, manifest_sha256=manifest_sha256, spare=spare)
     if checksums:
-        for file in manifest.files:
-            with _sparing(manifest, file.name, spare):
-                check_file(files, file)
+        sizes = {file.name: file.size_bytes for file in manifest.files}
+        with files.ahead([Span(name, 0, size_bytes) for name, size_bytes in sizes.items()], sizes) as fetched:
+            for file in manifest.files:
+                with _sparing(manifest, file.name, spare):
+                    check_file(fetched, file)
     found = read_evaluation(files, manifest.step).metrics
     return manifest.model_copy(update={"metrics": manifest.metrics | found}) if found else manifest
 
@@ -84,9 +86,7 @@ def read_manifest(files: Files, *, manifest_sha256: str = "", spare: Spare | Non
     if named is not None and int(named[1]) != manifest.step:
         problem = f"{MANIFEST} is of step {manifest.step}, and the name says {int(named[1])}"
         raise DamagedCheckpointError(files.url, problem)
-    for file in manifest.files:
-        with _sparing(manifest, file.name, spare):
-            _check_size(files, file)
+    _check_sizes(files, manifest, spare)
     return content, manifest
 
 
@@ -122,6 +122,18 @@ def _digest(files: Files, name: str) -> str:
         while count := cast(io.BufferedReader, stream).readinto(block):
             digest.update(block[:count])
     return digest.hexdigest()
+
+
+def _check_sizes(files: Files, manifest: Manifest, spare: Spare | None) -> None:
+    """Hold the files against one listing; only what is not right there is asked for by its name."""
+    try:
+        sizes = files.sizes()
+    except OSError:  # it may be forbidden to list them
+        sizes = {}
+    for file in manifest.files:
+        if sizes.get(file.name) != file.size_bytes:
+            with _sparing(manifest, file.name, spare):
+                _check_size(files, file)
 
 
 def _check_size(files: Files, file: FileEntry) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass
 
 _FIRST_BYTES_PER_S = 4e9  # until it has been measured
 _FORGET = 0.2
@@ -12,9 +13,39 @@ _LONGEST_S = 1.0
 _FIRST_INTERVAL_S = 1.0
 
 
-def budget_s(interval_s: float | None) -> float:
-    """Within how many seconds a snapshot is examined that comes so long after the one before; None: it is the first."""
-    return min((_FIRST_INTERVAL_S if interval_s is None else interval_s) / 2, _LONGEST_S)
+def budget_s(interval_s: float | None, persist_s: float = 0.0) -> float:
+    """Within how many seconds a snapshot is examined.
+
+    Args:
+        interval_s: how long after the one before it comes; None: it is the first.
+        persist_s: how long it will then take to be durable, if it is to be: with that, too, it is to be done within
+            half of the interval. Else leisure would make the interval longer, and a longer interval leisure.
+    """
+    return max(min((_FIRST_INTERVAL_S if interval_s is None else interval_s) / 2 - persist_s, _LONGEST_S), 0.0)
+
+
+@dataclass
+class Rhythm:
+    """When a rank took its last snapshot and how long the last one took to be durable, to know how long the next may be
+    examined."""
+
+    _last_s: float | None = None
+    _persist_s: float = 0.0
+
+    def beat(self, now_s: float, *, persist: bool) -> float:
+        """A snapshot is taken: within how many seconds it is examined.
+
+        Args:
+            now_s: by a clock that never goes back.
+            persist: whether it is to become durable.
+        """
+        interval_s = None if self._last_s is None else now_s - self._last_s
+        self._last_s = now_s
+        return budget_s(interval_s, self._persist_s if persist else 0.0)
+
+    def persisted(self, seconds: float) -> None:
+        """One became durable, or will not, so long after it was examined."""
+        self._persist_s = seconds
 
 
 class Pace:

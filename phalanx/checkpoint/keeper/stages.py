@@ -12,7 +12,7 @@ from phalanx.checkpoint.format.plan import JobPlan, ShardPlan
 from phalanx.checkpoint.format.record import Record, SnapshotId
 from phalanx.checkpoint.keeper.contract import Progress, Taken
 from phalanx.checkpoint.keeper.examiner import Examiner, Job
-from phalanx.checkpoint.keeper.pace import budget_s
+from phalanx.checkpoint.keeper.pace import Rhythm
 from phalanx.checkpoint.keeper.services import Replicas
 from phalanx.checkpoint.keeper.vault import Cell, MemoryVault, Pin
 from phalanx.checkpoint.persist.contract import Destination, Outcome, Persister, Task
@@ -57,23 +57,9 @@ class _Persisting:
 
     task: Task
     pin: Pin | None
+    begun_s: float
     written: Outcome | None = None
     is_told: bool = False
-
-
-@dataclass
-class _Rhythm:
-    """When a rank took its last snapshot, to know how long the next may be examined."""
-
-    last_s: float | None = None
-    interval_s: float | None = None
-
-    def beat(self) -> float:
-        now = time.monotonic()
-        if self.last_s is not None:
-            self.interval_s = now - self.last_s
-        self.last_s = now
-        return budget_s(self.interval_s)
 
 
 @dataclass
@@ -89,7 +75,7 @@ class Stages:
     _examining: set[Key] = field(default_factory=set)
     _sending: defaultdict[tuple[int, int], deque[Snapshot]] = field(default_factory=lambda: defaultdict(deque))
     _persisting: defaultdict[int, deque[_Persisting]] = field(default_factory=lambda: defaultdict(deque))
-    _rhythms: defaultdict[int, _Rhythm] = field(default_factory=lambda: defaultdict(_Rhythm))
+    _rhythms: defaultdict[int, Rhythm] = field(default_factory=lambda: defaultdict(Rhythm))
     _waiting: list[tuple[set[Key], Callable[[], None]]] = field(default_factory=list)
 
     @property
@@ -110,7 +96,7 @@ class Stages:
         def done(record: Record | None, problem: str, seconds: float) -> None:
             self.post(lambda: self._examined(snapshot, record, problem, seconds))
 
-        budget = self._rhythms[rank].beat()
+        budget = self._rhythms[rank].beat(time.monotonic(), persist=snapshot.taken.persist)
         self.examiner.submit(Job(cell, snapshot.plan, snapshot.id, snapshot.shards, snapshot.taken, budget, done))
 
     def when_examined(self, action: Callable[[], None]) -> None:
@@ -170,7 +156,7 @@ class Stages:
         pin = self.vault.acquire(snapshot.id, rank)
         task = Task(snapshot.plan, record, pin.descriptor, snapshot.destination, snapshot.job, snapshot.taken.hurry)
         queue = self._persisting[rank]
-        queue.append(_Persisting(task, pin))
+        queue.append(_Persisting(task, pin, time.monotonic()))
         if len(queue) == 1:  # else one of an earlier attempt has to come to its end first
             self.persister.submit(task)
 
@@ -186,6 +172,7 @@ class Stages:
             first.written = outcome
             return
         queue.popleft()
+        self._rhythms[outcome.rank].persisted(time.monotonic() - first.begun_s)
         if queue:
             self.persister.submit(queue[0].task)
         else:

@@ -7,9 +7,12 @@ checkpoints, ``failed-step-00000012.a3-1f….json``, which goes when the next on
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from phalanx.checkpoint.persist.parts import Writing, part_name
 from phalanx.checkpoint.storage.base import Store
@@ -20,6 +23,12 @@ _PREFIX = "failed-"
 _GONE_S = 30.0  # after the area has gone: renamed, so that the pointer moves next, or removed
 _TRIES = 2
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 2.0
+_GROWTH = 1.2
+"""Of the waits: what is waited for is heard of late by at most this share of the time that it took."""
+
+_RANKS_PER_S = 2500
+"""Of a large job, that look at the storage in a second: some six requests each by one rank in eight, the first of its
+host to wait; object stores take some thousands a second (S3: 5,500 reads a second of one prefix)."""
 
 
 class NotPublishedError(RuntimeError):
@@ -94,15 +103,66 @@ def join(store: Store, writing: Writing, timeout_s: float) -> str:
                 raise
 
 
-def await_end(store: Store, area: str, writing: Writing, before: Latest | None, timeout_s: float) -> str:
+@dataclass
+class Endings:
+    """What becomes of checkpoints, for the tasks of one host: one of them looks at the storage, the others hear of it
+    from that one; it looks at once when the publisher is one of them and is done."""
+
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _looking: dict[Writing, tuple[Future[str], threading.Event]] = field(default_factory=dict)
+
+    def hear(self, writing: Writing, look: Callable[[threading.Event], str]) -> str:
+        """What `look` finds, or what it raises, for all that ask while one of them looks.
+
+        Args:
+            writing: which checkpoint.
+            look: waits for its end; is given what is set when a look is worth it.
+        """
+        with self._lock:
+            known = self._looking.get(writing)
+            found, worth_it = known or (Future(), threading.Event())
+            if known is None:
+                self._looking[writing] = found, worth_it
+        if known is None:
+            try:
+                found.set_result(look(worth_it))
+            except BaseException as error:
+                found.set_exception(error)
+            finally:
+                with self._lock:
+                    del self._looking[writing]
+        return found.result()
+
+    def settle(self, writing: Writing) -> None:
+        """The publisher is done with it, one way or the other."""
+        with self._lock:
+            known = self._looking.get(writing)
+        if known is not None:
+            known[1].set()
+
+
+def await_end(
+    store: Store,
+    area: str,
+    own: str,
+    writing: Writing,
+    before: Latest | None,
+    timeout_s: float,
+    *,
+    ranks: int = 1,
+    worth_it: threading.Event | None = None,
+) -> str:
     """Wait until another host has published the checkpoint that is written in `area`; its name.
 
     Args:
         store: where.
         area: as `Store.join` called it.
+        own: a file that was written into it; the area has gone when this has. Empty: there is none.
         writing: which checkpoint.
         before: the pointer as it was before this host's part was there.
         timeout_s: how long at most.
+        ranks: of the job, that may all be waiting: the more, the more rarely each looks.
+        worth_it: is set when a look is.
 
     Raises:
         NotPublishedError: it will not be.
@@ -111,28 +171,46 @@ def await_end(store: Store, area: str, writing: Writing, before: Latest | None, 
         OSError: storage refuses.
     """
     gone_at = None
-    for now in pauses(timeout_s, _LONGEST_WAIT_S):
+    longest_s = max(_LONGEST_WAIT_S, ranks / _RANKS_PER_S)
+    for now in pauses(timeout_s, longest_s, longest_s * _FIRST_WAIT_S / _LONGEST_WAIT_S, worth_it):
         latest = read_latest(store)
         if latest is not None and _points_to(latest, writing) and latest != before:
             return latest.name
         require_charge(latest, writing.attempt)
         require_no_failure(store, writing)
-        gone_at = None if store.files(area) else (gone_at or now)
+        gone_at = None if not own or _is_there(store, area, own) else (gone_at or now)
         if gone_at is not None and now - gone_at > _GONE_S:
             raise NotPublishedError(f"what was written of it has gone from {store.url}, and the pointer did not move")
     raise TimeoutError(f"{store.url}: step {writing.step} was not published within {timeout_s:.0f} s")
 
 
-def pauses(timeout_s: float, longest_s: float) -> Iterator[float]:
-    """The time (monotonic), again and again, with longer and longer pauses, until the timeout has passed."""
-    deadline, wait_s = time.monotonic() + timeout_s, _FIRST_WAIT_S
+def pauses(
+    timeout_s: float, longest_s: float, first_s: float = _FIRST_WAIT_S, worth_it: threading.Event | None = None
+) -> Iterator[float]:
+    """The time (monotonic), again and again, with longer and longer pauses, until the timeout has passed.
+
+    Args:
+        longest_s, first_s: pauses.
+        worth_it: ends the pause in which it is set.
+    """
+    deadline, wait_s = time.monotonic() + timeout_s, first_s
+    woken = worth_it or threading.Event()
     while True:
         now = time.monotonic()
         yield now
         if now >= deadline:
             return
-        time.sleep(min(wait_s, max(0.0, deadline - time.monotonic())))
-        wait_s = min(1.5 * wait_s, longest_s)
+        if woken.wait(min(wait_s, max(0.0, deadline - time.monotonic()))):
+            woken.clear()
+        wait_s = min(_GROWTH * wait_s, longest_s)
+
+
+def _is_there(store: Store, area: str, file: str) -> bool:
+    try:
+        store.size_bytes(area, file)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _points_to(latest: Latest, writing: Writing) -> bool:

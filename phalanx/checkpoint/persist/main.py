@@ -13,7 +13,7 @@ import psutil
 
 from phalanx.checkpoint.format.plan import JobPlan, ShardPlan
 from phalanx.checkpoint.persist.contract import Outcome, Task
-from phalanx.checkpoint.persist.ending import withdraw
+from phalanx.checkpoint.persist.ending import Endings, withdraw
 from phalanx.checkpoint.persist.messages import TO_PERSISTER, Errand, Known, Submit, read_memory
 from phalanx.checkpoint.persist.work import Work
 from phalanx.checkpoint.storage.location import open_store
@@ -55,6 +55,7 @@ class Server:
         self._turns = threading.BoundedSemaphore(_WRITERS)
         self._plans = Known(ShardPlan.from_bytes)
         self._jobs = Known(JobPlan.from_bytes)
+        self._endings = Endings()
 
     def serve(self) -> None:
         """Until the keeper hangs up."""
@@ -84,7 +85,7 @@ class Server:
         if not task.hurry:
             _spare_the_cores()
         turn = nullcontext() if task.hurry else self._turns
-        Work(task, self._points, self._tell, turn).run()
+        Work(task, self._points, self._tell, turn, endings=self._endings).run()
 
     def _tell(self, outcome: Outcome) -> None:
         with self._sending, suppress(OSError):  # a keeper that is gone needs no answer

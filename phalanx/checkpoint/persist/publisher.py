@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 
 from phalanx import __version__
 from phalanx.checkpoint.format import manifest as manifests
+from phalanx.checkpoint.format.files import Span
 from phalanx.checkpoint.format.manifest import FORMAT_VERSION, MANIFEST, SUMS, FileEntry, Manifest, TensorEntry
 from phalanx.checkpoint.format.record import is_stale, parse_state, sick_tensors
 from phalanx.checkpoint.persist.contract import Task
@@ -114,9 +115,12 @@ class Publisher:
         missing = {part_name(rank): rank for rank in self.task.job.shards}
         found: dict[int, tuple[Part, FileEntry]] = {}
         for _ in pauses(self.task.destination.timeout_s, _LONGEST_WAIT_S):
-            for name in missing.keys() & set(self.store.files(area)):
-                rank = missing.pop(name)
-                found[rank] = self._accept(rank, self.store.read(area, name))
+            sizes = self.store.sizes(area)
+            come = [name for name in missing if name in sizes]
+            with self.store.ahead(area, [Span(name, 0, sizes[name]) for name in come], sizes) as files:
+                for name in come:
+                    rank = missing.pop(name)
+                    found[rank] = self._accept(rank, files.read(name))
             if not missing:
                 in_order = [found[rank] for rank in sorted(found)]
                 return [part for part, _ in in_order], [file for _, file in in_order]

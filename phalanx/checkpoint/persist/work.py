@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from threading import Event
 
 from phalanx.checkpoint.persist.contract import Outcome, Task
-from phalanx.checkpoint.persist.ending import await_end, join, require_no_failure, tell_failure
-from phalanx.checkpoint.persist.parts import Writing
+from phalanx.checkpoint.persist.ending import Endings, await_end, join, require_no_failure, tell_failure
+from phalanx.checkpoint.persist.parts import Writing, part_name
 from phalanx.checkpoint.persist.publisher import Publisher, describe
 from phalanx.checkpoint.persist.writer import write_shard
 from phalanx.checkpoint.storage.base import Store
@@ -38,6 +39,7 @@ class Work:
         tell: is given the two outcomes, one after the other, whatever happens.
         turn: shards are written within this context, so that not too many are at a time.
         open_storage: how the storage is reached.
+        endings: of the tasks of this process.
     """
 
     task: Task
@@ -45,6 +47,7 @@ class Work:
     tell: Callable[[Outcome], None]
     turn: AbstractContextManager[object] = field(default_factory=nullcontext)
     open_storage: OpenStore = open_destination
+    endings: Endings = field(default_factory=Endings)
 
     def run(self) -> None:
         """Do it. Never raises."""
@@ -61,7 +64,10 @@ class Work:
             os.close(self.task.descriptor)
 
     def _publish(self, store: Store) -> str:
-        return Publisher(store, self.task, self.points, self._written, self.turn).publish()
+        try:
+            return Publisher(store, self.task, self.points, self._written, self.turn).publish()
+        finally:
+            self.endings.settle(Writing.of(self.task))
 
     def _contribute(self, store: Store) -> str:
         """Write a shard of what another task publishes, here or on another host."""
@@ -70,7 +76,13 @@ class Work:
         require_charge(before, writing.attempt)
         area = join(store, writing, timeout_s)
         self._written(self._write(store, area) if self.task.plan.pieces else 0)
-        return await_end(store, area, writing, before, 2 * timeout_s)  # for the shards of others, and to publish
+        own, ranks = part_name(self.task.plan.rank) if self.task.plan.pieces else "", self.task.plan.world_size
+        wait_s = 2 * timeout_s  # for the shards of others, and to publish
+
+        def look(worth_it: Event) -> str:
+            return await_end(store, area, own, writing, before, wait_s, ranks=ranks, worth_it=worth_it)
+
+        return self.endings.hear(writing, look)
 
     def _write(self, store: Store, area: str) -> int:
         """Size of the file, bytes."""

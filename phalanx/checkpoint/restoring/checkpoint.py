@@ -23,7 +23,7 @@ from phalanx.checkpoint.restoring.restore import Opened, Targets, restore
 from phalanx.checkpoint.storage.base import Store
 from phalanx.checkpoint.storage.local import LocalStore
 from phalanx.checkpoint.storage.location import clean
-from phalanx.checkpoint.together import at_first, everywhere
+from phalanx.checkpoint.together import agreed, at_first
 from phalanx.core.errors import UserError
 from phalanx.core.peers import ALONE, Peers
 from phalanx.core.shard import Shard
@@ -84,7 +84,7 @@ class Checkpoint:
             ValueError: a shard has not the size of its tensor.
         """
         blocks: dict[str, Block] = {}
-        everywhere(peers, lambda: blocks.update(held(tensors, shards or {})))
+        agreed(peers, lambda: blocks.update(held(tensors, shards or {})))
         differences = require_fit(
             self.files.url,
             self.manifest.tensors,
@@ -95,7 +95,7 @@ class Checkpoint:
             misses_empty=True,
             words=CHECKPOINT,
         )
-        everywhere(peers, lambda: self._fill(blocks))
+        agreed(peers, lambda: self._fill(blocks))
         at_first(peers, self._require_same)
         return differences
 

@@ -7,18 +7,19 @@ import io
 import pickle
 import time
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
 from typing_extensions import Buffer
 
 from phalanx.checkpoint.format import manifest as manifests
-from phalanx.checkpoint.format.archive import read_box
+from phalanx.checkpoint.format.archive import read_box, read_spans
 from phalanx.checkpoint.format.evaluation import read_evaluation
-from phalanx.checkpoint.format.files import Files
+from phalanx.checkpoint.format.files import Files, Span
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError, FileEntry, Manifest, TensorEntry
 from phalanx.checkpoint.format.runs import RUN_BYTES, BadSumError, CheckedFile, run_starts
 from phalanx.checkpoint.format.tables import pack, share_out, unpack
@@ -71,15 +72,24 @@ class DurableSource:
         self._numbers = {name: number for number, name in enumerate(self._files)}
         self.tensors = {key: _saved(entry, self._numbers) for key, entry in manifest.tensors.items()}
         self._archives = _archives(manifest.tensors)
+        self._ends = {  # of archives, with what fills the gap to the next one
+            (name, begin): end
+            for name, begins in self._archives.items()
+            for begin, end in pairwise([*sorted(begins), self._files[name].size_bytes])
+        }
 
     def distance(self, rank: int, holder: int) -> int:
         """All are far."""
         return 1
 
     def check(self) -> Reading:
-        """Hash this rank's share of the files that have no sums; of those that are not needed, damage is only told."""
-        unsummed = [name for name, file in self._files.items() if name not in self._spared and not file.sums]
-        return self._through(unsummed, self._hash)
+        """Hash this rank's share of the files that are needed and have no sums."""
+        return self._through([name for name in self._archives if not self._files[name].sums], self._hash)
+
+    def check_beside(self) -> Reading:
+        """Hash this rank's share of the files that are not needed, and only tell of damage."""
+        names = [name for name in self._files if name not in self._archives and name not in self._spared]
+        return self._through(names, self._hash)
 
     def verify(self) -> Reading:
         """Read this rank's share of the files that have sums, and check them."""
@@ -88,21 +98,37 @@ class DurableSource:
     def read(self, wanted: Sequence[Part]) -> Reading:
         """Fill the targets of `wanted`, which are in the order of their files."""
         names, reading = list(self._files), Reading()
-        for number, group in groupby(wanted, key=lambda part: part.block.holder):
-            self._attempt(reading, names[number], lambda: self._read(names[number], list(group), reading))  # noqa: B023
+        runs = (run for part in wanted for run in self._runs(names[part.block.holder], part))
+        with self._fetching(list(dict.fromkeys(runs))) as files:
+            for number, group in groupby(wanted, key=lambda part: part.block.holder):
+                read = partial(self._read, files, names[number], list(group), reading)
+                self._attempt(reading, names[number], read)
         return reading
 
-    def _through(self, names: Sequence[str], work: Callable[[str], None]) -> Reading:
+    def _fetching(self, spans: Sequence[Span]) -> AbstractContextManager[Files]:
+        return self.files.ahead(spans, {span.file: self._files[span.file].size_bytes for span in spans})
+
+    def _runs(self, file: str, part: Part) -> Iterator[Span]:
+        """What is read for a part, in that order, in whole runs, since those are what is checked."""
+        block, stored = part.block, (part.block.sizes, part.dtype)
+        begin, end = block.start_bytes, self._ends[file, block.start_bytes]
+        for first, last in read_spans(block.length_bytes, stored, part.start, part.out.shape):
+            for start in range(begin + first // RUN_BYTES * RUN_BYTES, begin + last, RUN_BYTES):
+                yield Span(file, start, min(start + RUN_BYTES, end))
+
+    def _through(self, names: Sequence[str], work: Callable[[Files, str], None]) -> Reading:
         """Do `work` on this rank's share of some files."""
         sizes = {name: self._files[name].size_bytes for name in names} if self._verify else {}
         share = share_out(sizes, self._peers.size)[self._peers.rank] if sizes else []
         reading = Reading()
+        if not share:
+            return reading
         began_s = time.monotonic()
-        for name in share:
-            self._attempt(reading, name, partial(work, name))
-        if share:
-            seconds = time.monotonic() - began_s
-            reading.add(Rate("durable", "durable", sum(sizes[name] for name in share), seconds))
+        with self._fetching([Span(name, 0, sizes[name]) for name in share]) as files:
+            for name in share:
+                self._attempt(reading, name, partial(work, files, name))
+        seconds = time.monotonic() - began_s
+        reading.add(Rate("durable", "durable", sum(sizes[name] for name in share), seconds))
         return reading
 
     def _attempt(self, reading: Reading, file: str, work: Callable[[], None]) -> None:
@@ -121,16 +147,16 @@ class DurableSource:
         else:
             reading.notes.append(remark(self.name, cause))
 
-    def _read_all(self, name: str) -> None:
+    def _read_all(self, files: Files, name: str) -> None:
         buffer = memoryview(bytearray(RUN_BYTES))
-        with self.files.open(name) as raw:
+        with files.open(name) as raw:
             file = self._checked(raw, self._files[name])
             while file.readinto(buffer):
                 pass
 
-    def _read(self, name: str, wanted: list[Part], reading: Reading) -> None:
+    def _read(self, files: Files, name: str, wanted: list[Part], reading: Reading) -> None:
         began_s = time.monotonic()
-        with self.files.open(name) as raw:
+        with files.open(name) as raw:
             counted = _Counted(raw)
             file = cast(BinaryIO, self._checked(cast(BinaryIO, counted), self._files[name]))
             try:
@@ -158,9 +184,9 @@ class DurableSource:
                     return f", of {name},"
         return ""
 
-    def _hash(self, name: str) -> None:
+    def _hash(self, files: Files, name: str) -> None:
         digest, buffer = hashlib.sha256(), bytearray(_HASH_BYTES)
-        with self.files.open(name) as raw:
+        with files.open(name) as raw:
             while count := cast(io.BufferedReader, raw).readinto(buffer):
                 digest.update(memoryview(buffer)[:count])
         if digest.hexdigest() != self._files[name].sha256:
@@ -208,6 +234,7 @@ class Checkpoints:
         self._refused = refused
         self._identity = ""
         self._content = b""
+        self._manifest: Manifest | None = None
         self._found: Found | None = None
 
     def peek(self) -> Found | None:
@@ -237,7 +264,7 @@ class Checkpoints:
         text, later, notes = at_first(self._peers, told)
         for cause in [*found.spared.values(), *notes]:
             self._note(remark(found.name, cause))
-        manifest = manifests.decode(unpack(text).encode(), files.url)
+        manifest = self._manifest or manifests.decode(unpack(text).encode(), files.url)
         spared = tuple(found.spared)
         return DurableSource(files, manifest, verify=self._verify, peers=self._peers, spared=spared, later=later)
 
@@ -283,6 +310,7 @@ class Checkpoints:
             except DamagedCheckpointError as damage:
                 self._refuse(self._identity, damage.reason)
             else:
+                self._manifest = manifest  # which the others have to decode
                 return Found(manifest.attempt, manifest.step, name, spared)
         return None
 

@@ -35,7 +35,7 @@ from phalanx.checkpoint.restoring.source import (
     together,
 )
 from phalanx.checkpoint.storage.base import Store
-from phalanx.checkpoint.together import everywhere
+from phalanx.checkpoint.together import agreed, everywhere
 from phalanx.core.errors import UserError
 from phalanx.core.peers import ALONE, Copies, Peers
 from phalanx.core.shard import Shard
@@ -94,6 +94,7 @@ class Opened:
     def __init__(self, source: Source, peers: Peers, report: Callable[[str], None]) -> None:
         self.source, self._peers, self._report = source, peers, report
         self._checked: Reading | None = None
+        self._is_beside_checked = False
 
     @property
     def step(self) -> int:
@@ -122,7 +123,7 @@ class Opened:
             UserError: one is not there, or has another shape or dtype.
         """
         blocks: dict[str, Block] = {}
-        everywhere(self._peers, lambda: blocks.update(held(tensors, {})))
+        agreed(self._peers, lambda: blocks.update(held(tensors, {})))
         fit = partial(require_fit, strict=False, cast=False, misses_empty=True, words=SOURCE)
         absent = fit(_title(self.source), self.source.tensors, blocks, self._peers).missing
 
@@ -131,35 +132,56 @@ class Opened:
                 cure = "restore with what wrote it"
                 raise UserError(f"lacks {', '.join(absent)}", cure=cure, field=_title(self.source))
 
-        everywhere(self._peers, require_all)
+        agreed(self._peers, require_all)
         self.fill(blocks, None)
 
     def verify(self) -> None:
         """Read and check all of it, so that what follows from its step or state is not taken back later."""
         self.check()
-        _require(_everyone(self._peers, self.source.verify))
+        self._through(self._check_beside, self.source.verify)
 
     def check(self) -> None:
         """Check what cannot be checked while it is read; done before anything is, once."""
         if self._checked is None:
             self._checked = _everyone(self._peers, self.source.check)
-            for note in self._checked.notes:
-                self._report(note)
         _require(self._checked)
 
     def fill(self, blocks: Mapping[str, Block], sharing: Sharing | None) -> Reading:
         """Fill the blocks of all ranks."""
         self.check()
-        source, peers = self.source, self._peers
+        source = self.source
         wanted = parts(source.tensors, blocks)
         given = [] if sharing is None else _divide(source, wanted, sharing)
         elsewhere = {id(part) for reader, part in given if sharing is not None and reader != sharing.copies.index}
-        reading = _everyone(peers, lambda: source.read([part for part in wanted if id(part) not in elsewhere]))
-        _require(reading)
+        mine = [part for part in wanted if id(part) not in elsewhere]
+        reading = self._through(lambda: source.read(mine), self._check_beside)
         if sharing is not None:
             give(sharing, [(reader, part.out) for reader, part in given])
         assert self._checked is not None
         return Reading(rates=self._checked.rates + reading.rates)
+
+    def _check_beside(self) -> Reading:
+        """What nothing is restored from, once: nothing waits for it that need not."""
+        if self._is_beside_checked:
+            return Reading()
+        self._is_beside_checked = True
+        return self.source.check_beside()
+
+    def _through(self, *works: Callable[[], Reading]) -> Reading:
+        """Let all ranks do `works`, one after the other, each until it has met with damage."""
+
+        def done() -> Reading:
+            reading = Reading()
+            for work in works:
+                if not reading.faults:
+                    reading.extend(work())
+            return reading
+
+        reading = _everyone(self._peers, done)
+        for note in reading.notes:
+            self._report(note)
+        _require(reading)
+        return reading
 
 
 Wanted = Mapping[str, Tensor] | Callable[[Opened], Targets]
@@ -235,12 +257,12 @@ def restore(
         opened, is_filling = Opened(source, peers, log.note), False
         try:
             if accept is not None:
-                everywhere(peers, partial(accept, opened))
+                agreed(peers, partial(accept, opened))
             targets = wanted(opened) if callable(wanted) else Targets(wanted, shards)
             blocks, sharing, is_any = _blocks(targets, select, peers, copies)
             differences = fit(_title(source), source.tensors, blocks, peers, cure=targets.cure)
             if targets.check is not None:
-                everywhere(peers, partial(targets.check, differences))
+                agreed(peers, partial(targets.check, differences))
             opened.check()
             is_filling = is_any
             filled = opened.fill(blocks, sharing)

@@ -74,6 +74,13 @@ class Reading:
     rates: list[Rate] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def extend(self, other: Reading) -> None:
+        """And what came of reading that."""
+        self.faults += other.faults
+        self.notes += other.notes
+        for rate in other.rates:
+            self.add(rate)
+
     def add(self, rate: Rate) -> None:
         """Count what was read, after one another, in one place."""
         for number, known in enumerate(self.rates):
@@ -123,6 +130,10 @@ class Source(Protocol):
 
     def check(self) -> Reading:
         """Check this rank's share of what cannot be checked while it is read."""
+        ...
+
+    def check_beside(self) -> Reading:
+        """Check this rank's share of what nothing is restored from; what is wrong there is only noted."""
         ...
 
     def verify(self) -> Reading:

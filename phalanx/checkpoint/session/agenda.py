@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.policy.adapting import AutoInterval
-from phalanx.checkpoint.policy.due import Moment, durable_due, passed, snapshot_due
+from phalanx.checkpoint.policy.due import KeepingUp, Moment, durable_due, passed, snapshot_due
 
 FREE = 0  # a snapshot can be taken and made durable
 MEMORY_ONLY = 1  # it cannot be made durable: that is not due (says rank 0's clock), or one is on its way
@@ -57,6 +57,7 @@ class Agenda:
         self._last: Moment | None = None
         self._last_durable = Moment(0, 0.0)
         self.skipped = 0
+        self.keeping_up = KeepingUp(config)
 
     def recall(self, costs: dict[str, Any] | None, hosts: int, *, failed: bool) -> None:
         """Take up what an earlier attempt measured (`AutoInterval.to_json`).
@@ -99,7 +100,14 @@ class Agenda:
         if persist:
             self.skipped += max(_points(self._config.every_steps, self._last_durable.step, step) - 1, 0)
             self._last_durable = now
+            self.keeping_up.took(now)
         self._last = now
+
+    def durable(self, stall_s: float, persist_s: float) -> None:
+        """A checkpoint that made training stand still for `stall_s` has become durable `persist_s` after its copy."""
+        self.auto.note_stall(stall_s)
+        self.auto.note_durable(persist_s)
+        self.keeping_up.durable(persist_s)
 
     def _wants(self, step: int) -> bool:
         now = Moment(step, self._clock())

@@ -151,6 +151,11 @@ class BlockingSession:
         """How long a checkpoint is expected to take, seconds; 0: none was seen yet."""
         return self._agenda.auto.expected_durable_s
 
+    @property
+    def status(self) -> str:
+        """As of `Session.status`; training waits, so that what is asked for is durable."""
+        return f"{self._newest[1]} is durable" if self._newest[1] else "nothing is durable yet"
+
     def finish(self, *, clean: bool) -> None:
         """Nothing is left open."""
 
@@ -165,8 +170,7 @@ class BlockingSession:
         at_first(self._peers, lambda: self._published(step, path))
         seconds = time.perf_counter() - began_s
         written_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        self._agenda.auto.note_stall(seconds)
-        self._agenda.auto.note_durable(0.0)
+        self._agenda.durable(seconds, 0.0)
         self._events.append(
             Event(step, True, stall_s=seconds, persist_s=seconds, persist_bytes=written_bytes, name=path.name)
         )

@@ -100,15 +100,16 @@ class LastCheckpoint:
             if time.monotonic() > self._deadline_s:
                 return self._too_late("the snapshot before it is still being written, or there is no memory for one")
             time.sleep(_LOOK_S)
+        self.collect(self.link.ask(lambda keeper: keeper.poll(), []))  # what made it free is known when it was
         return ""
 
     def _agreed(self, mine: str) -> str:
         """The first problem that any rank has, on all of them; a lost keeper comes before what follows from it."""
         if self.job.peers.size == 1:
             return mine
-        told = self.job.peers.gather(mine)
-        problems = [f"rank {rank}: {problem}" for rank, problem in enumerate(told) if problem]
-        return min(problems, key=lambda problem: not problem.endswith(LOST), default="")
+        rank = self.job.peers.rank
+        first = self.job.peers.lowest([not mine.endswith(LOST), rank, mine] if mine else None)
+        return f"rank {first[1]}: {first[2]}" if first else ""
 
     def _forget(self, step: int) -> None:
         """What was told of an earlier try at the checkpoint of `step` does not count for the next one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 from phalanx.checkpoint.keeper.contract import Progress
@@ -10,6 +11,7 @@ from phalanx.checkpoint.session.giving_up import GivingUp
 from phalanx.checkpoint.session.job import Job
 from phalanx.checkpoint.session.ledger import Ledger
 from phalanx.checkpoint.session.link import Link
+from phalanx.core.progress import say_checkpoints
 
 
 class News:
@@ -63,8 +65,17 @@ class News:
         event = self._ledger.note(one, time.monotonic())
         if event is not None:
             self.newest = event.name
-            self._agenda.auto.note_stall(event.stall_s)
-            self._agenda.auto.note_durable(event.durable_s)
+            self._agenda.durable(event.stall_s, event.durable_s)
+            if self._job.peers.rank == 0:
+                self._say_pace()
+
+    def _say_pace(self) -> None:
+        """What storage can keep up with: to people where that is new, and to whoever supervises this rank."""
+        pace = self._agenda.keeping_up
+        line = pace.news()
+        if line:
+            self._job.report(line)
+        say_checkpoints(os.environ, pace.explanation)
 
     def _concerns_us(self, progress: Progress) -> bool:
         """What all ranks are told alike, rank 0 tells."""

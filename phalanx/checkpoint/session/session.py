@@ -297,6 +297,15 @@ class Session:
         """How long a checkpoint is expected to take until it is durable, seconds; 0: none was seen yet."""
         return self._agenda.auto.expected_durable_s
 
+    @property
+    def status(self) -> str:
+        """What is durable, what is being written, and what storage can keep up with, in one line for people."""
+        newest = self._news.newest
+        parts = [f"{newest} is durable" if newest else "nothing is durable yet"]
+        if self._persisted is not None and self._ledger.awaits_durable(self._persisted):
+            parts.append(f"step {self._persisted} is being written")
+        return "; ".join([*parts, *filter(None, [self._agenda.keeping_up.explanation])])
+
     def finish(self, *, clean: bool) -> None:
         """Hang up; all ranks, each for itself.
 

@@ -15,7 +15,7 @@ from phalanx.checkpoint.format.blocks import Block
 from phalanx.checkpoint.format.manifest import Chunk, FileEntry
 from phalanx.checkpoint.format.plan import JobPlan, Piece, Role, ShardPlan, aligned, set_id
 from phalanx.checkpoint.format.tables import Written
-from phalanx.checkpoint.together import at_first, everywhere
+from phalanx.checkpoint.together import at_first, collected
 from phalanx.checkpoint.writers import Agreed, agree
 from phalanx.core.peers import Peers
 from phalanx.core.shard import Shard
@@ -36,7 +36,7 @@ def make_plans(
 
     Called by all ranks together, when the tensors exist and again when their names, shapes or shards have changed. Each
     block is written by the rank that `phalanx.checkpoint.save` has write it. The plan of a rank that writes nothing has
-    no pieces; rank 0's file is always there. Two gathers and two broadcasts of short text.
+    no pieces; rank 0's file is always there. Tables of what ranks hold go to rank 0 alone.
 
     Args:
         tensors: by logical name, as far as this rank has them; on any device, of any strides.
@@ -59,15 +59,15 @@ def make_plans(
         return [made[0].sha256, tables.to_text(written)]
 
     agreed: Agreed = agree(tensors, shards or {}, peers)
-    offers = everywhere(peers, offer)
-    name = set_id([sha256 for sha256, _ in offers])
+    offers = collected(peers, offer) or []
     jobs: list[JobPlan] = []
 
-    def merge() -> int:
+    def merge() -> list[Any]:
+        name = set_id([sha256 for sha256, _ in offers])
         jobs.append(_job_plan(name, [tables.from_text(text) for _, text in offers], config, layout))
-        return len(jobs[0].shards)
+        return [name, len(jobs[0].shards)]
 
-    count = at_first(peers, merge)
+    name, count = at_first(peers, merge)
     return made[0], jobs[0] if jobs else None, name, count
 
 

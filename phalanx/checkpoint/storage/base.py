@@ -7,12 +7,14 @@ Which checkpoint is the latest, and which attempt may write, is `phalanx.checkpo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
 from typing_extensions import Buffer
 
+from phalanx.checkpoint.format.files import Files, Span
 from phalanx.checkpoint.format.manifest import FileEntry
 
 KEY_MOST_BYTES = 1 << 20
@@ -47,6 +49,10 @@ class Store(Protocol):
         """Names of the files of a checkpoint or an area; empty if there is none."""
         ...
 
+    def sizes(self, name: str) -> Mapping[str, int]:
+        """Names of the files that lie in a checkpoint or an area, and their lengths, from one listing."""
+        ...
+
     def read(self, name: str, file: str) -> bytes:
         """A small file of a checkpoint or an area; FileNotFoundError if it is not there, OddFileError if it is no file
         or larger than it can be (`phalanx.checkpoint.format.files.most_bytes`)."""
@@ -58,6 +64,10 @@ class Store(Protocol):
 
     def size_bytes(self, name: str, file: str) -> int:
         """Length of a file; FileNotFoundError if it is not there."""
+        ...
+
+    def ahead(self, name: str, spans: Iterable[Span], sizes: Mapping[str, int]) -> AbstractContextManager[Files]:
+        """The files of a checkpoint or an area, see `phalanx.checkpoint.format.files.Files.ahead`."""
         ...
 
     def begin(self, step: int, attempt: int, nonce: str) -> str:
@@ -152,3 +162,11 @@ class Stored:
     def size_bytes(self, file: str) -> int:
         """See `Store`."""
         return self.store.size_bytes(self.name, file)
+
+    def sizes(self) -> Mapping[str, int]:
+        """See `Store`."""
+        return self.store.sizes(self.name)
+
+    def ahead(self, spans: Iterable[Span], sizes: Mapping[str, int]) -> AbstractContextManager[Files]:
+        """See `Store`."""
+        return self.store.ahead(self.name, spans, sizes)

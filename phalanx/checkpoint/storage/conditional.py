@@ -10,7 +10,7 @@ from typing import Any
 
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from phalanx.checkpoint.storage.retry import retried, status
+from phalanx.checkpoint.storage.retry import bounded, retried, status
 from phalanx.core.errors import UserError
 
 Create = Callable[[str, bytes], bool]
@@ -52,7 +52,7 @@ class _Conditional:
 
     def _probe(self, path: str) -> None:
         made = [self._make(path, b"probe") for _ in range(2)]
-        retried(path, lambda: self._fs.rm_file(path))
+        retried(path, lambda: bounded(self._fs, self._fs.rm_file, path))
         if made[1]:
             problem = "the server ignores the condition of a conditional write (If-None-Match)"
             raise UserError(problem, cure=_CURE, field="checkpoint.folder", value=self._url)
@@ -61,7 +61,7 @@ class _Conditional:
     def _make(self, path: str, content: bytes) -> bool:
         for turn in range(_TRIES):
             try:
-                retried(path, lambda: self._fs.pipe_file(path, content, mode="create"))
+                retried(path, lambda: bounded(self._fs, self._fs.pipe_file, path, content, mode="create"))
             except FileExistsError:
                 return False
             except OSError as error:
@@ -76,7 +76,7 @@ class _Conditional:
         raise OSError(f"{path}: others write it again and again")
 
     def _is_there(self, path: str) -> bool:
-        return bool(retried(path, lambda: self._fs.exists(path)))
+        return bool(retried(path, lambda: bounded(self._fs, self._fs.exists, path)))
 
 
 def _create_in_memory(fs: Any, path: str, content: bytes) -> bool:

@@ -7,18 +7,18 @@ import hashlib
 import os
 import time
 import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from typing_extensions import Buffer
 
-from phalanx.checkpoint.format.files import FolderFiles
+from phalanx.checkpoint.format.files import Files, FolderFiles, Span
 from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, FileEntry
 from phalanx.checkpoint.storage import folder as folders
 from phalanx.checkpoint.storage import names
-from phalanx.checkpoint.storage.base import KEY_MOST_BYTES, SupersededError
+from phalanx.checkpoint.storage.base import KEY_MOST_BYTES, Stored, SupersededError
 from phalanx.checkpoint.storage.direct import write_whole
 from phalanx.checkpoint.storage.latest import read_latest, require_charge
 from phalanx.core.errors import UserError
@@ -67,9 +67,11 @@ class LocalStore:
 
     def files(self, name: str) -> list[str]:
         """See `Store`."""
-        with suppress(FileNotFoundError, NotADirectoryError):
-            return sorted(entry.name for entry in os.scandir(self.path / name) if entry.is_file())
-        return []
+        return sorted(self.sizes(name))
+
+    def sizes(self, name: str) -> Mapping[str, int]:
+        """See `Store`."""
+        return self._of(name).sizes()
 
     def read(self, name: str, file: str) -> bytes:
         """See `Store`."""
@@ -82,6 +84,10 @@ class LocalStore:
     def size_bytes(self, name: str, file: str) -> int:
         """See `Store`. IsADirectoryError: what is there is no file."""
         return self._of(name).size_bytes(names.plain(file))
+
+    def ahead(self, name: str, spans: Iterable[Span], sizes: Mapping[str, int]) -> AbstractContextManager[Files]:
+        """See `Store`. The kernel reads ahead."""
+        return nullcontext(Stored(self, name))
 
     def begin(self, step: int, attempt: int, nonce: str) -> str:
         """See `Store`.

@@ -11,23 +11,28 @@ Nothing is ever written over, so what a leftover of an earlier attempt writes me
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, BinaryIO, cast
 
 import fsspec
 from typing_extensions import Buffer
 
-from phalanx.checkpoint.format.files import most_bytes
+from phalanx.checkpoint.format.files import Span, most_bytes
 from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, FileEntry
 from phalanx.checkpoint.storage import names
-from phalanx.checkpoint.storage.base import KEY_MOST_BYTES
+from phalanx.checkpoint.storage.base import KEY_MOST_BYTES, Stored
 from phalanx.checkpoint.storage.conditional import creator
-from phalanx.checkpoint.storage.ranges import RangeFile
-from phalanx.checkpoint.storage.retry import retried
+from phalanx.checkpoint.storage.ranges import Ahead, RangeFile, Take
+from phalanx.checkpoint.storage.retry import LISTING_S, bounded, retried
 from phalanx.checkpoint.storage.upload import abandon, upload
 from phalanx.core.files import too_large
 from phalanx.core.points import NO_POINTS, Points
+
+_S3 = ("s3://", "s3a://")
+_CONNECTIONS = 64  # kept by the client library, whose own default is 10: streams of all ranks of a host's persister
 
 
 class ObjectStore:
@@ -44,8 +49,7 @@ class ObjectStore:
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, points: Points = NO_POINTS) -> None:
-        # A listing that was kept would hide what other hosts have written meanwhile.
-        self._fs, root = fsspec.core.url_to_fs(url, **{"use_listings_cache": False, **(options or {})})
+        self._fs, root = fsspec.core.url_to_fs(url, **_defaults(url, options or {}))
         self._root = root.rstrip("/")
         self._url = url.rstrip("/")
         self._points = points
@@ -71,11 +75,16 @@ class ObjectStore:
 
     def files(self, name: str) -> list[str]:
         """See `Store`."""
-        held = self._held.get(name, {})
-        there = {entry["name"].rpartition("/")[2] for entry in self._list(name) if entry["type"] == "file"} - {""}
+        held, there = self._held.get(name, {}), set(self.sizes(name))
         if there and names.quarantined(name):
             there.add(SUMS)  # which is in the mark
         return sorted({*held, *there})
+
+    def sizes(self, name: str) -> Mapping[str, int]:
+        """See `Store`. A thousand of them are one request."""
+        there = [entry for entry in self._list(name) if entry["type"] == "file"]
+        found = {entry["name"].rpartition("/")[2]: int(entry["size"]) for entry in there}
+        return {file: size_bytes for file, size_bytes in found.items() if file}
 
     def read(self, name: str, file: str) -> bytes:
         """See `Store`."""
@@ -83,13 +92,26 @@ class ObjectStore:
 
     def open(self, name: str, file: str) -> BinaryIO:
         """See `Store`. Read by ranges: only what is asked for, and a little ahead."""
+        return self.ranges(name, file, self.size_bytes(name, file))
+
+    def ranges(self, name: str, file: str, size_bytes: int, **options: Take) -> BinaryIO:
+        """A file whose length is known already; `options` are of `RangeFile`."""
         path = self._path(name, file)
-        size_bytes = self.size_bytes(name, file)
-        return cast(BinaryIO, RangeFile(partial(self._cat, path), size_bytes, path))
+        return cast(BinaryIO, RangeFile(partial(self._cat, path), size_bytes, path, **options))
 
     def size_bytes(self, name: str, file: str) -> int:
         """See `Store`."""
         return self._size(self._path(name, file))
+
+    @contextmanager
+    def ahead(self, name: str, spans: Iterable[Span], sizes: Mapping[str, int]) -> Iterator[Stored]:
+        """See `Store`."""
+
+        def fetch(file: str, start: int, end: int) -> bytes:
+            return self._cat(self._path(name, file), start, end)
+
+        with Ahead(fetch, spans) as ahead:
+            yield _Fetched(self, name, self, ahead, sizes)
 
     def begin(self, step: int, attempt: int, nonce: str) -> str:
         """See `Store`.
@@ -152,7 +174,7 @@ class ObjectStore:
             self.remove(name)
             return
         sums = self._path(name, SUMS)
-        retried(sums, partial(self._rm, sums))
+        self._rm(sums)
         self._points.reach("checkpoint.deleting", path=name)
         self._remove_all(name)
 
@@ -185,8 +207,7 @@ class ObjectStore:
 
     def remove(self, key: str) -> None:
         """See `Store`."""
-        path = f"{self._root}/{names.plain(key)}"
-        retried(path, partial(self._rm, path))
+        self._rm(f"{self._root}/{names.plain(key)}")
 
     def _prefixes(self) -> list[str]:
         there = [entry["name"].rstrip("/").rpartition("/")[2] for entry in self._list() if entry["type"] == "directory"]
@@ -209,16 +230,20 @@ class ObjectStore:
             return f"{self._root}/{names.plain(name)}"  # the mark holds them
         return f"{self._root}/{_area_of(names.plain(name))}/{names.plain(file)}"
 
+    def _ask(self, path: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call a method of the file system: tried again, and never waited for for ever."""
+        return retried(path, lambda: bounded(self._fs, call, *args, **options))
+
     def _list(self, name: str = "") -> list[dict[str, Any]]:
         path = f"{self._root}/{_area_of(name)}".rstrip("/")
         try:
-            found: list[dict[str, Any]] = retried(path, partial(self._fs.ls, path, detail=True))
+            found: list[dict[str, Any]] = self._ask(path, self._fs.ls, path, detail=True, limit_s=LISTING_S)
         except FileNotFoundError:
             return []
         return found
 
     def _size(self, path: str) -> int:
-        info = retried(path, partial(self._fs.info, path))
+        info = self._ask(path, self._fs.info, path)
         if info["type"] != "file":
             raise IsADirectoryError(path)
         return int(info["size"])
@@ -227,23 +252,56 @@ class ObjectStore:
         size_bytes = self._size(path)
         if size_bytes > most:
             raise too_large(path, size_bytes, most)
-        return self._cat(path)
+        return self._cat(path, 0, size_bytes) if size_bytes else b""
 
-    def _cat(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
-        return bytes(retried(path, partial(self._fs.cat_file, path, start=start, end=end)))
+    def _cat(self, path: str, start: int, end: int) -> bytes:
+        return bytes(self._ask(path, self._fs.cat_file, path, start=start, end=end, size_bytes=end - start))
 
     def _rm(self, path: str) -> None:
         try:
-            self._fs.rm_file(path)
+            self._ask(path, self._fs.rm_file, path)
         except FileNotFoundError:
             return
 
     def _remove_all(self, area: str) -> None:
         path = f"{self._root}/{area}"
         try:
-            retried(path, partial(self._fs.rm, path, recursive=True))
+            self._ask(path, self._fs.rm, path, recursive=True, limit_s=LISTING_S)
         except FileNotFoundError:
             return
+
+
+@dataclass(frozen=True)
+class _Fetched(Stored):
+    """A checkpoint of which spans are on their way; the lengths of its files are known."""
+
+    objects: ObjectStore
+    ahead_of_reads: Ahead
+    known: Mapping[str, int] = field(default_factory=dict)
+
+    def read(self, file: str) -> bytes:
+        """See `Store`."""
+        size_bytes = self.known.get(file)
+        if size_bytes is None:
+            return super().read(file)
+        if size_bytes > most_bytes(file):
+            raise too_large(f"{self.url}/{file}", size_bytes, most_bytes(file))
+        with self.open(file) as stream:
+            return stream.read()
+
+    def open(self, file: str) -> BinaryIO:
+        """See `Store`."""
+        size_bytes = self.known[file] if file in self.known else self.size_bytes(file)
+        return self.objects.ranges(self.name, file, size_bytes, take=partial(self.ahead_of_reads.take, file))
+
+
+def _defaults(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of the file system: those given, and before them what suits many streams."""
+    # A listing that was kept would hide what other hosts have written meanwhile.
+    chosen: dict[str, Any] = {"use_listings_cache": False, **options}
+    if url.startswith(_S3):
+        chosen["config_kwargs"] = {"max_pool_connections": _CONNECTIONS, **options.get("config_kwargs", {})}
+    return chosen
 
 
 def _area_of(name: str) -> str:

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from fsspec.asyn import AsyncFileSystem
+from fsspec.exceptions import FSTimeoutError
 
 T = TypeVar("T")
 
 WAITS_S = (0.2, 0.8, 3.0)
-"""Before each further try, seconds; beside the tries that the client library makes by itself."""
+"""Before each further try, seconds, give or take half, so that thousands of ranks do not come back together; beside
+the tries that the client library makes by itself."""
+
+PATIENCE_S = 60.0
+"""How long a request may take, with the client library's own tries, beside the time for what it carries."""
+
+LISTING_S = 600.0
+"""How long one may take that is many: a listing has a thousand names a page."""
+
+SLOWEST_BYTES_PER_S = 128 << 10
+"""A connection that is slower counts as hung."""
 
 _FINAL: dict[type[OSError], int] = {
     FileNotFoundError: errno.ENOENT,
@@ -39,8 +53,31 @@ def retried(path: str, work: Callable[[], T]) -> T:
             if wait_s is None or status(error) == _PRECONDITION_FAILED:
                 number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
                 raise OSError(number, cause_of(error), path) from error
-            time.sleep(wait_s)
+            time.sleep(wait_s * random.uniform(0.5, 1.5))
     raise AssertionError("unreachable")
+
+
+def bounded(
+    fs: Any, call: Callable[..., T], *args: Any, limit_s: float = 0.0, size_bytes: int = 0, **options: Any
+) -> T:
+    """Call a method of the file system `fs`, and give it up where its answer does not come.
+
+    Those of fsspec's file systems that are no asynchronous ones are asked without a limit.
+
+    Args:
+        limit_s: how long it may take; 0: `PATIENCE_S`, and the time for `size_bytes`.
+        size_bytes: what is sent or comes.
+
+    Raises:
+        TimeoutError: no answer came.
+    """
+    if not isinstance(fs, AsyncFileSystem):
+        return call(*args, **options)
+    limit_s = limit_s or PATIENCE_S + size_bytes / SLOWEST_BYTES_PER_S
+    try:
+        return call(*args, timeout=limit_s, **options)
+    except FSTimeoutError as error:
+        raise TimeoutError(errno.ETIMEDOUT, f"no answer within {limit_s:.0f} s") from error
 
 
 def _cause_at(path: str, error: BaseException, number: int) -> str:

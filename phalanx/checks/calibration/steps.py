@@ -236,20 +236,25 @@ def _exchange(group: Group, x: Tensor) -> Callable[[], object]:
 
 _TOKENS = 1 << 20
 _LENGTH = 512
-_SAMPLES = 8
+_FEW, _MANY = 1, 128
 
 
 def numbers(quick: bool) -> Mapping[str, float]:
-    """``loader_step_s``, the median time of a batch, and ``loader_tokens_per_s``."""
+    """``loader_step_s``, what a batch takes however small it is, and ``loader_tokens_per_s``, beyond that."""
     with tempfile.TemporaryDirectory(prefix="phalanx-measure-") as folder:
         loader = _loader(Path(folder))
-        times = []
-        for turn in range(3 if quick else 15):
-            began_s = time.perf_counter()
-            loader.batch(turn * _SAMPLES, _SAMPLES)
-            times.append(time.perf_counter() - began_s)
-    step_s = statistics.median(times[1:])
-    return {"loader_step_s": step_s, "loader_tokens_per_s": _SAMPLES * _LENGTH / step_s}
+        few_s, many_s = (_median_s(loader, samples, 3 if quick else 15) for samples in (_FEW, _MANY))
+    token_s = max(many_s - few_s, many_s / 2) / ((_MANY - _FEW) * _LENGTH)
+    return {"loader_step_s": max(few_s - _FEW * _LENGTH * token_s, few_s / 10), "loader_tokens_per_s": 1 / token_s}
+
+
+def _median_s(loader: Loader, samples: int, turns: int) -> float:
+    times = []
+    for turn in range(turns):
+        began_s = time.perf_counter()
+        loader.batch(turn * samples, samples)
+        times.append(time.perf_counter() - began_s)
+    return statistics.median(times[1:])
 
 
 def _loader(folder: Path) -> Loader:

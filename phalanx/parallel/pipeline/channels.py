@@ -88,12 +88,12 @@ class Channels:
         )
 
     def _open(self, groups: Groups, sender: int, receiver: int, device: torch.device) -> Group:
-        """One channel; on a GPU with a first message, as NCCL connects when it is first used and blocks meanwhile."""
+        """One channel; with NCCL, which connects when it is first used and blocks meanwhile, with a first message."""
         members = (self._global_ranks[sender], self._global_ranks[receiver])
         group = groups.named(f"pipeline {members[0]} to {members[1]}", sorted(members), ("pipeline",))
         try:
             assert group.backend is not None
-            if device.type != "cpu":
+            if group.keeps_order:
                 first = torch.zeros(1, device=device)
                 there = group.ranks.index(members[1] if self.rank == sender else members[0])
                 (group.send(first, there) if self.rank == sender else group.receive(first, there)).wait()

@@ -36,18 +36,19 @@ def draw(table: Table, *, width: int = 100, bands: int = 6, markup: bool = False
         markup: with rich's markup, in the papers' colours.
     """
     timeline = simulate(table)
-    rows = [_units(row, timeline.length) for row in timeline.ranks]
+    length = int(timeline.length)  # in theory all times are whole
+    rows = [_units(row, length) for row in timeline.ranks]
     size = 1 + len(str(table.micro_batches - 1))
     label = len(f"rank {table.ranks - 1}  ")
     most = max((width - label) // size, _TICK)
-    per_band = -(-timeline.length // -(-timeline.length // most))
-    starts = list(range(0, timeline.length, per_band))
+    per_band = -(-length // -(-length // most))
+    starts = list(range(0, length, per_band))
     shown = starts if len(starts) <= bands else [*starts[: bands - 1], starts[-1]]
     lines = [_title(timeline)]
     for before, start in zip([-per_band, *shown], shown, strict=False):
         if start - before > per_band:
             lines += ["", f"… {start - before - per_band} units of time like these …"]
-        end = min(start + per_band, timeline.length)
+        end = min(start + per_band, length)
         lines += ["", _ticks(start, end, size, label), *_band(table, rows, range(start, end), size, markup)]
     return "\n".join([*lines, "", _legend(table, markup)])
 
@@ -55,7 +56,7 @@ def draw(table: Table, *, width: int = 100, bands: int = 6, markup: bool = False
 def _units(row: Sequence[Timed], length: int) -> list[_Unit]:
     units: list[_Unit] = [None] * length
     for action, begin, end in row:
-        units[begin:end] = [(action, at == begin) for at in range(begin, end)]
+        units[int(begin) : int(end)] = [(action, at == begin) for at in range(int(begin), int(end))]
     return units
 
 

@@ -45,8 +45,8 @@ class ChunkedOverlap:
     Args:
         group: of two ranks or more.
         chunks: into how many the rows of each rank are cut.
-        messages: whether rows travel as messages between pairs; None: on a CPU. (On a GPU two ranks that each send
-            before they receive may wait for each other.)
+        messages: whether rows travel as messages between pairs; None: with gloo. (With NCCL all ranks would wait for
+            what they receive before they sent anything.)
     """
 
     def __init__(self, group: Group, chunks: int, *, messages: bool | None = None) -> None:
@@ -165,7 +165,9 @@ class ChunkedOverlap:
         return send
 
     def _by_messages(self, x: Tensor) -> bool:
-        return x.device.type == "cpu" if self.messages is None else self.messages
+        if self.messages is not None:
+            return self.messages
+        return x.device.type == "cpu" and not self.group.keeps_order
 
     def _others(self) -> list[int]:
         """The other members, the next one first, so that no two ranks send to the same one at a time."""

@@ -71,12 +71,12 @@ def choose_overlap(layout: Layout, peers: Peers, device: torch.device) -> Chosen
         os.environ.get(SHARED_DEVICE) == "1",
     )
     obstacle = obstacle_to_sharing(seats, layout.members(peers.rank, ("tensor",)), peers.rank, reach)
-    return chosen(peers.gather(obstacle))
+    first = peers.lowest([peers.rank, obstacle] if obstacle else None)
+    return chosen(first[1] if first else "")
 
 
-def chosen(obstacles: Sequence[str]) -> Chosen:
-    """The choice, given what is in the way of each rank; empty where nothing is."""
-    in_the_way = next(filter(None, obstacles), "")
+def chosen(in_the_way: str) -> Chosen:
+    """The choice, given what is in the way of the first rank that something is in the way of; empty: nothing is."""
     kind: Literal["chunked", "fused"] = "chunked" if in_the_way else "fused"
     reason = in_the_way or "the GPUs of each tensor group reach each other's memory"
     return Chosen(kind, f"parallel.tensor_overlap = 'auto' is '{kind}': {reason}")

@@ -180,7 +180,8 @@ def _normals() -> _Table:
 def _lasting(spread: Spread, ranks_per_host: int) -> _Table:
     """Of hosts, each as slow as the slowest of its ranks."""
     sigma, excess = spread.lasting_sigma, 1 + spread.slow_excess
-    points = np.linspace(math.exp(-_REACH * sigma), excess * math.exp(_REACH * sigma), 2 * _POINTS)
+    healthy = np.linspace(math.exp(-_REACH * sigma), math.exp(_REACH * sigma), 4 * _POINTS)
+    points = np.union1d(healthy, excess * healthy)  # between both, where no rank is, one step will do
 
     def share_below(times: Array) -> Array:
         ranks = _log_normal_share((np.log(times) + sigma**2 / 2) / sigma)
@@ -200,12 +201,11 @@ def _log_normal_share(points: Array) -> Array:
 
 
 def _maxima(points: Array, log_share: Array) -> _Table:
-    """Of 1, 2, … draws from what has a share of exp(log_share) below each point: the integrals over equal steps."""
+    """Of 1, 2, … draws from what has a share of exp(log_share) below each point, by integrals."""
     more = int(math.log(_MOST / _ALL_UP_TO) / math.log(_SHARE)) + 1
     draws = np.concatenate([np.arange(1.0, _ALL_UP_TO), _ALL_UP_TO * _SHARE ** np.arange(more)])
     below = np.exp(draws[:, None] * log_share)
-    step = points[1] - points[0]
-    mean = points[-1] - np.trapezoid(below, dx=step, axis=1)
-    ends = step**2 / 6  # trapezoids take so much too much of what rises by twice the step at its end
-    square = points[-1] ** 2 - np.trapezoid(2 * points * below, dx=step, axis=1) + ends
+    mean = points[-1] - np.trapezoid(below, points, axis=1)
+    ends = (points[-1] - points[-2]) ** 2 / 6  # trapezoids take so much too much of what rises to its end
+    square = points[-1] ** 2 - np.trapezoid(2 * points * below, points, axis=1) + ends
     return _Table(np.log(draws), mean, np.sqrt(np.maximum(0.0, square - mean**2)))

@@ -33,6 +33,9 @@ _DEVICE_EXTRAS = ("host_compiled_launch_s",)
 """Numbers that a device's file may leave out."""
 
 
+EFFICIENCY = "efficiency_ratio"
+"""Share of the predicted speed that steps on a cluster reach, which its file may say (`phalanx.plan.residual`)."""
+
 _MANY = 10_000_000
 """More cores or devices are none."""
 
@@ -88,6 +91,8 @@ def load_cluster(name_or_path: str | Path, devices: int | None = None) -> Cluste
     count = given if devices is None else devices
     device = load_device(_find("devices", _device_name(file, min(count, per_host)), path.parent, file.where("device")))
     nics, numbers = _whole(file, "nics_per_host"), _cluster_numbers(file)
+    if file.has(EFFICIENCY):
+        numbers[EFFICIENCY] = file.number(EFFICIENCY)
     cluster = Cluster(
         name=path.stem,
         device=device,
@@ -263,14 +268,18 @@ _CLUSTER_NUMBERS = {
     "start_up": ("process_s", "groups_s", "read_bytes_per_s"),
     "price": ("usd_per_device_hour",),
 }
+_CLUSTER_EXTRAS = {"loader": ("in_step_s",)}
+"""Numbers that a cluster's file may leave out: what a program loses that makes each batch before its step."""
 
 
 def _cluster_numbers(file: Section) -> dict[str, Number]:
     numbers = {}
     for part, keys in _CLUSTER_NUMBERS.items():
         table = file.sub(part)
-        table.expect(*keys)
-        numbers.update({f"{part}.{key}": table.number(key) for key in keys})
+        extras = _CLUSTER_EXTRAS.get(part, ())
+        table.expect(*keys, *extras)
+        given = (*keys, *(key for key in extras if table.has(key)))
+        numbers.update({f"{part}.{key}": table.number(key) for key in given})
         if part != "network":  # it holds protocols besides
             table.done()
     return numbers

@@ -37,6 +37,7 @@ _OWN: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("rank_sigma_ratio", "slow_host_share_ratio"), (0, 1)),
     **dict.fromkeys(("weight_gradient_ratio", "correction_ratio"), (0.001, 100)),
     "memory_ratio": (0.01, 2),
+    "efficiency_ratio": (0.1, 2),
     "softness": (1, 100),
 }
 

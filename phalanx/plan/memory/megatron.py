@@ -24,6 +24,7 @@ def layer(local: Local, strategy: Strategy, is_mixture: bool) -> Kept:
         "attention": whole - _core(local),
         "elementwise": _without_elementwise(local, is_mixture),
         "mlp": _without_elementwise(local, is_mixture) - _wide(local, is_mixture) * local.compute_bytes,
+        "alternate": _without_elementwise(local, is_mixture) - _alternate(local, is_mixture) * local.compute_bytes,
         "full": local.kept_tokens * local.model.hidden * local.residual_bytes,
     }[strategy.recompute]
     return Kept(whole, chosen, _waiting(local, is_mixture), 0.0, _passing(local, is_mixture))
@@ -80,6 +81,14 @@ def _wide(local: Local, is_mixture: bool) -> Floats:
     if not is_mixture:
         return local.tokens * local.in_width
     return (routed_rows(local) + local.tokens * local.model.shared_experts) * local.inner * local.gates
+
+
+def _alternate(local: Local, is_mixture: bool) -> Floats:
+    """Elements of what every second product gives: keys, what attention adds to the stream, and up."""
+    keys = (local.projection_rows - local.query_rows) / 2 if not local.software.merged_projections else 0
+    added = local.kept_tokens * local.model.hidden
+    up = _wide(local, is_mixture) / local.gates if not local.software.merged_projections and not is_mixture else 0
+    return local.tokens * keys + added + up
 
 
 def _without_elementwise(local: Local, is_mixture: bool) -> Floats:

@@ -24,6 +24,7 @@ def layer(local: Local, strategy: Strategy, window: int, is_mixture: bool) -> Ke
         "none": whole,
         "attention": whole - seen.core,
         "elementwise": products,
+        "alternate": products,
         "mlp": products - _first_product(local, is_mixture) * local.compute_bytes,
         "full": local.kept_tokens * local.model.hidden * local.residual_bytes,
     }[strategy.recompute]

@@ -15,6 +15,7 @@ from phalanx.figures.pipelines import pipeline_timeline
 from phalanx.figures.predictions import memory_bars, step_breakdown
 from phalanx.figures.style import Figure
 from phalanx.parallel.pipeline.tables import make_table
+from phalanx.parallel.pipeline.timeline import Lengths, Timeline, simulate
 from phalanx.plan.report.subject import MEMORY_KINDS, Report, changed_settings
 from phalanx.plan.report.text import (
     batch_line,
@@ -29,8 +30,8 @@ from phalanx.plan.report.tree import make_tree, printed
 from phalanx.plan.types import Part, Prediction
 
 _TEMPLATE = Path(__file__).with_name("page.html")
-# Micro-batches of a timeline, times pipeline ranks: more cannot be told apart.
-_PASSES_PER_RANK = 3
+# Passes through stages that are drawn at most: with more, none could be seen.
+_MOST_PASSES = 50_000
 
 
 def write_page(path: Path, title: str, sections: Sequence[str], figures: Mapping[str, Figure]) -> None:
@@ -67,7 +68,7 @@ def prediction_sections(report: Report, heading: str = "") -> list[str]:
     sections += ["<h2>Memory</h2>", place("memory")]
     if report.reliefs:
         sections += ["<h3>On the same ranks it fits with</h3>", _reliefs_table(report)]
-    if prediction.strategy.pipeline > 1:
+    if _is_drawn(prediction):
         sections += ["<h2>Pipeline</h2>", place("pipeline")]
     if prediction.start_up:
         sections += ["<h2>Start-up</h2>", f"<p>{escape(start_up_line(prediction))}</p>"]
@@ -87,7 +88,7 @@ def prediction_figures(report: Report) -> dict[str, Figure]:
         for kind in MEMORY_KINDS
     ]
     figures["memory"] = memory_bars(rows, report.device_memory_bytes)
-    if prediction.strategy.pipeline > 1:
+    if _is_drawn(prediction):
         figures["pipeline"] = _timeline(prediction)
     return figures
 
@@ -100,14 +101,39 @@ def part_rows(prediction: Prediction) -> Iterator[dict[str, object]]:
                 yield {"path": part.path, "seconds": float(part.seconds), "mark": part.mark, "hidden": hidden}
 
 
-def _timeline(prediction: Prediction) -> Figure:
-    """The schedule of the step, with fewer micro-batches where they are too many to be seen."""
+def _is_drawn(prediction: Prediction) -> bool:
+    """Whether there is a pipeline, with passes that can be seen, and a schedule of ours for so few micro-batches."""
     strategy = prediction.strategy
-    ranks = int(strategy.pipeline)
     count = int(strategy.micro_batches(prediction.job.global_batch))
-    drawn = min(count, _PASSES_PER_RANK * ranks)
-    table = make_table(strategy.schedule, ranks, int(strategy.chunks), drawn)
-    return pipeline_timeline(table, f"drawn with {drawn} of {count} micro-batches" if drawn < count else "")
+    passes = count * int(strategy.pipeline * strategy.chunks)
+    return prediction.stages is not None and count >= strategy.pipeline and passes <= _MOST_PASSES
+
+
+def _timeline(prediction: Prediction) -> Figure:
+    """The whole step as it was predicted, up to the last backward pass; its title has the figures of the table."""
+    line = step_timeline(prediction)
+    waits_s, step_s = prediction.seconds("pipeline"), prediction.step_s
+    unit, per_unit = ("s", 1.0) if line.length >= 1 else ("ms", 1e-3)
+    title = (
+        f"{prediction.strategy.schedule}: the busiest rank waits {seconds_text(waits_s)} of the step's "
+        f"{seconds_text(step_s)} for others ({100 * waits_s / step_s:.1f} %)"
+    )
+    return pipeline_timeline(line, title, unit, per_unit)
+
+
+def step_timeline(prediction: Prediction) -> Timeline:
+    """When each rank of a predicted pipeline computes, in seconds, up to the last backward pass."""
+    strategy, times = prediction.strategy, prediction.stages
+    assert times is not None
+    seconds = {
+        "F": times.forward_s,
+        "B": times.backward_s,
+        "I": times.backward_input_s,
+        "W": times.backward_weight_s,
+    }
+    count = int(strategy.micro_batches(prediction.job.global_batch))
+    table = make_table(strategy.schedule, int(strategy.pipeline), int(strategy.chunks), count)
+    return simulate(table, Lengths(lambda action: seconds[action.kind][action.stage], times.send_s, times.blocking))
 
 
 def _plotly_js() -> str:
@@ -140,6 +166,11 @@ def _cards(report: Report) -> str:
     prediction = report.prediction
     cards = [
         (seconds_text(prediction.step_s), "a step"),
+        *(
+            [(" to ".join(map(seconds_text, prediction.interval_s)), "8 of 10 such steps")]
+            if prediction.interval_s
+            else []
+        ),
         (f"{prediction.tokens_per_s:,.0f}", "tokens/s"),
         (f"{100 * prediction.mfu:.1f} %", "MFU"),
     ]

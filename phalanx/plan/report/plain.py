@@ -6,7 +6,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from phalanx.plan.report.subject import MEMORY_KINDS, Report, changed_settings
-from phalanx.plan.types import Model, Part, Prediction, RankMemory, Strategy
+from phalanx.plan.types import INTERVAL_SHARE, Model, Part, Prediction, RankMemory, Strategy
 
 VERSION = 1
 """Grows when a key goes or changes its meaning; new keys leave it as it is."""
@@ -25,6 +25,9 @@ def prediction_json(report: Report) -> dict[str, Any]:
         "job": _job(report),
         "strategy": strategy_json(prediction.strategy),
         "step_s": prediction.step_s,
+        "step_interval_s": None if prediction.interval_s is None else list(prediction.interval_s),
+        "interval_share_ratio": None if prediction.interval_s is None else INTERVAL_SHARE,
+        "efficiency_ratio": prediction.job.added.efficiency,
         "tokens_per_s": prediction.tokens_per_s,
         "mfu_ratio": prediction.mfu,
         "model_flops_per_step": prediction.model_flops,

@@ -8,21 +8,38 @@ from html import escape
 from phalanx.figures.style import Figure
 from phalanx.figures.validations import errors_by_row
 from phalanx.plan.report.page import place, table
-from phalanx.plan.report.validation_text import ablation_cells, assumed_lines, mean_and_most, places_shown, row_cells
+from phalanx.plan.report.validation_text import (
+    LEFT_OUT_COLUMNS,
+    ablation_cells,
+    after_comparing_lines,
+    assumed_lines,
+    left_out_cells,
+    left_out_line,
+    mean_and_most,
+    places_shown,
+    row_cells,
+)
 from phalanx.plan.validate.ablation import Change
 from phalanx.plan.validate.compare import TableResult
+from phalanx.plan.validate.left_out import Judged
 
 
-def validation_sections(results: Sequence[TableResult], changes: Sequence[Change], *, all_rows: bool) -> list[str]:
+def validation_sections(
+    results: Sequence[TableResult], changes: Sequence[Change], left_out: Sequence[Judged] = (), *, all_rows: bool
+) -> list[str]:
     """All tables in short, the ablation, and every table with its rows; `validation_figures` has the figure.
 
     Args:
         all_rows: of long tables all rows, not the worst alone.
     """
     sections = [place("errors"), "<h2>All tables</h2>", _summary(results)]
+    sections += [f'<p class="soft">{escape(line)}</p>' for line in after_comparing_lines(results)]
     sections.append('<p class="soft">The null model is fitted to all rows of a table but the one that it predicts.</p>')
     if changes:
         sections += ["<h2>MegaScale, table 3: points of MFU after each change</h2>", _ablation(changes)]
+    if left_out:
+        sections += ["<h2>Tables left out</h2>", _left_out(left_out)]
+        sections.append(f'<p class="soft">{escape(left_out_line(left_out))}</p>')
     return [*sections, "<h2>Row by row</h2>", *(_rows(result, all_rows) for result in results)]
 
 
@@ -47,6 +64,10 @@ def _summary(results: Sequence[TableResult]) -> str:
         for result in results
     ]
     return _table(("table", "rows", "mean", "max", "null mean", "null max"), rows)
+
+
+def _left_out(left_out: Sequence[Judged]) -> str:
+    return _table(("table", *LEFT_OUT_COLUMNS), [_row(one.title, *left_out_cells(one)) for one in left_out])
 
 
 def _ablation(changes: Sequence[Change]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,23 @@ from rich.text import Text
 
 from phalanx.plan.report.text import make_columns, title, wrapped
 from phalanx.plan.validate.ablation import Change
+from phalanx.plan.validate.assumptions import AFTER_COMPARING
 from phalanx.plan.validate.compare import TableResult
+from phalanx.plan.validate.left_out import Judged
+from phalanx.plan.validate.own import Own, is_inside
 
 _MOST_ROWS = 12
 
 
 def validation_text(
-    results: Sequence[TableResult], changes: Sequence[Change], *, width: int = 80, all_rows: bool = False
+    results: Sequence[TableResult],
+    changes: Sequence[Change],
+    left_out: Sequence[Judged] = (),
+    *,
+    width: int = 80,
+    all_rows: bool = False,
 ) -> RenderableType:
-    """Every table with its rows, then all tables in short, then the ablation.
+    """Every table with its rows, then all tables in short, the ablation, and tables that were left out.
 
     Args:
         all_rows: of long tables all rows, not the worst alone.
@@ -31,18 +40,70 @@ def validation_text(
         pieces += [title(result.setting.title), *_rows(result, all_rows)]
         pieces += [*(Text(wrapped(line, width, "  "), "dim") for line in assumed_lines(result)), ""]
     pieces += [title("all tables; the null model is fitted to all rows of a table but the one that it predicts")]
-    pieces += [_summary(results)]
+    pieces += [_summary(results), *(Text(wrapped(line, width, "  ")) for line in after_comparing_lines(results))]
     if changes:
         pieces += ["", title("MegaScale, table 3: points of MFU after each change"), _ablation(changes)]
+    if left_out:
+        pieces += ["", title(LEFT_OUT), _left_out(left_out)]
+        pieces += [Text(wrapped(left_out_line(left_out), width), "dim")]
     return Group(*pieces)
 
 
-def validation_json(results: Sequence[TableResult], changes: Sequence[Change]) -> dict[str, Any]:
+def own_text(own: Own, *, width: int = 80) -> RenderableType:
+    """Steps of one's own with their errors, and which efficiency they have."""
+    numbers = ("devices", "batch", "measured s", "predicted s", "8 of 10", "error", "with it")
+    table = make_columns(("row", "left"), *((name, "right") for name in numbers))
+    for one in own.compared:
+        row = (f"{one.row.devices:,}", f"{one.row.global_batch:,}", f"{one.row.step_s:.3f}")
+        between = one.prediction.interval_s
+        cells = (
+            *(*row, f"{one.prediction.step_s:.3f}"),
+            f"{between[0]:.3f} to {between[1]:.3f}" if between else "-",
+            *(percent(one.error), percent(own.left(one))),
+        )
+        table.add_row(one.row.row_id, *cells)
+    errors = np.array([own.left(one) for one in own.compared])
+    mean, most = mean_and_most(errors)
+    count = len(own.compared)
+    said = f"efficiency {own.efficiency:.3f}, the median of {count} step{'s' * (count > 1)}: give --efficiency "
+    said += f"{own.efficiency:.3f}, or write efficiency_ratio into the cluster's file."
+    if own.inside is not None:
+        said += f" {100 * own.inside:.0f} % lie in the interval that is predicted without it."
+    if count > 1:
+        said += f" With it they are off by {mean}, {most} at most."
+    return Group(table, "", Text(wrapped(said, width), "bold"))
+
+
+def own_json(own: Own) -> dict[str, Any]:
+    """The same as plain values."""
+    return {
+        "version": 1,
+        "efficiency_ratio": own.efficiency,
+        "inside_ratio": own.inside,
+        "rows": [
+            {
+                "row_id": one.row.row_id,
+                "measured_s": one.row.step_s,
+                "predicted_s": one.prediction.step_s,
+                "interval_s": one.prediction.interval_s and list(map(float, one.prediction.interval_s)),
+                "inside": is_inside(one),
+                "error_ratio": one.error,
+                "error_with_efficiency_ratio": own.left(one),
+            }
+            for one in own.compared
+        ],
+    }
+
+
+def validation_json(
+    results: Sequence[TableResult], changes: Sequence[Change], left_out: Sequence[Judged] = ()
+) -> dict[str, Any]:
     """The same as plain values."""
     return {
         "version": 1,
         "tables": [_table_json(result) for result in results],
         "ablation": list(map(_change_json, changes)),
+        "left_out": list(map(asdict, left_out)),
     }
 
 
@@ -68,6 +129,22 @@ def assumed_lines(result: TableResult) -> list[str]:
     if result.spread:
         others = ", ".join(f"{name}: {100 * error:.1f} %" for name, error in result.spread.items())
         lines.append(f"mean error {100 * result.mean_error:.1f} %; with other choices: {others}")
+    return lines
+
+
+def after_comparing_lines(results: Iterable[TableResult]) -> list[str]:
+    """What errors rest on choices that were made after comparing, and what the others come to."""
+    lines = []
+    for result in results:
+        names = AFTER_COMPARING.get(result.setting.table, ())
+        others = [
+            f"{error:.1%} with {choice}".replace("%", " %")
+            for choice, error in result.spread.items()
+            if choice.partition(" = ")[0] in names
+        ]
+        if others:
+            mean = f"{100 * result.mean_error:.1f} %"
+            lines.append(f"{result.setting.title}: {mean} rests on choices made after comparing: {', '.join(others)}")
     return lines
 
 
@@ -102,6 +179,43 @@ def _summary(results: Iterable[TableResult]) -> Table:
     for result in results:
         cells = [*mean_and_most(result.errors), *mean_and_most(result.null_errors)]
         table.add_row(result.setting.title, str(len(result.compared)), *cells)
+    return table
+
+
+LEFT_OUT = "tables left out: the residual is learnt from the other tables, or from other publications alone"
+LEFT_OUT_COLUMNS = ("rows", "plain", "constant", "recompute", "learnt", "signed", "others", "inside", "others")
+
+
+def left_out_cells(one: Judged) -> tuple[str, ...]:
+    """A table: rows, then errors of the model, of a constant share of the peak (recompute counted), and learnt."""
+    sizes = (one.plain, one.constant, one.constant_again, one.learnt)
+    errors = (*(f"{100 * size:.1f} %" for size in sizes), percent(one.signed), f"{100 * one.alone:.1f} %")
+    return (str(one.rows), *errors, *(f"{100 * share:.0f} %" for share in (one.inside, one.inside_alone)))
+
+
+def left_out_line(left_out: Sequence[Judged]) -> str:
+    """What the columns are, and all tables in one line."""
+
+    def mean(name: str) -> str:
+        return f"{100 * np.mean([getattr(one, name) for one in left_out]):.1f} %"
+
+    def inside(name: str) -> str:
+        rows = sum(one.rows for one in left_out)
+        return f"{100 * sum(getattr(one, name) * one.rows for one in left_out) / rows:.0f} %"
+
+    constants = f"{mean('constant')}, with what is computed again counted {mean('constant_again')}"
+    return (
+        f"Mean over tables: plain model {mean('plain')}; one share of the peak learnt from the other tables "
+        f"{constants}; residual learnt from the other tables {mean('learnt')}, from other publications "
+        f"{mean('alone')}. Of all rows {inside('inside')} lie in their 80 % interval, {inside('inside_alone')} in that "
+        "of other publications."
+    )
+
+
+def _left_out(left_out: Sequence[Judged]) -> Table:
+    table = make_columns(("table", "left"), *((name, "right") for name in LEFT_OUT_COLUMNS))
+    for one in left_out:
+        table.add_row(one.title, *left_out_cells(one))
     return table
 
 

@@ -41,7 +41,7 @@ NUMBERS: Mapping[str, str] = {
 CHOICES: Mapping[str, tuple[Any, ...]] = {
     "schedule": get_args(Schedule),
     "zero": (0, 1, 2, 3),
-    "recompute": get_args(Recompute),
+    "recompute": tuple(kind for kind in get_args(Recompute) if kind != "alternate"),  # torchtitan's alone
     "sequence_parallel": (True, False),
     "tensor_overlap": get_args(Overlap),
     "context_method": get_args(ContextMethod),

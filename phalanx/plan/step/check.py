@@ -8,7 +8,7 @@ from phalanx.core.errors import UserError
 from phalanx.core.layout import divisors
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.step.allowed import JOB, MODEL, SOFTWARE, STRATEGY
-from phalanx.plan.types import Job, Model, Strategy
+from phalanx.plan.types import Job, Model, Residual, Strategy
 
 
 def check(job: Job, strategy: Strategy, cluster: Cluster) -> None:
@@ -26,6 +26,7 @@ def check(job: Job, strategy: Strategy, cluster: Cluster) -> None:
     if not 0 <= strategy.offload <= 1:
         cure = "give a share of the layers, from 0 to 1"
         raise UserError("is no share", cure=cure, field="Strategy.offload", value=strategy.offload)
+    _residual(job.added)
     if model.position == "learned" and job.sequence > model.max_sequence:
         raise UserError(
             f"the model has learned {model.max_sequence} positions",
@@ -66,6 +67,14 @@ def _model(model: Model) -> None:
     if not 0 < model.capacity_factor < math.inf:
         cure = "give a number above 0, such as 1.25"
         raise UserError("is no capacity", cure=cure, field="Model.capacity_factor", value=model.capacity_factor)
+
+
+def _residual(residual: Residual) -> None:
+    for name, least in (("kernels", 0.0), ("efficiency", 0.0), ("spread", -1e-9)):
+        value = getattr(residual, name)
+        if not least < value < math.inf:
+            cure = "give a number above 0" if not least else "give a logarithm of 0 or more"
+            raise UserError("cannot be", cure=cure, field=f"Residual.{name}", value=value)
 
 
 def _is_window(keys: object) -> bool:

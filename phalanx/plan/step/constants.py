@@ -10,6 +10,8 @@ from phalanx.plan.types import Floats, Job, Strategy
 from phalanx.plan.work.local import weight_bytes
 
 _SCALAR_BYTES = 8
+IN_STEP = "loader.in_step_s"
+"""Of a cluster: what making a batch before its step takes, where a program does so."""
 
 
 def constants(
@@ -20,19 +22,19 @@ def constants(
     Args:
         weights: that the rank holds.
         computing_s: of the step's passes, which slow ranks make longer.
-        step_s: of all passes and exchanges, beside which a hidden loader works.
+        step_s: of all passes and exchanges.
     """
     device = cluster.device
-    return {
+    found = {
         "optimizer/update": update_s(job, strategy, device, weights.total),
         "optimizer/norm": norm_s(job, strategy, device, weights.total),
         "optimizer/clear": clear_s(job, device, weights.total),
         "optimizer/casts": cast_s(job, device, weights.total, weight_bytes(job, strategy)),
         "sync": sync_s(strategy, cluster),
         "data/tied_embedding": tied_embedding_s(job, strategy, cluster),
-        "loader": loader_s(job, strategy, cluster, step_s),
         "stragglers": waiting_s(strategy, cluster, computing_s),
     }
+    return found | {"loader": loader_s(job, strategy, cluster, step_s + sum(found.values()))}
 
 
 def sync_s(strategy: Strategy, cluster: Cluster) -> Floats:
@@ -54,7 +56,14 @@ def tied_embedding_s(job: Job, strategy: Strategy, cluster: Cluster) -> Floats:
 
 
 def loader_s(job: Job, strategy: Strategy, cluster: Cluster, step_s: Floats) -> Floats:
-    """Making the next batch and copying it to the devices: beside the step, or before it."""
+    """Making the next batch and copying it to the devices: before the step, or beside it; then only what it takes
+    longer than all else counts.
+
+    Args:
+        step_s: of all else.
+    """
+    if not job.software.loader_hidden and IN_STEP in cluster.numbers:
+        return cluster.value(IN_STEP)
     tokens = job.tokens / (strategy.data * strategy.context)
     seconds = cluster.value("loader.step_s") + tokens * 8 / cluster.value("loader.copy_bytes_per_s")
     if not job.software.loader_hidden:

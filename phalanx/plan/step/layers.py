@@ -17,7 +17,7 @@ from phalanx.plan.hardware.either import functions
 from phalanx.plan.step.weights import of_kind
 from phalanx.plan.types import Floats, Job, Strategy, layer_kinds
 from phalanx.plan.work.ends import embedding, head
-from phalanx.plan.work.layer import layer
+from phalanx.plan.work.layer import layer, slower
 from phalanx.plan.work.local import Local, local_of
 from phalanx.plan.work.operations import Operation, Passes
 from phalanx.plan.work.times import Timed, timed
@@ -95,7 +95,7 @@ def _layer(
     window: int,
     is_mixture: bool,
 ) -> Cost:
-    kernels = _timed(job, strategy, cluster, layer(local, window, is_mixture))
+    kernels = _timed(job, strategy, cluster, slower(layer(local, window, is_mixture), job.added.kernels))
     exchanges = {
         "tensor": tensor(job, strategy, cluster, local, rows),
         "context": context(strategy, cluster, local, kernels.by_path.get("compute/attention", Passes())),

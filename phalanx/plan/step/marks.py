@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from phalanx.plan.hardware.cluster import Cluster
+from phalanx.plan.step.constants import IN_STEP
 from phalanx.plan.types import Job, Mark, weakest
 
 _PRODUCTS = frozenset(("attention_projections", "mlp", "merged_in", "merged_out", "head", "experts", "router"))
@@ -31,7 +32,11 @@ class Marks:
 
     def of(self, path: str) -> tuple[Mark, str]:
         """The mark of a part and the source of its weakest number."""
+        if path == "efficiency":
+            return "assumed", "--efficiency, as given"
         number = _number(path, *self._depends_on)
+        if path == "loader" and not self._job.software.loader_hidden and IN_STEP in self._cluster.numbers:
+            number = ("cluster", IN_STEP)
         if number not in self._known:
             mark, source = self._look_up(*number)
             self._known[number] = weakest([mark]), source

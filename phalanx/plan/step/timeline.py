@@ -15,7 +15,7 @@ from phalanx.plan.pipeline.costs import StageCosts, StepTime
 from phalanx.plan.pipeline.evaluate import evaluate, evaluate_few
 from phalanx.plan.step.layers import Costs
 from phalanx.plan.step.stages import Stages, stage_passes
-from phalanx.plan.types import Job, Strategy
+from phalanx.plan.types import Job, StageTimes, Strategy
 from phalanx.plan.work.operations import Passes
 
 
@@ -26,12 +26,14 @@ class Timeline:
     Attributes:
         passes: of one micro-batch, by different stage.
         time: of the pipeline; of the one rank's passes where there is no pipeline.
+        stage_times: of a pipeline, what `time` was worked out of.
     """
 
     stages: Stages
     passes: Sequence[Passes]
     micro_batches: int
     time: StepTime
+    stage_times: StageTimes | None = None
 
 
 def timeline(job: Job, strategy: Strategy, cluster: Cluster, costs: Costs, stages: Stages) -> Timeline:
@@ -51,7 +53,19 @@ def timeline(job: Job, strategy: Strategy, cluster: Cluster, costs: Costs, stage
         send,
         not job.software.pipeline_overlap,
     )
-    return Timeline(stages, passes, micro_batches, time)
+    return Timeline(stages, passes, micro_batches, time, _stage_times(stages, passes, send, job))
+
+
+def _stage_times(stages: Stages, passes: Sequence[Passes], send_s: float, job: Job) -> StageTimes:
+    of_each = [passes[number] for number in stages.alike]
+    return StageTimes(
+        forward_s=tuple([float(p.forward) for p in of_each]),
+        backward_s=tuple([float(p.backward) for p in of_each]),
+        backward_input_s=tuple([float(p.again + p.backward_input) for p in of_each]),
+        backward_weight_s=tuple([float(p.backward_weight) for p in of_each]),
+        send_s=send_s,
+        blocking=not job.software.pipeline_overlap,
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -1,14 +1,16 @@
 """Tables that were collected when the planner was done, and what they leave open: written before any was predicted.
 
-They carry no bar, and no number of the planner was chosen with them in view. What is known of each run comes from the
-source of its table; the rest is assumed here, as by whoever would predict such a run before it is made. Four choices
-were corrected after the first comparison, since the sources say otherwise; what was chosen first stands among the
-alternatives:
+No number of the plain model was chosen with them in view; what is learnt from them, and how that is judged, is in
+`left_out`. What is known of each run comes from the source of its table; the rest is assumed here, as by whoever would
+predict such a run before it is made. Choices that were corrected after the first comparison, since the sources say
+otherwise; what was chosen first stands among the alternatives, where one field can say it:
 
-- MPT's attention is triton's (attn_impl of its files of settings) and InternLM's flash-attn 1: kernels of the first
+- MPT's attention is Triton's (attn_impl of its files of settings) and InternLM's flash-attn 1: kernels of the first
   FlashAttention, where the device's curves are of the second (A100) or third (H100).
-- torchtitan at the end of 2024 calls torch's attention, FlashAttention-2, on H100 too.
-- FSDP turns whole gradients into fp32 before it reduces them.
+- torchtitan at the end of 2024 calls torch's attention, FlashAttention-2, on H100 too; those H100 have 500 W and
+  2.4 TB/s; its selective op makes every second product again (first taken for what is elementwise).
+- FSDP turns whole gradients into fp32 before it reduces them, but for LLM Foundry's benchmarks; torch's checkpoint
+  stops before a layer's last product.
 - BLOOM ran with CUDA_LAUNCH_BLOCKING=1, for it hung without (its source, and tr11-176B-ml.slurm beside it).
 """
 
@@ -18,19 +20,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from phalanx.plan.software import MEGATRON_2022, MEGATRON_DEEPSPEED
+from phalanx.plan.software import FSDP2, FSDP2_COMPILED, MEGATRON_2022, MEGATRON_CORE, MEGATRON_DEEPSPEED
 from phalanx.plan.validate.assumptions import Setting
-from phalanx.plan.validate.programs import (
-    FOUNDRY,
-    FSDP,
-    FSDP_COMPILED,
-    INTERNEVO,
-    MEGATRON_CORE,
-    MEGATRON_CORE_BF16,
-)
+from phalanx.plan.validate.programs import FOUNDRY, INTERNEVO, MEGATRON_CORE_BF16
 
 _FOLDER = Path(__file__).parent
-_LLAMA = {
+LLAMA = {
     "gated": True,
     "position": "rotary",
     "norm": "rms",
@@ -39,17 +34,26 @@ _LLAMA = {
     "attention_dropout": False,
     "tie_embeddings": False,
 }
-_NEMOTRON = {**_LLAMA, "gated": False, "norm": "layer"}
+_NEMOTRON = {**LLAMA, "gated": False, "norm": "layer"}
 
 _FLASH_1 = (2.0, 2.0)
 """FlashAttention over FlashAttention-2, on A100 (arXiv 2307.08691, abstract)."""
 _FLASH_2 = (642 / 355, 552 / 337)
 """FlashAttention-2 over the curve of H100 at 32,768, 355 TFLOP/s forward and 337 backward (Dao-AILab/flash-attention
 issue 1051)."""
+_TRITON = (1.4, 2.0)
+"""FlashAttention in Triton over FlashAttention-2, on A100: 1.3 to 1.5 forward, about 2 backward (arXiv 2307.08691,
+section 4.1)."""
+_TRITON_ON_H100 = (_TRITON[0] * _FLASH_2[0], _TRITON[1] * _FLASH_2[1])
 _FLASH_1_ON_H100 = (_FLASH_1[0] * _FLASH_2[0], _FLASH_1[1] * _FLASH_2[1])
+
+_POWER_CLOCK = (500 / 700) ** (1 / 3)
+"""Clock of an H100 at 500 W over one at 700: power goes with the clock, and with the square of a voltage that follows
+it (assumed)."""
 
 NEMO_GPT3 = Setting(
     table="nemo_gpt3_175b",
+    publication="dgxc",
     title="NVIDIA DGX Cloud: GPT-3 175B on H100",
     cluster="h100_400g",
     software=replace(MEGATRON_CORE_BF16, fused_loss=False),
@@ -65,13 +69,14 @@ NEMO_GPT3 = Setting(
 
 NEMO_LLAMA_8B = Setting(
     table="nemo_llama31_8b",
+    publication="dgxc",
     title="NVIDIA DGX Cloud: Llama 3.1 8B on H100",
     cluster="h100_400g",
     software=MEGATRON_CORE,
     precision="bf16",
     zero=1,
     bucket_bytes=125_000_000,
-    model=_LLAMA,
+    model=LLAMA,
     assumed={"cluster": "hosts as NVIDIA's DGX H100", "software": "gradients summed and reduced in fp32"},
 )
 
@@ -105,12 +110,13 @@ NEMO_NEMOTRON_340B = replace(
 
 LLAMA3 = Setting(
     table="llama3_405b",
+    publication="llama3",
     title="Llama 3 405B",
     cluster="h100_400g",
     software=replace(MEGATRON_CORE, name="llama-3's trainer", even_stages=False),
     precision="bf16",
     zero=2,
-    model=_LLAMA,
+    model=LLAMA,
     assumed={
         "micro_batch": "1",
         "chunks": "4 of two layers, one layer fewer at both ends",
@@ -122,6 +128,7 @@ LLAMA3 = Setting(
 
 FOUNDRY_H100 = Setting(
     table="foundry_h100",
+    publication="foundry",
     title="MosaicML LLM Foundry: MPT on H100",
     cluster="h100_400g",
     software=FOUNDRY,
@@ -129,11 +136,11 @@ FOUNDRY_H100 = Setting(
     sequence_parallel=False,
     zero=3,
     model={"dropout": False, "attention_dropout": False},
-    attention_ratio=_FLASH_1_ON_H100,
+    attention_ratio=_TRITON_ON_H100,
     assumed={
         "cluster": "network of NVIDIA's DGX H100",
         "software": "loss fused, nothing else",
-        "attention": "triton's, as fast as the first FlashAttention",
+        "attention": "triton's: half as long again as FlashAttention-2 forward, twice as long backward",
     },
 )
 
@@ -142,23 +149,23 @@ FOUNDRY_A100 = replace(
     table="foundry_a100",
     title="MosaicML LLM Foundry: MPT on A100",
     cluster="megascale",
-    attention_ratio=_FLASH_1,
+    attention_ratio=_TRITON,
     assumed={**FOUNDRY_H100.assumed, "cluster": "1,600 Gb/s RoCE a host, as MegaScale's"},
 )
 
 TITAN_A100 = Setting(
     table="torchtitan_a100",
+    publication="torchtitan",
     title="torchtitan on A100",
     cluster="selene",
-    software=FSDP,
+    software=FSDP2,
     precision="bf16",
     sequence_parallel=False,
     zero=3,
-    model=_LLAMA,
+    model=LLAMA,
     assumed={
         "cluster": "network of NVIDIA's DGX A100",
         "software": "without torch.compile: not named in the table",
-        "recompute": "'selective op' taken for elementwise; it computes half of the products again too",
     },
 )
 
@@ -167,20 +174,23 @@ TITAN_H100 = replace(
     table="torchtitan_h100",
     title="torchtitan on H100, compiled",
     cluster="h100_400g",
-    software=FSDP_COMPILED,
+    software=FSDP2_COMPILED,
     attention_ratio=_FLASH_2,
+    clock_ratio=_POWER_CLOCK,
+    memory_ratio=2.4 / 3.35,
     assumed={
-        "cluster": "H100 with 3.35 TB/s at 700 W; those had 2.4 TB/s and 500 W",
-        "recompute": TITAN_A100.assumed["recompute"],
+        "cluster": "network of NVIDIA's DGX H100",
+        "clock_ratio": "500 W and 2.4 TB/s, not 700 and 3.35 (its source): clock by the cube root of power",
     },
 )
 
 TITAN_H100_EAGER = replace(
-    TITAN_H100, table="torchtitan_h100_eager", title="torchtitan on H100, not compiled", software=FSDP
+    TITAN_H100, table="torchtitan_h100_eager", title="torchtitan on H100, not compiled", software=FSDP2
 )
 
 INTERNLM = Setting(
     table="internlm_7b",
+    publication="internlm",
     title="InternLM 7B on A100",
     cluster=str(_FOLDER / "internlm.toml"),
     software=INTERNEVO,
@@ -188,13 +198,14 @@ INTERNLM = Setting(
     sequence_parallel=False,
     zero=1,
     bucket_bytes=512_000_000,
-    model=_LLAMA,
+    model=LLAMA,
     attention_ratio=_FLASH_1,
     assumed={"attention": "flash-attn 1.0.5 (doc/en/install.md), half as fast as FlashAttention-2"},
 )
 
 BLOOM_FP16 = Setting(
     table="bloom_fp16",
+    publication="bloom",
     title="BLOOM's trials, fp16",
     cluster=str(_FOLDER / "jeanzay.toml"),
     software=MEGATRON_DEEPSPEED,
@@ -218,6 +229,7 @@ BLOOM_BF16 = replace(
 
 ZERO_BUBBLE = Setting(
     table="zero_bubble_1f1b",
+    publication="zero_bubble",
     title="Zero-bubble pipelines: their 1F1B baseline",
     cluster="selene",
     software=replace(MEGATRON_2022, even_stages=False),
@@ -250,21 +262,25 @@ LATER: tuple[Setting, ...] = (
 
 ALTERNATIVES_LATER: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "foundry_h100": {
-        "attention_ratio": ((1.0, 1.0),),
-        "software": (replace(FOUNDRY, name="gradients not made fp32", fused_gradients=True),),
+        "attention_ratio": ((1.0, 1.0), _FLASH_1_ON_H100),
+        "software": (replace(FOUNDRY, name="gradients made fp32", fused_gradients=False, reduce_bytes=4),),
     },
     "foundry_a100": {
-        "attention_ratio": ((1.0, 1.0),),
-        "software": (replace(FOUNDRY, name="gradients not made fp32", fused_gradients=True),),
+        "attention_ratio": ((1.0, 1.0), _FLASH_1),
+        "software": (replace(FOUNDRY, name="gradients made fp32", fused_gradients=False, reduce_bytes=4),),
     },
-    "torchtitan_a100": {"software": (replace(FSDP, name="gradients not made fp32", fused_gradients=True),)},
+    "torchtitan_a100": {"software": (replace(FSDP2, name="gradients not made fp32", fused_gradients=True),)},
     "torchtitan_h100": {
         "attention_ratio": ((1.0, 1.0),),
-        "software": (replace(FSDP_COMPILED, name="gradients not made fp32", fused_gradients=True),),
+        "clock_ratio": (1.0,),
+        "memory_ratio": (1.0,),
+        "software": (replace(FSDP2_COMPILED, name="gradients not made fp32", fused_gradients=True),),
     },
     "torchtitan_h100_eager": {
         "attention_ratio": ((1.0, 1.0),),
-        "software": (replace(FSDP, name="gradients not made fp32", fused_gradients=True),),
+        "clock_ratio": (1.0,),
+        "memory_ratio": (1.0,),
+        "software": (replace(FSDP2, name="gradients not made fp32", fused_gradients=True),),
     },
     "internlm_7b": {"attention_ratio": ((1.0, 1.0),)},
     "nemo_gpt3_175b": {"tensor_overlap": ("none", "fused"), "slow_hosts": (False,)},

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import csv
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.core.errors import UserError
+from phalanx.plan.types import Recompute
 
 TABLES = Path(__file__).parent / "tables"
 
@@ -15,6 +18,15 @@ _COLUMNS = (
     *("n_gpus", "tp", "pp", "vpp", "dp", "recompute", "seq_parallel", "iter_time_s"),
 )
 """Those that a table must have; kv_heads, ffn, cp and shard it may have."""
+RECOMPUTE: Mapping[str, Recompute] = {
+    "full": "full",
+    "selective": "attention",
+    "elementwise": "elementwise",
+    "alternate": "alternate",
+    "none": "none",
+}
+"""What the column ``recompute`` may say, in the words of the cost model."""
+_MOST = 10**9
 
 
 @dataclass(frozen=True)
@@ -23,7 +35,7 @@ class Row:
 
     Attributes:
         micro_batch: 0 where it is not published.
-        recompute: ``full``, ``selective``, ``elementwise``, ``none``, or empty where it is not published.
+        recompute: as in `RECOMPUTE`, or empty where it is not published.
         sequence_parallel: None where it is not published.
         kv_heads, mlp_width: 0 where they follow from heads and hidden width.
         shard: data-parallel ranks that split state; 0: all.
@@ -71,31 +83,71 @@ def read_table(path: Path) -> list[Row]:
         return [_row(path, line) for line in reader]
 
 
-def _row(path: Path, line: dict[str, str]) -> Row:
+def _row(path: Path, line: Mapping[str, str | None]) -> Row:
+    """A line as a row.
+
+    Raises:
+        UserError: a value is no number, is out of all bounds, or contradicts another.
+    """
+    where = f"{path}: row {line['row_id']}"
+
+    def whole(column: str, default: int | None = None) -> int:
+        text = (line.get(column) or "").strip()
+        if not text and default is not None:
+            return default
+        try:
+            value = int(text)
+        except ValueError:
+            value = -1
+        if not 0 < value <= _MOST:
+            cure = f"write a whole number from 1 to {_MOST:,}" + ("" if default is None else ", or nothing")
+            raise UserError("is no such number", cure=cure, field=f"{where}: {column}", value=text)
+        return value
+
+    row = Row(
+        row_id=line["row_id"] or "",
+        layers=whole("layers"),
+        hidden=whole("hidden"),
+        heads=whole("heads"),
+        vocab=whole("vocab"),
+        sequence=whole("seq"),
+        global_batch=whole("global_batch"),
+        micro_batch=whole("micro_batch", 0),
+        devices=whole("n_gpus"),
+        tensor=whole("tp"),
+        pipeline=whole("pp"),
+        chunks=whole("vpp"),
+        data=whole("dp"),
+        recompute=line["recompute"] or "",
+        sequence_parallel=_yes_or_no(where, line["seq_parallel"] or ""),
+        step_s=_seconds(where, line["iter_time_s"] or ""),
+        kv_heads=whole("kv_heads", 0),
+        mlp_width=whole("ffn", 0),
+        context=whole("cp", 1),
+        shard=whole("shard", 0),
+    )
+    if row.recompute and row.recompute not in RECOMPUTE:
+        cure = f"write one of {', '.join(RECOMPUTE)}, or nothing where it is not known"
+        raise UserError("is not known", cure=cure, field=f"{where}: recompute", value=row.recompute)
+    ranks = row.tensor * row.context * row.pipeline * row.data
+    if ranks != row.devices:
+        cure = "correct n_gpus, or an axis"
+        raise UserError(f"tp x cp x pp x dp are {ranks} ranks", cure=cure, field=f"{where}: n_gpus", value=row.devices)
+    return row
+
+
+def _yes_or_no(where: str, text: str) -> bool | None:
+    if text not in ("yes", "no", ""):
+        cure = "write yes or no, or nothing where it is not known"
+        raise UserError("is not known", cure=cure, field=f"{where}: seq_parallel", value=text)
+    return {"yes": True, "no": False}.get(text)
+
+
+def _seconds(where: str, text: str) -> float:
     try:
-        return Row(
-            row_id=line["row_id"],
-            layers=int(line["layers"]),
-            hidden=int(line["hidden"]),
-            heads=int(line["heads"]),
-            vocab=int(line["vocab"]),
-            sequence=int(line["seq"]),
-            global_batch=int(line["global_batch"]),
-            micro_batch=int(line["micro_batch"] or 0),
-            devices=int(line["n_gpus"]),
-            tensor=int(line["tp"]),
-            pipeline=int(line["pp"]),
-            chunks=int(line["vpp"]),
-            data=int(line["dp"]),
-            recompute=line["recompute"],
-            sequence_parallel={"yes": True, "no": False}.get(line["seq_parallel"]),
-            step_s=float(line["iter_time_s"]),
-            kv_heads=int(line.get("kv_heads") or 0),
-            mlp_width=int(line.get("ffn") or 0),
-            context=int(line.get("cp") or 1),
-            shard=int(line.get("shard") or 0),
-        )
-    except ValueError as error:
-        raise UserError(
-            f"row {line['row_id']} is not made of numbers: {error}", cure="correct the table", field=str(path)
-        ) from None
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise UserError("is no time", cure="write seconds of a step above 0", field=f"{where}: iter_time_s", value=text)
+    return seconds

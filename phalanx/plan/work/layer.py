@@ -6,12 +6,27 @@ Bytes count every element that a kernel reads or writes, each once: what a progr
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from phalanx.model.shapes import mean_keys
-from phalanx.plan.types import Floats
+from phalanx.plan.types import Floats, Recompute
 from phalanx.plan.work.activation import activation
 from phalanx.plan.work.local import Local
 from phalanx.plan.work.mixture import mixture, mixture_rows
-from phalanx.plan.work.operations import ALWAYS_FULL, CORE, FIRST_PRODUCT, Attend, Operation, Product, Stream
+from phalanx.plan.work.operations import (
+    ALWAYS_FULL,
+    CORE,
+    FIRST_PRODUCT,
+    SECOND_PRODUCT,
+    Attend,
+    Operation,
+    Product,
+    Stream,
+)
+
+_SOFTMAX, _GRADIENT_SUMS = "compute/softmax", "compute/gradient_sums"
+_ONE_PASS = (_SOFTMAX, _GRADIENT_SUMS)
+"""Kernels that every program has as one pass over large arrays, so that their bytes say all."""
 
 
 def layer(local: Local, window: int, is_mixture: bool) -> list[Operation]:
@@ -20,6 +35,18 @@ def layer(local: Local, window: int, is_mixture: bool) -> list[Operation]:
     operations += _fused_attention(local, window) if local.software.fused_attention else _written_scores(local)
     operations += mixture(local) if is_mixture else activation(local, local.tokens, local.dense_inner, "compute/mlp")
     return [*operations, *_residual(local), *_weights(local, is_mixture)]
+
+
+def slower(operations: list[Operation], times: float) -> list[Operation]:
+    """The same, whose memory-bound kernels between products take so many times as long (`Residual.kernels`)."""
+    if times == 1:
+        return operations
+    return [
+        replace(each, forward_bytes=each.forward_bytes * times, backward_bytes=each.backward_bytes * times)
+        if isinstance(each, Stream) and each.path not in _ONE_PASS
+        else each
+        for each in operations
+    ]
 
 
 def _norms(local: Local) -> list[Operation]:
@@ -45,22 +72,46 @@ def _norms(local: Local) -> list[Operation]:
 
 def _projections(local: Local, is_mixture: bool) -> list[Operation]:
     """Matrix products with weights: q, k, v; out; and the MLP's two, unless experts take their place."""
-    width, tokens = local.model.hidden, local.tokens
+    width, tokens, last = local.model.hidden, local.tokens, _last_again(local)
     if local.model.merged and not is_mixture:
         return [
             Product("compute/merged_in", tokens, local.projection_rows + local.in_width, width, again=FIRST_PRODUCT),
-            Product("compute/merged_out", tokens, width, local.query_rows + local.dense_inner),
+            Product("compute/merged_out", tokens, width, local.query_rows + local.dense_inner, again=last),
         ]
+    if not local.software.merged_projections:
+        return _one_by_one(local, is_mixture)
     found: list[Operation] = [
         Product("compute/attention_projections", tokens, local.projection_rows, width),
-        Product("compute/attention_projections", tokens, width, local.query_rows),
+        Product("compute/attention_projections", tokens, width, local.query_rows, again=SECOND_PRODUCT),
     ]
     if not is_mixture:
         found += [
             Product("compute/mlp", tokens, local.in_width, width, again=FIRST_PRODUCT),
-            Product("compute/mlp", tokens, width, local.dense_inner),
+            Product("compute/mlp", tokens, width, local.dense_inner, again=last),
         ]
     return found
+
+
+def _last_again(local: Local) -> frozenset[Recompute]:
+    """When the last product of a layer is made again: nothing within the layer reads what it gives."""
+    return frozenset() if local.software.stops_early else ALWAYS_FULL
+
+
+def _one_by_one(local: Local, is_mixture: bool) -> list[Operation]:
+    """The same where every matrix is a product of its own: q, k, v, out, gate, up, down."""
+    path, width, tokens = "compute/attention_projections", local.model.hidden, local.tokens
+    key_rows = (local.projection_rows - local.query_rows) / 2
+    found: list[Operation] = [
+        Product(path, tokens, local.query_rows, width),
+        Product(path, tokens, key_rows, width, again=SECOND_PRODUCT),
+        Product(path, tokens, key_rows, width),
+        Product(path, tokens, width, local.query_rows, again=SECOND_PRODUCT),
+    ]
+    if is_mixture:
+        return found
+    gate = [Product("compute/mlp", tokens, local.dense_inner, width, again=FIRST_PRODUCT)] * (local.gates - 1)
+    up = Product("compute/mlp", tokens, local.dense_inner, width, again=FIRST_PRODUCT | SECOND_PRODUCT)
+    return [*found, *gate, up, Product("compute/mlp", tokens, width, local.dense_inner, again=_last_again(local))]
 
 
 def _heads(local: Local) -> list[Operation]:
@@ -110,7 +161,7 @@ def _written_scores(local: Local) -> list[Operation]:
     return [
         Product(path, rows, sequence, head, batch, weight=False, again=CORE),
         Product(path, rows, head, sequence, batch, weight=False, again=CORE),
-        Stream("compute/softmax", forward, backward, launches, launches, CORE),
+        Stream(_SOFTMAX, forward, backward, launches, launches, CORE),
     ]
 
 
@@ -149,5 +200,5 @@ def _weights(local: Local, is_mixture: bool) -> list[Operation]:
     if wide != c and not local.software.is_phalanx:
         found.append(Stream("compute/casts", weights * (wide + c), 0.0, 4, 0, ALWAYS_FULL))
     if not local.software.fused_gradients:
-        found.append(Stream("compute/gradient_sums", 0.0, weights * (c + 2 * summed), 0, 4, frozenset()))
+        found.append(Stream(_GRADIENT_SUMS, 0.0, weights * (c + 2 * summed), 0, 4, frozenset()))
     return found

@@ -13,8 +13,10 @@ from phalanx.plan.types import Floats, Ints, Recompute
 
 ALWAYS_FULL: frozenset[Recompute] = frozenset(("full",))
 """Computed again only where everything is."""
-CHEAP: frozenset[Recompute] = frozenset(("elementwise", "mlp", "full"))
+CHEAP: frozenset[Recompute] = frozenset(("elementwise", "mlp", "alternate", "full"))
 """Cheap to compute and large to keep: norms, activations, rotation."""
+SECOND_PRODUCT: frozenset[Recompute] = frozenset(("alternate", "full"))
+"""The second, fourth, … product of a layer, in the order in which it is computed."""
 FIRST_PRODUCT: frozenset[Recompute] = frozenset(("mlp", "full"))
 """The first product of an MLP: one product to make again, for the widest tensor of a layer."""
 CORE: frozenset[Recompute] = frozenset(("attention", "full"))

@@ -89,6 +89,7 @@ def overview(known: Known, now: Now, most: int | None = None) -> Overview:
         advise_only=state.policy.advise_only,
         status=None if ending is None else ending.status,
         ended="" if ending is None else ending.reason,
+        checkpoints="" if watched is None or (first := watched.worker(0)) is None else first.checkpoints,
     )
 
 

@@ -446,6 +446,7 @@ class Workers:
             restored=progress.restored,
             still_s=still_s,
             stopped_s=stopped_s,
+            checkpoints=progress.checkpoints,
         )
 
     def _usage(self, rank: _Rank) -> tuple[float, int, float]:

@@ -218,6 +218,7 @@ class Overview(Value, frozen=True):
             known.
         age_s: since the job began.
         training_s: of that, while an attempt has made steps.
+        checkpoints: what storage can keep up with, where it cannot keep up with what is asked for.
         recoveries: so far.
         incidents: so far.
         status: with which the job has ended; None: it has not.
@@ -248,6 +249,7 @@ class Overview(Value, frozen=True):
     advise_only: bool = False
     status: int | None = None
     ended: str = ""
+    checkpoints: str = ""
 
 
 SHOWN_HOSTS = 256

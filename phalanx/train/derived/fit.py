@@ -1,4 +1,5 @@
-"""Micro-batch and recompute, chosen from the memory that they are predicted to take. Torch-free.
+"""Micro-batch and recompute, chosen from the memory that they are predicted to take, and whether a layout fits at all.
+Torch-free.
 
 The prediction is the planner's (`phalanx.plan.memory`, docs/memory.md): weights, gradients, optimizer state,
 activations of one micro-batch, loss head, workspace, fragmentation. It depends on settings and sizes alone, never on a
@@ -14,6 +15,7 @@ from typing import Literal
 from phalanx.core import units
 from phalanx.core.layout import divisors
 from phalanx.model.config import ModelConfig
+from phalanx.parallel.choose import Judge, Need, Verdict
 from phalanx.parallel.config import ParallelConfig
 from phalanx.plan.jobs import make_job, make_strategy, software_of
 from phalanx.plan.memory import rank_memory
@@ -129,11 +131,45 @@ class Fit:
         """
         best = [found for level in self.levels if (found := self._largest(level)) is not None]
         if not best:
-            # A single micro-batch may take less than several, beside which summed gradients are kept.
-            least = (self.predicted(size, self.levels[-1]) for size in reversed(self.micro_batches))
-            return min(least, key=lambda choice: choice.predicted_bytes)
+            return self.least()
         enough = min(self.micro_batches[0], -(-_ENOUGH_TOKENS // self.job.sequence))
         return next((c for c in best if c.micro_batch >= enough), max(best, key=lambda c: c.micro_batch))
+
+    def least(self) -> Choice:
+        """What takes least memory."""
+        # A single micro-batch may take less than several, beside which summed gradients are kept.
+        sizes = dict.fromkeys((self.micro_batches[-1], self.micro_batches[0]))
+        return min((self.predicted(size, self.levels[-1]) for size in sizes), key=lambda choice: choice.predicted_bytes)
+
+    def need(self) -> Need:
+        """Whether this layout fits, and what takes its memory."""
+        least = self.least()
+        verdict: Verdict = "no" if least.predicted_bytes > self.device_bytes else "barely"
+        if least.predicted_bytes <= self.limit_bytes:
+            open_levels = self.levels[:-1] if "full" in self.levels[1:] else self.levels
+            verdict = "well" if any(self._largest(level) for level in open_levels) else "slowly"
+        fullest = max(rank_memory(self.job, self.strategy(least.micro_batch, least.recompute)), key=lambda r: r.total)
+        sizes = {
+            "weights": fullest.parameters,
+            "gradients": fullest.gradients,
+            "optimizer state": fullest.optimizer,
+            "activations": fullest.activations + fullest.loss_head,
+        }
+        parts = ", ".join(f"{name} {units.size(size)}" for name, size in sizes.items())
+        level = "recompute" if len(self.levels) > 1 else "train.recompute ="
+        how = f"micro-batch {least.micro_batch}, {level} {least.recompute}"
+        return Need(verdict, least.predicted_bytes, self.device_bytes, f"{parts} and workspace ({how})", self._less())
+
+    def _less(self) -> str:
+        """Settings that would take less memory."""
+        less = []
+        if "full" not in self.levels:
+            less.append("train.recompute=auto")
+        if len(self.micro_batches) == 1 and self.micro_batches[0] > 1:
+            less.append("train.micro_batch=1")
+        if self.job.optimizer == "adamw" and self.job.state_bits > 8:
+            less.append("optim.state_bits=8")
+        return ", ".join(less)
 
     def saving(self, choice: Choice) -> int:
         """How much of a layer a choice computes again, as a place in `LEVELS`."""
@@ -162,6 +198,24 @@ class Fit:
     def _largest(self, level: Level) -> Choice | None:
         found = (self.predicted(size, level) for size in self.micro_batches)
         return next((choice for choice in found if choice.predicted_bytes <= self.limit_bytes), None)
+
+
+def judge_of(config: RunConfig, model: ModelConfig, precision: Precision, *, device_bytes: float) -> Judge:
+    """Says of a layout of a run on GPUs whether it fits, run in the best way that `config` leaves open.
+
+    Args:
+        model: with vocabulary and longest sequence known.
+        device_bytes: memory of the smallest device.
+    """
+
+    def judge(parallel: ParallelConfig, micro_batch: int) -> Need:
+        if parallel.tensor_overlap == "auto":  # decided later; it changes when things are held, not how much
+            parallel = parallel.model_copy(update={"tensor_overlap": "none"})
+        spread = config.model_copy(update={"parallel": parallel})
+        fit = Fit.of(spread, model, parallel, precision, device_bytes=device_bytes, micro_batch=micro_batch)
+        return fit.need()
+
+    return judge
 
 
 def job_of(

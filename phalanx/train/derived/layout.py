@@ -10,8 +10,9 @@ from phalanx.core.errors import UserError
 from phalanx.core.layout import AXES, Layout
 from phalanx.model.shapes import parameter_table
 from phalanx.optim.groups import assign
-from phalanx.parallel.choose import Choice, Machines, Task, choose_layout
+from phalanx.parallel.choose import Choice, Judge, Machines, choose_layout
 from phalanx.parallel.config import ParallelConfig
+from phalanx.parallel.possible import Task
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.figures import complete_model
 from phalanx.train.derived.memory import host_available_bytes, standing_bytes
@@ -34,7 +35,12 @@ def machines_here(config: RunConfig, count: int) -> Machines:
 
 
 def resolve_layout(
-    config: RunConfig, vocab_size: int, machines: Machines, world_size: int, say: Callable[[str], None]
+    config: RunConfig,
+    vocab_size: int,
+    machines: Machines,
+    world_size: int,
+    say: Callable[[str], None],
+    judge: Judge | None = None,
 ) -> RunConfig:
     """`config` with every axis of its layout given, and the micro-batch where a pipeline decides it.
 
@@ -44,6 +50,7 @@ def resolve_layout(
         vocab_size: of the tokenizer.
         world_size: ranks that there are.
         say: is told the reasons of what was chosen.
+        judge: says which layouts fit; None: where the state does.
 
     Raises:
         UserError: the layout is impossible, or another number of ranks is there than it needs.
@@ -51,7 +58,7 @@ def resolve_layout(
     check_started(config, world_size)
     if wanted_ranks(config) == 1:
         config = _with_parallel(config, devices=world_size)
-    choice = choose(config, vocab_size, machines)
+    choice = choose(config, vocab_size, machines, judge)
     if choice.reasons:
         say("\n  ".join([f"layout chosen for {world_size} ranks:", *choice.reasons]))
     chosen = config.model_copy(update={"parallel": choice.config})
@@ -61,13 +68,16 @@ def resolve_layout(
     return chosen
 
 
-def choose(config: RunConfig, vocab_size: int, machines: Machines) -> Choice:
+def choose(config: RunConfig, vocab_size: int, machines: Machines, judge: Judge | None = None) -> Choice:
     """The layout of `config`, once it is known to be possible.
+
+    Args:
+        judge: says which layouts fit; None: where the state does.
 
     Raises:
         UserError: it is not.
     """
-    choice = choose_layout(config.parallel, task_of(config, vocab_size), machines)
+    choice = choose_layout(config.parallel, task_of(config, vocab_size), machines, judge)
     validate(
         RunConfig, _with_parallel(config, **dict(choice.config)).model_dump()
     )  # it must fit the other settings too

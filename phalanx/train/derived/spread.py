@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.model.config import ModelConfig
-from phalanx.parallel.choose import Choice, Machines, Task, needed_bytes
+from phalanx.parallel.choose import Choice, Machines
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.pipeline.split import StageSpan, imbalance, split_stages
 from phalanx.parallel.pipeline.tables import Table, make_table
+from phalanx.parallel.possible import Task, needed_bytes
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.figures import cpu_micro_batch
 from phalanx.train.derived.layout import choose, machines_here, task_of, wanted_ranks

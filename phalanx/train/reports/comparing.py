@@ -119,10 +119,18 @@ def expected_line(expected: Expected, run: Run) -> str:
     tokens = run.config.train.global_batch * run.config.data.sequence_length
     left = run.total_steps - run.progress.step
     return (
-        f"expected: step {_time(expected.step_s)}, {tokens / expected.step_s:,.0f} tokens/s, "
+        f"expected: step {_time(expected.step_s)}{_between(expected)}, {tokens / expected.step_s:,.0f} tokens/s, "
         f"{units.size(expected.memory_bytes)}, {left} steps in {units.duration(left * expected.step_s)} "
         f"({expected.source})"
     )
+
+
+def _between(expected: Expected) -> str:
+    """Where a step lies in 8 of 10 cases, if that is known."""
+    if expected.interval_s is None:
+        return ""
+    low_s, high_s = expected.interval_s
+    return f" ({_time(low_s)} to {_time(high_s)} in 8 of 10 cases)"
 
 
 def difference_line(expected: Expected, measured: Measured) -> str:

@@ -1,0 +1,313 @@
+"""What one rank does in a tree of ranks that exchange small values: pure, no sockets, no clock.
+
+Rank r hears its children, ranks 32 r + 1 to 32 r + 32, and tells its parent; so what a rank holds open and what it is
+sent grow with the depth of the tree, not with the job. Values go up, put together on the way; what all are told comes
+down. Operations are numbered, as every rank makes the same ones in the same order; many may be under way.
+
+A failure is final: whoever sees it tells its neighbours, so that all ranks raise the same error, which names the rank
+that is the cause. Whoever waits too long asks around who has not come: ranks pass the question on to those that they
+wait for themselves, whatever else they are doing, and the answers come back to those who asked.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+from phalanx.core.peers import PeerError
+
+FAN_OUT = 32
+_ENTRY = struct.Struct("!IQ")  # rank, bytes of its value
+_SHOWN = 8
+
+
+class Kind(IntEnum):
+    """Of operations."""
+
+    GATHER = 1
+    COLLECT = 2
+    BROADCAST = 3
+    LOWEST = 4
+
+
+class Word(IntEnum):
+    """What a message says: a value on its way up or down; the job has failed; who is missing?; these ranks are."""
+
+    UP = 1
+    DOWN = 2
+    FAILED = 3
+    WHO = 4
+    MISSING = 5
+
+
+class Message(NamedTuple):
+    """One message between neighbours.
+
+    Attributes:
+        kind: of the operation; 0 where it makes no difference.
+        number: of the operation, from 0 on.
+        body: a value, a text, or names as JSON.
+    """
+
+    word: int
+    kind: int
+    number: int
+    body: bytes
+
+
+def parent_of(rank: int) -> int | None:
+    """The rank that `rank` tells its values; None: it is the first."""
+    return (rank - 1) // FAN_OUT if rank else None
+
+
+def children_of(rank: int, size: int) -> range:
+    """The ranks that tell `rank` theirs."""
+    return range(FAN_OUT * rank + 1, min(FAN_OUT * (rank + 1), size - 1) + 1)
+
+
+@dataclass
+class _Operation:
+    """One operation, as far as this rank knows of it."""
+
+    kind: Kind
+    parts: dict[int, bytes] = field(default_factory=dict)
+    answer: Future[bytes] = field(default_factory=Future)
+    is_mine: bool = False
+    is_told: bool = False
+    result: bytes | None = None
+    askers: set[int] = field(default_factory=set)
+    asked: set[int] = field(default_factory=set)
+    answered: set[int] = field(default_factory=set)
+    missing: dict[str, None] = field(default_factory=dict)
+
+
+class Node:
+    """One rank of the tree. Whoever calls it takes care that calls come one after the other.
+
+    Args:
+        name: of this rank, for others' errors, such as ``rank 5 on node1``.
+        send: sends a message to a neighbour; where that is gone, it does nothing.
+
+    Attributes:
+        failed: why nothing more can be exchanged; empty while it can.
+    """
+
+    def __init__(self, rank: int, size: int, name: str, send: Callable[[int, Message], None]) -> None:
+        self.rank, self.size, self.name, self._send = rank, size, name, send
+        self.parent, self.children = parent_of(rank), children_of(rank, size)
+        self.failed = ""
+        self._names: dict[int, str] = {}
+        self._gone: dict[int, str] = {}
+        self._unsent: dict[int, list[Message]] = {}
+        self._next = 0
+        self._open: dict[int, _Operation] = {}
+
+    def met(self, neighbour: int, name: str) -> None:
+        """A neighbour is connected: it hears what it has missed."""
+        self._names[neighbour] = name
+        for message in self._unsent.pop(neighbour, []):
+            self._send(neighbour, message)
+        if self.failed:
+            self._say(neighbour, Word.FAILED, 0, self.failed.encode())
+
+    def start(self, kind: Kind, value: bytes) -> tuple[int, Future[bytes]]:
+        """This rank takes part in its next operation; its number, and what it comes to.
+
+        A gather and a collection come to the `entries` of all (the latter elsewhere than on rank 0 to nothing), a
+        broadcast to rank 0's value, `LOWEST` to the lowest JSON value that is not null.
+        """
+        number, self._next = self._next, self._next + 1
+        operation = self._operation(number, kind)
+        answer = operation.answer
+        operation.is_mine = True
+        if self.failed:
+            answer.set_exception(PeerError(self.failed))
+            return number, answer
+        if kind in (Kind.GATHER, Kind.COLLECT):
+            value = _ENTRY.pack(self.rank, len(value)) + value
+        operation.parts[self.rank] = value
+        if operation.kind is kind:
+            self._advance(number, operation)
+            for neighbour, why in self._gone.items():
+                self._miss(number, operation, neighbour, why)
+        else:
+            self.fail(f"{self.name} is to {words(kind)} while others are to {words(operation.kind)}")
+        return number, answer
+
+    def hear(self, neighbour: int, message: Message) -> None:
+        """A message has come."""
+        word, kind, number, body = message
+        if self.failed:
+            return
+        if word == Word.FAILED:
+            self.fail(body.decode(), by=neighbour)
+        elif word == Word.WHO:
+            self._asked(neighbour, number, Kind(kind))
+        elif word == Word.MISSING:
+            self._told_missing(neighbour, number, json.loads(body))
+        else:
+            operation = self._operation(number, Kind(kind))
+            if operation.kind != kind:
+                first = f"{self._name(neighbour)} is to {words(Kind(kind))}"
+                self.fail(f"{first} while others are to {words(operation.kind)}")
+            elif word == Word.UP:
+                operation.parts[neighbour] = body
+                self._advance(number, operation)
+            else:
+                self._tell(number, operation, body)
+
+    def lost(self, neighbour: int, why: str) -> None:
+        """A neighbour is gone; that matters as soon as something is needed of it."""
+        self._gone[neighbour] = why
+        for number, operation in list(self._open.items()):
+            self._miss(number, operation, neighbour, why)
+
+    def fail(self, why: str, by: int | None = None) -> None:
+        """Nothing more can be exchanged: raise that here, and tell the neighbours (but `by`)."""
+        if self.failed:
+            return
+        self.failed = why
+        for neighbour in list(self._names):
+            if neighbour != by and neighbour not in self._gone:
+                self._say(neighbour, Word.FAILED, 0, why.encode())
+        for operation in self._open.values():
+            if operation.is_mine and not operation.answer.done():
+                operation.answer.set_exception(PeerError(why))
+        self._open.clear()
+
+    def ask_around(self, number: int) -> None:
+        """Begin to ask who has not come to an operation of this rank."""
+        if number in self._open:
+            self._asked(self.rank, number, self._open[number].kind)
+
+    def missing(self, number: int) -> str:
+        """Who has not come, in words, as far as answers have come since `ask_around`."""
+        operation = self._open.get(number)
+        if operation is None:
+            return "nobody"
+        silent = [f"{self._name(n)}, which does not answer" for n in sorted(operation.asked - operation.answered)]
+        names = [*operation.missing, *silent]
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        return "; ".join(names[:_SHOWN]) + more or "nobody"
+
+    def _advance(self, number: int, operation: _Operation) -> None:
+        """Pass on what is complete."""
+        if operation.kind is Kind.BROADCAST:
+            if self.rank == 0:
+                self._tell(number, operation, operation.parts[0])
+            elif operation.result is not None:
+                self._tell(number, operation, operation.result)
+            return
+        whole = operation.is_mine and len(operation.parts) == 1 + len(self.children)
+        if whole and not operation.is_told:
+            operation.is_told = True
+            body = self._together(operation)
+            if self.parent is None:
+                self._tell(number, operation, body)
+            else:
+                self._say(self.parent, Word.UP, number, body, operation.kind)
+                operation.parts = dict.fromkeys(operation.parts, b"")
+                if operation.kind is Kind.COLLECT:
+                    del self._open[number]
+        if operation.kind is Kind.COLLECT and self.rank and not operation.answer.done():
+            operation.answer.set_result(b"")
+
+    def _tell(self, number: int, operation: _Operation, body: bytes) -> None:
+        """What the operation comes to: tell it below, once, and here."""
+        if operation.result is None and operation.kind is not Kind.COLLECT:
+            for child in self.children:
+                self._say(child, Word.DOWN, number, body, operation.kind)
+        operation.result = body
+        if operation.is_mine:
+            operation.answer.set_result(body)
+            del self._open[number]
+
+    def _together(self, operation: _Operation) -> bytes:
+        if operation.kind is not Kind.LOWEST:
+            return b"".join(operation.parts.values())
+        values = [value for value in map(json.loads, operation.parts.values()) if value is not None]
+        return json.dumps(min(values, default=None)).encode()
+
+    def _miss(self, number: int, operation: _Operation, neighbour: int, why: str) -> None:
+        """Fail where an operation of this rank needs what will not come any more."""
+        if self.failed or not operation.is_mine or number not in self._open:
+            return
+        if neighbour == self.parent:
+            is_needed = True
+        else:
+            is_needed = operation.kind is not Kind.BROADCAST and neighbour not in operation.parts
+        if is_needed:
+            self.fail(f"{self._name(neighbour)} {why}")
+
+    def _asked(self, asker: int, number: int, kind: Kind) -> None:
+        """Somebody asks who is missing: say what is known, and ask those that are waited for here."""
+        if number < self._next and number not in self._open:
+            self._say(asker, Word.MISSING, number, b"[]")
+            return
+        operation = self._operation(number, kind)
+        operation.askers.add(asker)
+        goes_down = kind is not Kind.BROADCAST
+        if not operation.is_mine and (goes_down or self.rank == 0):
+            operation.missing[self.name] = None
+        waited_for = [child for child in self.children if goes_down and child not in operation.parts]
+        if self.parent is not None and operation.result is None:
+            waited_for.append(self.parent)
+        for neighbour in waited_for:
+            if neighbour not in self._names:
+                operation.missing[f"rank {neighbour}, which has not connected"] = None
+            elif neighbour != asker and neighbour not in operation.asked:
+                operation.asked.add(neighbour)
+                self._say(neighbour, Word.WHO, number, b"", kind)
+        self._say(asker, Word.MISSING, number, json.dumps(list(operation.missing)).encode())
+
+    def _told_missing(self, neighbour: int, number: int, names: Sequence[str]) -> None:
+        operation = self._open.get(number)
+        if operation is None:
+            return
+        operation.answered.add(neighbour)
+        new = [name for name in names if name not in operation.missing]
+        operation.missing |= dict.fromkeys(new)
+        for asker in operation.askers - {neighbour}:
+            if new:
+                self._say(asker, Word.MISSING, number, json.dumps(new).encode())
+
+    def _operation(self, number: int, kind: Kind) -> _Operation:
+        return self._open.setdefault(number, _Operation(kind))
+
+    def _say(self, neighbour: int, word: Word, number: int, body: bytes, kind: int = 0) -> None:
+        message = Message(word, kind, number, body)
+        if neighbour in self._names:
+            self._send(neighbour, message)
+        elif neighbour != self.rank:
+            self._unsent.setdefault(neighbour, []).append(message)
+
+    def _name(self, rank: int) -> str:
+        return self._names.get(rank, f"rank {rank}")
+
+
+def entries(body: bytes) -> list[bytes]:
+    """The values of a gather, in order of rank."""
+    return [value for _, value in sorted(_entries(body))]
+
+
+def _entries(body: bytes) -> Iterator[tuple[int, bytes]]:
+    at = 0
+    while at < len(body):
+        rank, length = _ENTRY.unpack_from(body, at)
+        at += _ENTRY.size + length
+        yield rank, body[at - length : at]
+
+
+def words(kind: Kind) -> str:
+    """What a rank does in such an operation, for messages."""
+    return {
+        Kind.GATHER: "gather values",
+        Kind.COLLECT: "collect values on rank 0",
+        Kind.BROADCAST: "hear rank 0",
+        Kind.LOWEST: "meet",
+    }[kind]

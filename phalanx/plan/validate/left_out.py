@@ -1,0 +1,216 @@
+"""How far predictions are off on tables that were left out, and what is learnt from the others.
+
+One number is learnt, `Residual.kernels`, and the width of the interval around a prediction. Both are judged on rows
+that had no part in them: of one table at a time, then of one publication at a time, as tables of one publication share
+their program and their machines. Learnt from, and judged on, are the tables that were collected when the planner was
+done; those that it was made beside (`assumptions.SETTINGS`) flatter it.
+
+Every publication counts the same, within it every table, and within a table every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.plan.predict import predict
+from phalanx.plan.types import INTERVAL_SHARE, Job, Recompute, Residual, Strategy
+from phalanx.plan.validate.assumptions import Setting
+from phalanx.plan.validate.jobs import cluster_of, job_of, strategy_of
+from phalanx.plan.validate.later import LATER
+from phalanx.plan.validate.null import published_flops
+from phalanx.plan.validate.rows import TABLES, read_table
+
+Array = NDArray[np.float64]
+
+_KERNELS = (1.0, 2.0, 3.0, 4.0, 6.0)
+"""Values of `Residual.kernels` at which every row is predicted; between them logarithms of seconds go straight."""
+_GRID = np.exp(np.linspace(0.0, np.log(_KERNELS[-1]), 301))
+_AGAIN: Mapping[Recompute, float] = {"full": 1 / 3, "alternate": 1 / 9}
+"""Products made again, over those that count, roughly; other kinds make none."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """All rows of some tables.
+
+    Attributes:
+        table, publication: of each row.
+        measured_s: of each row.
+        predicted_s: of each row, for each of `_KERNELS`.
+        peak_s: FLOPs as publications count them over the peak of all devices.
+        again: FLOPs with what is made again, over those.
+    """
+
+    table: NDArray[np.str_]
+    publication: NDArray[np.str_]
+    measured_s: Array
+    predicted_s: Array
+    peak_s: Array
+    again: Array
+
+    def log_error(self, kernels: float) -> Array:
+        """Logarithm of measured over predicted seconds of every row."""
+        at = np.log(_KERNELS)
+        place = int(np.clip(np.searchsorted(at, np.log(kernels)) - 1, 0, len(at) - 2))
+        part = (np.log(kernels) - at[place]) / (at[place + 1] - at[place])
+        logs = np.log(self.predicted_s)
+        found: Array = np.log(self.measured_s) - logs[place] * (1 - part) - logs[place + 1] * part
+        return found
+
+    @cached_property
+    def squares(self) -> Array:
+        """Squares of `log_error` of every row, for each of `_GRID`."""
+        return np.stack([self.log_error(kernels) for kernels in _GRID]) ** 2
+
+    def weights(self, among: NDArray[np.bool_]) -> Array:
+        """Of every row; 0 of those that are not `among` what counts."""
+        weights = np.zeros(len(self.table))
+        publications = np.unique(self.publication[among])
+        for publication in publications:
+            own = among & (self.publication == publication)
+            tables = np.unique(self.table[own])
+            for table in tables:
+                rows = own & (self.table == table)
+                weights[rows] = 1 / (len(publications) * len(tables) * np.count_nonzero(rows))
+        return weights
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A table that was left out.
+
+    Attributes:
+        plain: mean absolute error of the model alone.
+        constant: of one share of the peak learnt from the other tables, FLOPs as published.
+        constant_again: likewise, with what is computed again counted.
+        learnt: with `Residual.kernels` learnt from the other tables.
+        signed: mean error of that, with its sign.
+        alone: with it learnt from the other publications.
+        inside: share of rows in the interval that the other tables give.
+        inside_alone: in that of the other publications.
+    """
+
+    table: str
+    title: str
+    rows: int
+    plain: float
+    constant: float
+    constant_again: float
+    learnt: float
+    signed: float
+    alone: float
+    inside: float
+    inside_alone: float
+
+
+def rows_of(settings: Sequence[Setting] = LATER, folder: Path = TABLES) -> Rows:
+    """Every row of some tables, predicted for every value of `Residual.kernels`."""
+    pairs = [(setting, row) for setting in settings for row in read_table(folder / f"{setting.table}.csv")]
+    cases = [(job_of(row, s), strategy_of(row, s), cluster_of(row, s)) for s, row in pairs]
+    predicted = [
+        [
+            predict(replace(job, residual=Residual(kernels)), strategy, machine).step_s
+            for job, strategy, machine in cases
+        ]
+        for kernels in _KERNELS
+    ]
+    peak = [
+        published_flops(job) / float(strategy.world_size * machine.device.peak_flops_per_s(job.precision))
+        for job, strategy, machine in cases
+    ]
+    return Rows(
+        table=np.array([setting.table for setting, _ in pairs]),
+        publication=np.array([setting.publication for setting, _ in pairs]),
+        measured_s=np.array([row.step_s for _, row in pairs]),
+        predicted_s=np.array(predicted),
+        peak_s=np.array(peak),
+        again=np.array([_again(job, strategy) for job, strategy, _ in cases]),
+    )
+
+
+def learn(rows: Rows, among: NDArray[np.bool_] | None = None) -> Residual:
+    """What the rows `among` all say: the number for which logarithms of errors are least squares, and its interval.
+
+    The interval is as wide as errors are on publications left out in turn (split conformal over publications).
+    """
+    among = np.ones(len(rows.table), bool) if among is None else among
+    errors = np.full(len(rows.table), np.nan)
+    for publication in np.unique(rows.publication[among]):
+        left = among & (rows.publication == publication)
+        errors[left] = rows.log_error(_kernels(rows, among & ~left))[left]
+    count = len(np.unique(rows.publication[among]))
+    level = min(INTERVAL_SHARE * (count + 1) / count, 1.0)
+    weights = rows.weights(among)
+    return Residual(_kernels(rows, among), spread=_quantile(np.abs(errors[among]), weights[among], level))
+
+
+def own_spread(rows: Rows) -> float:
+    """How far steps lie around the middle of the others of their publication: logarithm, 80 % of them."""
+    everything = np.ones(len(rows.table), bool)
+    errors, own = rows.log_error(_kernels(rows, everything)), np.zeros(len(rows.table))
+    for publication in np.unique(rows.publication):
+        places = np.flatnonzero(rows.publication == publication)
+        for place in places:
+            own[place] = errors[place] - np.median(errors[places[places != place]])
+    return _quantile(np.abs(own), rows.weights(everything), INTERVAL_SHARE)
+
+
+def judge(rows: Rows, settings: Sequence[Setting] = LATER) -> list[Judged]:
+    """Every table, left out."""
+    return [_judged(rows, setting) for setting in settings]
+
+
+def _judged(rows: Rows, setting: Setting) -> Judged:
+    own = rows.table == setting.table
+    others = ~own
+    apart = rows.publication != setting.publication
+    with_table, with_publication = learn(rows, others), learn(rows, apart)
+    left, alone = rows.log_error(with_table.kernels)[own], rows.log_error(with_publication.kernels)[own]
+    return Judged(
+        table=setting.table,
+        title=setting.title,
+        rows=int(np.count_nonzero(own)),
+        plain=_mean(rows.log_error(1.0)[own]),
+        constant=_constant(rows, own, rows.peak_s),
+        constant_again=_constant(rows, own, rows.peak_s * rows.again),
+        learnt=_mean(left),
+        signed=float((np.exp(-left) - 1).mean()),
+        alone=_mean(alone),
+        inside=float((np.abs(left) <= with_table.spread).mean()),
+        inside_alone=float((np.abs(alone) <= with_publication.spread).mean()),
+    )
+
+
+def _kernels(rows: Rows, among: NDArray[np.bool_]) -> float:
+    return float(_GRID[int((rows.squares @ rows.weights(among)).argmin())])
+
+
+def _constant(rows: Rows, own: NDArray[np.bool_], peak_s: Array) -> float:
+    """Mean absolute error of `own` rows by one share of the peak, the mean over the other tables."""
+    share = peak_s / rows.measured_s
+    tables = np.unique(rows.table[~own])
+    constant = np.mean([share[rows.table == table].mean() for table in tables])
+    return float(np.abs(share[own] / constant - 1).mean())
+
+
+def _mean(log_errors: Array) -> float:
+    """Mean absolute error of predicted over measured."""
+    return float(np.abs(np.exp(-log_errors) - 1).mean())
+
+
+def _quantile(values: Array, weights: Array, level: float) -> float:
+    """The value below which that share of the weight lies."""
+    order = np.argsort(values)
+    below = np.cumsum(weights[order]) / weights.sum()
+    return float(values[order][min(int(np.searchsorted(below, level)), len(values) - 1)])
+
+
+def _again(job: Job, strategy: Strategy) -> float:
+    """FLOPs with what is made again over those that count."""
+    return 1 + _AGAIN.get(strategy.recompute, 0.0)

@@ -1,0 +1,22 @@
+"""What pages show of the planner's outputs is what its commands print."""
+
+from __future__ import annotations
+
+import doc_outputs
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", doc_outputs.PAGES)
+def test_a_page_shows_what_its_commands_print(page: str) -> None:
+    text = (doc_outputs.ROOT / page).read_text()
+    assert text.count("<!-- output:") > 0
+    assert doc_outputs.written(text) == text, "write it again: python benchmarks/doc_outputs.py"
+
+
+def test_what_is_left_out_is_marked() -> None:
+    text = "a\nb\nc\n\nd\n\ne\nf\n"
+    kept = doc_outputs.Kept.of("paragraphs=1,3 rows=2")
+    assert list(doc_outputs._excerpt(text, kept)) == ["a", "b", "…", "e", "f"]
+    assert list(doc_outputs._excerpt(text, doc_outputs.Kept.of("paragraphs=2"))) == ["…", "d", "…"]
+    assert list(doc_outputs._excerpt(text, doc_outputs.Kept())) == text.splitlines()
