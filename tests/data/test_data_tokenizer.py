@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
 from phalanx.core.processes import start_helper
-from phalanx.data.config import DataConfig, SourceConfig, TokenizerConfig
+from phalanx.data.config import DataConfig, SourceConfig, TokenizerConfig, configured_vocab_size
 from phalanx.data.prepare import open_prepared, prepare
 from phalanx.data.sources import text
 from phalanx.data.sources.text import split_text
@@ -22,7 +22,6 @@ from phalanx.data.tokenizers.tokenizer import (
     CharTokenizer,
     IdTokenizer,
     LibraryTokenizer,
-    configured_vocab_size,
 )
 
 GPT2 = Path(__file__).parents[2] / ".." / "shared" / "data" / "tokenizers" / "gpt2" / "tokenizer.json"
