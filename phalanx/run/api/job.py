@@ -111,7 +111,7 @@ def _counted(reading: Reading) -> Iterable[Metric]:
     now = reading.overview
     yield _counter("phalanx_run_recoveries", "Recoveries of the job.", now.recoveries)
     yield _counter("phalanx_run_incidents", "Incidents of the job.", now.incidents)
-    yield _counter("phalanx.run.messages", "Heartbeats that this driver has heard.", reading.heartbeats)
+    yield _counter("phalanx_run_heartbeats", "Heartbeats that this driver has heard.", reading.heartbeats)
     yield _counter("phalanx_run_job_seconds", "Since the job began.", reading.job_s)
     text = "In which attempts have made steps; divided by job seconds, the share of effective training time."
     yield _counter("phalanx_run_training_seconds", text, reading.training_s)
