@@ -28,17 +28,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoint_tables import describe
 from support.leaving import nothing_left
 from support.object_server import Request, Server, serving
 
 from phalanx.checkpoint.format import dcp, manifest, tables
 from phalanx.checkpoint.format.blocks import Block
 from phalanx.checkpoint.format.files import Span
-from phalanx.checkpoint.format.manifest import FORMAT_VERSION, MANIFEST, SUMS, FileEntry, Manifest
+from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, FileEntry
 from phalanx.checkpoint.restoring.restore import restore
 from phalanx.checkpoint.storage.latest import advance, claim
 from phalanx.checkpoint.storage.local import LocalStore
 from phalanx.checkpoint.storage.location import open_store
+from phalanx.core.peers import Peers
 from phalanx.core.shard import Shard
 
 LATENCY_S = 0.02
@@ -97,20 +99,7 @@ def make(root: Path, ranks: int, rows: int) -> None:
         parts.append(FileEntry(name=f"part-{rank}.json", size_bytes=len(content), sha256=sha256))
     tensors = tables.merge(written)
     files = [dcp.write_index(folder, tensors), *(one.file for one in written if one.file is not None), *parts]
-    whole = Manifest(
-        format_version=FORMAT_VERSION,
-        step=1,
-        created="",
-        phalanx_version="",
-        torch_version="",
-        attempt=1,
-        config_sha256="",
-        config={},
-        state=None,
-        tensors=tensors,
-        files=files,
-    )
-    content = manifest.encode(whole)
+    content = manifest.encode(describe(tensors, files))
     digest = hashlib.sha256(content).hexdigest()
     (folder / MANIFEST).write_bytes(content)
     (folder / SUMS).write_bytes(manifest.sums_text(files, digest))
@@ -136,8 +125,15 @@ class SomePeers:
         self._barrier.wait()
         return told
 
+    def collect(self, value: Any) -> list[Any] | None:
+        told = self.gather(value)
+        return None if self.rank else told
+
     def broadcast(self, value: Any) -> Any:
         return self.gather(value)[0]
+
+    def lowest(self, value: Any) -> Any:
+        return min((one for one in self.gather(value) if one is not None), default=None)
 
     def barrier(self) -> None:
         self._barrier.wait()
@@ -159,7 +155,7 @@ def measure_restore(server: Server, case: Case) -> None:
     client_s = (time.monotonic() - began_s) / case.real
 
     def rank(number: int) -> None:
-        peers: Any = SomePeers(number, case, said, barrier)
+        peers: Peers = SomePeers(number, case, said, barrier)
         store = stores[number]
         shard = shard_of(peers.rank, case.ranks, case.rows)
         target = {key.format("w"): torch.zeros(shard.sizes) for key in KEYS}
