@@ -40,8 +40,8 @@ from phalanx.checkpoint.restoring.restore import restore
 from phalanx.checkpoint.storage.latest import advance, claim
 from phalanx.checkpoint.storage.local import LocalStore
 from phalanx.checkpoint.storage.location import open_store
+from phalanx.core.layout import Shard
 from phalanx.core.peers import Peers
-from phalanx.core.shard import Shard
 
 LATENCY_S = 0.02
 STREAMS = 8

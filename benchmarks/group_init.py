@@ -42,7 +42,7 @@ from rendezvous.wire import Request
 
 from phalanx.core.layout import AXES, Axis, Layout
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.store import look_names_up_in_files_only, open_store, port_of
+from phalanx.parallel.rendezvous import look_names_up_in_files_only, open_store, port_of
 
 KINDS: list[tuple[Axis, ...]] = [("tensor",), ("shard",), ("pipeline",)]
 ROW = "{:28} {:>7} {:>9} {:>9} {:>11} {:>10} {:>10}"

@@ -31,9 +31,9 @@ from phalanx.parallel.config import Schedule
 from phalanx.parallel.deferred import WeightQueue
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.pipeline.executor import PipelineExecutor
-from phalanx.parallel.pipeline.stage import AutogradStage
-from phalanx.parallel.pipeline.tables import Table, make_table
-from phalanx.parallel.store import open_store, port_of
+from phalanx.parallel.pipeline.schedules import Table, make_table
+from phalanx.parallel.rendezvous import open_store, port_of
+from phalanx.parallel.stage import AutogradStage
 
 RANKS, ROWS, WIDTH = 2, 4, 16
 CASES: dict[Schedule, tuple[int, Any]] = {

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from phalanx.cli.planning import plan_of
 from phalanx.core.config import load
-from phalanx.kernels.precision import cpu_has_fast_bf16
+from phalanx.kernels.linear import cpu_has_fast_bf16
 from phalanx.plan.hardware.load import load_cluster
 from phalanx.plan.predict import predict
 from phalanx.plan.types import Prediction

@@ -23,12 +23,11 @@ import torch
 from support import namespaces
 from support.pair import in_turns, join, run_pair
 
-from phalanx.core.layout import Axis, Layout
-from phalanx.core.shard import Shard
+from phalanx.core.layout import Axis, Layout, Shard
 from phalanx.kernels.host_memory import keep_freed_memory
 from phalanx.model.config import ModelConfig
 from phalanx.model.decoder import Decoder
-from phalanx.model.init import initial_values
+from phalanx.model.logical import initial_values
 from phalanx.model.shapes import num_parameters, parameter_table
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.group import Group

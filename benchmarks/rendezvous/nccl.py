@@ -15,7 +15,7 @@ RANKS_PER_ROOT = 128
 
 
 class NcclRendezvous:
-    """The meeting of one member; see `phalanx.parallel.backends.Maker`."""
+    """The meeting of one member; see `phalanx.parallel.process_groups.Maker`."""
 
     def __init__(self, store: Any, index: int, size: int, timeout_s: float, name: str) -> None:
         identity = "i" * UNIQUE_ID_BYTES

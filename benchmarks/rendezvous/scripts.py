@@ -11,7 +11,7 @@ import torch
 
 from phalanx.core.layout import Axis, Layout
 from phalanx.parallel.mesh import Mesh, meeting_place
-from phalanx.parallel.store import open_store, port_of
+from phalanx.parallel.rendezvous import open_store, port_of
 from rendezvous.proxy import Proxy, Recording
 from rendezvous.wire import Kind, Request
 

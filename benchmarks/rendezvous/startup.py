@@ -27,7 +27,7 @@ from torch.distributed import HashStore
 
 from phalanx.core.config import load
 from phalanx.core.layout import AXES, Axis, Layout
-from phalanx.core.peer_tree import children_of, parent_of
+from phalanx.ipc.rank_tree import children_of, parent_of
 from phalanx.launch.environment import Worker
 from phalanx.parallel.mesh import Mesh, meeting_place
 from phalanx.train import assemble as assembling
@@ -247,7 +247,7 @@ def scripts(everyone: Everyone) -> list[list[Request]]:
 
 
 def joining(rank: int, size: int) -> list[Request]:
-    """What `phalanx.core.tree_peers.TreePeers` says: where it listens, and where its parent does."""
+    """What `phalanx.ipc.tree_peers.TreePeers` says: where it listens, and where its parent does."""
     said = _Said("")
     if children_of(rank, size):
         said.set(f"peers/{rank}", json.dumps(["10.100.200.300", 65000, "0" * 32, "node0123"]))

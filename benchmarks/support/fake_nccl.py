@@ -164,7 +164,7 @@ class Communicator:
 
 
 class FakeNccl:
-    """Makes the process groups of ranks that are threads, see `phalanx.parallel.backends.Maker`."""
+    """Makes the process groups of ranks that are threads, see `phalanx.parallel.process_groups.Maker`."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()

@@ -24,7 +24,7 @@ import psutil
 from phalanx.checkpoint.format.record import Record, SnapshotId
 from phalanx.checkpoint.keeper.client import connect
 from phalanx.checkpoint.keeper.contract import KeeperLostError
-from phalanx.core.job_secret import hand_out
+from phalanx.ipc.handshake import hand_out
 from phalanx.telemetry.loggers import read_json_lines
 from support.kills.run import TinyRun
 

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from phalanx.core.kernel_files import parse_mounts
+from phalanx.core.host import parse_mounts
 
 _MARK = "WORK_FOLDER"
 """A variable of all that a benchmark starts; the name tells ranks nothing of what is to happen to them."""

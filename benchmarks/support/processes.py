@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Store
 from phalanx.core.layout import Layout
 from phalanx.launch.environment import Worker
 from phalanx.launch.local import launch_local
-from phalanx.parallel.store import open_store
+from phalanx.parallel.rendezvous import open_store
 
 
 def from_processes(count: int, module: str, work: Sequence[Any], layout: Layout | None = None) -> list[Any]:

@@ -26,9 +26,9 @@ from phalanx.checkpoint.writers import Agreed, agree
 from phalanx.core import units
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_bytes
+from phalanx.core.layout import Shard
 from phalanx.core.peers import ALONE, Peers
 from phalanx.core.points import NO_POINTS, Points
-from phalanx.core.shard import Shard
 
 STAGES = (
     "checkpoint.begin",

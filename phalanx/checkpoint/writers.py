@@ -11,8 +11,8 @@ from torch import Tensor
 from phalanx.checkpoint.format import dcp
 from phalanx.checkpoint.format.blocks import Block, held
 from phalanx.checkpoint.together import everywhere
+from phalanx.core.layout import Shard
 from phalanx.core.peers import Peers
-from phalanx.core.shard import Shard
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from phalanx.core.processes import die_with_parent
+from phalanx.ipc.processes import die_with_parent
 
 Kind = Literal["all-to-all", "all-reduce"]
 

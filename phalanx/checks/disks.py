@@ -22,7 +22,7 @@ from pathlib import Path
 from phalanx.checks.contract import Check, CheckResult, failed, passed, skipped
 from phalanx.checks.host import Host
 from phalanx.checks.thresholds import OtherWork, Threshold, given_threshold, hold, judge
-from phalanx.core.kernel_files import Mount, parse_mounts, read_text
+from phalanx.core.host import Mount, parse_mounts, read_text
 
 _SPACE_NAME = "space"
 _LIMIT_S = 3.0

@@ -14,7 +14,7 @@ from typing import IO
 
 from phalanx.checks.contract import Check, CheckResult, failed
 from phalanx.checks.host import Host, host_from_settings
-from phalanx.core.processes import die_with_parent, name_process
+from phalanx.ipc.processes import die_with_parent, name_process
 
 _KILL_S = 1.0
 

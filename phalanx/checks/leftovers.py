@@ -14,8 +14,8 @@ from pathlib import Path
 
 from phalanx.checks.contract import Check, CheckResult, failed, passed, skipped
 from phalanx.checks.host import Host
-from phalanx.core.kernel_files import read_text
-from phalanx.core.process_table import parse_stat
+from phalanx.core.host import read_text
+from phalanx.ipc.processes import parse_stat
 
 _NAME = "leftovers"
 

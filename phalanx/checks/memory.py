@@ -20,7 +20,7 @@ from phalanx.checks.contract import Check, CheckResult, failed, passed, skipped
 from phalanx.checks.cpu import best_time
 from phalanx.checks.host import Host, recall, remember
 from phalanx.checks.thresholds import OtherWork, Threshold, given_threshold, hold, judge
-from phalanx.core.kernel_files import list_folder, parse_meminfo, read_number, read_text
+from phalanx.core.host import list_folder, parse_meminfo, read_number, read_text
 
 _SIZE_NAME = "memory-size"
 _SIZE_ACTION = "look for a memory module that failed: dmidecode -t memory"

@@ -25,7 +25,7 @@ from phalanx.checks.contract import Check, CheckResult, failed, passed, skipped
 from phalanx.checks.host import Host, recall, remember
 from phalanx.checks.ports import Port, is_named, read_ports
 from phalanx.checks.thresholds import Threshold, given_threshold, hold
-from phalanx.core.kernel_files import boot_id
+from phalanx.core.host import boot_id
 from phalanx.core.units import duration
 
 _LINK_NAME = "nic-link"

@@ -4,8 +4,8 @@ A message is one letter and a number of eight bytes. ``P``: answer the same (lat
 time in ns. ``S`` n: n bytes follow; answer when all are there. ``R`` n: send n bytes. Nothing is stored or run, and
 a connection that asks for more than a limit, or says nothing for long, is closed.
 
-Both sides first prove that they know the same key, which does not travel (`phalanx.core.gate`). Without one, only this
-host is served.
+Both sides first prove that they know the same key, which does not travel (`phalanx.ipc.handshake`). Without one, only
+this host is served.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from pathlib import Path
 
 from phalanx.core.addresses import is_loopback
 from phalanx.core.errors import UserError
-from phalanx.core.gate import BACKLOG, HELLO_BYTES, Gate, knock
-from phalanx.core.job_secret import derive
-from phalanx.core.noise import MESSAGE_BYTES, Handshake, NotAuthenticError
+from phalanx.ipc.handshake import BACKLOG, HELLO_BYTES, MESSAGE_BYTES, Gate, Handshake, NotAuthenticError, derive, knock
 
 _log = logging.getLogger(__name__)
 

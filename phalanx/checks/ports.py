@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.checks.host import Host
-from phalanx.core.kernel_files import list_folder, read_number, read_text
+from phalanx.core.host import list_folder, read_number, read_text
 
 _RDMA_ERRORS = (
     "symbol_error",

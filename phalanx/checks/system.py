@@ -24,7 +24,7 @@ from phalanx.checks.contract import Check, CheckResult, failed, passed, skipped
 from phalanx.checks.host import Host
 from phalanx.checks.peer import PeerError, PeerMeasure, measure_peer, read_key
 from phalanx.checks.thresholds import Threshold, given_threshold
-from phalanx.core.kernel_files import list_folder, read_text
+from phalanx.core.host import list_folder, read_text
 
 _CLOCK_NAME = "clock"
 _CLOCK_ACTION = "set it right: systemctl restart chrony (or systemd-timesyncd), and look why it was not"

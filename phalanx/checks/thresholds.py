@@ -17,8 +17,7 @@ from pathlib import Path
 
 from phalanx.checks.contract import CheckResult, Outcome, passed
 from phalanx.checks.host import Host, recall, remember
-from phalanx.core.cpu import cpu_line
-from phalanx.core.kernel_files import parse_cpu_ticks, read_text
+from phalanx.core.host import cpu_line, parse_cpu_ticks, read_text
 
 MOST_OTHER_WORK = 0.2
 """Share of the host's cores; with more of it, a value that was measured is not held against this host's own past."""

@@ -24,7 +24,7 @@ from phalanx.checks.runner import choose, run_checks
 from phalanx.cli.tables import make_console, make_table
 from phalanx.core import units
 from phalanx.core.errors import UserError
-from phalanx.launch.received import ReceivedSignals
+from phalanx.ipc.processes import ReceivedSignals
 from phalanx.run.secrets import ensure_token, read_token
 
 _COLOURS = {"pass": "green", "fail": "bold red", "skip": "dim"}

@@ -22,7 +22,7 @@ from rich.markup import escape
 from phalanx.cli.run import DRIVE, SUPERVISE
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_json
-from phalanx.core.watched import Identity, identity_of
+from phalanx.ipc.processes import Identity, identity_of
 from phalanx.run.aside import SUPERVISOR, set_aside
 from phalanx.run.backends.base import submit_job
 from phalanx.run.card import Card, life, read_card

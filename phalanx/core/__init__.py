@@ -9,8 +9,7 @@ from phalanx.core.lazy import lazy_names
 if TYPE_CHECKING:
     from phalanx.core.config import Config, load, validate
     from phalanx.core.errors import UserError
-    from phalanx.core.layout import Layout
-    from phalanx.core.shard import Shard
+    from phalanx.core.layout import Layout, Shard
 
 __all__ = ["Config", "Layout", "Shard", "UserError", "load", "validate"]
 
@@ -19,7 +18,6 @@ __getattr__, __dir__ = lazy_names(
     {
         "phalanx.core.config": ["Config", "load", "validate"],
         "phalanx.core.errors": ["UserError"],
-        "phalanx.core.layout": ["Layout"],
-        "phalanx.core.shard": ["Shard"],
+        "phalanx.core.layout": ["Layout", "Shard"],
     },
 )

@@ -1,8 +1,9 @@
-"""Network addresses as people write them."""
+"""Network addresses and interfaces as people and the settings of NCCL and gloo name them. Torch-free."""
 
 from __future__ import annotations
 
 import ipaddress
+import socket
 
 
 def is_loopback(address: str) -> bool:
@@ -26,3 +27,35 @@ def host_of(address: str) -> str:
     if address.startswith("["):
         return address[1:].partition("]")[0]
     return address.partition(":")[0] if address.count(":") == 1 else address
+
+
+def names_interface(pattern: str, name: str, *, exact: bool = False) -> bool:
+    """Whether a pattern such as that of ``NCCL_SOCKET_IFNAME`` means this interface.
+
+    ``eth,ib`` are prefixes, ``=eth0`` a whole name, ``^`` before either means all others; an empty one means none.
+
+    Args:
+        exact: the pattern is a list of whole names, as gloo's.
+    """
+    excluding = not exact and pattern.startswith("^")
+    pattern = pattern.removeprefix("^") if excluding else pattern
+    if not exact and pattern.startswith("="):
+        exact, pattern = True, pattern[1:]
+    parts = [part.strip() for part in pattern.split(",") if part.strip()]
+    found = name in parts if exact else any(name.startswith(part) for part in parts)
+    return bool(parts) and found is not excluding
+
+
+def loopback_interface() -> str | None:
+    """The name of this machine's loopback interface; None: it has none that we know."""
+    names = {name for _, name in socket.if_nameindex()}
+    return next((name for name in ("lo", "lo0") if name in names), None)
+
+
+def stay_here() -> dict[str, str]:
+    """Variables by which libraries that open sockets of their own between ranks keep to loopback.
+
+    Gloo would listen at the address that the name of the machine stands for, which others may reach.
+    """
+    name = loopback_interface()
+    return {} if name is None else {"GLOO_SOCKET_IFNAME": name}

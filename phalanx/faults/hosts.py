@@ -30,9 +30,9 @@ from typing import TypeVar
 import psutil
 
 from phalanx.core.errors import UserError
-from phalanx.core.process_table import descendants, processes
 from phalanx.faults.manifest import Incident
 from phalanx.faults.proxy import Link
+from phalanx.ipc.processes import descendants, processes
 
 VARIABLE = "PHALANX_CLOCK"
 

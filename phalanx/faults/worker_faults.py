@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from phalanx.core.kernel_files import PROC, own_groups, read_text
+from phalanx.core.host import PROC, own_groups, read_text
 from phalanx.faults.agenda import Begun, Order, still_lasts
 from phalanx.faults.torch_hooks import first_tensor, on_forward
 

@@ -34,11 +34,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from phalanx.core.errors import UserError
-from phalanx.kernels import flash_cpu, fused_cuda
+from phalanx.kernels import attention_aten
 from phalanx.kernels.blocked import Engine, blocked_attention
 from phalanx.kernels.counter import dropout as counter_dropout
-from phalanx.kernels.flex_mask import flex_mask
-from phalanx.kernels.masks import AttentionMask
+from phalanx.kernels.masks import AttentionMask, flex_mask
 
 Backend = Literal["auto", "sdpa", "chunked", "flex", "cudnn", "flash", "efficient", "math"]
 Kernel = Literal["cudnn", "flash", "flex", "efficient", "math"]
@@ -135,7 +134,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float 
     """Attention chunk by chunk of queries: each sees ``chunk + window - 1`` keys at most."""
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     engine: Engine = "matmul"
-    if q.device.type == "cpu" and flash_cpu.is_available():
+    if q.device.type == "cpu" and attention_aten.is_available():
         engine = cpu_engine(q, mask)
     size = chunk or (64 if engine == "flash" else 128)
     return blocked_attention(q, k, v, mask, scale=factor, chunk=size, engine=engine)
@@ -173,7 +172,7 @@ def _causal(backend: Backend, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMa
         )
     if backend == "efficient":
         return _efficient(q, k, v, mask, scale)
-    return fused_cuda.causal("cudnn" if backend == "cudnn" else "flash", q, k, v, scale)
+    return attention_aten.causal("cudnn" if backend == "cudnn" else "flash", q, k, v, scale)
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None) -> Tensor:
@@ -208,7 +207,7 @@ def flex_partial(
     """Attention to some of the keys by FlexAttention on CUDA, so that it can be put together with that to others.
 
     Args:
-        block_mask: see `phalanx.kernels.flex_mask.block_mask`.
+        block_mask: see `phalanx.kernels.masks.block_mask`.
 
     Returns:
         The leaves that autograd can give gradients to, the result (B, H, S, E), and the fp32 log-sum-exp (B, H, S) of

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.core.errors import UserError
-from phalanx.kernels import fused_cuda
+from phalanx.kernels import attention_aten
 from phalanx.kernels.attention import CausalKernel, Kernel, attention
 from phalanx.kernels.masks import AttentionMask
 
@@ -107,7 +107,7 @@ def find_fault(kernel: Kernel, shape: Shape, device: torch.device, attend: Atten
 def _refused(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> str:
     if kernel == "cudnn" and torch.are_deterministic_algorithms_enabled():
         return "its backward adds up in any order, and train.deterministic is set"
-    return fused_cuda.refusal(kernel, q, k, v) if kernel in ("cudnn", "flash") else ""
+    return attention_aten.refusal(kernel, q, k, v) if kernel in ("cudnn", "flash") else ""
 
 
 def _tensors(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:

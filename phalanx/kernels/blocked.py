@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from phalanx.kernels import flash_cpu
+from phalanx.kernels import attention_aten
 from phalanx.kernels.masks import AttentionMask
 
 Engine = Literal["flash", "matmul"]
@@ -131,7 +131,7 @@ class _Flash(torch.autograd.Function):
                 _blocks_of(x, rows, run) for x, rows in ((out, run.rows), (q, run.rows), (k, run.keys), (v, run.keys))
             )
             for out_, q_, k_, v_ in zip(*views, strict=True):
-                result, lse = flash_cpu.forward(q_, k_, v_, bias, plan.scale)
+                result, lse = attention_aten.cpu_forward(q_, k_, v_, bias, plan.scale)
                 out_.copy_(result)
                 kept.append(lse)
         ctx.plan = plan
@@ -150,7 +150,7 @@ class _Flash(torch.autograd.Function):
             by_query = (_blocks_of(x, run.rows, run) for x in (dq, out, grad, q))
             by_key = (_blocks_of(x, run.keys, run) for x in (k, v))
             for sample, (dq_, out_, g_, q_, k_, v_) in enumerate(zip(*by_query, *by_key, strict=True)):
-                parts = flash_cpu.backward(g_, q_, k_, v_, out_, next(lses), bias, plan.scale)
+                parts = attention_aten.cpu_backward(g_, q_, k_, v_, out_, next(lses), bias, plan.scale)
                 dq_.copy_(parts[0])
                 _add_blocks(dk, sample, run, parts[1])
                 _add_blocks(dv, sample, run, parts[2])
@@ -254,7 +254,7 @@ def blocked_attention(
     Returns:
         (B, H, S, E), stored as (B, S, H, E), so that joining the heads copies nothing.
     """
-    if engine == "flash" and not flash_cpu.is_available():
+    if engine == "flash" and not attention_aten.is_available():
         engine = "matmul"
     function = _Flash if engine == "flash" else _Matmul
     out: Tensor = function.apply(q_BHSE, k_BGKE, v_BGKE, _Plan(mask, scale, chunk))  # type: ignore[no-untyped-call]

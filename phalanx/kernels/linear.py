@@ -1,4 +1,4 @@
-"""Matrix products of linear layers, in the faster of torch's two CPU libraries.
+"""Matrix products of linear layers, in the faster of torch's two CPU libraries, and the fast precision of a machine.
 
 ``torch.mm`` of fp32 goes to MKL. For the flat products of linear layers oneDNN, which torch has on board as well,
 takes 7 to 20 % less time on an AMD Zen 4, on one thread as on two (docs/benchmarks/train_cpu.md). torch
@@ -24,6 +24,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from phalanx.core.host import cpu_line
+
+
+def cpu_has_fast_bf16() -> bool:
+    """Whether this CPU multiplies bf16 matrices in hardware; without, torch takes hundreds of times as long as in fp32
+    where it has no AVX-512 either."""
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        return False
+    flags = cpu_line("flags").split()
+    return any(flag in flags for flag in ("avx512_bf16", "amx_bf16"))
+
 
 # Where oneDNN begins to win: see above.
 _LEAST_MULTIPLICATIONS = 1 << 22

@@ -1,6 +1,13 @@
 """Who attends to whom: a causal mask with an optional sliding window and document boundaries, built once per forward.
 
-Shapes: B batch, S queries, K keys (S <= K: the queries are the last S positions of the keys).
+Shapes: B batch, S queries, K keys (S <= K: the queries are the last S positions of the keys); of block masks Q and K
+are blocks of queries and of keys.
+
+FlexAttention's block mask is made straight from where documents begin and end.
+
+torch's own ``create_block_mask`` evaluates the mask of every pair of positions first: 2.6 GiB at 16,384 positions on a
+GPU. Here a block of 128 x 128 is judged by its corners: by the first and last position of its queries and keys, and
+by the first and last document among them. Memory is that of the blocks, 16,384 times less.
 """
 
 from __future__ import annotations
@@ -107,3 +114,133 @@ class AttentionMask:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+
+BLOCK = 128
+"""Positions of a block: FlexAttention's own choice."""
+
+
+def flex_mask(mask: AttentionMask, device: torch.device) -> Any:
+    """The ``BlockMask`` of `mask`, made when it is first asked for."""
+    return mask.remember(("flex", device), lambda: _make(mask, device))
+
+
+def block_mask(
+    queries: range, keys: range, window: int | None, documents_BS: Tensor | None, device: torch.device
+) -> Any:
+    """The ``BlockMask`` of some queries on some keys, by their positions in a sequence.
+
+    Blocks of equally many queries and keys share one compiled kernel, wherever they lie.
+    """
+    # On the device, since the compiler makes another kernel for every number that it sees.
+    shift = torch.full((), queries.start - keys.start, dtype=torch.int32, device=device)
+    if documents_BS is None:
+        return _assembled(_kinds(queries, keys, window, None, device), queries, keys, _seen(shift, window))
+    here = documents_BS.to(device)
+    mine, theirs = here[:, queries.start : queries.stop], here[:, keys.start : keys.stop]
+    return _assembled(
+        _kinds(queries, keys, window, (mine, theirs), device), queries, keys, _seen(shift, window, mine, theirs)
+    )
+
+
+def _make(mask: AttentionMask, device: torch.device) -> Any:
+    queries, keys = _ranges(mask)
+    documents = mask.documents_BS
+    if documents is None:
+        seen = _seen(queries.start, mask.window)
+    else:
+        documents = documents.to(device)
+        mine = documents[:, queries.start :] if queries.start else documents
+        seen = _seen(queries.start, mask.window, mine, documents)
+    return _assembled(block_kinds(mask, device), queries, keys, seen)
+
+
+def _ranges(mask: AttentionMask) -> tuple[range, range]:
+    return range(mask.key_length - mask.query_length, mask.key_length), range(mask.key_length)
+
+
+def _assembled(kinds: tuple[Tensor, Tensor], queries: range, keys: range, seen: Any) -> Any:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    partial, full = kinds
+    return BlockMask.from_kv_blocks(
+        *_ordered(partial),
+        *_ordered(full),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=seen,
+        seq_lengths=(len(queries), len(keys)),
+    )
+
+
+def _seen(shift: int | Tensor, window: int | None, mine: Tensor | None = None, theirs: Tensor | None = None) -> Any:
+    """Whether a query sees a key, as FlexAttention asks it within the blocks that are seen in part.
+
+    Args:
+        shift: position of the first query less that of the first key.
+        mine, theirs: documents of the queries, and of the keys.
+    """
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        position = i + shift
+        allowed = j <= position
+        if window is not None:
+            allowed = allowed & (position - j < window)
+        return allowed if mine is None or theirs is None else allowed & (mine[b, i] == theirs[b, j])
+
+    return seen
+
+
+def block_kinds(mask: AttentionMask, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which blocks are seen in part, and which as a whole: bool (B or 1, 1, Q, K) each.
+
+    Exact where the numbers of documents rise along a sequence, as those of batches do; where they come in any order,
+    a block of which nothing is seen may be called one that is seen in part, which costs time alone.
+    """
+    queries, keys = _ranges(mask)
+    if mask.documents_BS is None:
+        return _kinds(queries, keys, mask.window, None, device)
+    documents = mask.documents_BS.to(device)
+    return _kinds(queries, keys, mask.window, (documents[:, queries.start :], documents), device)
+
+
+def _kinds(
+    queries: range, keys: range, window: int | None, documents: tuple[Tensor, Tensor] | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """As `block_kinds`, with the documents of the queries and of the keys."""
+    first_q, last_q = _ends(queries.start, queries.stop, device)
+    first_k, last_k = _ends(keys.start, keys.stop, device)
+    first_q, last_q = first_q[:, None], last_q[:, None]
+    some = first_k <= last_q
+    whole = (last_k <= first_q) & (last_q - first_q + 1 == BLOCK) & (last_k - first_k + 1 == BLOCK)
+    if window is not None:
+        some = some & (first_q - last_k < window)
+        whole = whole & (last_q - first_k < window)
+    if documents is None:
+        some, whole = some[None], whole[None]
+    else:
+        (least_q, most_q), (least_k, most_k) = (_extremes(x) for x in documents)
+        least_q, most_q = least_q[:, :, None], most_q[:, :, None]
+        least_k, most_k = least_k[:, None], most_k[:, None]
+        some = some & (least_k <= most_q) & (least_q <= most_k)
+        whole = whole & (least_k == most_q) & (least_q == most_k)
+    return (some & ~whole)[:, None], whole[:, None]
+
+
+def _ends(begin: int, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """First and last position of each block of ``begin .. end``."""
+    first = torch.arange(begin, end, BLOCK, device=device)
+    return first, (first + (BLOCK - 1)).clamp(max=end - 1)
+
+
+def _extremes(documents_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the greatest document of each block, (B, blocks) each."""
+    missing = -documents_BS.shape[1] % BLOCK
+    filled = torch.cat([documents_BS, documents_BS[:, -1:].expand(-1, missing)], dim=1) if missing else documents_BS
+    least, most = filled.view(len(filled), -1, BLOCK).aminmax(dim=2)
+    return least, most
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of each row there are, and their columns, those first, in order: both int32."""
+    columns = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(dim=-1, dtype=torch.int32), columns.to(torch.int32)

@@ -21,15 +21,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from phalanx.core.private_files import (
-    digest,
-    make_private,
-    private_folder,
-    prune,
-    read_private,
-    this_python,
-    write_private,
-)
+from phalanx.core.files import digest, make_private, private_folder, prune, read_private, this_python, write_private
 
 _MOST_BYTES = 64 << 20
 _MOST_FOLDERS = 4

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.core.errors import UserError
-from phalanx.core.kernel_files import read_number
+from phalanx.core.host import read_number
 
 MOST_PER_CPU = 16
 _SYSTEM = Path("/sys/devices/system")

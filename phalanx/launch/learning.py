@@ -28,8 +28,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from phalanx.core.processes import task_names
 from phalanx.core.progress import ProgressWriter
+from phalanx.ipc.processes import task_names
 
 _OPTIMIZERS = "torch.optim.optimizer"
 

@@ -30,14 +30,13 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from phalanx.core.interface_names import stay_here
+from phalanx.core.addresses import stay_here
 from phalanx.core.layout import Layout
-from phalanx.core.signals import STOP_SIGNALS
+from phalanx.ipc.processes import STOP_SIGNALS, ReceivedSignals
 from phalanx.launch.cores import Share, local_shares, wanted_threads
 from phalanx.launch.environment import Worker, without_worker
 from phalanx.launch.failures import Ending, Failure, describe, failure_of_exit, find_culprit, signal_name
 from phalanx.launch.messages import Broken, Exited, RankSpec, Ready, Returned, Send
-from phalanx.launch.received import ReceivedSignals
 
 _BLOCK_BYTES = 1 << 16
 _LAST_LINES = 20

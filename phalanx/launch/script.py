@@ -17,11 +17,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from phalanx.core.addresses import is_loopback
+from phalanx.core.addresses import is_loopback, stay_here
 from phalanx.core.errors import UserError
-from phalanx.core.interface_names import stay_here
 from phalanx.core.progress import PROGRESS_VARIABLE, ProgressWriter
-from phalanx.core.stack_dump import dump_beside, register
+from phalanx.ipc.processes import dump_beside, register
 from phalanx.launch.cores import Share
 from phalanx.launch.environment import Worker
 from phalanx.launch.failures import frames_of_user

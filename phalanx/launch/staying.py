@@ -17,8 +17,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from typing import Any
 
-from phalanx.core.process_table import is_dying
-from phalanx.core.processes import die_with_parent, name_process, why_not_fork
+from phalanx.ipc.processes import die_with_parent, is_dying, name_process, why_not_fork
 from phalanx.launch.bytecode import kept_bytecode
 from phalanx.launch.failures import failure_of_exception
 from phalanx.launch.learning import import_learnt, stamps

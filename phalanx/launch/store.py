@@ -20,7 +20,7 @@ import sys
 from collections.abc import Mapping
 from typing import NoReturn
 
-from phalanx.core.processes import name_process
+from phalanx.ipc.processes import name_process
 from phalanx.launch.cores import Share
 from phalanx.launch.environment import Worker
 from phalanx.launch.messages import RankSpec
@@ -28,7 +28,7 @@ from phalanx.launch.messages import RankSpec
 STORE_RANK = -1
 """What the process of the store is called among the ranks."""
 
-STORE_MODULE = "phalanx.parallel.store"
+STORE_MODULE = "phalanx.parallel.rendezvous"
 """What it needs, by name: this room knows nothing of torch."""
 
 _BACKLOG = 4096

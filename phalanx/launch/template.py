@@ -30,8 +30,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn
 
-from phalanx.core.processes import die_with_parent, name_process, why_not_fork
-from phalanx.core.signals import STOP_SIGNALS
+from phalanx.ipc.processes import STOP_SIGNALS, die_with_parent, name_process, why_not_fork
 from phalanx.launch.cores import bind
 from phalanx.launch.failures import failure_of_exception
 from phalanx.launch.messages import Broken, Exited, RankSpec, Ready, Returned, Send

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import UserError
-from phalanx.core.private_files import digest, private_folder, prune, read_private, this_python, write_private
+from phalanx.core.files import digest, private_folder, prune, read_private, this_python, write_private
 from phalanx.launch.bytecode import bytecode_in
 from phalanx.launch.failures import Failure
 from phalanx.launch.learning import changed, own_files

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.kernels.swiglu import swiglu
+from phalanx.kernels.pointwise import swiglu
 from phalanx.model.config import ModelConfig
 from phalanx.model.context import Context, Site
 from phalanx.model.layers import Attention, InputProjection, Make, Norm, OutputProjection

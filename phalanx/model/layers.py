@@ -21,7 +21,7 @@ from phalanx.kernels.cross_entropy import mask_padding
 from phalanx.kernels.fp8 import Fp8Weight, fp8_linear
 from phalanx.kernels.linear import linear, project
 from phalanx.kernels.loss import linear_cross_entropy
-from phalanx.kernels.norm import rms_norm
+from phalanx.kernels.pointwise import rms_norm
 from phalanx.model.config import ModelConfig
 from phalanx.model.context import Attending, Context
 from phalanx.model.rotary import rotate, rotate_heads

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from phalanx.optim import base, quantise
 from phalanx.optim.base import SkippingOptimizer, refuse_unfit
+from phalanx.optim.groups import blocks_of
 from phalanx.optim.quantise import SCALE
-from phalanx.optim.state_shards import blocks_of
 
 _PIECE = 1 << 18
 """Elements that are updated at once where plain torch does it."""

@@ -13,10 +13,9 @@ from phalanx.optim.adamw import AdamW
 from phalanx.optim.base import GradientNorm, Reduction, SkippingOptimizer, clip_scale, grad_norm, local
 from phalanx.optim.came import CAME
 from phalanx.optim.config import Kind, OptimConfig
-from phalanx.optim.groups import Settings, assign
+from phalanx.optim.groups import Settings, assign, bits_of
 from phalanx.optim.lamb import LAMB
 from phalanx.optim.muon import Muon
-from phalanx.optim.state_shards import bits_of
 
 
 class OptimizerSet:

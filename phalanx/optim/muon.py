@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.kernels.precision import cpu_has_fast_bf16
+from phalanx.kernels.linear import cpu_has_fast_bf16
 from phalanx.optim.base import SkippingOptimizer, inverse_scale, stacked, stacked_gradients, stacks
 
 # Keller Jordan's coefficients, as in torch: steepest at zero.

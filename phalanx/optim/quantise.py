@@ -19,7 +19,7 @@ import functools
 import torch
 from torch import Tensor
 
-from phalanx.optim.state_shards import BLOCK, blocks_of
+from phalanx.optim.groups import BLOCK, blocks_of
 
 SCALE = "_scale"
 """What the name of a state's scales adds to its own."""

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from phalanx.optim import quantise
-from phalanx.optim.state_shards import BLOCK
+from phalanx.optim.groups import BLOCK
 
 _ROWS = 16
 _WIDTH = BLOCK

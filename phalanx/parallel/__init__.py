@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from phalanx.parallel.choose import Machines, choose_layout
     from phalanx.parallel.config import ParallelConfig
     from phalanx.parallel.engine import Engine
+    from phalanx.parallel.feasible import Task
     from phalanx.parallel.mesh import Mesh
-    from phalanx.parallel.possible import Task
 
 __all__ = ["Build", "Engine", "Machines", "Mesh", "ParallelConfig", "Task", "build_engine", "choose_layout"]
 
@@ -21,7 +21,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "phalanx.parallel.apply": ["Build", "build_engine"],
         "phalanx.parallel.choose": ["Machines", "choose_layout"],
-        "phalanx.parallel.possible": ["Task"],
+        "phalanx.parallel.feasible": ["Task"],
         "phalanx.parallel.config": ["ParallelConfig"],
         "phalanx.parallel.engine": ["Engine"],
         "phalanx.parallel.mesh": ["Mesh"],

@@ -15,7 +15,7 @@ from phalanx.core import units
 from phalanx.core.errors import UserError
 from phalanx.core.layout import AXES, Axis, Layout, divisors
 from phalanx.parallel.config import ParallelConfig
-from phalanx.parallel.possible import Task, check_batches, check_possible, micro_batch_of, needed_bytes
+from phalanx.parallel.feasible import Task, check_batches, check_possible, micro_batch_of, needed_bytes
 
 # How far a number of devices that would do is looked for, each way; and how often it is doubled where memory is short.
 _NEAR = 8

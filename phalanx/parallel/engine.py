@@ -12,8 +12,7 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
-from phalanx.core.layout import Axis
-from phalanx.core.shard import Shard
+from phalanx.core.layout import Axis, Shard
 from phalanx.kernels.attention import CausalKernel
 from phalanx.kernels.attention_trial import Trial
 from phalanx.model.config import ModelConfig
@@ -24,11 +23,10 @@ from phalanx.parallel.context.spread import ContextSpread
 from phalanx.parallel.deferred import WeightQueue
 from phalanx.parallel.group import Groups, Work
 from phalanx.parallel.pipeline.executor import PipelineExecutor
-from phalanx.parallel.pipeline.stage import AutogradStage
-from phalanx.parallel.pipeline.tables import Placement, Table, forward_table, make_table
-from phalanx.parallel.stage import MicroBatch, Samples, Stage, cut_micro_batch
+from phalanx.parallel.pipeline.schedules import Placement, Table, forward_table, make_table
+from phalanx.parallel.stage import AutogradStage, MicroBatch, Samples, Stage, cut_micro_batch
 from phalanx.parallel.zero.chunk import ShardedChunk
-from phalanx.parallel.zero.sums import GradientNorm, reduction_over
+from phalanx.parallel.zero.reductions import GradientNorm, reduction_over
 
 # Ranks along these have different samples, or different tokens or layers of them; tensor ranks compute equal losses.
 _LOSS_AXES: tuple[Axis, ...] = ("pipeline", "replicate", "shard", "context")

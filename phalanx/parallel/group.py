@@ -1,4 +1,4 @@
-"""A group of ranks and its collectives, counted. Everything in this room that talks to other ranks does so through it.
+"""A group of ranks and its collectives, counted; all that this room says to other ranks goes through it.
 
 A `Group` wraps one torch process group (gloo or NCCL) that was built for its members alone, see
 `phalanx.parallel.mesh`. It belongs to no registry, so several ranks can live in one process as threads, which is how
@@ -9,8 +9,10 @@ Shapes: the gathered or scattered dimension is always the first one, so that blo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,9 +21,81 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from phalanx.core.layout import Axis, Layout
-from phalanx.parallel import backends
-from phalanx.parallel.place import CollectiveError, Place
-from phalanx.parallel.waits import Waits
+from phalanx.parallel import process_groups
+
+_SHOWN_RANKS = 8
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank of a run, for messages."""
+
+    rank: int
+    host: str
+    layout: Layout
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} (layout {self.layout})"
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed or timed out. The cause of it is seldom here: some other rank is gone, late or elsewhere.
+
+    Attributes:
+        operation: such as ``all_gather``, or ``meeting`` where the group could not be made.
+        ranks: global ranks of the group's members.
+        place: the rank that tells, or None where it is not known.
+    """
+
+    def __init__(
+        self, operation: str, axes: Sequence[str], ranks: Sequence[int], place: Place | None, cause: BaseException
+    ) -> None:
+        self.operation, self.ranks, self.place = operation, tuple(ranks), place
+        who = "" if place is None else f"{place}: "
+        over = "·".join(axes) or "named ranks"
+        super().__init__(
+            f"{who}{operation} failed in the group over {over}, ranks {shorten(ranks)}: {_first_line(cause)}\n"
+            "A member of the group has ended, is later than parallel.timeout_s allows (parallel.first_timeout_s until "
+            "the first step is done), or has gone on to another operation. The first error of the job is the cause: "
+            "look for a rank that raised, or for the member that reports nothing."
+        )
+
+
+def shorten(ranks: Sequence[int]) -> str:
+    """Ranks as text; of many, the first and the last, and how many they are."""
+    if len(ranks) <= _SHOWN_RANKS:
+        return ", ".join(map(str, ranks))
+    first = ", ".join(map(str, ranks[: _SHOWN_RANKS - 2]))
+    return f"{first}, …, {ranks[-1]} ({len(ranks)} in all)"
+
+
+def _first_line(error: BaseException) -> str:
+    """The message without the stack of C++ frames that torch puts below it."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+class Waits:
+    """Nanoseconds that one thread, that which makes this, has waited in collectives of the groups that count here.
+
+    Waiting in other threads goes on beside that one's work. On a GPU a collective is waited for by later work of the
+    device, not by a thread: nothing is counted then.
+    """
+
+    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self.waited_ns = 0
+        self._clock_ns = clock_ns
+        self._thread = threading.get_ident()
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count the block, also when it raises."""
+        begin_ns = self._clock_ns()
+        try:
+            yield
+        finally:
+            if threading.get_ident() == self._thread:
+                self.waited_ns += self._clock_ns() - begin_ns
 
 
 @dataclass
@@ -158,7 +232,7 @@ class Group:
     @property
     def keeps_order(self) -> bool:
         """Whether what is started here is done one at a time, in that order, messages too: not with gloo."""
-        return backends.keeps_order(self.backend)
+        return process_groups.keeps_order(self.backend)
 
     def forget(self) -> None:
         """Let go of the torch process group and never make it again."""

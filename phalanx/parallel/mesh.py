@@ -24,10 +24,8 @@ from torch.distributed import ProcessGroup
 
 from phalanx.core.layout import AXES, Axis, Layout
 from phalanx.core.phases import Phases
-from phalanx.parallel import backends
-from phalanx.parallel.group import Group
-from phalanx.parallel.place import Place
-from phalanx.parallel.waits import Waits
+from phalanx.parallel import process_groups
+from phalanx.parallel.group import Group, Place, Waits
 
 _Key = tuple[str, tuple[int, ...]]
 
@@ -38,7 +36,7 @@ class Mesh:
     Args:
         layout: which rank sits where.
         rank: this rank.
-        store: where members meet, see `phalanx.parallel.store.open_store`; every attempt of a run needs a fresh one.
+        store: where members meet, see `phalanx.parallel.rendezvous.open_store`; each attempt needs a fresh one.
         device: where the tensors of collectives are: NCCL on CUDA, gloo on a CPU.
         timeout_s: longest wait in a collective, seconds, from `after_first_step` on.
         first_timeout_s: the same until then, and for members to come when a group is made.
@@ -58,7 +56,7 @@ class Mesh:
         first_timeout_s: float = 1800.0,
         *,
         host: str | None = None,
-        make: backends.Maker | None = None,
+        make: process_groups.Maker | None = None,
         phases: Phases | None = None,
         waits: Waits | None = None,
     ) -> None:
@@ -66,7 +64,7 @@ class Mesh:
         self._layout, self._rank, self._store, self._device = layout, rank, store, device
         self._timeout_s, self._later_timeout_s = first_timeout_s, timeout_s
         self._place = Place(rank, host or socket.gethostname(), layout)
-        self._make = make or backends.maker(device)
+        self._make = make or process_groups.maker(device)
         self.phases, self._waits = phases or Phases(), waits
         self._lock = threading.Lock()
         self._groups: dict[tuple[_Key, tuple[Axis, ...]], Group] = {}
@@ -125,7 +123,7 @@ class Mesh:
         """From now on `timeout_s` is the longest wait, also in groups that are there already."""
         self._timeout_s = self._later_timeout_s
         for backend in self._backends.values():
-            backends.set_timeout(backend, self._timeout_s)
+            process_groups.set_timeout(backend, self._timeout_s)
 
     def registered(self, group: Group) -> str:
         """The name under which torch finds `group`, for operators that take a name; made if it is not there yet."""
@@ -133,20 +131,20 @@ class Mesh:
         if key not in self._registered:
             place = meeting_place(*key)
             store = PrefixStore(place, self._store)
-            self._registered[key] = backends.register(group.backend, store, group.ranks, place, self._device)
+            self._registered[key] = process_groups.register(group.backend, store, group.ranks, place, self._device)
         return self._registered[key].group_name
 
     def close(self) -> None:
         """Let go of all groups, without meeting or waiting for anyone; using one later raises `CollectiveError`."""
         for process_group in self._registered.values():
-            backends.unregister(process_group)
+            process_groups.unregister(process_group)
         self._registered.clear()
         busy = {key for (key, _), group in self._groups.items() if group.is_busy}
         for group in self._groups.values():
             group.forget()
         while self._backends:
             key, backend = self._backends.popitem()
-            backends.let_go(backend, is_busy=key in busy)
+            process_groups.let_go(backend, is_busy=key in busy)
 
     def _get(self, key: _Key, axes: tuple[Axis, ...]) -> Group:
         if (key, axes) not in self._groups:
@@ -186,3 +184,32 @@ def _order(key: _Key) -> tuple[bool, str, str]:
     """
     name, _ = key
     return (name.startswith("named:"), name if name.startswith("axes:") else "", _digest(key))
+
+
+class GroupCopies:
+    """The members of a data-parallel group as `phalanx.core.peers.Copies`.
+
+    Args:
+        group: over `axes`; its back end takes tensors of `device`.
+        device: others go through it.
+    """
+
+    def __init__(self, group: Group, axes: tuple[Axis, ...], device: torch.device) -> None:
+        self.axes, self._group, self._device = axes, group, device
+
+    @property
+    def index(self) -> int:
+        """This rank's place in the group."""
+        return self._group.index
+
+    @property
+    def size(self) -> int:
+        """Members."""
+        return self._group.size
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Give the contiguous `tensor` of member `source` to all, in place."""
+        carried = tensor.to(self._device)
+        self._group.broadcast(carried, source).wait()
+        if carried is not tensor and source != self.index:
+            tensor.copy_(carried)

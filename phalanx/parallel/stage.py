@@ -1,5 +1,4 @@
-# ruff: noqa: N802  (read-only attributes of a protocol, named as the batch names them)
-"""One run of layers on one rank at work: what it is given for a micro-batch, and its forward pass.
+"""One pipeline stage on one rank: its layers at work on a micro-batch, and what its backward pass keeps.
 
 Shapes: B samples of the micro-batch, L positions of whole sequences, S those on this rank (context parallel), T = B*S
 tokens, D hidden. The residual stream between stages is (T / tensor, D).
@@ -7,17 +6,22 @@ tokens, D hidden. The residual stream between stages is (T / tensor, D).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from phalanx.model.context import Context, DropoutState
-from phalanx.model.part import DecoderPart
+from phalanx.model.decoder import DecoderPart
 from phalanx.parallel.context.spread import Attend, ContextSpread
+from phalanx.parallel.deferred import WeightQueue
 from phalanx.parallel.group import Group
 from phalanx.parallel.tensor.spread import local_context
+
+# ruff: noqa: N802  (read-only attributes of a protocol, named as the batch names them)
 
 
 class Samples(Protocol):
@@ -152,3 +156,71 @@ class Stage:
         rows_T = None if micro.rows_BS is None else micro.rows_BS.flatten()
         context = replace(context, rows_T=rows_T, attend_with=micro.attend_with)
         return local_context(context, self._tensor)
+
+
+class _Live(NamedTuple):
+    """A micro-batch between its forward and its backward pass: the leaf it began with, and where its graph ends.
+
+    The edge holds the graph without the values of the stage's output, which are free once they are sent.
+    """
+
+    x: Tensor | None
+    output: GradientEdge
+
+
+class AutogradStage:
+    """A `StageRunner` over any differentiable function.
+
+    Args:
+        stage: ``stage(x, micro_batch) -> output``: x is None on the first stage, a leaf elsewhere (not to be changed in
+            place); the output of the last stage is a scalar, of which gradients are taken.
+        queue: where the layers of this stage, and of no other, put off weight gradients; None: they make them at once,
+            and a schedule that splits backward passes gains nothing.
+    """
+
+    def __init__(self, stage: Callable[[Tensor | None, int], Tensor], queue: WeightQueue | None = None) -> None:
+        self._stage = stage
+        self._queue = WeightQueue() if queue is None else queue
+        self._live: dict[int, _Live] = {}
+
+    @property
+    def live(self) -> int:
+        """Micro-batches between their forward and their backward pass (of inputs, where it is split)."""
+        return len(self._live)
+
+    @property
+    def is_splitting(self) -> bool:
+        """Whether a backward pass is going on that leaves weight gradients to `backward_weights`."""
+        return self._queue.deferring
+
+    def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
+        """The stage's output, detached; nothing is kept where gradients are off."""
+        if not torch.is_grad_enabled():
+            return self._stage(x, micro_batch)
+        leaf = None if x is None else x.detach().requires_grad_()
+        output = self._stage(leaf, micro_batch)
+        assert output.requires_grad, "the output of this stage depends on no parameter and on no input"
+        self._live[micro_batch] = _Live(leaf, get_gradient_edge(output))
+        return output.detach()
+
+    def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
+        """All gradients of `micro_batch`; returns that of its input.
+
+        Args:
+            gradient: of the output; None on the last stage.
+        """
+        x, output = self._live.pop(micro_batch)
+        torch.autograd.backward((output,), None if gradient is None else (gradient,))
+        return None if x is None else x.grad
+
+    def backward_input(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
+        """As `backward`, with the weight gradients that layers can put off left to `backward_weights`."""
+        self._queue.begin(micro_batch)
+        try:
+            return self.backward(micro_batch, gradient)
+        finally:
+            self._queue.end()
+
+    def backward_weights(self, micro_batch: int) -> None:
+        """Make the weight gradients that `backward_input` put off."""
+        self._queue.run(micro_batch)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.parallel.config import Schedule
-from phalanx.parallel.pipeline.tables import placement_of
+from phalanx.parallel.pipeline.schedules import placement_of
 from phalanx.plan.communication.data import exchange
 from phalanx.plan.communication.sends import send_s
 from phalanx.plan.distinct import distinct

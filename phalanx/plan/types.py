@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 from phalanx.model.config import ModelConfig
 from phalanx.optim.config import Kind as Optimizer
-from phalanx.optim.state_shards import LEAST_NUMEL, moment_bytes
+from phalanx.optim.groups import LEAST_NUMEL, moment_bytes
 from phalanx.parallel.config import ContextMethod, Schedule
 
 Ints: TypeAlias = Any

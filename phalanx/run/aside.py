@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from phalanx.core.files import fsync_folder
-from phalanx.core.watched import Identity, identity_of
+from phalanx.ipc.processes import Identity, identity_of
 from phalanx.run.card import NAME, Card
 
 FOLDER = "earlier"

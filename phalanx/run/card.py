@@ -11,7 +11,7 @@ import msgspec
 
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_bytes
-from phalanx.core.watched import Identity, identity_of
+from phalanx.ipc.processes import Identity, identity_of
 from phalanx.run.config import RunConfig
 from phalanx.run.secrets import scrub_arguments, scrub_text
 

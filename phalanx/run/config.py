@@ -10,16 +10,17 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from phalanx.core import job_secret
+from phalanx.core.addresses import host_of
 from phalanx.core.config import Config, Loaded, load
 from phalanx.core.errors import UserError
 from phalanx.core.units import parse_size
+from phalanx.ipc import handshake
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.flags import Training, training_of, with_folder
 from phalanx.run.judge.limits import LimitConfig
 from phalanx.run.judge.slow import SlowConfig
 from phalanx.run.judge.traffic import TrafficConfig
-from phalanx.run.secrets import OWN_VARIABLES, TlsFiles, host_of, require_tls_unless_loopback
+from phalanx.run.secrets import OWN_VARIABLES, TlsFiles, require_tls_unless_loopback
 
 Devices = Literal["auto", "gpu", "cpu"]
 
@@ -314,7 +315,7 @@ class RunConfig(Config):
         if self.name and not _NAME.fullmatch(self.name):
             raise ValueError(f"name = {self.name!r} is no name: use up to 63 letters, digits, '.', '_' and '-'")
         for variable in self.environment:
-            if _OURS.fullmatch(variable) or variable in (*OWN_VARIABLES, job_secret.VARIABLE):
+            if _OURS.fullmatch(variable) or variable in (*OWN_VARIABLES, handshake.VARIABLE):
                 raise ValueError(f"environment.{variable} is set for each rank by phalanx run: remove it")
         return self
 

@@ -30,11 +30,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from phalanx.core.addresses import host_of as host_of
-from phalanx.core.addresses import is_loopback as is_loopback
+from phalanx.core.addresses import is_loopback
 from phalanx.core.errors import UserError
 from phalanx.core.files import fsync_folder, write_bytes
-from phalanx.core.job_secret import openness
+from phalanx.ipc.handshake import openness
 
 TOKEN_BYTES = 32
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from phalanx.launch.received import ReceivedSignals
+from phalanx.ipc.processes import ReceivedSignals
 
 TO_BE_STARTED_AGAIN = 75
 """Exit status of a driver that had to end although the job goes on (EX_TEMPFAIL of sysexits.h)."""

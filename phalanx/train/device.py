@@ -13,12 +13,12 @@ from typing import Literal
 
 import torch
 
-from phalanx.core.cpu import cpu_line
 from phalanx.core.errors import UserError
 from phalanx.core.hardware import Peak, table_peak
+from phalanx.core.host import cpu_line
 from phalanx.kernels.fp8 import LEAST_CAPABILITY
 from phalanx.kernels.host_memory import keep_freed_memory, use_huge_pages
-from phalanx.kernels.precision import cpu_has_fast_bf16
+from phalanx.kernels.linear import cpu_has_fast_bf16
 from phalanx.launch.cores import wanted_threads
 from phalanx.launch.environment import Worker, device_index
 from phalanx.train.config import TrainConfig

@@ -15,8 +15,7 @@ from phalanx.optim.schedule import lr_factor
 from phalanx.train.device import GarbageCollection
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.expected import OPTIMIZER, PASSES
-from phalanx.train.reports.profiling import StepProfiler
-from phalanx.train.reports.record import StepRecord
+from phalanx.train.reports.record import StepProfiler, StepRecord
 from phalanx.train.reports.reporting import Reporter
 from phalanx.train.run import Run
 from phalanx.train.signals import StopRequest

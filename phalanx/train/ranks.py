@@ -19,14 +19,13 @@ from torch._C._distributed_c10d import Store
 from phalanx.core.errors import UserError
 from phalanx.core.peers import ALONE, Peers
 from phalanx.core.phases import Phases
-from phalanx.core.tree_peers import TreePeers
+from phalanx.ipc.tree_peers import TreePeers
 from phalanx.launch.environment import Worker
-from phalanx.parallel.abort import Abort
-from phalanx.parallel.backends import maker
 from phalanx.parallel.config import ParallelConfig
+from phalanx.parallel.group import Waits
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.store import open_store
-from phalanx.parallel.waits import Waits
+from phalanx.parallel.process_groups import maker
+from phalanx.parallel.rendezvous import Abort, open_store
 from phalanx.train.pulse import NO_PULSE, START_S, Pulse, open_page
 
 

@@ -5,40 +5,128 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx.checkpoint.format import evaluation as kept
+from phalanx.checkpoint.format.plan import Role
 from phalanx.checkpoint.restoring.restore import Opened
 from phalanx.checkpoint.restoring.source import Restored
+from phalanx.checkpoint.session import choosing
 from phalanx.checkpoint.session.choosing import Saver
 from phalanx.core import units
 from phalanx.core.errors import UserError
 from phalanx.core.hardware import Peak
-from phalanx.core.shard import Shard
+from phalanx.core.layout import Axis, Shard
+from phalanx.core.points import NO_POINTS, Points
 from phalanx.data.batch import Batch
 from phalanx.data.loader import Loader, LoaderState
 from phalanx.data.tokens.prepared import Prepared
 from phalanx.optim.bad_step import BadStepJudge
 from phalanx.optim.build import OptimizerSet
-from phalanx.optim.state_shards import state_shards
+from phalanx.optim.groups import state_shards
+from phalanx.parallel.mesh import GroupCopies
 from phalanx.train.batches import Stream, on_device
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.attention import AttentionChoice
 from phalanx.train.derived.changes import changes_between, require_allowed
 from phalanx.train.derived.figures import batch_sizes, destination
 from phalanx.train.derived.fit import Choice, Fit, off_line
+from phalanx.train.derived.kernels import AttentionChoice
 from phalanx.train.device import Device
 from phalanx.train.evaluate import Evaluation, HeldOut, Watched, evaluate, held_out
 from phalanx.train.failures import out_of_memory, too_big
-from phalanx.train.progress import Progress
 from phalanx.train.ranks import Ranks
 from phalanx.train.run_folder import Refused, RunFolder, kept_config
-from phalanx.train.saving import role_of
 from phalanx.train.trainer import Trainer
+
+
+@dataclass
+class Progress:
+    """Counters of a run.
+
+    Attributes:
+        step: finished optimizer steps, skipped updates included.
+        samples: sequences read; also the loader's state, since the order of samples is a function of the seed.
+        tokens: tokens read.
+        train_s: wall time spent training, over all starts.
+        micro_batch: sequences per forward and backward pass, kept so that a resumed run repeats the same arithmetic.
+        attention_kernel: of plain causal attention on a GPU, kept for the same reason; empty where none was chosen.
+        recompute: what the backward pass computes again; it changes no bit, and is kept beside the former.
+        evaluated: last step after which held-out text was looked at; a clean stop leaves that to the next start.
+        evaluated_tokens: how much of it was asked for then, as `evaluate.tokens` or `evaluate.final_tokens` says it.
+        metrics: held-out figures of then, such as ``{"validation_loss": 3.1}``.
+    """
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    train_s: float = 0.0
+    micro_batch: int = 0
+    attention_kernel: str = ""
+    recompute: str = ""
+    evaluated: int = 0
+    evaluated_tokens: int = -1
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def advance(self, samples: int, length: int) -> None:
+        """Count a finished step that read `samples` sequences of `length` tokens."""
+        self.step += 1
+        self.samples += samples
+        self.tokens += samples * length
+
+    @property
+    def metrics_here(self) -> dict[str, float]:
+        """Held-out figures of this very step; none where it was not evaluated."""
+        return self.metrics if self.evaluated == self.step else {}
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Progress:
+        """The counters of a checkpoint; names this version does not know are ignored."""
+        known = {item.name for item in fields(cls)}
+        return cls(**{name: item for name, item in value.items() if name in known})
+
+
+DATA_AXES: tuple[Axis, ...] = ("replicate", "shard", "context")
+"""Ranks along these axes hold the same blocks wherever they do not split them: one reads, all have it (MegaScale 4)."""
+
+
+def open_saver(
+    config: RunConfig, run_folder: Path, ranks: Ranks, report: Callable[[str], None], points: Points = NO_POINTS
+) -> Saver:
+    """What keeps the state of a run; all ranks together, once their groups are opened.
+
+    Raises:
+        UserError: the storage cannot be reached or written.
+    """
+    copies = None
+    if ranks.mesh is not None:
+        copies = GroupCopies(ranks.mesh.group(*DATA_AXES), DATA_AXES, ranks.mesh.device)
+    return choosing.open_saver(
+        destination(config, run_folder),
+        config.checkpoint,
+        peers=ranks.peers,
+        copies=copies,
+        layout=config.parallel.layout,
+        run_config=config.model_dump(mode="json"),
+        report=report,
+        points=points,
+    )
+
+
+def role_of(name: str) -> Role:
+    """What a tensor of `phalanx.train.run.Run.state_tensors` is to training."""
+    if name.startswith("model."):
+        return "trained"
+    return "optimizer" if name.startswith("optim.") else "other"
+
 
 _TEXT = "data_fingerprint"
 _TOKENIZER = "tokenizer"

@@ -22,7 +22,6 @@ from phalanx.launch.failures import errors_named
 from phalanx.model.shapes import flops_per_token, num_parameters
 from phalanx.telemetry.loggers import MetricsLogger, Silent, open_loggers
 from phalanx.train.assemble import assemble
-from phalanx.train.attention import described_attention
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.figures import default_folder
 from phalanx.train.derived.layout import axes_text
@@ -37,6 +36,7 @@ from phalanx.train.reports.reporting import Reporter, describe
 from phalanx.train.run import Run
 from phalanx.train.run_folder import RunFolder, open_for_training, told_changes
 from phalanx.train.signals import exit_status
+from phalanx.train.trials import described_attention
 from phalanx.train.weights.sampling import continue_text
 from phalanx.train.weights.trained import open_trained
 

@@ -1,6 +1,6 @@
 """Stopping when asked to: a signal, or the end of the job's time, ends a run after the step in progress.
 
-Which signals those are is said in `phalanx.core.signals`; the run ends with a checkpoint.
+Which signals those are is said in `phalanx.ipc.processes`; the run ends with a checkpoint.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from phalanx.core.peers import ALONE, Peers
-from phalanx.core.signals import STOP_SIGNALS
+from phalanx.ipc.processes import STOP_SIGNALS
 
 T = TypeVar("T")
 

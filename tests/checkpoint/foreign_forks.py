@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from phalanx.core.processes import die_with_parent
+from phalanx.ipc.processes import die_with_parent
 
 HANG_S = 300
 

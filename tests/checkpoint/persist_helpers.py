@@ -24,7 +24,7 @@ from phalanx.checkpoint.persist.messages import in_memory
 from phalanx.checkpoint.persist.process import PersisterProcess
 from phalanx.checkpoint.restoring.checkpoint import Checkpoint, newest
 from phalanx.checkpoint.snapshot.plans import make_plans
-from phalanx.core.shard import Shard
+from phalanx.core.layout import Shard
 
 PATIENCE_S = 60.0
 

@@ -24,8 +24,7 @@ from phalanx.checkpoint.restoring.restore import Restored, SpoiltError, restore
 from phalanx.checkpoint.save import save
 from phalanx.checkpoint.snapshot.plans import make_plans
 from phalanx.checkpoint.storage.local import LocalStore
-from phalanx.core.layout import Axis, Layout
-from phalanx.core.shard import Shard
+from phalanx.core.layout import Axis, Layout, Shard
 
 T = TypeVar("T")
 GIGABIT = 125_000_000

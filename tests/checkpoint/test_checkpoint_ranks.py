@@ -35,10 +35,10 @@ from phalanx.checkpoint.save import STAGES, save
 from phalanx.checkpoint.storage.folder import candidates
 from phalanx.checkpoint.storage.prune import prune
 from phalanx.core.errors import UserError
+from phalanx.core.layout import Shard
 from phalanx.core.peers import Peers
 from phalanx.core.points import NO_POINTS, Points
-from phalanx.core.shard import Shard
-from phalanx.core.tree_peers import TreePeers
+from phalanx.ipc.tree_peers import TreePeers
 
 SIZE = 3
 EVERY_RANK = [(rank, stage) for rank in range(SIZE) for stage in STAGES[:2]]  # the later points are rank 0's alone

@@ -21,7 +21,7 @@ from phalanx.checkpoint.format.manifest import Meta
 from phalanx.checkpoint.restoring.checkpoint import Checkpoint, newest, open_checkpoint
 from phalanx.checkpoint.save import save
 from phalanx.core.errors import UserError
-from phalanx.core.shard import Shard
+from phalanx.core.layout import Shard
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64]
 Layout = list[dict[str, Shard]]

@@ -8,7 +8,7 @@ from keeper_processes import until
 
 from phalanx.checkpoint.keeper.maps import Map, _touch
 from phalanx.checkpoint.keeper.memory import Block
-from phalanx.core.free_memory import available_bytes
+from phalanx.core.host import available_bytes
 
 SIZE = 40 << 20
 

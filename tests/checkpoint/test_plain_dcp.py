@@ -24,7 +24,7 @@ from phalanx.checkpoint.format.manifest import DamagedCheckpointError
 from phalanx.checkpoint.format.plain import PlainCheckpoint, is_plain, open_plain
 from phalanx.checkpoint.format.plain_index import decode_index
 from phalanx.core.errors import UserError
-from phalanx.core.shard import Shard
+from phalanx.core.layout import Shard
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from phalanx.checkpoint.replicas.contract import Endpoint
 from phalanx.checkpoint.replicas.fetch import fetch
 from phalanx.checkpoint.replicas.link import Link, LinkError, call
 from phalanx.checkpoint.replicas.messages import Go, List, Offer, Plan, PlanNeeded, Refused, Want
-from phalanx.core.gate import HELLO_BYTES
+from phalanx.ipc.handshake import HELLO_BYTES
 
 
 @pytest.fixture

@@ -35,9 +35,9 @@ from phalanx.checkpoint.storage.latest import advance, claim
 from phalanx.checkpoint.storage.local import LocalStore
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
-from phalanx.core.tree_peers import TreePeers
+from phalanx.ipc.tree_peers import TreePeers
 from phalanx.parallel.group import Group
-from phalanx.parallel.peers import GroupCopies
+from phalanx.parallel.mesh import GroupCopies
 
 SCALE = 128
 """Rows of 0.8 MB, 0.3 MB of columns and 1 MB of flat state, so that archives are read in runs of rows."""

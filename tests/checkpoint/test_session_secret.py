@@ -17,7 +17,7 @@ from phalanx.checkpoint.session.opening import open_session
 from phalanx.checkpoint.session.secret import agree, disagreement, given_secret, mark_of
 from phalanx.checkpoint.session.session import Session
 from phalanx.core.errors import UserError
-from phalanx.core.job_secret import VARIABLE, derive, hand_out, read_job_secret
+from phalanx.ipc.handshake import VARIABLE, derive, hand_out, read_job_secret
 
 
 class Recording(Exchange):

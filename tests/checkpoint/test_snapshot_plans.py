@@ -19,8 +19,8 @@ from phalanx.checkpoint.restoring.checkpoint import newest, open_checkpoint
 from phalanx.checkpoint.save import save
 from phalanx.checkpoint.snapshot.plans import make_plans
 from phalanx.core.errors import UserError
+from phalanx.core.layout import Shard
 from phalanx.core.peers import ALONE
-from phalanx.core.shard import Shard
 
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64,

@@ -42,8 +42,8 @@ from phalanx.checkpoint.storage.local import LocalStore
 from phalanx.checkpoint.storage.location import open_store
 from phalanx.checkpoint.storage.ranges import Ahead
 from phalanx.core.errors import UserError
+from phalanx.core.layout import Shard
 from phalanx.core.points import NO_POINTS
-from phalanx.core.shard import Shard
 
 GUARD_S = 30.0
 MB = 1 << 20

@@ -17,7 +17,7 @@ from phalanx.checks.host import Host, cache_folder, run_command
 from phalanx.checks.isolated import run_isolated
 from phalanx.checks.leftovers import Process, judge_leftovers
 from phalanx.checks.system import ib_wait_s, judge_timeouts
-from phalanx.core.kernel_files import Mount
+from phalanx.core.host import Mount
 
 
 @pytest.fixture

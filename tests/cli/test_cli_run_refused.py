@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from phalanx.cli.main import group
 from phalanx.core.errors import UserError
-from phalanx.core.watched import Identity, identity_of
+from phalanx.ipc.processes import Identity, identity_of
 from phalanx.run.card import Card, write_card
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.free_memory import available_bytes
+from phalanx.core.host import available_bytes
 
 ON_HOST = 1000 * 1024
 UNLIMITED = 9223372036854771712  # what version 1 shows

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.interface_names import names_interface
-from phalanx.core.kernel_files import (
+from phalanx.core.addresses import names_interface
+from phalanx.core.host import (
     Mount,
     boot_id,
     list_folder,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.process_table import descendants, is_dying, parse_stat, processes, read_process
+from phalanx.ipc.processes import descendants, is_dying, parse_stat, processes, read_process
 
 
 def test_a_stat_line_is_read_whatever_the_name_of_the_process() -> None:

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.core.peer_tree import FAN_OUT, Kind, Message, Node, children_of, entries, parent_of
 from phalanx.core.peers import ALONE, PeerError, Peers
-from phalanx.core.tree_peers import TreePeers
+from phalanx.ipc.rank_tree import FAN_OUT, Kind, Message, Node, children_of, entries, parent_of
+from phalanx.ipc.tree_peers import TreePeers
 
 
 class Board:
@@ -225,7 +225,7 @@ def test_a_killed_rank_is_named_and_nobody_hangs() -> None:
     board = Board()
     program = """
         import os, sys
-        from phalanx.core.tree_peers import TreePeers
+        from phalanx.ipc.tree_peers import TreePeers
         class Told:
             def get(self, key): return sys.argv[1].encode()
         peers = TreePeers(Told(), 1, 3, host="127.0.0.1", name="gone", timeout_s=20.0)

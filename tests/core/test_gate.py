@@ -11,8 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
-from phalanx.core.gate import HELLO_BYTES, Gate, knock
-from phalanx.core.noise import MESSAGE_BYTES, Handshake
+from phalanx.ipc.handshake import HELLO_BYTES, MESSAGE_BYTES, Gate, Handshake, knock
 
 SECRET = bytes(range(32))
 LABEL = b"test 1"

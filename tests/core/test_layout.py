@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.core.layout import AXES, Layout
-from phalanx.core.shard import Shard
+from phalanx.core.layout import AXES, Layout, Shard
 
 layouts = st.builds(Layout, *(st.integers(1, 3) for _ in AXES))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from phalanx.core.noise import MESSAGE_BYTES, Cipher, Handshake, NotAuthenticError
+from phalanx.ipc.handshake import MESSAGE_BYTES, Cipher, Handshake, NotAuthenticError
 
 SECRET = bytes(range(32))
 HELLO = b"prologue"

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
-from phalanx.core.processes import start_helper
 from phalanx.data.config import DataConfig, SourceConfig, TokenizerConfig, configured_vocab_size
 from phalanx.data.prepare import open_prepared, prepare
 from phalanx.data.sources import text
@@ -23,6 +22,7 @@ from phalanx.data.tokenizers.tokenizer import (
     IdTokenizer,
     LibraryTokenizer,
 )
+from phalanx.ipc.processes import start_helper
 
 GPT2 = Path(__file__).parents[2] / ".." / "shared" / "data" / "tokenizers" / "gpt2" / "tokenizer.json"
 SAMPLE = "def f(x):\n    return 'naïve' + \"漢字 🎉\"  # <|endoftext|>\n\n\n\tif x:\n        pass\n"

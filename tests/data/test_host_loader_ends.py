@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from host_loader_helpers import LIMIT_S, count_of, ended, forked, heard, make_corpus, same, started
 
-from phalanx.core import packets
 from phalanx.data.host_loader import (
     HostLoader,
     HostLoaderClient,
@@ -26,6 +25,7 @@ from phalanx.data.host_loader import (
 from phalanx.data.loader import Loader
 from phalanx.data.sharing import server
 from phalanx.data.sharing.process import fork_is_safe
+from phalanx.ipc import local_socket
 
 pytestmark = pytest.mark.skipif(why_no_host_loader() is not None, reason=str(why_no_host_loader()))
 
@@ -177,7 +177,7 @@ class TestLeavesNothing:
     def test_readers_cannot_write_to_what_others_read(self, corpus: Loader) -> None:
         with started(corpus, [0]) as host:
             connection = server.connect(host.address)
-            packets.send(connection, server.Hello(server.VERSION, 0, 1, 2, 0))
+            local_socket.send(connection, server.Hello(server.VERSION, 0, 1, 2, 0))
             welcome, descriptors = server.receive(connection)
             assert welcome == server.Welcome(host.pid)
             assert len(descriptors) == 2

@@ -8,12 +8,10 @@ import sys
 import plotly.graph_objects
 import pytest
 
-from phalanx.figures.pipelines import pipeline_timeline
-from phalanx.figures.predictions import memory_bars, step_breakdown
-from phalanx.figures.searches import choice_costs
+from phalanx.figures.plan import choice_costs, memory_bars, pipeline_timeline, step_breakdown
 from phalanx.figures.style import Figure
 from phalanx.parallel.config import Schedule
-from phalanx.parallel.pipeline.tables import make_table
+from phalanx.parallel.pipeline.schedules import make_table
 from phalanx.parallel.pipeline.timeline import simulate
 
 PARTS = [

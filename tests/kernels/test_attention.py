@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
-from phalanx.kernels import blocked, flash_cpu
+from phalanx.kernels import attention_aten, blocked
 from phalanx.kernels.attention import AttentionDropout, attention, choose_backend
 from phalanx.kernels.blocked import blocked_attention
 from phalanx.kernels.counter import keep_mask, make_key
@@ -90,8 +90,8 @@ def test_blocks_joined_in_one_call_are_exact(monkeypatch, elements, past):
     """A window much shorter than the sequence: most blocks have one shape and go to the kernel together."""
     monkeypatch.setattr(blocked, "_RUN_ELEMENTS", elements)
     calls = []
-    forward = flash_cpu.forward
-    monkeypatch.setattr(flash_cpu, "forward", lambda *args: calls.append(args[0].shape) or forward(*args))
+    forward = attention_aten.cpu_forward
+    monkeypatch.setattr(attention_aten, "forward", lambda *args: calls.append(args[0].shape) or forward(*args))
     tensors = inputs(2, 4, 2, 100 - past, 100, 16, torch.float64)
     mask = AttentionMask(100 - past, 100, window=11)
     got = blocked_attention(*tensors, mask, scale=0.25, chunk=8, engine="flash")

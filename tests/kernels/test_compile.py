@@ -7,7 +7,7 @@ from phalanx.kernels.attention import attention
 from phalanx.kernels.counter import dropout
 from phalanx.kernels.loss import linear_cross_entropy
 from phalanx.kernels.masks import AttentionMask
-from phalanx.kernels.norm import rms_norm
+from phalanx.kernels.pointwise import rms_norm
 
 
 @pytest.mark.slow

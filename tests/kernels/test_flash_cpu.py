@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from phalanx.kernels import flash_cpu
+from phalanx.kernels import attention_aten
 
-pytestmark = pytest.mark.skipif(not flash_cpu.is_available(), reason="this torch lacks the CPU flash operators")
+pytestmark = pytest.mark.skipif(not attention_aten.is_available(), reason="this torch lacks the CPU flash operators")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -23,8 +23,8 @@ def test_out_lse_and_gradients(dtype, groups):
     expected = F.scaled_dot_product_attention(q, kk, vv, attn_mask=bias, scale=0.2)
     grad = torch.randn(expected.shape, dtype=dtype, generator=generator)
     with torch.no_grad():
-        out, lse = flash_cpu.forward(q, k, v, bias, 0.2)
-        grads = flash_cpu.backward(grad, q, k, v, out, lse, bias, 0.2)
+        out, lse = attention_aten.cpu_forward(q, k, v, bias, 0.2)
+        grads = attention_aten.cpu_backward(grad, q, k, v, out, lse, bias, 0.2)
     tolerance = {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(out, expected, **tolerance)
     scores = (q @ kk.transpose(-1, -2)) * 0.2 + bias

@@ -9,10 +9,9 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, cre
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.kernels.attention import attention, flex_attend, one_kernel, prepare
-from phalanx.kernels.flex_mask import block_mask, flex_mask
-from phalanx.kernels.masks import AttentionMask
+from phalanx.kernels.masks import AttentionMask, block_mask, flex_mask
 from phalanx.model.config import ModelConfig
-from phalanx.model.part import DecoderPart
+from phalanx.model.decoder import DecoderPart
 
 CPU = torch.device("cpu")
 

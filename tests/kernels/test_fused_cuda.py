@@ -9,7 +9,7 @@ import torch
 from fused_on_cpu import fused_on_cpu
 
 from phalanx.core.errors import UserError
-from phalanx.kernels import fused_cuda
+from phalanx.kernels import attention_aten
 from phalanx.kernels.attention import CausalKernel, attention, choose_backend
 from phalanx.kernels.masks import AttentionMask
 
@@ -52,7 +52,7 @@ def test_causal_attention_and_gradients(kernel, kv_heads):
     leaves, grad = tensors(2, 4, kv_heads, 24, 8, torch.float32)
     expected, gradients = by_math(leaves, grad)
     with fused_on_cpu():
-        out = fused_cuda.causal(kernel, *leaves, None)
+        out = attention_aten.causal(kernel, *leaves, None)
         got = torch.autograd.grad(out, leaves, grad)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
     for a, b in zip(got, gradients, strict=True):
@@ -74,13 +74,15 @@ def check_halves(kernel, leaves, grad, expected, gradients, bound):
         q, k, v = (x.detach()[:, :, half:] for x in leaves)
         before = [x.detach()[:, :, :half] for x in leaves[1:]]
         blocks = [(*before, False), (k, v, True)]
-        parts = [fused_cuda.forward(kernel, q, *kv, is_causal=c, scale=None) for *kv, c in blocks]
+        parts = [attention_aten.cuda_forward(kernel, q, *kv, is_causal=c, scale=None) for *kv, c in blocks]
         lse = torch.logaddexp(parts[0][1], parts[1][1])
         assert lse.shape == q.shape[:3]
         out = sum(part.float() * (its - lse).exp()[..., None] for part, its in parts)
         late = grad[:, :, half:]
         final = out.to(q.dtype), lse
-        back = [fused_cuda.backward(kernel, late, q, *kv, *final, is_causal=c, scale=None) for *kv, c in blocks]
+        back = [
+            attention_aten.cuda_backward(kernel, late, q, *kv, *final, is_causal=c, scale=None) for *kv, c in blocks
+        ]
     close(out, expected[:, :, half:], bound)
     close(back[0][0].float() + back[1][0].float(), gradients[0][:, :, half:], bound)
     for index in (1, 2):  # nobody but late queries sees late keys
@@ -100,7 +102,7 @@ def test_one_graph(kernel):
     leaves, grad = tensors(2, 4, 2, 24, 8, torch.float32)
 
     def block(q, k, v):
-        return fused_cuda.causal(kernel, q * 2, k, v, None).transpose(1, 2).flatten(2)
+        return attention_aten.causal(kernel, q * 2, k, v, None).transpose(1, 2).flatten(2)
 
     def gradients(function):
         out = function(*leaves)
@@ -150,8 +152,8 @@ def test_cuda_kernels_are_refused_elsewhere(backend):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_refusals_that_need_no_device(kernel):
     fp32, odd = torch.empty(1, 2, 8, 64), torch.empty(1, 2, 8, 12, dtype=torch.bfloat16)
-    assert "16 bits, not in float32" in fused_cuda.refusal(kernel, fp32, fp32, fp32)
-    assert "multiple of 8, not 12" in fused_cuda.refusal(kernel, odd, odd, odd)
+    assert "16 bits, not in float32" in attention_aten.refusal(kernel, fp32, fp32, fp32)
+    assert "multiple of 8, not 12" in attention_aten.refusal(kernel, odd, odd, odd)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -167,13 +169,13 @@ def test_refusals_are_torch_s_own(monkeypatch, kernel):
 
     monkeypatch.setattr(torch.backends.cuda, f"can_use_{kernel}_attention", able)
     q, k, more = (torch.empty(1, n, s, 64, dtype=torch.bfloat16) for n, s in ((4, 8), (2, 8), (4, 16)))
-    assert fused_cuda.refusal(kernel, q, k, k) == fused_cuda.refusal(kernel, q, more, more) == ""
-    assert fused_cuda.refusal(kernel, q, k, k) == "head_dim should be no more than 128"
+    assert attention_aten.refusal(kernel, q, k, k) == attention_aten.refusal(kernel, q, more, more) == ""
+    assert attention_aten.refusal(kernel, q, k, k) == "head_dim should be no more than 128"
     assert asked == [(True, True, True), (False, False, True), (True, True, True)]
     enable = {"cudnn": torch.backends.cuda.enable_cudnn_sdp, "flash": torch.backends.cuda.enable_flash_sdp}[kernel]
     enable(False)
     try:
-        assert "switched off" in fused_cuda.refusal(kernel, q, k, k)
+        assert "switched off" in attention_aten.refusal(kernel, q, k, k)
     finally:
         enable(True)
 
@@ -187,8 +189,8 @@ def test_refusals_are_torch_s_own(monkeypatch, kernel):
 )
 def test_kernels_on_a_gpu(backend, batch, heads, kv_heads, length, size):
     leaves, grad = tensors(batch, heads, kv_heads, length, size, torch.bfloat16, "cuda")
-    if backend in KERNELS and fused_cuda.refusal(backend, *leaves):
-        pytest.skip(fused_cuda.refusal(backend, *leaves))
+    if backend in KERNELS and attention_aten.refusal(backend, *leaves):
+        pytest.skip(attention_aten.refusal(backend, *leaves))
     expected, gradients = by_math(leaves, grad)
     out = attention(*leaves, backend=backend)
     got = torch.autograd.grad(out.transpose(1, 2).flatten(2), leaves, grad.transpose(1, 2).flatten(2))
@@ -202,6 +204,6 @@ def test_kernels_on_a_gpu(backend, batch, heads, kv_heads, length, size):
 @pytest.mark.parametrize(("length", "kv_heads"), [(256, 4), (384, 2), (2048, 1)])
 def test_blocks_on_a_gpu(kernel, length, kv_heads):
     leaves, grad = tensors(2, 4, kv_heads, length, 64, torch.bfloat16, "cuda")
-    if fused_cuda.refusal(kernel, *leaves):
-        pytest.skip(fused_cuda.refusal(kernel, *leaves))
+    if attention_aten.refusal(kernel, *leaves):
+        pytest.skip(attention_aten.refusal(kernel, *leaves))
     check_halves(kernel, leaves, grad, *by_math(leaves, grad), 0.0625)

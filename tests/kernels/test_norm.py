@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.kernels.norm import rms_norm
+from phalanx.kernels.pointwise import rms_norm
 
 
 @settings(max_examples=30, deadline=None)

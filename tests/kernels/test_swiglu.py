@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.kernels.swiglu import _SwiGLU
+from phalanx.kernels.pointwise import _SwiGLU
 
 
 def plain(inner: Tensor) -> Tensor:

@@ -187,7 +187,7 @@ def test_other_systems_than_linux_are_served_too(killed: int, status: int, told:
 
 
 def test_elsewhere_a_thread_watches_for_the_parent(tmp_path: Path) -> None:
-    child = "import elsewhere_targets, os, signal, sys; from phalanx.core.processes import die_with_parent as die\n"
+    child = "import elsewhere_targets, os, signal, sys; from phalanx.ipc.processes import die_with_parent as die\n"
     child += "die(os.getppid()); print('here', flush=True); signal.pause()"
     parent = "import os, subprocess, sys\n"
     parent += f"made = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE)\n"

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 
-from phalanx.launch.received import ReceivedSignals
+from phalanx.ipc.processes import ReceivedSignals
 
 GUARD_S = 60.0
 

@@ -17,8 +17,7 @@ from phalanx.model.config import ModelConfig
 from phalanx.model.decoder import Decoder
 from phalanx.model.generate import generate_batch
 from phalanx.model.hf_config import read_config, write_config
-from phalanx.model.hf_tensors import rules
-from phalanx.model.huggingface import export_folder, import_folder, load_decoder, parity
+from phalanx.model.huggingface import export_folder, import_folder, load_decoder, parity, rules
 from phalanx.model.logical import LogicalParameters
 
 SIZES = {

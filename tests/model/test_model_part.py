@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 from phalanx.model.config import ModelConfig
-from phalanx.model.decoder import Decoder
-from phalanx.model.init import initialise
-from phalanx.model.logical import LogicalParameters
-from phalanx.model.part import DecoderPart
+from phalanx.model.decoder import Decoder, DecoderPart
+from phalanx.model.logical import LogicalParameters, initialise
 
 
 def config(**changes: object) -> ModelConfig:

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from phalanx.core.errors import UserError
-from phalanx.core.shard import Shard
+from phalanx.core.layout import Shard
 from phalanx.optim import adamw, quantise
 from phalanx.optim.adamw import AdamW
 from phalanx.optim.build import OptimizerSet, build_optimizer
 from phalanx.optim.config import OptimConfig
+from phalanx.optim.groups import bits_of, moment_bytes, state_shards
 from phalanx.optim.quantise import dequantise, round_stochastically, zero_code
 from phalanx.optim.quantise import quantise as quantised
-from phalanx.optim.state_shards import bits_of, moment_bytes, state_shards
 
 from .helpers import assert_same, give_gradients, run, snapshot
 

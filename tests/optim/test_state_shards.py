@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.core.shard import Shard
+from phalanx.core.layout import Shard
 from phalanx.optim.build import build_optimizer
 from phalanx.optim.config import OptimConfig
-from phalanx.optim.state_shards import state_shard, state_shards
+from phalanx.optim.groups import state_shard, state_shards
 
 WHOLE = {"layers.0.mlp.up": (12, 8), "norm": (8,)}
 

@@ -11,8 +11,8 @@ from support.parity.places import in_threads
 from torch._C._distributed_c10d import PrefixStore
 
 from phalanx.core.layout import Axis, Layout
-from phalanx.parallel.backends import Maker
 from phalanx.parallel.group import Group
+from phalanx.parallel.process_groups import Maker
 
 T = TypeVar("T")
 TIMEOUT_S = 30.0

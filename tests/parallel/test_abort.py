@@ -8,8 +8,8 @@ import pytest
 from torch.distributed import HashStore
 
 from phalanx.core.errors import UserError
-from phalanx.parallel import abort
-from phalanx.parallel.abort import Abort
+from phalanx.parallel import rendezvous
+from phalanx.parallel.rendezvous import Abort
 
 NO_ROOM = UserError("no room", cure="take less", field="train.micro_batch", value=4)
 
@@ -41,7 +41,7 @@ def test_who_serves_the_store_stays_until_all_have_heard() -> None:
 
 def test_a_rank_that_waits_is_ended_and_one_that_is_under_way_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     store, ended, left = HashStore(), threading.Event(), threading.Event()
-    monkeypatch.setattr(abort.os, "_exit", lambda status: ended.set())
+    monkeypatch.setattr(rendezvous.os, "_exit", lambda status: ended.set())
     Abort(store, 0, 3).say(NO_ROOM)
     with Abort(store, 1, 3, look_s=0.01, grace_s=0.01).watched(lambda: False):
         assert ended.wait(10)

@@ -12,7 +12,7 @@ from phalanx.core.errors import UserError
 from phalanx.model.config import ModelConfig
 from phalanx.parallel.choose import Choice, Judge, Machines, Need, Verdict, choose_layout
 from phalanx.parallel.config import ParallelConfig
-from phalanx.parallel.possible import Task, needed_bytes
+from phalanx.parallel.feasible import Task, needed_bytes
 
 MODEL: dict[str, Any] = {"layers": 8, "hidden": 64, "heads": 8, "vocab_size": 256, "max_sequence": 64}
 

@@ -17,11 +17,10 @@ from phalanx.kernels.attention import AttentionDropout, CausalKernel, Kernel, at
 from phalanx.kernels.attention_trial import Shape, find_fault
 from phalanx.model.config import ModelConfig
 from phalanx.model.context import Attending, DropoutState
-from phalanx.parallel.backends import make_gloo
 from phalanx.parallel.config import ContextMethod
-from phalanx.parallel.context.blocks import Block, Partial, attend, attend_backward, tried, way_of
-from phalanx.parallel.context.split import Piece
+from phalanx.parallel.context.blocks import Block, Partial, Piece, attend, attend_backward, tried, way_of
 from phalanx.parallel.context.spread import ContextSpread
+from phalanx.parallel.process_groups import make_gloo
 
 BATCH, HEADS, LENGTH, SIZE = 2, 4, 24, 8
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
-from phalanx.parallel.context.split import Piece, SequenceSplit
+from phalanx.parallel.context.blocks import Piece, SequenceSplit
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.booleans())

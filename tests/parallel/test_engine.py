@@ -16,7 +16,7 @@ from support.parity.task import Case, Seen
 
 from phalanx.model.offload import Offload, PlainLanes
 from phalanx.parallel import apply
-from phalanx.parallel.backends import ThroughHost, make_gloo
+from phalanx.parallel.process_groups import ThroughHost, make_gloo
 
 PARALLEL_BLOCK = {"block": "parallel"}
 WINDOWS = {"attention": ("window", "window", "full"), "window": 5, "kv_heads": 2}

@@ -11,9 +11,8 @@ import torch
 from ranks import ThreadGroups, run_ranks
 
 from phalanx.core.layout import Layout
-from phalanx.parallel.backends import make_gloo
-from phalanx.parallel.group import Group
-from phalanx.parallel.place import CollectiveError
+from phalanx.parallel.group import CollectiveError, Group
+from phalanx.parallel.process_groups import make_gloo
 
 
 def both_send_first(group: Group, other: int) -> None:

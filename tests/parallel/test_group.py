@@ -8,8 +8,8 @@ from ranks import ThreadGroups, run_ranks
 from torch import Tensor
 
 from phalanx.core.layout import Layout
-from phalanx.parallel.backends import make_gloo
 from phalanx.parallel.group import Group
+from phalanx.parallel.process_groups import make_gloo
 
 
 def block(rank: int, *shape: int) -> Tensor:

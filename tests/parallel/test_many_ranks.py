@@ -11,10 +11,9 @@ from support.fake_nccl import Communicator, HangError, Operation, Part, walk
 
 from phalanx.core.layout import Layout
 from phalanx.parallel.config import Schedule
+from phalanx.parallel.context.blocks import SequenceSplit
 from phalanx.parallel.context.ring import Ring
-from phalanx.parallel.context.split import SequenceSplit
-from phalanx.parallel.pipeline.routes import Message, Step, channels, route
-from phalanx.parallel.pipeline.tables import Table, make_table
+from phalanx.parallel.pipeline.schedules import Message, Step, Table, channels, make_table, route
 
 Links = dict[tuple[int, int], Communicator]
 LOOK_AHEAD = 2  # as `PipelineExecutor` has it

@@ -15,9 +15,9 @@ import torch
 from torch.distributed import HashStore, PrefixStore, Store
 
 from phalanx.core.layout import AXES, Layout
-from phalanx.parallel import backends
+from phalanx.parallel import process_groups
+from phalanx.parallel.group import CollectiveError
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.place import CollectiveError
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -80,7 +80,7 @@ def test_axes_of_one_rank_share_a_backend_and_are_counted_apart() -> None:
 
     def make(store: Store, index: int, size: int, timeout_s: float, name: str) -> Any:
         made.append(name)
-        return backends.make_gloo(store, index, size, timeout_s, name)
+        return process_groups.make_gloo(store, index, size, timeout_s, name)
 
     def body(mesh: Mesh) -> None:
         assert total(mesh, "shard") == total(mesh, "context", "shard", "replicate") == 11.0

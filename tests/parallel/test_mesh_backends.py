@@ -14,10 +14,9 @@ from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx.core.layout import Layout
-from phalanx.parallel import backends
-from phalanx.parallel.group import Group
+from phalanx.parallel import process_groups
+from phalanx.parallel.group import CollectiveError, Group, Place, shorten
 from phalanx.parallel.mesh import meeting_place
-from phalanx.parallel.place import CollectiveError, Place, shorten
 
 CPU = torch.device("cpu")
 
@@ -26,7 +25,7 @@ def gloo_pair(store: Store, timeout_s: float = 20.0) -> list[Any]:
     made: list[Any] = [None, None]
 
     def make(index: int) -> None:
-        made[index] = backends.make_gloo(PrefixStore("pair", store), index, 2, timeout_s, "pair")
+        made[index] = process_groups.make_gloo(PrefixStore("pair", store), index, 2, timeout_s, "pair")
 
     threads = [threading.Thread(target=make, args=(index,)) for index in range(2)]
     for thread in threads:
@@ -43,7 +42,7 @@ def test_a_group_that_is_made_directly_is_in_no_registry() -> None:
 
 def test_the_timeout_of_a_group_can_be_changed() -> None:
     first, _other = gloo_pair(HashStore(), timeout_s=60.0)
-    backends.set_timeout(first, 0.2)
+    process_groups.set_timeout(first, 0.2)
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="Timed out"):
         first.allreduce([torch.ones(1)]).wait()
@@ -53,12 +52,12 @@ def test_the_timeout_of_a_group_can_be_changed() -> None:
 def test_a_registered_group_is_known_with_its_ranks_until_it_is_unregistered() -> None:
     store = HashStore()
     pair = gloo_pair(store)
-    group = backends.register(pair[0], store, (4, 6), "ours", CPU)
+    group = process_groups.register(pair[0], store, (4, 6), "ours", CPU)
     assert c10d._resolve_process_group(c10d.GroupName("ours")) is group
     assert torch.distributed.get_process_group_ranks(group) == [4, 6]
     with pytest.raises(ValueError, match="'ours'"):
-        backends.register(pair[0], store, (4, 6), "ours", CPU)
-    backends.unregister(group)
+        process_groups.register(pair[0], store, (4, 6), "ours", CPU)
+    process_groups.unregister(group)
     with pytest.raises(RuntimeError, match="ours"):
         c10d._resolve_process_group(c10d.GroupName("ours"))
     assert group not in c10d._world.pg_map and group not in c10d._world.pg_group_ranks
@@ -91,8 +90,8 @@ def test_nccl_goes_first_where_a_layer_waits_and_takes_little_where_it_runs_besi
     name: str, ranks: tuple[int, ...], waited_for: bool
 ) -> None:
     place = meeting_place(name, ranks)
-    assert backends.nccl_settings(place) == backends.NcclSettings(waited_for, 0)
-    assert backends.nccl_settings(place, 8) == backends.NcclSettings(waited_for, 0 if waited_for else 8)
+    assert process_groups.nccl_settings(place) == process_groups.NcclSettings(waited_for, 0)
+    assert process_groups.nccl_settings(place, 8) == process_groups.NcclSettings(waited_for, 0 if waited_for else 8)
 
 
 def test_options_of_nccl_are_those_that_torch_has() -> None:
@@ -116,11 +115,11 @@ def test_options_of_nccl_are_those_that_torch_has() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_collective_of_ranks_that_share_a_device(device: torch.device, dtype: torch.dtype) -> None:
     """What travels through the host arrives, whatever is asked for."""
-    store, make = HashStore(), backends.ThroughHost
+    store, make = HashStore(), process_groups.ThroughHost
     blocks = [torch.arange(12.0).view(4, 3).to(dtype) + 100 * rank for rank in range(2)]
 
     def rank(index: int) -> dict[str, torch.Tensor]:
-        backend = make(backends.make_gloo(PrefixStore("shared", store), index, 2, 60.0, "shared"))
+        backend = make(process_groups.make_gloo(PrefixStore("shared", store), index, 2, 60.0, "shared"))
         group = Group((0, 1), index, lambda: backend)
         mine, other = blocks[index].to(device), 1 - index
         summed, root = mine.clone(), mine.clone()
@@ -166,9 +165,9 @@ def test_every_collective_of_ranks_that_share_a_device(device: torch.device, dty
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_nccl_connects_changes_its_timeout_and_ends() -> None:
     device = torch.device("cuda", 0)
-    backend = backends.maker(device)(HashStore(), 0, 1, 60.0, "alone")
-    backends.set_timeout(backend, 30.0)
+    backend = process_groups.maker(device)(HashStore(), 0, 1, 60.0, "alone")
+    process_groups.set_timeout(backend, 30.0)
     x = torch.ones(4, device=device)
     backend.allreduce([x]).wait()
     assert x.tolist() == [1.0] * 4
-    backends.let_go(backend, is_busy=False)
+    process_groups.let_go(backend, is_busy=False)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.core.layout import Layout
-from phalanx.core.tree_peers import TreePeers
-from phalanx.parallel import backends
-from phalanx.parallel.store import open_store, port_of
+from phalanx.ipc.tree_peers import TreePeers
+from phalanx.parallel import process_groups
+from phalanx.parallel.rendezvous import open_store, port_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -28,7 +28,7 @@ from rendezvous.wire import Kind, Request, requests
 
 @pytest.mark.parametrize("size", [2, 5])
 def test_gloo_meets_in_three_requests_whatever_the_size(size: int) -> None:
-    script = record(Layout(shard=size), ("shard",), backends.make_gloo)
+    script = record(Layout(shard=size), ("shard",), process_groups.make_gloo)
     kinds = [[request.kind for request in said] for said in script.requests]
     assert kinds == [[Kind.SET, Kind.WAIT, Kind.MULTI_GET]] * size
     assert script.extra_connections == 0

@@ -12,8 +12,8 @@ from datetime import timedelta
 import pytest
 
 from phalanx.core.errors import UserError
-from phalanx.parallel import store as store_module
-from phalanx.parallel.store import open_store, port_of
+from phalanx.parallel import rendezvous as store_module
+from phalanx.parallel.rendezvous import open_store, port_of
 
 
 def test_a_store_is_open_before_the_other_ranks_are_there() -> None:
@@ -97,7 +97,7 @@ SERVE = """
 import sys
 from torch._C._distributed_c10d import TCPStore
 from phalanx.parallel import store as store_module
-from phalanx.parallel.store import look_names_up_in_files_only
+from phalanx.parallel.rendezvous import look_names_up_in_files_only
 assert look_names_up_in_files_only() or sys.platform != "linux"
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on IPv6, as torch does
 print(store.port, flush=True)

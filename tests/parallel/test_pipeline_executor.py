@@ -15,14 +15,12 @@ from ranks import ThreadGroups, run_ranks
 from torch import Tensor, nn
 
 from phalanx.core.layout import Layout
-from phalanx.parallel.backends import make_gloo
 from phalanx.parallel.config import Schedule
 from phalanx.parallel.deferred import WeightQueue
-from phalanx.parallel.pipeline.channels import PipelineError
-from phalanx.parallel.pipeline.executor import PipelineExecutor, _Mail
-from phalanx.parallel.pipeline.routes import Message, Step
-from phalanx.parallel.pipeline.stage import AutogradStage
-from phalanx.parallel.pipeline.tables import Table, forward_table, make_table
+from phalanx.parallel.pipeline.executor import PipelineError, PipelineExecutor, _Mail
+from phalanx.parallel.pipeline.schedules import Message, Step, Table, forward_table, make_table
+from phalanx.parallel.process_groups import make_gloo
+from phalanx.parallel.stage import AutogradStage
 
 WIDTH, ROWS = 6, 4
 SHAPE = (ROWS, WIDTH)

@@ -13,10 +13,8 @@ from torch.distributed.pipelining import schedules as theirs
 
 from phalanx.core.errors import UserError
 from phalanx.parallel.config import Schedule
-from phalanx.parallel.pipeline.drawing import draw
-from phalanx.parallel.pipeline.routes import channels, route
-from phalanx.parallel.pipeline.tables import Action, Table, forward_table, make_table, placement_of
-from phalanx.parallel.pipeline.timeline import Timeline, simulate
+from phalanx.parallel.pipeline.schedules import Action, Table, channels, forward_table, make_table, placement_of, route
+from phalanx.parallel.pipeline.timeline import Timeline, draw, simulate
 
 COUNTS = [(r, m) for r in (1, 2, 3, 4, 5, 8) for m in (*range(r, 2 * r + 2), 3 * r, 4 * r, 4 * r + 2)]
 

@@ -10,9 +10,8 @@ from ranks import ThreadGroups, run_ranks
 from torch import Tensor
 
 from phalanx.core.layout import Layout
-from phalanx.parallel.backends import make_gloo
-from phalanx.parallel.tensor.chunked import ChunkedOverlap, falling_chunks, rising_chunks
-from phalanx.parallel.tensor.overlap import Overlap, PlainOverlap
+from phalanx.parallel.process_groups import make_gloo
+from phalanx.parallel.tensor.overlap import ChunkedOverlap, Overlap, PlainOverlap, falling_chunks, rising_chunks
 
 
 @given(rows=st.integers(1, 300), count=st.integers(1, 40))

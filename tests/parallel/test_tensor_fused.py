@@ -18,15 +18,22 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
-from phalanx.core.tree_peers import TreePeers
-from phalanx.parallel import backends
+from phalanx.ipc.tree_peers import TreePeers
+from phalanx.parallel import process_groups
 from phalanx.parallel.config import ParallelConfig, TensorOverlap
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.tensor.fused import FusedOverlap
+from phalanx.parallel.tensor.fused import (
+    SHARED_DEVICE,
+    FusedOverlap,
+    Reach,
+    Seat,
+    choose_overlap,
+    chosen,
+    obstacle_to_sharing,
+)
 from phalanx.parallel.tensor.linear import Spread, gather_products, products_scatter
 from phalanx.parallel.tensor.overlap import Overlap, PlainOverlap
-from phalanx.parallel.tensor.reach import SHARED_DEVICE, Reach, Seat, choose_overlap, chosen, obstacle_to_sharing
 from phalanx.parallel.tensor.spread import make_overlap
 from phalanx.parallel.tensor.tiles import TilesOverlap
 
@@ -89,14 +96,14 @@ def test_the_fused_operators_stand_for_the_plain_functions(
     def body(groups: ThreadGroups) -> tuple[list[Tensor], list[Tensor], dict[str, int], dict[str, int]]:
         group = groups.group("tensor")
         name = f"fused-{group.index}"
-        known = backends.register(group.backend, HashStore(), group.ranks, name, torch.device("cpu"))
+        known = process_groups.register(group.backend, HashStore(), group.ranks, name, torch.device("cpu"))
         fused, fused_bytes = computed(FusedOverlap(group, name)), dict(group.traffic.sent_bytes)
-        backends.unregister(known)
+        process_groups.unregister(known)
         group.traffic.sent_bytes.clear()
         plain = computed(PlainOverlap(group))
         return fused, plain, fused_bytes, group.traffic.sent_bytes
 
-    for fused, plain, fused_bytes, plain_bytes in run_ranks(Layout(tensor=size), body, backends.make_gloo):
+    for fused, plain, fused_bytes, plain_bytes in run_ranks(Layout(tensor=size), body, process_groups.make_gloo):
         for got, expected in itertools.zip_longest(fused, plain):
             torch.testing.assert_close(got, expected)
         assert fused_bytes == plain_bytes
@@ -249,7 +256,7 @@ def on_one_gpu(rank: int, size: int, folder: str) -> None:
     """One of several ranks on one device, which NCCL refuses: gloo between them."""
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    mesh = open_mesh(rank, size, folder, device, make=backends.make_gloo)
+    mesh = open_mesh(rank, size, folder, device, make=process_groups.make_gloo)
     group = mesh.group("tensor")
     store = torch.distributed.FileStore(f"{folder}/peers", size)
     peers = TreePeers(store, rank, size, host="127.0.0.1", name="here", timeout_s=60.0)

@@ -11,17 +11,14 @@ import torch
 from ranks import ThreadGroups, run_ranks
 from torch import Tensor
 
-from phalanx.core.layout import Layout
-from phalanx.core.shard import Shard
+from phalanx.core.layout import Layout, Shard
 from phalanx.model.config import ModelConfig
 from phalanx.model.context import DropoutState
-from phalanx.model.decoder import Decoder
-from phalanx.model.init import initialise
-from phalanx.model.logical import LogicalParameters
-from phalanx.model.part import DecoderPart
+from phalanx.model.decoder import Decoder, DecoderPart
+from phalanx.model.logical import LogicalParameters, initialise
 from phalanx.parallel.deferred import WeightQueue
+from phalanx.parallel.feasible import local_config, tensor_shards
 from phalanx.parallel.group import Group
-from phalanx.parallel.tensor.sizes import local_config, tensor_shards
 from phalanx.parallel.tensor.spread import local_context, spread_tensor
 
 VARIANTS: dict[str, dict[str, Any]] = model_builders.VARIANTS | {

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
 from phalanx.model.config import ModelConfig
+from phalanx.model.decoder import DecoderPart
 from phalanx.model.logical import LogicalParameters
-from phalanx.model.part import DecoderPart
 from phalanx.model.shapes import parameter_table
-from phalanx.parallel.tensor.sizes import local_config, tensor_shards
+from phalanx.parallel.feasible import local_config, tensor_shards
 
 SIZES = {"vocab_size": 61, "vocab_multiple": 8, "layers": 2, "hidden": 24, "heads": 4, "max_sequence": 24}
 
@@ -81,5 +81,5 @@ def test_a_size_of_one_changes_nothing() -> None:
 
 
 def test_sizes_are_known_without_torch() -> None:
-    code = "import phalanx.parallel.tensor.sizes, sys; sys.exit('torch' in sys.modules)"
+    code = "import phalanx.parallel.feasible, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,11 +10,10 @@ from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
 from phalanx.model.config import ModelConfig
 from phalanx.model.context import DropoutState
-from phalanx.model.part import DecoderPart
+from phalanx.model.decoder import DecoderPart
+from phalanx.parallel.feasible import local_config
 from phalanx.parallel.group import Group, Traffic
-from phalanx.parallel.tensor.rows import local_rows
-from phalanx.parallel.tensor.sizes import local_config
-from phalanx.parallel.tensor.spread import local_context, spread_tensor
+from phalanx.parallel.tensor.spread import local_context, local_rows, spread_tensor
 
 HIDDEN, LENGTH = 32, 16
 

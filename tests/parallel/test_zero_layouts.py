@@ -11,14 +11,13 @@ from torch import Tensor
 from zero_runs import SEED, Job, assert_parity, batch, make_chunk, optimizer_of, single, split, together
 
 from phalanx.core.errors import UserError
-from phalanx.core.layout import Layout
-from phalanx.core.shard import Shard
-from phalanx.model.init import initial_values
-from phalanx.model.part import DecoderPart
+from phalanx.core.layout import Layout, Shard
+from phalanx.model.decoder import DecoderPart
+from phalanx.model.logical import initial_values
 from phalanx.model.shapes import parameter_table
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.zero.chunk import ShardedChunk
-from phalanx.parallel.zero.sums import GradientNorm
+from phalanx.parallel.zero.reductions import GradientNorm
 
 TIED = {"tie_embeddings": True, "position": "learned"}
 BIASED = {"bias": "all", "norm": "layer", "activation": "gelu", "vocab_multiple": 64}

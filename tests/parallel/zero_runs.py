@@ -10,22 +10,19 @@ import torch
 from ranks import ThreadGroups, run_ranks
 from torch import Tensor
 
-from phalanx.core.layout import Layout
-from phalanx.core.shard import Shard
+from phalanx.core.layout import Layout, Shard
 from phalanx.model.config import ModelConfig
-from phalanx.model.decoder import Decoder
-from phalanx.model.init import initial_values, initialise
-from phalanx.model.logical import LogicalParameters
-from phalanx.model.part import DecoderPart
+from phalanx.model.decoder import Decoder, DecoderPart
+from phalanx.model.logical import LogicalParameters, initial_values, initialise
 from phalanx.model.shapes import parameter_table
 from phalanx.optim.build import OptimizerSet, build_optimizer
 from phalanx.optim.config import OptimConfig
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.deferred import WeightQueue
-from phalanx.parallel.tensor.sizes import local_config, tensor_shards
+from phalanx.parallel.feasible import local_config, tensor_shards
 from phalanx.parallel.tensor.spread import local_context, spread_tensor
 from phalanx.parallel.zero.chunk import ShardedChunk
-from phalanx.parallel.zero.sums import GradientNorm, reduction_over
+from phalanx.parallel.zero.reductions import GradientNorm, reduction_over
 
 SEED = 5
 SEQUENCES, LENGTH = 12, 8

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from phalanx.parallel.config import Schedule
-from phalanx.parallel.pipeline.tables import Action, Table, make_table
+from phalanx.parallel.pipeline.schedules import Action, Table, make_table
 from phalanx.plan.pipeline.costs import StageCosts
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")

@@ -11,7 +11,7 @@ import pytest
 
 from phalanx.model.config import ModelConfig
 from phalanx.model.shapes import num_parameters, parameter_table
-from phalanx.parallel.tensor.sizes import tensor_shards
+from phalanx.parallel.feasible import tensor_shards
 from phalanx.plan.memory import rank_memory
 from phalanx.plan.types import Job, Model, RankMemory, Software, Strategy
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.figures.months import choice_lines, run_histogram, straggler_lines, time_shares
+from phalanx.figures.simulate import choice_lines, run_histogram, straggler_lines, time_shares
 from phalanx.figures.style import Figure
 from phalanx.plan.months.files import load_failures
 from phalanx.plan.months.report import make_report

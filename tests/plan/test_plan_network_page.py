@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from phalanx.figures.network import lost_bars, queue_lines
+from phalanx.figures.simulate import lost_bars, queue_lines
 from phalanx.plan.hardware.load import load_cluster
 from phalanx.plan.network.outcome import CAUSES, Report
 from phalanx.plan.network.scenario import changed, make_scenario
@@ -78,6 +78,6 @@ def test_a_fabric_in_a_line() -> None:
 
 
 def test_figures_import_nothing_heavy() -> None:
-    code = "import sys, phalanx.figures.network; print({'numpy', 'torch', 'plotly'} & set(sys.modules))"
+    code = "import sys, phalanx.figures.simulate; print({'numpy', 'torch', 'plotly'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "set()"

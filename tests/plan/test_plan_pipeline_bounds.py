@@ -13,7 +13,7 @@ from pipeline_simulation import SCHEDULES, Case, simulate
 
 from phalanx.core.errors import UserError
 from phalanx.parallel.config import Schedule
-from phalanx.parallel.pipeline.tables import Table, _one_forward_one_backward, placement_of
+from phalanx.parallel.pipeline.schedules import Table, _one_forward_one_backward, placement_of
 from phalanx.plan.pipeline.bounds import Passes, lower_bound
 from phalanx.plan.pipeline.closed import even_span
 from phalanx.plan.pipeline.costs import StageCosts

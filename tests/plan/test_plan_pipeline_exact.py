@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from pipeline_simulation import Case, Events, cases, duration, sending, simulate
 
 from phalanx.core.errors import UserError
-from phalanx.parallel.pipeline.tables import Action, make_table
+from phalanx.parallel.pipeline.schedules import Action, make_table
 from phalanx.parallel.pipeline.timeline import simulate as in_units
 from phalanx.plan.pipeline import advance
 from phalanx.plan.pipeline.costs import StageCosts, StepTime

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from phalanx.parallel.config import Schedule
-from phalanx.parallel.pipeline.tables import make_table
+from phalanx.parallel.pipeline.schedules import make_table
 from phalanx.plan.pipeline import grid as grids
 from phalanx.plan.pipeline.grid import Grid
 from phalanx.plan.pipeline.orders import make_orders, round_length

@@ -9,7 +9,7 @@ from search_costs import FakeCosts
 
 from phalanx.model.config import ModelConfig
 from phalanx.parallel.choose import Machines, choose_layout
-from phalanx.parallel.possible import Task
+from phalanx.parallel.feasible import Task
 from phalanx.plan.jobs import make_strategy
 from phalanx.plan.search.constraints import parse
 from phalanx.plan.search.keys import foreign, toml_keys

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from phalanx.core.errors import UserError
-from phalanx.core.watched import Identity, Watched, identity_of
+from phalanx.ipc.processes import Identity, Watched, identity_of
 from phalanx.run.backends import local as module
 from phalanx.run.backends.base import Listener, Ordered
 from phalanx.run.backends.local import LocalBackend, Options

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.process_table import read_process
-from phalanx.core.stack_dump import dump_signal
+from phalanx.ipc.processes import dump_signal, read_process
 from phalanx.run.executor.evidence import FlightSource, Subject, gather
 from phalanx.run.executor.monitor import Reader
 from phalanx.run.executor.stacks import Stacks, format_py_spy, py_spy_program, stacks_of
@@ -73,7 +72,7 @@ def may_look() -> None:
 
 
 def registered(path: Path, program: str) -> str:
-    setup = "from pathlib import Path\nfrom phalanx.core.stack_dump import register\n"
+    setup = "from pathlib import Path\nfrom phalanx.ipc.processes import register\n"
     return f"{setup}register(Path({str(path)!r}))\n{program}"
 
 

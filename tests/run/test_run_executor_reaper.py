@@ -16,7 +16,7 @@ import pytest
 
 from phalanx.checkpoint.keeper.start import end_keeper, is_listening
 from phalanx.core.errors import UserError
-from phalanx.core.process_table import descendants, processes, read_process
+from phalanx.ipc.processes import descendants, processes, read_process
 from phalanx.run.executor import reaper
 from phalanx.run.executor.containment import Group, Home, homes, until_killed
 from phalanx.run.executor.processes import describe

@@ -33,7 +33,7 @@ def flight(last: int, group: str = "0", state: str = "completed") -> str:
 
 def test_who_hears_all_ranks_waits_for_them() -> None:
     """Over our own connections, too."""
-    hears = ("result (concurrent/futures/_base.py:451)", "_wait (phalanx/core/tree_peers.py:140)", "main (train.py:3)")
+    hears = ("result (concurrent/futures/_base.py:451)", "_wait (phalanx/ipc/tree_peers.py:140)", "main (train.py:3)")
     assert waits_for_peers(main_stack(py_spy("wait (threading.py:359)", *hears)))
     assert waits_for_peers(main_stack(WAITS)) and not waits_for_peers(main_stack(SLEEPS))
 

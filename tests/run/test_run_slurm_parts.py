@@ -11,7 +11,7 @@ import pytest
 from driver_helpers import Town, running
 
 from phalanx.core.errors import UserError
-from phalanx.core.watched import Identity
+from phalanx.ipc.processes import Identity
 from phalanx.run import messages
 from phalanx.run.backends.slurm import commands, submit
 from phalanx.run.backends.slurm.backend import Notes, Rests

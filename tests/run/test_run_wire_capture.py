@@ -33,8 +33,7 @@ from phalanx.checkpoint.replicas.messages import Offer, Plan, PlanNeeded, Refuse
 from phalanx.checkpoint.restoring.checkpoint import open_checkpoint
 from phalanx.checkpoint.session.secret import given_secret, mark_of
 from phalanx.checkpoint.storage.folder import candidates
-from phalanx.core.gate import HELLO_BYTES
-from phalanx.core.job_secret import derive, hand_out
+from phalanx.ipc.handshake import HELLO_BYTES, derive, hand_out
 from phalanx.run.config import toml_value
 from phalanx.run.secrets import make_certificate
 

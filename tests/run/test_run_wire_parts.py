@@ -12,10 +12,11 @@ from websockets.protocol import OPEN
 from websockets.server import ServerProtocol
 from wire_helpers import JOB, TOKEN, Clock, ended, heartbeat, hello
 
+from phalanx.core.addresses import is_loopback
 from phalanx.core.errors import UserError
 from phalanx.core.throttle import LogThrottle
 from phalanx.run import messages as m
-from phalanx.run.secrets import is_loopback, require_tls_unless_loopback
+from phalanx.run.secrets import require_tls_unless_loopback
 from phalanx.run.wire import addresses, codec, door, frames, outbox, proof
 from phalanx.run.wire.addresses import Address
 from phalanx.run.wire.backoff import Backoff

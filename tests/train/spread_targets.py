@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.launch.environment import Worker
-from phalanx.parallel.abort import Abort
 from phalanx.parallel.config import ParallelConfig
+from phalanx.parallel.rendezvous import Abort
 from phalanx.train import assemble as assembling
 from phalanx.train import ranks as meeting
 from phalanx.train.config import RunConfig

@@ -11,11 +11,11 @@ import torch
 from phalanx.core.config import validate
 from phalanx.core.errors import UserError
 from phalanx.kernels.attention_trial import Shape, Trial
-from phalanx.train import attention
-from phalanx.train.attention import described_attention, require_attention, settle_attention
+from phalanx.train import trials
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.attention import attention_lines, kernels_to_try
-from phalanx.train.progress import Progress
+from phalanx.train.derived.kernels import attention_lines, kernels_to_try
+from phalanx.train.run import Progress
+from phalanx.train.trials import described_attention, require_attention, settle_attention
 
 SHAPE = Shape(4, 8, 2, 256, 64, torch.bfloat16)
 
@@ -60,7 +60,7 @@ def run_of(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return found.get(kernel, "")
 
-    monkeypatch.setattr(attention, "find_fault", find_fault)
+    monkeypatch.setattr(trials, "find_fault", find_fault)
     trainer = SimpleNamespace(attention_trial=lambda batch, length: Trial(SHAPE), use_attention=used.append)
     return SimpleNamespace(
         config=config(**sections), device=SimpleNamespace(torch_device=torch.device(device)), trainer=trainer,

@@ -20,6 +20,7 @@ from phalanx.train import session
 from phalanx.train.expected import BETWEEN, LOADER, OPTIMIZER, PASSES, WAITING, Expected
 from phalanx.train.reports.comparing import (
     FILE,
+    Laps,
     Measured,
     comparison,
     difference_line,
@@ -27,7 +28,6 @@ from phalanx.train.reports.comparing import (
     most_off,
     told_apart,
 )
-from phalanx.train.reports.laps import Laps
 
 EXPECTED = Expected(
     source="phalanx plan, cluster this",

@@ -27,10 +27,10 @@ from phalanx.train.config import RunConfig
 from phalanx.train.derived.figures import complete_model
 from phalanx.train.derived.fit import GPU_MEMORY_SHARE, LEVELS, Choice, Fit, Level, off_line
 from phalanx.train.device import Device
-from phalanx.train.micro_batch import choose_passes
 from phalanx.train.ranks import Ranks
 from phalanx.train.run import Run
 from phalanx.train.run_folder import Refused, RunFolder
+from phalanx.train.trials import choose_passes
 
 GIB = float(1 << 30)
 MODEL = {"vocab_size": 32000, "layers": 24, "hidden": 2048, "heads": 16}

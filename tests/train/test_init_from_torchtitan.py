@@ -17,7 +17,7 @@ from phalanx.core.errors import UserError
 from phalanx.model.config import ModelConfig
 from phalanx.model.decoder import Decoder
 from phalanx.model.logical import LogicalParameters
-from phalanx.train.weights.torchtitan import read_llama
+from phalanx.train.weights.initial import read_llama
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
 

@@ -12,10 +12,10 @@ import torch
 from rich.console import Console
 
 from phalanx.data.prepare import Progress as PrepareProgress
-from phalanx.train.progress import Progress
 from phalanx.train.reports.display import LiveDisplay, PlainDisplay, Status, fitting, format_status, make_display
 from phalanx.train.reports.preparing import PrepareDisplay
 from phalanx.train.reports.record import StepRecord, StepReport
+from phalanx.train.run import Progress
 from phalanx.train.signals import StopRequest
 
 

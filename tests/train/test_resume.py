@@ -31,7 +31,7 @@ from phalanx.checkpoint.restoring.checkpoint import open_checkpoint
 from phalanx.core.errors import UserError
 from phalanx.core.points import Points
 from phalanx.data.batch import Batch
-from phalanx.model.init import initialise
+from phalanx.model.logical import initialise
 from phalanx.train import assemble
 from phalanx.train.run import Run
 from phalanx.train.run_folder import RunFolder

@@ -33,7 +33,7 @@ from train_helpers import (
 from phalanx.checkpoint.restoring.checkpoint import open_checkpoint
 from phalanx.launch.local import launch_local
 from phalanx.parallel.config import ParallelConfig
-from phalanx.parallel.possible import needed_bytes
+from phalanx.parallel.feasible import needed_bytes
 from phalanx.train.derived.layout import task_of
 
 pytestmark = [

@@ -24,12 +24,12 @@ from phalanx.data.batch import Batch
 from phalanx.model.decoder import Decoder
 from phalanx.optim.bad_step import _Mailbox
 from phalanx.optim.base import SkippingOptimizer
-from phalanx.train.accumulate import accumulate_gradients
 from phalanx.train.config import RunConfig
 from phalanx.train.evaluate import evaluate
 from phalanx.train.run import Run
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.session import sample
+from phalanx.train.trainer import accumulate_gradients
 
 pytestmark = pytest.mark.usefixtures("no_peak")
 

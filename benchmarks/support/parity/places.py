@@ -11,8 +11,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from phalanx.core.layout import Layout
 from phalanx.launch.environment import Worker
-from phalanx.parallel.backends import Maker
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.process_groups import Maker
 from support.fake_nccl import FakeNccl
 from support.parity.runs import CPU, Piece, on_rank, whole
 from support.parity.task import Case, Seen

@@ -11,9 +11,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from phalanx.core.shard import Shard
+from phalanx.core.layout import Shard
 from phalanx.model.decoder import Decoder
-from phalanx.model.init import initialise
+from phalanx.model.logical import initialise
 from phalanx.model.shapes import parameter_table
 from phalanx.optim.base import GradientNorm, Reduction, grad_norm, local
 from phalanx.optim.build import OptimizerSet, build_optimizer

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.session.opening import open_session
-from phalanx.core.tree_peers import TreePeers
+from phalanx.ipc.tree_peers import TreePeers
 from support.stall.task import Task
 
 

@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from phalanx.core.errors import UserError
-from phalanx.core.layout import Axis
-from phalanx.core.shard import Shard
+from phalanx.core.layout import Axis, Shard
 
 
 def placed(name: str, tensor: Tensor) -> tuple[Tensor, Shard | None]:

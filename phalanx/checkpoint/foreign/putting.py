@@ -27,8 +27,8 @@ from phalanx.checkpoint.restoring.restore import Opened, Targets, Wanted
 from phalanx.checkpoint.restoring.source import Restored
 from phalanx.checkpoint.together import agreed
 from phalanx.core.errors import UserError
+from phalanx.core.layout import Shard
 from phalanx.core.peers import Peers
-from phalanx.core.shard import Shard
 
 T = TypeVar("T")
 _SHOWN = 8

@@ -23,7 +23,7 @@ from phalanx.checkpoint.foreign.generators import generator_tensors
 from phalanx.checkpoint.foreign.placed import placed, require_savable
 from phalanx.checkpoint.format.plan import Role
 from phalanx.core.errors import UserError
-from phalanx.core.shard import Shard
+from phalanx.core.layout import Shard
 
 Table = Mapping[str, tuple[str, tuple[int, ...]]]
 """By name of a tensor: its dtype (``float32``) and the shape of the whole."""

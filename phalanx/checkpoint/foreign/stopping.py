@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.policy.deadline import deadline_due, find_deadline
 from phalanx.core.peers import Peers
-from phalanx.core.signals import STOP_SIGNALS
+from phalanx.ipc.processes import STOP_SIGNALS
 
 _TIME_IS_OVER = 1 << 16  # above all numbers of signals
 

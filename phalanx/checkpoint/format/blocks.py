@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from phalanx.core.shard import Shard
+from phalanx.core.layout import Shard
 
 
 @dataclass(frozen=True)

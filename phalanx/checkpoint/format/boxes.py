@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 
 class Box(Protocol):
-    """A block ``[offsets, offsets + sizes)``, such as a `phalanx.core.shard.Shard` or a chunk of a file."""
+    """A block ``[offsets, offsets + sizes)``, such as a `phalanx.core.layout.Shard` or a chunk of a file."""
 
     @property
     def offsets(self) -> Sequence[int]:

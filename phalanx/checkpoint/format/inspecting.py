@@ -24,7 +24,7 @@ from phalanx.checkpoint.format.boxes import overlap
 from phalanx.checkpoint.format.dcp import torch_dtype
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError, TensorEntry
 from phalanx.core.errors import UserError
-from phalanx.core.shard import Shard
+from phalanx.core.layout import Shard
 
 PIECE_ELEMENTS = 1 << 20
 """Elements looked at together."""

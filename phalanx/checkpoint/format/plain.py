@@ -26,7 +26,7 @@ from phalanx.checkpoint.format.manifest import Chunk, DamagedCheckpointError, Te
 from phalanx.checkpoint.format.misfits import misfits
 from phalanx.checkpoint.format.plain_index import PLAIN_INDEX, PlainIndex, decode_index
 from phalanx.core.errors import UserError
-from phalanx.core.shard import Shard
+from phalanx.core.layout import Shard
 
 _SHOWN = 8
 _LARGEST_OTHER_BYTES = 1 << 28

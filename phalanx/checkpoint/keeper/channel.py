@@ -13,7 +13,7 @@ from typing import Any
 from phalanx.checkpoint.keeper import messages
 from phalanx.checkpoint.keeper.contract import KeeperLostError
 from phalanx.checkpoint.replicas.contract import RefusedError
-from phalanx.core import packets
+from phalanx.ipc import local_socket
 
 _ANSWER_S = 120.0
 
@@ -39,7 +39,7 @@ class Channel:
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._connection.connect(str(address))
-            if not packets.same_user(self._connection):
+            if not local_socket.same_user(self._connection):
                 raise PermissionError(0, "it is another user's")
         except OSError as error:
             self._connection.close()
@@ -58,7 +58,7 @@ class Channel:
         documents: list[int] = []
         try:
             documents.extend(messages.document(content) for content in contents)
-            packets.send(self._connection, message, documents)
+            local_socket.send(self._connection, message, documents)
         except (BrokenPipeError, ConnectionError):
             self._read_to_end()
         finally:
@@ -102,7 +102,7 @@ class Channel:
 
     def _receive(self) -> None:
         try:
-            message, descriptors = packets.receive(self._connection, messages.KINDS)
+            message, descriptors = local_socket.receive(self._connection, messages.KINDS)
         except OSError:
             message, descriptors = None, []
         if message is None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from phalanx.checkpoint.keeper.messages import KINDS
-from phalanx.core import packets
+from phalanx.ipc import local_socket
 
 _MAX_WAITING = 10_000
 
@@ -42,7 +42,7 @@ class Line:
 
     def receive(self) -> tuple[Any, list[int]]:
         """The next message; (None, []) when the other side is gone; BlockingIOError when there is none."""
-        return packets.receive(self._connection, KINDS)
+        return local_socket.receive(self._connection, KINDS)
 
     def close(self) -> None:
         """Hang up."""
@@ -63,7 +63,7 @@ class Line:
         while self._waiting:
             message, descriptors = self._waiting[0]
             try:
-                packets.send(self._connection, message, descriptors)
+                local_socket.send(self._connection, message, descriptors)
             except BlockingIOError:
                 break
             except OSError:  # it is gone, which shows when it is read from

@@ -28,8 +28,7 @@ from phalanx.checkpoint.keeper.vault import MemoryVault
 from phalanx.checkpoint.persist.contract import Persister
 from phalanx.checkpoint.replicas.contract import Replicated
 from phalanx.core.points import Points, points_from_environment
-from phalanx.core.processes import give_way, name_process
-from phalanx.core.signals import STOP_SIGNALS
+from phalanx.ipc.processes import STOP_SIGNALS, give_way, name_process
 
 # Those that a terminal or a scheduler sends to every process of a job: the ranks decide what they mean.
 _IGNORED = (*STOP_SIGNALS, signal.SIGHUP)

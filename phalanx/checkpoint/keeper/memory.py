@@ -7,7 +7,7 @@ import fcntl
 import mmap
 import os
 
-from phalanx.core.free_memory import available_bytes
+from phalanx.core.host import available_bytes
 
 _ALLOCATE_BYTES = 256 << 20  # at once, so that a lack of memory shows before all of it is gone
 _RESERVE_BYTES = 64 << 20  # left to the host

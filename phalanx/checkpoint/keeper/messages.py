@@ -1,6 +1,6 @@
 """What ranks and the keeper of their host say to each other. Torch-free.
 
-See `phalanx.core.packets` for how. What may be long (plans, state, inventories) travels as the descriptor of a
+See `phalanx.ipc.local_socket` for how. What may be long (plans, state, inventories) travels as the descriptor of a
 *document*: memory that holds it.
 """
 

@@ -25,9 +25,9 @@ from phalanx.checkpoint.keeper.stages import Snapshot, Stages
 from phalanx.checkpoint.keeper.vault import Cell, MemoryVault
 from phalanx.checkpoint.persist.contract import Destination, Persister
 from phalanx.checkpoint.replicas.contract import Endpoint, RefusedError, Replicated
-from phalanx.core import packets
 from phalanx.core.errors import UserError
 from phalanx.core.points import NO_POINTS, Points
+from phalanx.ipc import local_socket
 
 _TICK_S = 0.02
 _MAX_TEXT = 4000  # of a message, in which a packet's other fields have to have room
@@ -167,7 +167,7 @@ class Server:
             connection, _ = self._listener.accept()
         except OSError:  # it is gone again
             return
-        if not packets.same_user(connection):
+        if not local_socket.same_user(connection):
             connection.close()
             return
         session = Session(Line(connection, self._selector, lambda: self._hear(session)))

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from phalanx.checkpoint.keeper.contract import KeeperLostError
 from phalanx.checkpoint.keeper.messages import End, Stay
-from phalanx.core import packets
 from phalanx.core.errors import UserError
+from phalanx.ipc import local_socket
 
 VARIABLE = "PHALANX_KEEPER"
 
@@ -126,7 +126,7 @@ def until_ended(address: Path) -> None:
     """Wait until the keeper at `address` is gone; at once where there is none. It lives no longer for this."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, suppress(OSError):
         connection.connect(str(address))
-        while connection.recv(packets.PACKET_BYTES):
+        while connection.recv(local_socket.PACKET_BYTES):
             pass
 
 
@@ -139,7 +139,7 @@ def end_keeper(address: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         try:
             connection.connect(str(address))
-            packets.send(connection, End())
+            local_socket.send(connection, End())
             connection.settimeout(_END_S)
             connection.recv(1)  # nothing: it hangs up
         except TimeoutError:
@@ -179,8 +179,8 @@ def _stays(address: Path) -> bool:
         connection.settimeout(_START_S)
         try:
             connection.connect(str(address))
-            packets.send(connection, Stay())
-            return bool(connection.recv(packets.PACKET_BYTES))
+            local_socket.send(connection, Stay())
+            return bool(connection.recv(local_socket.PACKET_BYTES))
         except TimeoutError:
             raise KeeperLostError(f"the keeper at {address} does not answer") from None
         except OSError:  # none is there, or it is ending

@@ -17,10 +17,9 @@ from phalanx.checkpoint.persist.ending import Endings, withdraw
 from phalanx.checkpoint.persist.messages import TO_PERSISTER, Errand, Known, Submit, read_memory
 from phalanx.checkpoint.persist.work import Work
 from phalanx.checkpoint.storage.location import open_store
-from phalanx.core.packets import receive, send
 from phalanx.core.points import Points, points_from_environment
-from phalanx.core.processes import die_with_parent, name_process
-from phalanx.core.signals import STOP_SIGNALS
+from phalanx.ipc.local_socket import receive, send
+from phalanx.ipc.processes import STOP_SIGNALS, die_with_parent, name_process
 
 _WRITERS = 2  # shards that are written at a time where there is no hurry
 _NICE = 10

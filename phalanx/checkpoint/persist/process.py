@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from phalanx.checkpoint.persist.contract import Outcome, Task
 from phalanx.checkpoint.persist.messages import TO_KEEPER, Abandon, Errand, Shelf, Submit, in_memory
 from phalanx.checkpoint.persist.parts import Writing
-from phalanx.core.packets import receive, send
+from phalanx.ipc.local_socket import receive, send
 
 _DYING_S = 1.0  # from hanging up to its end
 _REAP_S = 5.0

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 
 from phalanx.checkpoint.replicas.contract import Endpoint
+from phalanx.core.addresses import names_interface
 from phalanx.core.errors import UserError
-from phalanx.core.interface_names import names_interface
 
 VARIABLE = "PHALANX_INTERFACE"
 

@@ -2,11 +2,11 @@
 
     caller                               listener
       ◄── what it speaks, something new ───
-      ── proof ────────────────────────────►  (until here `phalanx.core.gate`: no thread, no memory)
+      ── proof ────────────────────────────►  (until here `phalanx.ipc.handshake`: no thread, no memory)
       ◄── its proof
       ◄── Welcome: name of its host
 
-The proofs are the two messages of `phalanx.core.noise` under the key that both hosts derive from the secret of the job.
+The proofs are the two messages of `phalanx.ipc.handshake` under the key that both hosts derive from the job's secret.
 What follows is sealed under keys of this connection alone: who listens learns lengths and times and nothing else; what
 is changed, repeated or put in by others ends the connection before any of it is used.
 
@@ -28,8 +28,7 @@ from typing import Any, TypeVar
 
 from phalanx.checkpoint.replicas.contract import Endpoint
 from phalanx.checkpoint.replicas.messages import KINDS, Message, Refused, Welcome
-from phalanx.core.gate import HELLO_BYTES, knock
-from phalanx.core.noise import MESSAGE_BYTES, TAG_BYTES, Cipher, Handshake, NotAuthenticError
+from phalanx.ipc.handshake import HELLO_BYTES, MESSAGE_BYTES, TAG_BYTES, Cipher, Handshake, NotAuthenticError, knock
 
 LABEL = b"phalanx keeper 2"
 """What is spoken; another number is another protocol."""

@@ -27,9 +27,8 @@ from phalanx.checkpoint.replicas.messages import (
     Want,
 )
 from phalanx.checkpoint.replicas.stream import deadline_s, describe, disagreement, receive_chunks, spans
-from phalanx.core.gate import BACKLOG, Gate
-from phalanx.core.noise import Handshake
 from phalanx.core.points import NO_POINTS, Points
+from phalanx.ipc.handshake import BACKLOG, Gate, Handshake
 
 _MOST_CALLERS = 1024
 

@@ -25,8 +25,8 @@ from phalanx.checkpoint.storage.local import LocalStore
 from phalanx.checkpoint.storage.location import clean
 from phalanx.checkpoint.together import agreed, at_first
 from phalanx.core.errors import UserError
+from phalanx.core.layout import Shard
 from phalanx.core.peers import ALONE, Peers
-from phalanx.core.shard import Shard
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ from phalanx.checkpoint.restoring.source import (
 from phalanx.checkpoint.storage.base import Store
 from phalanx.checkpoint.together import agreed, everywhere
 from phalanx.core.errors import UserError
+from phalanx.core.layout import Shard
 from phalanx.core.peers import ALONE, Copies, Peers
-from phalanx.core.shard import Shard
 
 _SHOWN = 8
 

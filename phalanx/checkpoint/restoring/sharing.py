@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.checkpoint.format.blocks import Block
 from phalanx.checkpoint.restoring.parts import Part
+from phalanx.core.layout import Shard
 from phalanx.core.peers import Copies
-from phalanx.core.shard import Shard
 
 BUCKET_BYTES = 64 << 20
 _DIGEST_BYTES = 7  # what fits into a signed number of 64 bits

@@ -24,10 +24,9 @@ from phalanx.checkpoint.storage.latest import advance, claim
 from phalanx.checkpoint.storage.location import clean, has_names, open_store
 from phalanx.checkpoint.storage.prune import add_evaluation, prune
 from phalanx.checkpoint.together import at_first
-from phalanx.core.layout import Layout
+from phalanx.core.layout import Layout, Shard
 from phalanx.core.peers import ALONE, Copies, Peers
 from phalanx.core.points import NO_POINTS, Points
-from phalanx.core.shard import Shard
 
 
 class BlockingSession:

@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from phalanx.checkpoint.together import at_first, everywhere
-from phalanx.core.job_secret import VARIABLE, derive, read_job_secret
 from phalanx.core.peers import Peers
+from phalanx.ipc.handshake import VARIABLE, derive, read_job_secret
 
 _MARK_BYTES = 8
 _ONCE = bytes(12)  # each key below seals one thing
@@ -25,7 +25,7 @@ def given_secret(environ: Mapping[str, str]) -> bytes | None:
     """What keepers are to use, out of what this host was given; None: nothing was.
 
     Raises:
-        UserError: as `phalanx.core.job_secret.read_job_secret`.
+        UserError: as `phalanx.ipc.handshake.read_job_secret`.
     """
     secret = read_job_secret(environ)
     return None if secret is None else derive(secret, "keepers")

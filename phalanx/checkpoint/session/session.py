@@ -37,7 +37,7 @@ from phalanx.checkpoint.storage.names import step_of
 from phalanx.checkpoint.storage.prune import add_evaluation
 from phalanx.checkpoint.together import at_first, everywhere
 from phalanx.core.errors import UserError
-from phalanx.core.shard import Shard
+from phalanx.core.layout import Shard
 
 POINTS = ("snapshot.begin", "snapshot.begun", "snapshot.copied", "snapshot.taken")
 """Where a fault can be injected in a rank: before a copy, after what is copied at once, after all of it, and when the

@@ -17,8 +17,8 @@ from phalanx.checkpoint.format.plan import JobPlan, Piece, Role, ShardPlan, alig
 from phalanx.checkpoint.format.tables import Written
 from phalanx.checkpoint.together import at_first, collected
 from phalanx.checkpoint.writers import Agreed, agree
+from phalanx.core.layout import Shard
 from phalanx.core.peers import Peers
-from phalanx.core.shard import Shard
 
 Roles = Callable[[str], Role] | Mapping[str, Role]
 

@@ -34,7 +34,7 @@ from phalanx.kernels.attention_trial import KERNELS, Shape, find_fault
 from phalanx.kernels.linear import linear, project
 from phalanx.kernels.loss import linear_cross_entropy
 from phalanx.kernels.masks import AttentionMask
-from phalanx.kernels.norm import rms_norm
+from phalanx.kernels.pointwise import rms_norm
 from phalanx.model.rotary import rotate_heads
 
 _OPERANDS_BYTES = 32 << 20  # that take turns; see `Pool`

@@ -13,11 +13,11 @@ from torch._C._distributed_c10d import FileStore
 from phalanx.checks.calibration import kernels, steps
 from phalanx.checks.calibration.contract import Answer, Precision, Task, Timing, choose_scale, fitting
 from phalanx.checks.calibration.stopwatch import Pool, Stopwatch
-from phalanx.core.cpu import cpu_line
+from phalanx.core.host import cpu_line
 from phalanx.core.layout import Layout
-from phalanx.core.processes import die_with_parent, name_process
+from phalanx.ipc.processes import die_with_parent, name_process
 from phalanx.kernels.host_memory import keep_freed_memory, use_huge_pages
-from phalanx.kernels.precision import cpu_has_fast_bf16
+from phalanx.kernels.linear import cpu_has_fast_bf16
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
 

@@ -12,10 +12,10 @@ from dataclasses import asdict
 from typing import Any
 
 from phalanx.core.errors import UserError
-from phalanx.core.processes import start_helper
 from phalanx.data.encoding.encode import UnitRecord
 from phalanx.data.encoding.worker import Encoder, Job
 from phalanx.data.sources.files import Unit
+from phalanx.ipc.processes import start_helper
 
 Beat = Callable[[int, int], None]
 BYTES_PER_WORKER = 2 << 20

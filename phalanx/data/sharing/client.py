@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.core import packets
 from phalanx.data.batch import Batch
 from phalanx.data.loader import LoaderState
 from phalanx.data.sharing import server
 from phalanx.data.sharing.server import Failed, Hello, HostLoaderError, Ready, Wanted, Welcome
 from phalanx.data.sharing.slots import ReaderSlot, fields_of
+from phalanx.ipc import local_socket
 
 
 class SharedStream:
@@ -104,7 +104,7 @@ class SharedStream:
     def _say(self, message: Hello | Wanted) -> None:
         assert self._connection is not None
         try:
-            packets.send(self._connection, message)
+            local_socket.send(self._connection, message)
         except OSError:  # it is gone; what it has said before is worth more than this, and `receive` comes to its end
             return
 

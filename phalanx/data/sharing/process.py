@@ -22,12 +22,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Literal, NoReturn
 
-from phalanx.core.processes import die_with_parent, name_process
-from phalanx.core.signals import STOP_SIGNALS
 from phalanx.data.config import DataConfig
 from phalanx.data.samples import Arrays, PackedSplit, Parts
 from phalanx.data.sharing.server import serve
 from phalanx.data.sources.files import Split
+from phalanx.ipc.processes import STOP_SIGNALS, die_with_parent, name_process
 
 Method = Literal["fork", "exec"]
 

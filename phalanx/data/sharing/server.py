@@ -1,6 +1,6 @@
 """What a reader and the loader process of its host say to each other.
 
-One stream of batches is one connection (`phalanx.core.packets`).
+One stream of batches is one connection (`phalanx.ipc.local_socket`).
 
     reader                     loader
     Hello ───────────────────►
@@ -29,11 +29,11 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from phalanx.core import packets
 from phalanx.core.errors import UserError
-from phalanx.core.packets import same_user
 from phalanx.data.samples import Arrays
 from phalanx.data.sharing.slots import DisagreementError, Ring, WriterSlot, fields_of
+from phalanx.ipc import local_socket
+from phalanx.ipc.local_socket import same_user
 
 VERSION = 1
 
@@ -119,7 +119,7 @@ def error_of(failed: Failed, who: str) -> Exception:
 
 def receive(connection: socket.socket) -> tuple[Message | None, list[int]]:
     """Wait for the next packet and its descriptors; (None, []) when the other side is gone."""
-    return packets.receive(connection, _KINDS)
+    return local_socket.receive(connection, _KINDS)
 
 
 def listen() -> tuple[str, socket.socket]:
@@ -243,7 +243,7 @@ class _Server:
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        if not packets.same_user(connection):
+        if not local_socket.same_user(connection):
             connection.close()
             return
         reader = _Reader(connection, self._accepted)
@@ -276,7 +276,7 @@ class _Server:
             raise DisagreementError(f"ranks that share batches open stream {hello.number} with {asked} elsewhere")
         shared.ring.join(reader.number)
         reader.shared = shared
-        packets.send(reader.connection, Welcome(os.getpid()), [slot.reading for slot in shared.slots])
+        local_socket.send(reader.connection, Welcome(os.getpid()), [slot.reading for slot in shared.slots])
 
     def _new_ring(self, hello: Hello) -> _Shared:
         if hello.index not in self._expected:
@@ -313,7 +313,7 @@ class _Server:
 
     def _tell(self, reader: _Reader, message: Ready | Failed) -> None:
         try:
-            packets.send(reader.connection, message)
+            local_socket.send(reader.connection, message)
         except OSError:
             self._drop(reader)
 

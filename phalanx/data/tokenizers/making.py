@@ -17,12 +17,12 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from phalanx.core.errors import UserError
-from phalanx.core.processes import die_with_parent, start_helper
 from phalanx.data.config import TOKEN_KINDS, DataConfig, SourceConfig, TokenizerConfig
 from phalanx.data.order import Permutation, derive_key
 from phalanx.data.sources.documents import read_pieces, was_skipped
 from phalanx.data.sources.files import Rule, Unit, list_files, plan_units
 from phalanx.data.tokenizers.tokenizer import END_OF_TEXT
+from phalanx.ipc.processes import die_with_parent, start_helper
 
 # The pattern of cl100k (GPT-4), as in Llama 3's tokenizer.json.
 _GPT4 = (

@@ -1,4 +1,12 @@
-"""Attention of some queries to some keys, in pieces that are put together by their log-sum-exp.
+"""Attention of some queries to some keys in pieces, and which positions of a sequence each context rank holds.
+
+*Positions.*
+
+A causal sequence cut into runs gives the last rank most of the work. So where layers see all of the past, a sequence is
+cut into 2 C pieces and rank r of C holds pieces r and 2 C - 1 - r: every rank then sees equally many keys ("zig-zag").
+Where all layers have windows, the work is equal anyway, and runs have fewer neighbours.
+
+*Blocks* of attention are put together by their log-sum-exp.
 
 With S = scale Q K^T, a softmax over all keys is made of softmaxes over pieces of them: each gives its output and the
 log-sum-exp of its scores, and pieces add up with weights exp(lse - total). In the backward pass every piece needs only
@@ -12,17 +20,95 @@ Shapes: B batch, H query heads, G key/value heads (dividing H), S queries, K key
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from phalanx.kernels import flash_cpu, fused_cuda
+from phalanx.core.errors import UserError
+from phalanx.kernels import attention_aten
 from phalanx.kernels.attention import SMALLEST_FLEX_HEAD, AttentionDropout, Kernel, flex_partial
 from phalanx.kernels.attention_trial import Attend
 from phalanx.kernels.counter import keep_mask
-from phalanx.kernels.flex_mask import block_mask
-from phalanx.parallel.context.split import Piece
+from phalanx.kernels.masks import block_mask
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Positions ``[start, stop)`` of a sequence."""
+
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        """Positions."""
+        return self.stop - self.start
+
+    def sees(self, keys: Piece, window: int | None) -> bool:
+        """Whether any query of this piece may see any of `keys`: not later, and not before its window."""
+        if keys.start >= self.stop:
+            return False
+        return window is None or keys.stop - 1 > self.start - window
+
+    def sees_all(self, keys: Piece, window: int | None) -> bool:
+        """Whether every query of this piece sees every one of `keys` (documents aside)."""
+        return keys.stop <= self.start + 1 and (window is None or self.stop - 1 - keys.start < window)
+
+
+@dataclass(frozen=True)
+class SequenceSplit:
+    """How a sequence is shared by the ranks of a context group.
+
+    Args:
+        length: positions of the whole sequence.
+        size: ranks.
+        balanced: zig-zag instead of runs.
+
+    Raises:
+        UserError: the sequence cannot be cut into equal pieces.
+    """
+
+    length: int
+    size: int
+    balanced: bool
+
+    def __post_init__(self) -> None:
+        count = self.size * self.pieces_per_rank
+        if self.length % count:
+            raise UserError(
+                f"a sequence of {self.length} tokens cannot be cut into {count} equal pieces",
+                cure=f"make data.sequence_length a multiple of {count}",
+                field="parallel.context",
+                value=self.size,
+            )
+
+    @property
+    def pieces_per_rank(self) -> int:
+        """2 where balanced, else 1."""
+        return 2 if self.balanced and self.size > 1 else 1
+
+    @property
+    def local_length(self) -> int:
+        """Positions on each rank."""
+        return self.length // self.size
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """What `rank` holds, in the order in which it holds it."""
+        count = self.size * self.pieces_per_rank
+        size = self.length // count
+        numbers = (rank, count - 1 - rank) if self.pieces_per_rank == 2 else (rank,)
+        return tuple(Piece(n * size, (n + 1) * size) for n in numbers)
+
+    def needed(self, reader: int, owner: int, window: int | None) -> tuple[int, ...]:
+        """Which pieces of `owner` (by their place in `pieces`) some query of `reader` sees."""
+        return tuple(
+            place
+            for place, keys in enumerate(self.pieces(owner))
+            if any(queries.sees(keys, window) for queries in self.pieces(reader))
+        )
+
 
 # Finite, so that a query that sees none of a piece's keys gets weight exp(-1e30 - lse) = 0 instead of NaN.
 _UNSEEN = -1e30
@@ -109,13 +195,13 @@ def attend(
     """
     way = way_of(q, block, dropout, kernel)
     if way == "cudnn" or way == "flash":
-        return Partial(*fused_cuda.forward(way, q, k, v, is_causal=not block.is_whole, scale=scale))
+        return Partial(*attention_aten.cuda_forward(way, q, k, v, is_causal=not block.is_whole, scale=scale))
     if way == "flex":
         _, out, lse = flex_partial(q, k, v, block.flex_mask(q.device), scale)
         return Partial(out.detach(), lse.detach().clamp(min=_UNSEEN))
     bias = block.bias(q.dtype, q.device)
     if way == "cpu":
-        return Partial(*flash_cpu.forward(q, k, v, bias, scale))
+        return Partial(*attention_aten.cpu_forward(q, k, v, bias, scale))
     scores = _scores(q, k, bias, scale)
     lse = scores.logsumexp(-1)
     probabilities = (scores - lse[..., None]).exp()
@@ -139,12 +225,12 @@ def attend_backward(
     way = way_of(q, block, dropout, kernel)
     if way == "cudnn" or way == "flash":
         whole = block.is_whole
-        return fused_cuda.backward(way, grad, q, k, v, final.out, final.lse, is_causal=not whole, scale=scale)
+        return attention_aten.cuda_backward(way, grad, q, k, v, final.out, final.lse, is_causal=not whole, scale=scale)
     if way == "flex":
         return _flex_backward(grad, q, k, v, final, block, scale)
     bias = block.bias(q.dtype, q.device)
     if way == "cpu":
-        return flash_cpu.backward(grad, q, k, v, final.out, final.lse, bias, scale)
+        return attention_aten.cpu_backward(grad, q, k, v, final.out, final.lse, bias, scale)
     probabilities = (_scores(q, k, bias, scale) - final.lse[..., None]).exp()
     kept = _kept(probabilities, block, dropout)
     weights = probabilities if kept is None else probabilities * kept
@@ -182,7 +268,7 @@ def way_of(q: Tensor, block: Block, dropout: AttentionDropout | None, kernel: Ke
     if dropout is not None:
         return "products"
     if kernel is None and q.device.type == "cpu":
-        return "cpu" if q.dtype != torch.float64 and flash_cpu.is_available() else "products"
+        return "cpu" if q.dtype != torch.float64 and attention_aten.is_available() else "products"
     is_half, size = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
     kernel = kernel or ("flash" if is_half and size % 8 == 0 else "flex")
     if (kernel == "cudnn" or kernel == "flash") and (block.is_whole or block.is_causal):

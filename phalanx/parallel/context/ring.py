@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.attention import AttentionDropout, Kernel
-from phalanx.parallel.context.blocks import Block, Partial, attend, attend_backward, merge
-from phalanx.parallel.context.split import SequenceSplit
+from phalanx.parallel.context.blocks import Block, Partial, SequenceSplit, attend, attend_backward, merge
 from phalanx.parallel.group import Group, Work
 
 _KEYS, _GRADIENTS = 0, 1  # tags

@@ -1,7 +1,7 @@
 """How many forward passes of each of its chunks a pipeline rank holds, at the moments when it holds most. Torch-free.
 
 A pass is held from its forward pass to its backward pass; where schedules split the backward pass, what its weight
-gradients need is held until they are made. The numbers are those of `phalanx.parallel.pipeline.tables`, counted from
+gradients need is held until they are made. The numbers are those of `phalanx.parallel.pipeline.schedules`, counted from
 the order of actions in closed form: after a warm-up of w forward passes one forward and one backward pass take turns,
 so that the i-th turn begins with w + 1 + i forward passes and i backward passes done.
 """

@@ -16,7 +16,7 @@ from phalanx.plan.pipeline.grid import Grid, make_few, make_grid
 def evaluate(schedule: Schedule, ranks: int, chunks: int, micro_batches: int, costs: StageCosts) -> StepTime:
     """When `micro_batches` passes through `ranks` pipeline ranks with `chunks` chunks each are done.
 
-    Every rank does what `phalanx.parallel.pipeline.tables` gives it, in that order, each action as soon as what it
+    Every rank does what `phalanx.parallel.pipeline.schedules` gives it, in that order, each action as soon as what it
     needs has come. Exact, and far faster than a walk over all actions: rounds that repeat themselves are skipped.
 
     Raises:

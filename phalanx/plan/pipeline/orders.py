@@ -1,4 +1,4 @@
-"""The lists of actions of `phalanx.parallel.pipeline.tables` as arrays, for any number of rounds. Torch-free.
+"""The lists of actions of `phalanx.parallel.pipeline.schedules` as arrays, for any number of rounds. Torch-free.
 
 An action is a code, ``part * stages + stage``, and a micro-batch. Rounds are runs of micro-batches that go through a
 rank's chunks together; from one round to the next, all lists repeat but for the first and the last few.
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.parallel.config import Schedule
-from phalanx.parallel.pipeline.tables import make_table, placement_of
+from phalanx.parallel.pipeline.schedules import make_table, placement_of
 
 Indices: TypeAlias = NDArray[np.int64]
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 
-from phalanx.figures.months import choice_lines, run_histogram, straggler_lines, time_shares
+from phalanx.figures.simulate import choice_lines, run_histogram, straggler_lines, time_shares
 from phalanx.figures.style import Figure
 from phalanx.plan.months.best import with_interval, with_spares
 from phalanx.plan.months.closed import closed_form

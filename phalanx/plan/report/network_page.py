@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from phalanx.figures.network import lost_bars, queue_lines
+from phalanx.figures.simulate import lost_bars, queue_lines
 from phalanx.figures.style import Figure
 from phalanx.plan.network.outcome import CAUSES, Outcome, PhaseOutcome, Report
 from phalanx.plan.network.text import fabric_line

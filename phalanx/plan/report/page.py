@@ -11,10 +11,9 @@ from string import Template
 from phalanx.core import units
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_bytes
-from phalanx.figures.pipelines import pipeline_timeline
-from phalanx.figures.predictions import memory_bars, step_breakdown
+from phalanx.figures.plan import memory_bars, pipeline_timeline, step_breakdown
 from phalanx.figures.style import Figure
-from phalanx.parallel.pipeline.tables import make_table
+from phalanx.parallel.pipeline.schedules import make_table
 from phalanx.parallel.pipeline.timeline import Lengths, Timeline, simulate
 from phalanx.plan.report.subject import MEMORY_KINDS, Report, changed_settings
 from phalanx.plan.report.text import (

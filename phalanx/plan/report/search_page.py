@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from phalanx.figures.searches import choice_costs, pareto_scatter
+from phalanx.figures.plan import choice_costs, pareto_scatter
 from phalanx.figures.style import Figure
 from phalanx.plan.report.page import place, table
 from phalanx.plan.report.search_text import (

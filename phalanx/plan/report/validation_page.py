@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from phalanx.figures.plan import errors_by_row
 from phalanx.figures.style import Figure
-from phalanx.figures.validations import errors_by_row
 from phalanx.plan.report.page import place, table
 from phalanx.plan.report.validation_text import (
     LEFT_OUT_COLUMNS,

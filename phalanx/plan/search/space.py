@@ -112,7 +112,7 @@ def _keep_possible(table: Table, options: list[Option]) -> None:
 
 
 def _schedules(table: Table, job: Job, allowed: Mapping[str, tuple[Any, ...]]) -> list[Option]:
-    """As `phalanx.parallel.pipeline.tables` has them: chunks, and micro-batches in equal rounds."""
+    """As `phalanx.parallel.pipeline.schedules` has them: chunks, and micro-batches in equal rounds."""
     alone = table["pipeline"] == 1
     pipeline, chunks, passes = table["pipeline"], table["chunks"], table["micro_batches"]
     rounds = ~alone & (passes % np.maximum(passes // pipeline, 1) == 0)

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from phalanx.model.shapes import mean_keys
 from phalanx.parallel.config import Schedule
+from phalanx.parallel.pipeline.schedules import placement_of
 from phalanx.parallel.pipeline.split import cut
-from phalanx.parallel.pipeline.tables import placement_of
 from phalanx.plan.step.layers import Cost, Costs
 from phalanx.plan.step.weights import Weights, layer_weights, of_embedding, of_head, of_kind
 from phalanx.plan.types import Ints, Job, Model, Strategy

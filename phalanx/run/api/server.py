@@ -25,6 +25,7 @@ import msgspec
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from phalanx.core.addresses import is_loopback
 from phalanx.core.errors import UserError
 from phalanx.core.tasks import told
 from phalanx.run.api.app import make_app
@@ -36,7 +37,7 @@ from phalanx.run.driver.driver import Driver
 from phalanx.run.driver.write_ahead import Book
 from phalanx.run.now import read_clocks
 from phalanx.run.people.hub import Hub
-from phalanx.run.secrets import TlsFiles, is_loopback, read_token, server_context
+from phalanx.run.secrets import TlsFiles, read_token, server_context
 from phalanx.run.wire.addresses import Address, bound, parse, publish, published
 from phalanx.run.wire.arrivals import Arrivals, Turns
 

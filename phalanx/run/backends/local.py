@@ -28,15 +28,15 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from phalanx.core.addresses import host_of
 from phalanx.core.config import Config
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_json
 from phalanx.core.tasks import told
-from phalanx.core.watched import Identity, Watched, identity_of
+from phalanx.ipc.processes import Identity, Watched, identity_of
 from phalanx.launch.failures import signal_name
 from phalanx.run.backends.base import ExecutorCommand, Listener, Ordered, options_of
 from phalanx.run.config import RunConfig
-from phalanx.run.secrets import host_of
 from phalanx.run.wire import addresses
 from phalanx.run.wire.addresses import Address
 

@@ -31,8 +31,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.core.kernel_files import Mount, own_groups, parse_mounts
-from phalanx.core.process_table import Process, descendants, processes, read_process
+from phalanx.core.host import Mount, own_groups, parse_mounts
+from phalanx.ipc.processes import Process, descendants, processes, read_process
 from phalanx.run.executor.processes import send, until_gone
 
 _FREEZE_S = 0.5  # what waits in the kernel may not freeze at all

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from phalanx.core.kernel_files import PROC
-from phalanx.core.process_table import read_process
+from phalanx.core.host import PROC
+from phalanx.ipc.processes import read_process
 from phalanx.run.executor.processes import waits_in
 from phalanx.run.executor.stacks import Stacks, Start, py_spy_program, stacks_of
 from phalanx.run.judge.flight import condense
@@ -240,7 +240,7 @@ class Subject:
     """A rank that is looked at.
 
     Attributes:
-        dump: the file to which it writes its stacks, if it has called `phalanx.core.stack_dump.register`.
+        dump: the file to which it writes its stacks, if it has called `phalanx.ipc.processes.register`.
         progress: gives its last phase and step.
         flight: where its flight recorder's dumps are.
         kept_by: names of the threads that keep it alive, where its script has ended.

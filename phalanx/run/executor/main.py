@@ -19,7 +19,7 @@ import msgspec
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checks.peer import serve_peer
 from phalanx.core.errors import UserError
-from phalanx.core.job_secret import derive, hand_out
+from phalanx.ipc.handshake import derive, hand_out
 from phalanx.run import messages
 from phalanx.run.executor.accelerators import Accelerators
 from phalanx.run.executor.executor import Executor

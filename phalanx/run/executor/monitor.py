@@ -20,7 +20,7 @@ import psutil
 from phalanx.checks.host import cache_folder, this_host
 from phalanx.checks.registry import CHECKS
 from phalanx.checks.runner import choose, run_checks
-from phalanx.core.kernel_files import boot_id
+from phalanx.core.host import boot_id
 from phalanx.run import messages
 from phalanx.run.executor.accelerators import Accelerators
 from phalanx.run.executor.evidence import Subject, gather, shortened

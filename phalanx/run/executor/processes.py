@@ -14,8 +14,8 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from phalanx.core.kernel_files import PROC, read_text
-from phalanx.core.process_table import Process, processes, read_process
+from phalanx.core.host import PROC, read_text
+from phalanx.ipc.processes import Process, processes, read_process
 
 # From <linux/prctl.h>, <linux/sched.h> and <linux/mount.h>.
 _PR_SET_PDEATHSIG = 1

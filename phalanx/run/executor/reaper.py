@@ -41,10 +41,8 @@ from pathlib import Path
 from phalanx.checkpoint.keeper.contract import KeeperLostError
 from phalanx.checkpoint.keeper.start import VARIABLE, ensure_keeper
 from phalanx.core.errors import UserError
-from phalanx.core.kernel_files import PROC
-from phalanx.core.process_table import Process, descendants, processes, read_process
-from phalanx.core.processes import name_process
-from phalanx.core.signals import STOP_SIGNALS
+from phalanx.core.host import PROC
+from phalanx.ipc.processes import STOP_SIGNALS, Process, descendants, name_process, processes, read_process
 from phalanx.run.executor.containment import ByGroup, ByNamespace, BySubreaper, Group, Way, homes, strike, until_killed
 from phalanx.run.executor.processes import (
     become_subreaper,

@@ -25,8 +25,8 @@ import msgspec
 import psutil
 
 from phalanx.checks.ports import Port, is_interface_up, is_rdma_up, rdma_ports, read_counters
-from phalanx.core.interface_names import names_interface
-from phalanx.core.kernel_files import list_folder, parse_cpu_ticks, parse_meminfo, read_number
+from phalanx.core.addresses import names_interface
+from phalanx.core.host import list_folder, parse_cpu_ticks, parse_meminfo, read_number
 from phalanx.run.executor.accelerators import Accelerators, Late
 from phalanx.run.messages import HostState, Interface
 
@@ -146,7 +146,7 @@ def wanted_by(environ: Mapping[str, str], names: Iterable[str]) -> list[str]:
     """Which of the interfaces `names` the job's environment asks for; empty: it does not.
 
     The first of NCCL's, gloo's and TensorPipe's settings that is there counts. NCCL's are patterns, see
-    `phalanx.core.interface_names`; the others' are whole names.
+    `phalanx.core.addresses`; the others' are whole names.
     """
     variable = next((variable for variable in _SETTINGS if environ.get(variable)), _NCCL)
     pattern = environ.get(variable, "")

@@ -1,7 +1,7 @@
 """Stacks of a Python process that may hang, be stopped or hold the GIL: by py-spy, else by faulthandler. Torch-free.
 
 py-spy reads the memory of the process, so that has not to do anything. Where it may not (a container without
-SYS_PTRACE), a rank that has called `phalanx.core.stack_dump.register` writes its stacks itself when it is asked to.
+SYS_PTRACE), a rank that has called `phalanx.ipc.processes.register` writes its stacks itself when it is asked to.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.kernel_files import PROC
-from phalanx.core.process_table import read_process
-from phalanx.core.stack_dump import dump_signal
+from phalanx.core.host import PROC
+from phalanx.ipc.processes import dump_signal, read_process
 from phalanx.run.executor.processes import send
 
 _POLL_S = 0.02
@@ -71,7 +70,7 @@ def stacks_of(
 
     Args:
         program: py-spy; None: there is none.
-        dump: the file of `phalanx.core.stack_dump.register`, if the process may have called that.
+        dump: the file of `phalanx.ipc.processes.register`, if the process may have called that.
     """
     process = read_process(pid, proc)
     if process is None or not process.is_alive:

@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 import psutil
 
-from phalanx.core.kernel_files import PROC, list_folder, read_text
-from phalanx.core.process_table import Process, descendants, processes
+from phalanx.core.host import PROC, list_folder, read_text
+from phalanx.ipc.processes import Process, descendants, processes
 from phalanx.run.executor.stacks import Start, native_library, py_spy_program, stacks_of
 from phalanx.run.judge.still import LOOK_S, Frame, RankStillness, Sample, main_stack
 from phalanx.run.messages import Accelerator

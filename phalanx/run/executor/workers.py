@@ -22,7 +22,7 @@ import psutil
 
 from phalanx.core.errors import UserError
 from phalanx.core.progress import Progress, ProgressReader, create_page
-from phalanx.core.stack_dump import dump_beside
+from phalanx.ipc.processes import dump_beside
 from phalanx.launch.cores import local_shares
 from phalanx.launch.failures import Failure, failure_of_exit
 from phalanx.launch.messages import Exited, Over, Returned

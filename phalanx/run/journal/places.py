@@ -31,8 +31,8 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.pool import NullPool
 
+from phalanx.core.addresses import is_loopback
 from phalanx.core.errors import UserError
-from phalanx.run.secrets import is_loopback
 
 Kind = Literal["event", "action", "note"]
 

@@ -7,13 +7,11 @@ from collections.abc import Mapping
 
 from phalanx.core import units
 from phalanx.core.errors import UserError
-from phalanx.core.free_memory import available_bytes
-from phalanx.core.kernel_files import PROC, read_text
+from phalanx.core.host import PROC, available_bytes, read_text
 from phalanx.model.config import ModelConfig
 from phalanx.model.shapes import parameter_table
 from phalanx.optim.config import OptimConfig
-from phalanx.optim.groups import assign
-from phalanx.optim.state_shards import moment_bytes
+from phalanx.optim.groups import assign, moment_bytes
 
 # fp32 moments, or for AdamW of `optim.state_bits` (CAME's factors are vectors: next to nothing).
 _MOMENTS = {"adamw": 2, "lamb": 2, "came": 1, "muon": 1}

@@ -29,7 +29,7 @@ from typing import Any
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_json
 from phalanx.core.tasks import told
-from phalanx.core.watched import Identity, Watched, identity_of
+from phalanx.ipc.processes import Identity, Watched, identity_of
 from phalanx.run.backends.base import Listener, Ordered
 from phalanx.run.backends.slurm import commands
 from phalanx.run.backends.slurm.commands import Allocation, SlurmError, SlurmOptions, StepList, read_options

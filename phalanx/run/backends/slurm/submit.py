@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from phalanx.core.addresses import is_loopback
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_bytes, write_json
 from phalanx.launch.environment import expand_hosts
@@ -32,7 +33,7 @@ from phalanx.run.backends.slurm.commands import (
 from phalanx.run.card import read_card
 from phalanx.run.config import RunConfig, TlsConfig, toml_value
 from phalanx.run.decide.transition import NO_HOSTS, STOPPED
-from phalanx.run.secrets import ensure_certificate, ensure_token, is_loopback
+from phalanx.run.secrets import ensure_certificate, ensure_token
 from phalanx.run.wire.addresses import address_towards
 
 
