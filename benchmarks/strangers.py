@@ -295,7 +295,7 @@ def _own_certificate(folder: Path) -> ssl.SSLContext:
 
 # Somebody who has the secret
 
-_NEEDED = ("phalanx.checkpoint.replicas.fetch", "phalanx.checks.peer", "phalanx.run.wire.link", "httpx")
+_NEEDED = ("phalanx.checkpoint.replicas.fetch", "phalanx.checks.peer", "phalanx.run.wire.client", "httpx")
 
 
 def _ask(door: str, port: int, folder: Path) -> Callable[[], None]:
@@ -330,7 +330,7 @@ def _ask_peer(port: int) -> None:
 
 async def _ask_driver(port: int, tls: ssl.SSLContext | None) -> None:
     from phalanx.run import messages
-    from phalanx.run.wire.link import DriverLink
+    from phalanx.run.wire.client import DriverLink
 
     hello = messages.Hello(messages.VERSION, "host", "127.0.0.1", 2, 1 << 30, [], "", "boot", 1, 0, [])
     welcomed = asyncio.Event()

@@ -15,6 +15,7 @@ import uvloop
 
 from crowd.servers import JOB, TOKEN, Ready
 from phalanx.run import messages as m
+from phalanx.run.clock import Now, read_clocks
 from phalanx.run.decide import actions
 from phalanx.run.decide.events import SuspectsNamed
 from phalanx.run.decide.policy import Job, Policy
@@ -22,7 +23,6 @@ from phalanx.run.driver.driver import Driver, Settings
 from phalanx.run.driver.loop import aside_of, keep_going
 from phalanx.run.driver.write_ahead import Book
 from phalanx.run.journal import open_journal
-from phalanx.run.now import Now, read_clocks
 from phalanx.run.wire.server import ExecutorServer
 
 

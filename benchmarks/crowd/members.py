@@ -20,7 +20,7 @@ import uvloop
 from crowd.beats import masked_frame
 from crowd.servers import JOB, TOKEN
 from phalanx.run import messages as m
-from phalanx.run.wire import codec, frames, proof
+from phalanx.run.wire import codec, proof, websocket
 
 TICKS_PER_S = 100
 AT_ONCE = 100
@@ -82,7 +82,7 @@ class Member(asyncio.Protocol, ABC):
 
     def frame(self) -> bytes | None:
         """What the next frame holds, which is taken from the buffer; None: it is not whole yet."""
-        size = frames.size_of(self.buffer)
+        size = websocket.size_of(self.buffer)
         if size is None or len(self.buffer) < size:
             return None
         head = 2 if self.buffer[1] < 126 else 4

@@ -1,7 +1,9 @@
-"""Runs checks side by side where they do not disturb each other; none can take the others down or keep them waiting.
+"""Runs the checks side by side where they do not disturb each other; none takes the others down or keeps them waiting.
+
+`CHECKS` holds them all in the order in which they are shown. To add one: write a file with a `CHECK`, and name it here.
 
 A check that only reads files of the kernel runs in a thread, any other in a process of its own. A check that crashes or
-does not answer within its limit has failed. Torch-free.
+does not answer within its limit has failed.
 """
 
 from __future__ import annotations
@@ -12,9 +14,57 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from phalanx.checks import cpu, disks, gpu, leftovers, memory, network, nic, system
 from phalanx.checks.contract import LEVELS, Check, CheckResult, Level, failed
 from phalanx.checks.host import Host
 from phalanx.checks.isolated import run_isolated
+from phalanx.core.errors import UserError
+
+CHECKS: tuple[Check, ...] = (
+    cpu.CORES,
+    cpu.GEMM,
+    cpu.GEMM_REPEAT,
+    memory.SIZE,
+    memory.ERRORS,
+    memory.BANDWIDTH,
+    memory.SWAP,
+    gpu.COUNT,
+    gpu.MEMORY,
+    gpu.ECC,
+    gpu.ROWS,
+    gpu.THROTTLE,
+    gpu.NVLINK,
+    gpu.XID,
+    gpu.COPY,
+    gpu.PRODUCTS,
+    nic.LINK,
+    nic.RATE,
+    nic.FLAPS,
+    nic.ERRORS,
+    network.LOOPBACK,
+    network.PEERS,
+    network.ALL_TO_ALL,
+    disks.SPACE,
+    disks.DISK,
+    disks.STORAGE,
+    system.CLOCK,
+    leftovers.CHECK,
+    system.TIMEOUTS,
+    memory.SHM,
+    system.LIMITS,
+    system.TUNING,
+)
+
+
+def named(names: Iterable[str], checks: tuple[Check, ...] = CHECKS) -> list[Check]:
+    """The checks of these names, in their order; raises `UserError` for a name that none has."""
+    names = list(names)
+    known = [check.name for check in checks]
+    for name in names:
+        if name not in known:
+            raise UserError("there is no such check", cure=f"one of {', '.join(known)}", value=name)
+    return [check for check in checks if check.name in names]
+
 
 _ISOLATION_S = 3.0  # to start a process and, if need be, to kill it
 

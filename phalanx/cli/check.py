@@ -19,8 +19,7 @@ from rich.markup import escape
 from phalanx.checks.contract import Check, CheckResult, Level
 from phalanx.checks.host import this_host
 from phalanx.checks.peer import serve_peer
-from phalanx.checks.registry import CHECKS, named
-from phalanx.checks.runner import choose, run_checks
+from phalanx.checks.runner import CHECKS, choose, named, run_checks
 from phalanx.cli.tables import make_console, make_table
 from phalanx.core import units
 from phalanx.core.errors import UserError

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from phalanx.cli.lazy import LazyGroup
+from phalanx.cli.options import LazyGroup
 from phalanx.core.errors import UserError
 
 _ROOM = "phalanx.cli.checkpoints"

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import click
 
 from phalanx import __version__
-from phalanx.cli.lazy import LazyGroup
+from phalanx.cli.options import LazyGroup
 from phalanx.core.errors import UserError
 
 # Subcommand -> one line of help. The code lies in `phalanx.cli.<name>`, in an object called `command`.

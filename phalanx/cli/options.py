@@ -1,10 +1,11 @@
-"""What several commands have in common: groups of options, the page that is written, errors in words of options.
+"""What several commands have in common: options, errors in words of options, and a group that imports what is called.
 
 Imports only click, so that help stays as fast as it is without.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,38 @@ from typing import Any
 import click
 
 from phalanx.core.errors import UserError
+
+
+class LazyGroup(click.Group):
+    """Besides its own commands, those of other modules.
+
+    Args:
+        lazy: name of a subcommand -> (``module:object`` of its click command, one line of help).
+    """
+
+    def __init__(self, *args: Any, lazy: Mapping[str, tuple[str, str]] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lazy = dict(lazy or {})
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Own subcommands, then the others, in the order in which they were given."""
+        return [*self.commands, *self.lazy]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import what is called."""
+        if cmd_name not in self.lazy:
+            return super().get_command(ctx, cmd_name)
+        module, _, name = self.lazy[cmd_name][0].partition(":")
+        command = getattr(importlib.import_module(module), name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of subcommands without importing any of them."""
+        own = [(name, command.get_short_help_str(limit=100)) for name, command in self.commands.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(own + [(name, help_line) for name, (_, help_line) in self.lazy.items()])
+
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 

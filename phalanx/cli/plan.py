@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from phalanx.cli.lazy import LazyGroup
-from phalanx.cli.options import AS_JSON, HTML
+from phalanx.cli.options import AS_JSON, HTML, LazyGroup
 from phalanx.core.errors import UserError
 
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
@@ -92,7 +91,7 @@ def _predict(search: bool, where: tuple[str, ...], top: int, sources: bool, **gi
     """Predict, or search."""
     # Not before: these import pydantic, rich and NumPy.
     if search:
-        from phalanx.cli.plan_search import search_command
+        from phalanx.cli.plan_predict import search_command
 
         search_command(where=where, top=top, **given)
     else:

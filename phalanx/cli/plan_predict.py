@@ -1,4 +1,4 @@
-"""What `phalanx plan CONFIG` does: load, predict, show. Needs no torch."""
+"""What `phalanx plan CONFIG` and `phalanx plan CONFIG --search` do: load, predict or search, show. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ from pathlib import Path
 
 import click
 
-from phalanx.cli.planning import Planned, as_efficient, as_program, cluster_of, plan_of
+from phalanx.cli.planning import Planned, as_efficient, as_program, cluster_of, job_to_search, plan_of
 from phalanx.cli.tables import make_console, tell_page
+from phalanx.core import units
 from phalanx.core.config import load
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.predict import predict
 from phalanx.plan.report.page import prediction_figures, prediction_sections, write_page
 from phalanx.plan.report.plain import prediction_json
+from phalanx.plan.report.search_page import search_figures, search_sections
+from phalanx.plan.report.search_plain import search_json
+from phalanx.plan.report.search_text import search_text
 from phalanx.plan.report.subject import Report
-from phalanx.plan.report.text import prediction_text
+from phalanx.plan.report.text import prediction_text, run_line
 from phalanx.plan.score import score
+from phalanx.plan.search.constraints import parse
 from phalanx.plan.search.frontier import Costs
 from phalanx.plan.search.options import Machine
 from phalanx.plan.search.relief import reliefs
+from phalanx.plan.search.search import search
 from phalanx.plan.step.layers import Known
 from phalanx.plan.types import Job, Prediction
 from phalanx.train.config import RunConfig
@@ -88,3 +94,43 @@ def report_with(prediction: Prediction, name: str, planned: Planned, cluster: Cl
         usd_per_device_hour=cluster.value("price.usd_per_device_hour") or None,
         remarks=planned.remarks,
     )
+
+
+def search_command(
+    config: Path,
+    overrides: tuple[str, ...],
+    cluster: str | None,
+    devices: int | None,
+    software: str | None,
+    efficiency: float | None,
+    where: tuple[str, ...],
+    top: int,
+    as_json: bool,
+    html: Path | None,
+) -> None:
+    """Search the best layouts for the run of `config`, and show them as asked.
+
+    Raises:
+        UserError: anything that a person can mend; that nothing is possible, or fits, is among it.
+    """
+    asked = parse(where)
+    loaded = load(RunConfig, config, overrides).value
+    machine, said = cluster_of(loaded, cluster, devices)
+    searched = as_efficient(as_program(job_to_search(loaded, machine), software), machine, efficiency)
+    searched = replace(searched, remarks=(*said, *searched.remarks))
+    result = search(searched.job, Machine.of(machine), costs_of(searched.job, machine), asked, top)
+    report = report_with(result.best[0], config.stem, searched, machine)
+    title = (
+        f"{config.stem}: {units.count(searched.parameters)} parameters on {machine.devices:,} x {machine.device.name} "
+        f"(cluster {machine.name})"
+    )
+    if html is not None:
+        sections = [f"<h1>{title}</h1>", *search_sections(result), *prediction_sections(report, "The fastest layout")]
+        write_page(html, title, sections, search_figures(result) | prediction_figures(report))
+    if as_json:
+        click.echo(json.dumps(search_json(result) | {"prediction_of_best": prediction_json(report)}, indent=1))
+        return
+    console = make_console()
+    shown = search_text(result, title, run=run_line(report), width=console.width)
+    console.print(shown, highlight=False)
+    tell_page(console, html)

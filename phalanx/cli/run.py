@@ -6,7 +6,7 @@ import os
 
 import click
 
-from phalanx.cli.lazy import LazyGroup
+from phalanx.cli.options import LazyGroup
 from phalanx.launch.bytecode import keep_bytecode
 
 SUBCOMMANDS: dict[str, tuple[str, str]] = {

@@ -23,14 +23,13 @@ from phalanx.cli.run import DRIVE, SUPERVISE
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_json
 from phalanx.ipc.processes import Identity, identity_of
-from phalanx.run.aside import SUPERVISOR, set_aside
 from phalanx.run.backends.base import submit_job
-from phalanx.run.card import Card, life, read_card
 from phalanx.run.config import RunConfig, load_job
 from phalanx.run.drive.main import refuse
 from phalanx.run.flags import read_flags
 from phalanx.run.people.view import show
 from phalanx.run.people.words import Ranks
+from phalanx.run.run_folder import SUPERVISOR, Card, life, read_card, set_aside
 from phalanx.run.secrets import ensure_token
 from phalanx.run.supervise import TO_BE_STARTED_AGAIN, Supervisor, end_with
 

@@ -28,22 +28,21 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.cli.run_find import Found, find_job, folder_option, in_loop, is_at_terminal, json_option
-from phalanx.cli.run_orders import dumped
+from phalanx.cli.run_orders import Found, dumped, find_job, folder_option, in_loop, is_at_terminal, json_option
 from phalanx.cli.tables import make_console, make_table
 from phalanx.core.units import duration
 from phalanx.run.api.bodies import IncidentLine, LogLine, line_body, status_body
 from phalanx.run.api.client import Client
-from phalanx.run.card import life, read_card
+from phalanx.run.clock import read_clocks
 from phalanx.run.driver.overview import overview, remember
 from phalanx.run.incidents.report import Incident
 from phalanx.run.incidents.store import incidents_folder, listed, load, to_markdown
 from phalanx.run.logs.files import Follower, last_lines, rank_folders
 from phalanx.run.logs.lines import strip_ansi
-from phalanx.run.now import read_clocks
 from phalanx.run.people.hub import HostView, Item, Overview
 from phalanx.run.people.view import show
 from phalanx.run.people.words import Ranks, harmless, link_troubles, moves_otherwise
+from phalanx.run.run_folder import life, read_card
 
 _STYLES = {
     "active": "green",

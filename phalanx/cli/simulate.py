@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from phalanx.cli.lazy import LazyGroup
+from phalanx.cli.options import LazyGroup
 
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "network": (

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from phalanx.cli.machine import known_cluster
+from phalanx.cli.planning import known_cluster
 from phalanx.core.config import load
 from phalanx.core.errors import UserError
 from phalanx.launch.environment import worker_environment

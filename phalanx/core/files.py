@@ -2,22 +2,27 @@
 
 Private files are those of a cache that belongs to one user: whoever reads one believes only what this user has written.
 They are kept in ``$XDG_CACHE_HOME/phalanx/warm``, or where PHALANX_WARM_CACHE says.
+
+`folder_lock` keeps a folder for one process at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import secrets
 import stat
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from phalanx.core.errors import UserError
 
 _KINDS = ((stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"))
 
@@ -205,3 +210,43 @@ def prune(folder: Path, pattern: str, most: int) -> None:
             for inner in path.iterdir() if path.is_dir() else ():
                 inner.unlink(missing_ok=True)
             path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+
+
+@contextmanager
+def folder_lock(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Make `folder` and hold its lock; `waiting` is called once when another process has it.
+
+    The lock (flock on the file ``lock``) goes with the process that holds it, however that ends.
+
+    Raises:
+        UserError: the folder cannot be made or written to.
+    """
+    with friendly_os_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("a")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def friendly_os_errors(folder: Path) -> Iterator[None]:
+    """Turn what the system says about `folder` into a `UserError` with its cure: a full disk, no right to write."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            cure = "free some space, or set data.folder to another disk; finished shards are kept"
+            raise UserError(
+                f"the disk is full ({error.strerror})", cure=cure, field="data.folder", value=str(folder)
+            ) from None
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT):
+            cure = "set data.folder to a folder you can write to"
+            raise UserError(
+                f"cannot be written to ({error.strerror})", cure=cure, field="data.folder", value=str(folder)
+            ) from None
+        raise

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.core.errors import UserError
-from phalanx.core.files import write_json
+from phalanx.core.files import folder_lock, friendly_os_errors, write_json
 from phalanx.data.config import TOKEN_KINDS, DataConfig, SourceConfig
 from phalanx.data.encoding.encode import NAMED_SKIPS, collect_splits, delete_strangers, reusable_records, unit_digests
 from phalanx.data.encoding.pool import encode_all
 from phalanx.data.encoding.worker import Job
-from phalanx.data.lock import folder_lock, friendly_os_errors
 from phalanx.data.sources.files import InputFile, Rule, Unit, list_files, listing_digest, plan_units
 from phalanx.data.tokenizers.spec import TokenizerSpec, find_spec, make_spec, open_tokenizer
 from phalanx.data.tokens.prepared import (

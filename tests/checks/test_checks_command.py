@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from phalanx.checks.registry import CHECKS
+from phalanx.checks.runner import CHECKS
 from phalanx.cli import check as command_module
 from phalanx.cli.check import command
 from phalanx.core.errors import UserError

@@ -7,7 +7,7 @@ import io
 import re
 from pathlib import Path
 
-from phalanx.checks.registry import CHECKS
+from phalanx.checks.runner import CHECKS
 
 _TEXT = (Path(__file__).parents[2] / "docs" / "check.md").read_text()
 

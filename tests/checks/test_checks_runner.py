@@ -16,8 +16,7 @@ from checks_helpers import check, empty_host, fine
 
 from phalanx.checks.contract import LEVELS, CheckResult
 from phalanx.checks.host import Host, host_from_settings, recall, remember
-from phalanx.checks.registry import CHECKS, named
-from phalanx.checks.runner import choose, run_checks, waves
+from phalanx.checks.runner import CHECKS, choose, named, run_checks, waves
 from phalanx.core.errors import UserError
 from phalanx.run.messages import CheckOutcome
 
@@ -146,7 +145,7 @@ def test_the_passive_set_loads_neither_torch_nor_numpy(tmp_path: Path) -> None:
     code = """
 import os, sys
 from phalanx.checks.host import this_host
-from phalanx.checks.registry import CHECKS
+from phalanx.checks.runner import CHECKS
 from phalanx.checks.runner import choose, run_checks
 results = run_checks(choose(CHECKS, "passive"), this_host(os.environ))
 assert len(results) > 15
@@ -164,7 +163,7 @@ def test_the_quick_set_loads_no_torch(tmp_path: Path) -> None:
     code = """
 import os, sys
 from phalanx.checks.host import this_host
-from phalanx.checks.registry import CHECKS
+from phalanx.checks.runner import CHECKS
 from phalanx.checks.runner import choose, run_guarded
 host = this_host(os.environ, folder=sys.argv[1])
 results = [run_guarded(check, host) for check in choose(CHECKS, "quick")]

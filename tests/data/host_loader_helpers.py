@@ -15,10 +15,7 @@ from data_helpers import lines, make_config, write_jsonl, write_text
 
 from phalanx.data.batch import Batch
 from phalanx.data.config import SourceConfig
-from phalanx.data.host_loader import (
-    HostLoader,
-    start_host_loader,
-)
+from phalanx.data.host_loader import HostLoader, start_host_loader
 from phalanx.data.loader import Loader
 from phalanx.data.prepare import prepare
 

@@ -14,9 +14,9 @@ import pytest
 from data_helpers import documents, lines, make_config, stored, write_jsonl, write_text
 
 from phalanx.core.errors import UserError
+from phalanx.core.files import folder_lock
 from phalanx.data.config import DataConfig, SourceConfig, TokenizerConfig
 from phalanx.data.encoding import encode, pool
-from phalanx.data.lock import folder_lock
 from phalanx.data.prepare import Progress, open_prepared, prepare
 from phalanx.data.sources import files
 from phalanx.data.tokens import prepared

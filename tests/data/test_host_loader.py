@@ -15,12 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
-from phalanx.data.host_loader import (
-    HostLoaderClient,
-    HostLoaderError,
-    start_host_loader,
-    why_no_host_loader,
-)
+from phalanx.data.host_loader import HostLoaderClient, HostLoaderError, start_host_loader, why_no_host_loader
 from phalanx.data.loader import Loader, LoaderState
 from phalanx.data.prepare import prepare
 from phalanx.data.sharing import server

@@ -16,12 +16,7 @@ from pathlib import Path
 import pytest
 from host_loader_helpers import LIMIT_S, count_of, ended, forked, heard, make_corpus, same, started
 
-from phalanx.data.host_loader import (
-    HostLoader,
-    HostLoaderClient,
-    HostLoaderError,
-    why_no_host_loader,
-)
+from phalanx.data.host_loader import HostLoader, HostLoaderClient, HostLoaderError, why_no_host_loader
 from phalanx.data.loader import Loader
 from phalanx.data.sharing import server
 from phalanx.data.sharing.process import fork_is_safe

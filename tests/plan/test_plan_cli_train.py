@@ -13,8 +13,7 @@ import pytest
 from support import tiny
 
 from phalanx.cli.expecting import expected_of, grouped
-from phalanx.cli.machine import known_cluster
-from phalanx.cli.planning import plan_of
+from phalanx.cli.planning import known_cluster, plan_of
 from phalanx.core.config import load
 from phalanx.core.errors import UserError
 from phalanx.plan.hardware.load import load_cluster

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.run import messages
+from phalanx.run.clock import Now
 from phalanx.run.decide import actions
 from phalanx.run.decide.events import SuspectsNamed
 from phalanx.run.decide.policy import Job, Policy
@@ -15,8 +16,7 @@ from phalanx.run.driver.driver import Driver, Settings
 from phalanx.run.driver.write_ahead import Book
 from phalanx.run.journal import Journal, open_journal
 from phalanx.run.messages import heartbeat
-from phalanx.run.now import Now
-from phalanx.run.wire.peer import Mark
+from phalanx.run.wire.connection import Mark
 
 STEP_S = 1.0
 ALL_GOOD = [messages.CheckOutcome("memory", "pass")]

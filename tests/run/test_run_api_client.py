@@ -18,7 +18,7 @@ from phalanx.core.errors import UserError
 from phalanx.run import messages
 from phalanx.run.api.bodies import Status, status_body
 from phalanx.run.api.client import Client
-from phalanx.run.card import Card, write_card
+from phalanx.run.clock import Now
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.decide.state import Host, State
 from phalanx.run.driver.overview import Known, overview
@@ -26,8 +26,8 @@ from phalanx.run.incidents.report import Incident, Outcome, Seen
 from phalanx.run.incidents.store import store
 from phalanx.run.logs.files import RankLog
 from phalanx.run.messages import WorkerState
-from phalanx.run.now import Now
 from phalanx.run.people.hub import HostView, Overview, Told
+from phalanx.run.run_folder import Card, write_card
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from phalanx.run.api.app import make_app
 from phalanx.run.api.guard import SESSION_S, Sessions
 from phalanx.run.people.hub import Wrote
 from phalanx.run.secrets import Token
-from phalanx.run.wire import arrivals
+from phalanx.run.wire import connection
 
 OPEN = {("/health", "get")}
 
@@ -263,8 +263,8 @@ def test_who_is_refused_hears_it_though_the_body_comes_late(house: House) -> Non
 def test_strangers_take_turns_and_those_with_the_token_do_not_wait_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrivals, "TURNS", 2)
-    monkeypatch.setattr(arrivals, "TURNS_PER_S", 1e-6)
+    monkeypatch.setattr(connection, "TURNS", 2)
+    monkeypatch.setattr(connection, "TURNS_PER_S", 1e-6)
     monkeypatch.setattr(server, "HEADERS_S", GUARD_S)
     with open_house(tmp_path / "run") as house, ExitStack() as lines:
         crowd = [lines.enter_context(socket.create_connection(("127.0.0.1", house.port))) for _ in range(40)]
@@ -281,8 +281,8 @@ def test_strangers_take_turns_and_those_with_the_token_do_not_wait_for_them(
 
 
 def test_what_waiting_strangers_have_said_takes_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals, "TURNS", 0)
-    monkeypatch.setattr(arrivals, "_MOST_BYTES", 100_000)
+    monkeypatch.setattr(connection, "TURNS", 0)
+    monkeypatch.setattr(connection, "_MOST_BYTES", 100_000)
     monkeypatch.setattr(server, "HEADERS_S", GUARD_S)
     with open_house(tmp_path / "run") as house, ExitStack() as lines:
         crowd = [lines.enter_context(socket.create_connection(("127.0.0.1", house.port))) for _ in range(10)]

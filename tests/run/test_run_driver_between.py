@@ -165,7 +165,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 import msgspec
-from phalanx.checks.registry import CHECKS
+from phalanx.checks.runner import CHECKS
 from phalanx.run import messages
 from phalanx.run.executor.main import open_to_peers
 from phalanx.run.executor.workers import Here

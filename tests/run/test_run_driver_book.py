@@ -12,7 +12,7 @@ from phalanx.run.decide.events import CheckPassed, HostJoined, Running, Started,
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.driver.write_ahead import Book
 from phalanx.run.journal import Draft, Entry, JournalError, open_journal, read_journal
-from phalanx.run.wire.peer import Mark
+from phalanx.run.wire.connection import Mark
 
 JOB = Job("j", hosts=2)
 POLICY = Policy()

@@ -13,9 +13,9 @@ from phalanx.checks.peer import PeerMeasure
 from phalanx.checks.system import judge_clock
 from phalanx.checks.thresholds import Threshold
 from phalanx.run import messages
+from phalanx.run.clock import Now
 from phalanx.run.decide.events import CheckFailed, CheckPassed
 from phalanx.run.driver.hosts import HostWatch, judged, serves_at
-from phalanx.run.now import Now
 
 NOW = Now(5.0, 1005.0)
 PEERS = {"b": "10.0.0.2:4001"}

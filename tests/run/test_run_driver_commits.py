@@ -12,7 +12,7 @@ from phalanx.run.decide.events import HostJoined
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.driver.write_ahead import Aside, Book, GroupCommit
 from phalanx.run.journal import Draft, Entry, JournalError
-from phalanx.run.wire.peer import Mark
+from phalanx.run.wire.connection import Mark
 
 
 class Disk:

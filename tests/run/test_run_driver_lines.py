@@ -6,10 +6,10 @@ from pathlib import Path
 
 from driver_helpers import Town, running
 
+from phalanx.run.clock import Now
 from phalanx.run.decide.policy import Job
 from phalanx.run.driver.findings import LINES_PER_S, LineBudget
 from phalanx.run.messages import HostState, LogLine, heartbeat
-from phalanx.run.now import Now
 
 HOST = HostState(0.0, 0, 0, 0)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from phalanx.run.clock import Now
 from phalanx.run.driver.findings import Look
 from phalanx.run.messages import Evidence, RankEvidence
-from phalanx.run.now import Now
 
 RANKS = {"a": (0, 1), "b": (2, 3)}
 

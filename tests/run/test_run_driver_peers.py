@@ -10,12 +10,12 @@ import pytest
 from driver_helpers import Town, running
 
 from phalanx.run import messages
+from phalanx.run.clock import Now
 from phalanx.run.decide import actions
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.driver.host_comparison import SlowWatch
 from phalanx.run.judge.slow import SlowConfig
 from phalanx.run.messages import HostState, WorkerState, heartbeat
-from phalanx.run.now import Now
 
 HOSTS = 256
 HOST = HostState(0.0, 0, 0, 0)

@@ -13,14 +13,14 @@ from driver_helpers import FakeHost, blame_the_silent, running
 
 from phalanx.run import messages
 from phalanx.run.backends.base import Listener
+from phalanx.run.clock import Now, read_clocks
 from phalanx.run.decide import actions
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.driver.driver import Driver, Settings
 from phalanx.run.driver.loop import BackendOrders, keep_going, let_leave
 from phalanx.run.driver.write_ahead import Aside, Book
 from phalanx.run.journal import open_journal
-from phalanx.run.now import Now, read_clocks
-from phalanx.run.wire.link import DriverLink
+from phalanx.run.wire.client import DriverLink
 from phalanx.run.wire.server import ExecutorServer
 
 GUARD_S = 60.0

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.run.clock import Now, read_clocks
 from phalanx.run.decide.events import (
     Advanced,
     Event,
@@ -25,7 +26,6 @@ from phalanx.run.driver.attempt import ADVANCED_S, BROKEN_STEPS, AttemptWatch
 from phalanx.run.driver.hosts import HostWatch
 from phalanx.run.driver.overview import Known, overview
 from phalanx.run.messages import Heartbeat, Hello, HostState, WorkerEnded, WorkerState, heartbeat
-from phalanx.run.now import Now, read_clocks
 
 HOST = HostState(0.0, 0, 0, 0)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from phalanx.faults.hosts import VARIABLE, set_offset
 
-SHOW = "import time; from phalanx.run.now import read_clocks; now = read_clocks(); print(now.unix_s - time.time())"
+SHOW = "import time; from phalanx.run.clock import read_clocks; now = read_clocks(); print(now.unix_s - time.time())"
 
 
 def test_the_wall_clock_jumps_where_it_is_told_to(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from msgspec import Raw
 from msgspec.structs import replace
 
+from phalanx.run.clock import Now
 from phalanx.run.driver.attempt import AttemptWatch
 from phalanx.run.messages import (
     BadReportError,
@@ -23,7 +24,6 @@ from phalanx.run.messages import (
     pace_of,
     report_of,
 )
-from phalanx.run.now import Now
 
 HOST = HostState(0.0, 0, 0, 0)
 ALIKE = [

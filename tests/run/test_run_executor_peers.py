@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from phalanx.checks.peer import PeerError, measure_peer
-from phalanx.checks.registry import CHECKS
+from phalanx.checks.runner import CHECKS
 from phalanx.run.executor.main import open_to_peers
 from phalanx.run.executor.monitor import Means, check
 from phalanx.run.executor.workers import Here

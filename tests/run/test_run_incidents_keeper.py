@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from phalanx.run.clock import Now
 from phalanx.run.decide import actions
 from phalanx.run.decide.actions import AddToIncident, CloseIncident, OpenIncident, Where
 from phalanx.run.incidents import keeper
@@ -18,7 +19,6 @@ from phalanx.run.incidents.keeper import FILE_CHARS, MOST_FILES, Exhibit, Exhibi
 from phalanx.run.incidents.report import MOST_FACTS, Decided, Incident, Lost, Seen, Took
 from phalanx.run.incidents.store import beside, load, page_of
 from phalanx.run.messages import Evidence, RankEvidence, WorkerEnded
-from phalanx.run.now import Now
 from phalanx.run.secrets import Token
 
 T = 1_795_294_398.0

@@ -12,6 +12,7 @@ from decide_helpers import World, attempt_runs, running
 from driver_helpers import Town
 from driver_helpers import running as town_runs
 
+from phalanx.run.clock import Now
 from phalanx.run.decide.actions import Action, AddToIncident, CloseIncident, OpenIncident
 from phalanx.run.decide.policy import Job
 from phalanx.run.driver.write_ahead import Book
@@ -20,7 +21,6 @@ from phalanx.run.incidents.report import Incident, Seen
 from phalanx.run.incidents.store import load, page_of, store
 from phalanx.run.journal import Entry, Journal, open_journal
 from phalanx.run.messages import WorkerEnded
-from phalanx.run.now import Now
 from phalanx.run.people.hub import Hub
 from phalanx.run.people.webhook import Audience
 

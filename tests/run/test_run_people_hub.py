@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from phalanx.run.clock import Now
 from phalanx.run.messages import LogLine
-from phalanx.run.now import Now
 from phalanx.run.people.hub import Hub, Told, Wrote
 
 NOW = Now(1.0, 5.0)

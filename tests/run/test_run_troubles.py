@@ -26,6 +26,7 @@ from phalanx.run.api.guard import Guard, Sessions
 from phalanx.run.api.server import HttpServer
 from phalanx.run.backends.base import Listener
 from phalanx.run.backends.local import LocalBackend
+from phalanx.run.clock import Now
 from phalanx.run.decide.actions import OpenIncident
 from phalanx.run.decide.policy import Job
 from phalanx.run.drive.main import _begin, _step_down, heed_signals, told_to
@@ -39,7 +40,6 @@ from phalanx.run.incidents.store import load
 from phalanx.run.logs.files import RankLog
 from phalanx.run.logs.lines import Tails
 from phalanx.run.logs.pump import Pump
-from phalanx.run.now import Now
 from phalanx.run.people.hub import Hub, Told
 from phalanx.run.people.view import _Painter, show
 from phalanx.run.people.webhook import Webhook

@@ -23,7 +23,7 @@ from wire_helpers import (
 )
 
 from phalanx.run import messages as m
-from phalanx.run.wire import addresses, codec, door, proof, server
+from phalanx.run.wire import addresses, codec, proof, server
 
 UPGRADE = (
     b"GET /executors HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
@@ -297,9 +297,9 @@ async def test_a_flood_from_one_address_is_bounded_and_others_come_in(caplog):
                 await proved(raw, token=b"x" * 32, greet=False)
                 refused.add(await raw.ended())
 
-        for _ in range(door.FAILURES):
+        for _ in range(server.FAILURES):
             await bad()
-        assert len(refused.all) == door.FAILURES
+        assert len(refused.all) == server.FAILURES
         backs = [await tcp(driver.address, UPGRADE + b"\r\n", "127.0.0.2") for _ in range(20)]
         assert set(backs) <= {b"", b"reset"}  # not even an answer to the upgrade
         async with executing(driver.address, "new") as new:
@@ -354,7 +354,7 @@ async def test_a_report_that_cannot_be_read_costs_its_sender_the_connection_and_
 async def test_an_executor_of_a_machine_whose_budget_is_spent_comes_in(caplog):
     """A program of somebody else beside it that fails all the time keeps it out as little as one elsewhere."""
     async with driving(clock=Clock()) as driver:
-        for _ in range(door.FAILURES):
+        for _ in range(server.FAILURES):
             async with calling(driver.address) as raw:
                 await proved(raw, token=b"x" * 32, greet=False)
                 await raw.ended()
@@ -367,7 +367,7 @@ async def test_an_executor_of_a_machine_whose_budget_is_spent_comes_in(caplog):
 async def test_those_who_say_nothing_shut_no_door(monkeypatch):
     monkeypatch.setattr(server, "MAX_UNPROVEN", 20)
     async with driving() as driver:
-        for _ in range(2 * door.FAILURES):
+        for _ in range(2 * server.FAILURES):
             (await asyncio.open_connection(*addresses.parse(driver.address)))[1].close()
         idle = [await asyncio.open_connection(*addresses.parse(driver.address)) for _ in range(60)]
         async with executing(driver.address) as here:

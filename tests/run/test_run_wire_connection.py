@@ -25,10 +25,10 @@ from wire_helpers import (
 
 from phalanx.core.errors import UserError
 from phalanx.run import messages as m
-from phalanx.run.wire import addresses, call, codec, proof
-from phalanx.run.wire.channel import MAX_UNSENT_BYTES
-from phalanx.run.wire.link import DriverLink, ReplacedError
+from phalanx.run.wire import addresses, client, codec, proof
+from phalanx.run.wire.client import DriverLink, ReplacedError
 from phalanx.run.wire.server import ExecutorServer, Mark
+from phalanx.run.wire.websocket import MAX_UNSENT_BYTES
 
 
 @runs
@@ -264,7 +264,7 @@ async def test_who_does_not_read_is_dropped_and_others_are_served():
 @runs
 async def test_a_long_absence_is_made_up_in_pieces():
     """More is kept than may wait in a connection at once."""
-    count = 3 * call.MAX_WAITING_BYTES // 100_000
+    count = 3 * client.MAX_WAITING_BYTES // 100_000
     evidence = [m.Evidence(1, [m.RankEvidence(rank, "x" * 100_000)]) for rank in range(count)]
     async with driving() as driver, executing(lambda: driver.address) as executor:
         for one in evidence:

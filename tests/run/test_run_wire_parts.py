@@ -17,9 +17,9 @@ from phalanx.core.errors import UserError
 from phalanx.core.throttle import LogThrottle
 from phalanx.run import messages as m
 from phalanx.run.secrets import require_tls_unless_loopback
-from phalanx.run.wire import addresses, codec, door, frames, outbox, proof
+from phalanx.run.wire import addresses, client, codec, proof, server, websocket
 from phalanx.run.wire.addresses import Address
-from phalanx.run.wire.backoff import Backoff
+from phalanx.run.wire.client import Backoff
 
 
 def handshake(token: bytes = TOKEN):
@@ -87,7 +87,7 @@ def test_a_short_token_is_refused():
 
 
 def test_the_outbox_keeps_order_until_confirmed():
-    box = outbox.Outbox()
+    box = client.Outbox()
     for rank in range(5):
         box.put(ended(rank))
     box.confirm(2)
@@ -99,7 +99,7 @@ def test_the_outbox_keeps_order_until_confirmed():
 
 
 def test_a_full_outbox_leaves_out_findings_only_the_oldest_first():
-    box = outbox.Outbox(limit_bytes=10_000)
+    box = client.Outbox(limit_bytes=10_000)
     box.put(ended(0))
     for number in range(200):
         box.put(m.Found(1, [m.Finding(0, "rule", "host", f"line {number} " + "x" * 100)]))
@@ -122,22 +122,22 @@ def test_waits_grow_to_their_limit_and_no_further(tries, fraction):
 
 def test_an_address_that_fails_too_often_waits_and_others_do_not():
     clock = Clock()
-    gate = door.Door(clock)
-    for _ in range(door.FAILURES):
+    gate = server.Door(clock)
+    for _ in range(server.FAILURES):
         assert gate.admits("10.0.0.1")
         gate.failed("10.0.0.1")
     assert not gate.admits("10.0.0.1") and gate.admits("10.0.0.2")
-    clock.now_s += 1.0 / door.FAILURES_PER_S
+    clock.now_s += 1.0 / server.FAILURES_PER_S
     assert gate.admits("10.0.0.1")
     gate.failed("10.0.0.1")
     assert not gate.admits("10.0.0.1")
 
 
 def test_strangers_from_everywhere_take_bounded_memory():
-    gate = door.Door(Clock())
-    for number in range(3 * door._MAX_ADDRESSES):
+    gate = server.Door(Clock())
+    for number in range(3 * server._MAX_ADDRESSES):
         gate.failed(f"address-{number}")
-    assert len(gate._spent) <= door._MAX_ADDRESSES
+    assert len(gate._spent) <= server._MAX_ADDRESSES
 
 
 def test_one_line_in_ten_seconds_and_a_count_of_the_others():
@@ -250,21 +250,21 @@ def parsed(data: bytes) -> list[bytes]:
 def test_our_reading_of_frames_is_that_of_websockets(content, more, other, data):
     content = content + bytes(more)
     frame = Frame(Opcode.BINARY, content).serialize(mask=True)
-    assert frames.size_of(frame + other) == len(frame) and parsed(frame) == [content]
-    assert frames.content_of(frame) == (content if len(content) < 65_536 else None)
-    assert frames.content_of(frame[:-1]) is None and frames.content_of(frame + b"\0") is None
-    cut = frames.size_of(frame[: data.draw(st.integers(0, len(frame)))])
+    assert websocket.size_of(frame + other) == len(frame) and parsed(frame) == [content]
+    assert websocket.content_of(frame) == (content if len(content) < 65_536 else None)
+    assert websocket.content_of(frame[:-1]) is None and websocket.content_of(frame + b"\0") is None
+    cut = websocket.size_of(frame[: data.draw(st.integers(0, len(frame)))])
     assert cut in (None, len(frame))
 
 
 @given(st.binary(max_size=70), st.sampled_from([0, 55, 56, 65_535]))
 def test_our_frames_are_those_of_websockets(content, more):
     content = content + bytes(more)
-    assert frames.framed(content) == Frame(Opcode.BINARY, content).serialize(mask=False)
+    assert websocket.framed(content) == Frame(Opcode.BINARY, content).serialize(mask=False)
 
 
 @given(st.binary(min_size=2, max_size=40))
 def test_what_is_read_past_websockets_is_what_it_would_read(data):
-    content = frames.content_of(data)
+    content = websocket.content_of(data)
     if content is not None:
         assert parsed(data) == [content]

@@ -12,10 +12,9 @@ from phalanx.run import messages
 from phalanx.run import messages as m
 from phalanx.run.wire import codec, proof
 from phalanx.run.wire.addresses import parse
-from phalanx.run.wire.backoff import Backoff
-from phalanx.run.wire.channel import Channel, Ending, client_protocol, quiet_logger, server_protocol
-from phalanx.run.wire.link import DriverLink
+from phalanx.run.wire.client import Backoff, DriverLink
 from phalanx.run.wire.server import ExecutorServer
+from phalanx.run.wire.websocket import Channel, Ending, client_protocol, quiet_logger, server_protocol
 
 TOKEN = bytes(range(32))
 JOB = "job-a"

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import UserError
+from phalanx.core.files import friendly_os_errors
 from phalanx.data.config import SourceConfig
 from phalanx.data.encoding.encode import UnitRecord, encode_unit
-from phalanx.data.lock import friendly_os_errors
 from phalanx.data.sources.files import Part, Rule, Unit
 from phalanx.data.tokenizers.spec import TokenizerSpec, open_tokenizer
 from phalanx.ipc.processes import die_with_parent

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import UserError
-from phalanx.core.files import write_bytes, write_json
+from phalanx.core.files import folder_lock, friendly_os_errors, write_bytes, write_json
 from phalanx.data.config import DataConfig, TokenizerConfig
-from phalanx.data.lock import folder_lock, friendly_os_errors
 from phalanx.data.sources.files import list_files, listing_digest
 from phalanx.data.tokenizers.making import MAKERS, sources_of
 from phalanx.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, IdTokenizer, LibraryTokenizer, Tokenizer

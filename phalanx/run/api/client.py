@@ -17,9 +17,9 @@ import msgspec
 
 from phalanx.core.errors import UserError
 from phalanx.run.api import bodies
-from phalanx.run.card import Card, read_card
 from phalanx.run.incidents.report import Incident
 from phalanx.run.people.hub import SHOWN_HOSTS, Item, Overview
+from phalanx.run.run_folder import Card, read_card
 from phalanx.run.secrets import TlsFiles, client_context, read_token
 
 _ANSWER_S = 10.0

@@ -18,12 +18,12 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from phalanx.run.api.bodies import STATES
+from phalanx.run.clock import Now, read_clocks
 from phalanx.run.decide import events
 from phalanx.run.decide.state import PHASES, Host, State
 from phalanx.run.driver.driver import Driver
 from phalanx.run.driver.overview import Known, host_views, known, overview
 from phalanx.run.driver.write_ahead import Book
-from phalanx.run.now import Now, read_clocks
 from phalanx.run.people.hub import HostView, Hub, Overview
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST

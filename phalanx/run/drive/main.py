@@ -41,6 +41,7 @@ from phalanx.core.units import size
 from phalanx.run import messages
 from phalanx.run.api.server import open_house
 from phalanx.run.backends.base import Backend, Movable, Ordered, check_backend, make_backend, settle
+from phalanx.run.clock import read_clocks, unix_s
 from phalanx.run.config import RunConfig, workers_on
 from phalanx.run.decide.events import StopAsked
 from phalanx.run.driver.driver import Driver, Settings
@@ -53,7 +54,6 @@ from phalanx.run.executor.accelerators import Accelerators
 from phalanx.run.executor.main import Settings as ExecutorSettings
 from phalanx.run.journal import Journal, JournalError, open_journal
 from phalanx.run.judge.rules import Matcher, load_rules
-from phalanx.run.now import read_clocks, unix_s
 from phalanx.run.people.hub import SHOWN_HOSTS, Hub, Item, Overview, Source
 from phalanx.run.people.webhook import Audience, check_url, secrets_among
 from phalanx.run.secrets import Token, ensure_token, server_context, without_tokens

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from phalanx.run.clock import Now
 from phalanx.run.decide.events import (
     USAGE,
     Advanced,
@@ -27,7 +28,6 @@ from phalanx.run.decide.events import (
 )
 from phalanx.run.judge.limits import LimitConfig, Standing, StepJudge
 from phalanx.run.messages import BadReportError, Heartbeat, WorkerEnded, WorkerState, report_of
-from phalanx.run.now import Now
 
 ADVANCED_S = 10.0
 """Steps that advance become an event this often at most: the journal is no place for each of them."""

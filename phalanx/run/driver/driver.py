@@ -15,6 +15,7 @@ from typing import Protocol
 
 from phalanx.run import messages
 from phalanx.run.backends.base import Listener
+from phalanx.run.clock import Now, read_clocks
 from phalanx.run.decide import actions, events
 from phalanx.run.decide.actions import Action, ranks_of
 from phalanx.run.decide.events import Event, SuspectsNamed
@@ -27,9 +28,8 @@ from phalanx.run.driver.write_ahead import Aside, Book, GroupCommit
 from phalanx.run.judge.limits import MOST_WIDENED_S, LimitConfig
 from phalanx.run.logs.lines import share_of
 from phalanx.run.messages import BadReportError, report_of
-from phalanx.run.now import Now, read_clocks
 from phalanx.run.wire.codec import KeptMessage
-from phalanx.run.wire.peer import Mark
+from phalanx.run.wire.connection import Mark
 
 
 class Line(Protocol):

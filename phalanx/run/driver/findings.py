@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
+from phalanx.run.clock import Now
 from phalanx.run.decide.actions import ranks_of
 from phalanx.run.decide.events import Event, Fault, Noticed, SuspectsNamed
 from phalanx.run.decide.state import State
@@ -27,7 +28,6 @@ from phalanx.run.judge.rules import Matcher
 from phalanx.run.judge.suspects import Suspects, find_suspects, place_of, waits_of
 from phalanx.run.logs.lines import left_out
 from phalanx.run.messages import Evidence, Finding, Found, LogLine, RankEvidence, WorkerEnded
-from phalanx.run.now import Now
 
 _WAITS, _WAIT_CHARACTERS = 3, 300
 """Of what ranks do so much is told; the stacks of all are beside the page."""

@@ -9,12 +9,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from phalanx.run.clock import Now
 from phalanx.run.decide.events import Event, SlowHost, TrafficSilent
 from phalanx.run.judge.limits import Standing
 from phalanx.run.judge.slow import SlowConfig, SlowJudge
 from phalanx.run.judge.traffic import Traffic, TrafficConfig, TrafficJudge
 from phalanx.run.messages import Heartbeat
-from phalanx.run.now import Now
 
 SETTLING_S = 10.0
 """From the first reports on, until it is known how many steps go into one heartbeat."""

@@ -27,11 +27,11 @@ from typing import NamedTuple
 import msgspec
 
 from phalanx.run import messages
+from phalanx.run.clock import Now
 from phalanx.run.decide import actions
 from phalanx.run.decide.actions import Action, ranks_of
 from phalanx.run.decide.events import CheckFailed, CheckPassed, Event, HostJoined, HostUnknown, Unprepared
 from phalanx.run.messages import BadReportError, Heartbeat, Hello, HostState, Prepare, Prepared, report_of
-from phalanx.run.now import Now
 from phalanx.run.wire.addresses import Address
 
 SILENT_HEARTBEATS = 3.5

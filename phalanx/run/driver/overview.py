@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from phalanx.core.errors import UserError
-from phalanx.run.card import Card
+from phalanx.run.clock import Now
 from phalanx.run.decide.actions import Finish, ranks_of
 from phalanx.run.decide.decide import decide, event_from_json
 from phalanx.run.decide.events import HostGone, StopAsked
@@ -26,8 +26,8 @@ from phalanx.run.driver.driver import Driver
 from phalanx.run.driver.hosts import Heard
 from phalanx.run.driver.write_ahead import Book, Header, Met, Note
 from phalanx.run.journal import JournalError, open_journal, read_journal
-from phalanx.run.now import Now
 from phalanx.run.people.hub import HostView, IncidentView, Overview
+from phalanx.run.run_folder import Card
 
 _URGENT = ("suspect", "unknown", "draining", "joining", "evicted", "active", "spare", "gone")
 """States of hosts, those first that people want to see when not all are shown."""

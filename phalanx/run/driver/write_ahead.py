@@ -28,7 +28,7 @@ from phalanx.run.decide.state import initial
 from phalanx.run.decide.transition import Own
 from phalanx.run.journal import Draft, Entry, JournalError, JournalLostError
 from phalanx.run.journal.places import Kind
-from phalanx.run.wire.peer import Mark
+from phalanx.run.wire.connection import Mark
 
 
 class Header(msgspec.Struct, frozen=True, tag_field="note", tag="job"):

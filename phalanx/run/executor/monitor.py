@@ -18,10 +18,10 @@ import msgspec
 import psutil
 
 from phalanx.checks.host import cache_folder, this_host
-from phalanx.checks.registry import CHECKS
-from phalanx.checks.runner import choose, run_checks
+from phalanx.checks.runner import CHECKS, choose, run_checks
 from phalanx.core.host import boot_id
 from phalanx.run import messages
+from phalanx.run.clock import unix_s
 from phalanx.run.executor.accelerators import Accelerators
 from phalanx.run.executor.evidence import Subject, gather, shortened
 from phalanx.run.executor.kernel_log import KernelLog
@@ -30,7 +30,6 @@ from phalanx.run.executor.sensors import Sensors, choose_interfaces, find_interf
 from phalanx.run.executor.stillness import StillnessWatch
 from phalanx.run.executor.workers import Here, Senses
 from phalanx.run.judge.rules import KERNEL_RANK, Matcher, Watcher, load_rules
-from phalanx.run.now import unix_s
 
 _log = logging.getLogger(__name__)
 

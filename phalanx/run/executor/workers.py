@@ -41,7 +41,7 @@ from phalanx.run.wire.codec import KeptMessage
 
 
 class Line(Protocol):
-    """What it needs of `phalanx.run.wire.link.DriverLink`."""
+    """What it needs of `phalanx.run.wire.client.DriverLink`."""
 
     @property
     def connected(self) -> bool:

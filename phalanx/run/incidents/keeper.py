@@ -24,6 +24,7 @@ from msgspec.structs import replace
 
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_bytes
+from phalanx.run.clock import Now
 from phalanx.run.decide.actions import Action, AddToIncident, CloseIncident, Finish, OpenIncident
 from phalanx.run.decide.decide import action_from_json
 from phalanx.run.incidents import report
@@ -32,7 +33,6 @@ from phalanx.run.incidents.store import beside, load, store
 from phalanx.run.journal import Entry
 from phalanx.run.logs.lines import strip_ansi
 from phalanx.run.messages import Evidence, RankEvidence, WorkerEnded
-from phalanx.run.now import Now
 from phalanx.run.secrets import Token, scrub_text
 
 MOST_FILES = 24

@@ -18,10 +18,10 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from phalanx.run.clock import Now
 from phalanx.run.decide import actions
 from phalanx.run.decide.actions import Action
 from phalanx.run.messages import Evidence, HostState, LogLine, WorkerEnded, WorkerState
-from phalanx.run.now import Now
 
 Level = Literal["info", "warning", "error", "good"]
 

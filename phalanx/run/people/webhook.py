@@ -25,12 +25,12 @@ from urllib.parse import urlsplit
 import msgspec
 
 from phalanx.core.errors import UserError
+from phalanx.run.clock import Now
 from phalanx.run.decide.actions import Action, Finish
 from phalanx.run.incidents.keeper import Keeper, told
 from phalanx.run.incidents.report import Incident
 from phalanx.run.journal import Entry
 from phalanx.run.messages import Evidence, LogLine, WorkerEnded
-from phalanx.run.now import Now
 from phalanx.run.people.hub import Hub
 from phalanx.run.secrets import Token, is_secret_name
 

@@ -1,4 +1,10 @@
-"""The driver's side: one persistent connection of every host. Runs on asyncio's loop and, faster, on uvloop's."""
+"""The driver's side: one persistent connection of every host. Runs on asyncio's loop and, faster, on uvloop's.
+
+Every connection that says something and fails to prove itself takes one from the budget of its address, which fills
+again with time. While it is empty, only those from there are heard whose first words show that they know the token
+(`proof.make_pass`). So one machine that tries again and again costs little, and executors come in as ever, those of the
+same machine too.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +18,42 @@ from types import TracebackType
 from phalanx.core.throttle import LogThrottle, and_others
 from phalanx.run import messages
 from phalanx.run.secrets import require_tls_unless_loopback
-from phalanx.run.wire import addresses, codec, frames, proof
+from phalanx.run.wire import addresses, codec, proof, websocket
 from phalanx.run.wire.addresses import Address
-from phalanx.run.wire.arrivals import Arrivals
-from phalanx.run.wire.channel import Ending, quiet_logger
 from phalanx.run.wire.codec import Answer, KeptMessage
-from phalanx.run.wire.door import Clock, Door
-from phalanx.run.wire.peer import Mark, Peer
+from phalanx.run.wire.connection import Arrivals, Mark, Peer
+from phalanx.run.wire.websocket import Ending, quiet_logger
+
+FAILURES = 100
+FAILURES_PER_S = 10.0
+_MAX_ADDRESSES = 4096
+
+Clock = Callable[[], float]
+
+
+class Door:
+    """The budgets of all addresses."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._spent: dict[str, tuple[float, float]] = {}
+
+    def admits(self, address: str) -> bool:
+        """Whether anybody from there may try."""
+        return address not in self._spent or self._left(address) >= 1.0
+
+    def failed(self, address: str) -> None:
+        """A connection from there has not proved itself."""
+        left = self._left(address)
+        self._spent.pop(address, None)  # the latest to fail are last, the first are forgotten first
+        self._spent[address] = max(0.0, left - 1.0), self._clock()
+        if len(self._spent) > _MAX_ADDRESSES:
+            self._spent.pop(next(iter(self._spent)))
+
+    def _left(self, address: str) -> float:
+        left, at_s = self._spent.get(address, (float(FAILURES), self._clock()))
+        return min(float(FAILURES), left + (self._clock() - at_s) * FAILURES_PER_S)
+
 
 HANDSHAKE_S = 10.0
 SILENCE_S = 30.0
@@ -164,7 +199,7 @@ class ExecutorServer:
         Raises:
             TooLargeError: the message does not fit into a frame.
         """
-        frame = frames.framed(codec.encode(message))
+        frame = websocket.framed(codec.encode(message))
         return self._write(self._peers.get(host), frame)
 
     def send_all(self, message: messages.FromDriver) -> int:
@@ -173,7 +208,7 @@ class ExecutorServer:
         Raises:
             TooLargeError: the message does not fit into a frame.
         """
-        frame = frames.framed(codec.encode(message))
+        frame = websocket.framed(codec.encode(message))
         return sum(self._write(peer, frame) for peer in list(self._peers.values()))
 
     def drop(self, host: str, why: str) -> None:
@@ -194,7 +229,7 @@ class ExecutorServer:
         self._held.pop(host, None)
         peer = self._peers.get(host)
         if peer is not None and self._marks[host].instance == peer.instance:
-            self._write(peer, frames.framed(codec.encode(codec.Received(self._marks[host].sequence))))
+            self._write(peer, websocket.framed(codec.encode(codec.Received(self._marks[host].sequence))))
 
     def sweep(self) -> None:
         """Close what has taken too long to prove itself, or was silent for too long. Called once a second."""
@@ -207,7 +242,7 @@ class ExecutorServer:
     # What connections call
 
     def admit(self, peer: Peer) -> bool:
-        """See `phalanx.run.wire.peer.House`."""
+        """See `phalanx.run.wire.connection.House`."""
         if self._closing is not None:
             return False
         if not self._door.admits(peer.address):
@@ -221,11 +256,11 @@ class ExecutorServer:
         return True
 
     def prove(self, peer: Peer) -> None:
-        """See `phalanx.run.wire.peer.House`."""
+        """See `phalanx.run.wire.connection.House`."""
         self._unproven.pop(peer, None)
 
     def join(self, peer: Peer, hello: messages.Hello) -> None:
-        """See `phalanx.run.wire.peer.House`."""
+        """See `phalanx.run.wire.connection.House`."""
         self._hear()
         before = self._peers.get(peer.host)
         self._peers[peer.host] = peer
@@ -241,13 +276,13 @@ class ExecutorServer:
             self._failed(peer)
 
     def beat(self, peer: Peer, beat: messages.Heartbeat) -> None:
-        """See `phalanx.run.wire.peer.House`."""
+        """See `phalanx.run.wire.connection.House`."""
         if not self._beats:
             self._loop.call_soon(self._hear)
         self._beats.append((peer, beat))
 
     def take(self, peer: Peer, message: KeptMessage, sequence: int) -> bool:
-        """See `phalanx.run.wire.peer.House`."""
+        """See `phalanx.run.wire.connection.House`."""
         self._hear()
         before = self._marks[peer.host]
         if self._peers.get(peer.host) is not peer:
@@ -267,12 +302,12 @@ class ExecutorServer:
         return False
 
     def received(self, host: str, instance: bytes) -> int:
-        """See `phalanx.run.wire.peer.House`."""
+        """See `phalanx.run.wire.connection.House`."""
         mark = self._held.get(host) or self._marks.get(host)
         return mark.sequence if mark is not None and mark.instance == instance else 0
 
     def leave(self, peer: Peer, ending: Ending) -> None:
-        """See `phalanx.run.wire.peer.House`."""
+        """See `phalanx.run.wire.connection.House`."""
         self._hear()
         if peer in self._unproven and self._closing is None:
             reason = f"it ended before it had proved itself: {ending.reason}"
@@ -288,7 +323,7 @@ class ExecutorServer:
                 _log.exception("the driver could not handle that the connection of %s has ended", peer.host)
 
     def refuse(self, peer: Peer, refusal: proof.Refusal) -> None:
-        """See `phalanx.run.wire.peer.House`."""
+        """See `phalanx.run.wire.connection.House`."""
         if peer in self._unproven:
             del self._unproven[peer]
             if peer.channel.has_heard:  # else it has cost next to nothing
@@ -313,7 +348,7 @@ class ExecutorServer:
             if bad and (why := bad.get(peer.host)) is not None:
                 peer.refuse(codec.BAD_FRAME, proof.Refusal("frame", f"not a report that may come here: {why}"))
             else:
-                peer.channel.write(frames.small(codec.acknowledged(beat.sequence)))
+                peer.channel.write(websocket.small(codec.acknowledged(beat.sequence)))
 
     def _lets_pass(self, peer: Peer, request: bytes) -> bool:
         """Whether somebody may try although too many from there have failed."""

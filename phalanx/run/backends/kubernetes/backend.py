@@ -42,8 +42,8 @@ from phalanx.run.backends.kubernetes.api import (
 )
 from phalanx.run.backends.kubernetes.manifests import DRIVER_VARIABLE, executors
 from phalanx.run.backends.kubernetes.options import KubernetesOptions, read_options
+from phalanx.run.clock import read_clocks
 from phalanx.run.config import RunConfig
-from phalanx.run.now import read_clocks
 
 _log = logging.getLogger(__name__)
 

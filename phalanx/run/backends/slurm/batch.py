@@ -18,8 +18,8 @@ from phalanx.core.errors import UserError
 from phalanx.run.backends.slurm import commands
 from phalanx.run.backends.slurm.backend import Notes
 from phalanx.run.backends.slurm.commands import SlurmOptions, read_options
-from phalanx.run.card import read_card
 from phalanx.run.config import load_job
+from phalanx.run.run_folder import read_card
 from phalanx.run.supervise import Supervisor
 
 JOB_FILE = "job.toml"

@@ -30,9 +30,9 @@ from phalanx.run.backends.slurm.commands import (
     read_allocation,
     read_options,
 )
-from phalanx.run.card import read_card
 from phalanx.run.config import RunConfig, TlsConfig, toml_value
 from phalanx.run.decide.transition import NO_HOSTS, STOPPED
+from phalanx.run.run_folder import read_card
 from phalanx.run.secrets import ensure_certificate, ensure_token
 from phalanx.run.wire.addresses import address_towards
 

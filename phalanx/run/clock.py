@@ -1,4 +1,4 @@
-"""The clocks of the run room. Torch-free."""
+"""The clocks of the run room."""
 
 from __future__ import annotations
 

@@ -1,5 +1,10 @@
 """A WebSocket over one connection of asyncio: whole binary frames in and out, nothing else.
 
+The frames that come a million times go without the general protocol: whole masked ones in, small ones out.
+
+websockets' own parser does everything else, and this gives what it would give; it takes a tenth of the time
+(docs/benchmarks/run.md).
+
 The protocol is websockets' own without its input and output; this file moves the bytes. Compared with websockets'
 asyncio connections there is no task and no queue per connection, which is most of what a server with 12,500 of them
 does (docs/benchmarks/run.md).
@@ -9,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import struct
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
@@ -19,8 +25,62 @@ from websockets.protocol import Event, State
 from websockets.server import ServerProtocol
 from websockets.uri import WebSocketURI
 
-from phalanx.run.wire import frames
 from phalanx.run.wire.codec import BAD_FRAME, MAX_HANDSHAKE_FRAME_BYTES
+
+try:
+    from websockets.speedups import apply_mask
+except ImportError:  # no compiled part for this machine
+    from websockets.utils import apply_mask
+
+_WHOLE_BINARY = 0x82
+_MASKED = 0x80
+_LENGTH_16 = 126
+_LENGTH_64 = 127
+_SMALL = [bytes((_WHOLE_BINARY, length)) for length in range(_LENGTH_16)]
+
+
+def size_of(data: bytes) -> int | None:
+    """How long the frame is that these data begin with, head and all; None: too little has come to tell."""
+    if len(data) < 2:
+        return None
+    length, head = data[1] & ~_MASKED, 2
+    if length == _LENGTH_16:
+        length, head = int.from_bytes(data[2:4], "big"), 4
+    elif length == _LENGTH_64:
+        length, head = int.from_bytes(data[2:10], "big"), 10
+    if len(data) < head:
+        return None
+    return head + (4 if data[1] & _MASKED else 0) + length
+
+
+def content_of(data: bytes) -> bytes | None:
+    """The content, when the data are one whole, masked, binary frame of less than 64 KiB; None: something else."""
+    if len(data) < 6 or data[0] != _WHOLE_BINARY or not data[1] & _MASKED:
+        return None
+    length, head = data[1] ^ _MASKED, 2
+    if length == _LENGTH_16:
+        length, head = int.from_bytes(data[2:4], "big"), 4
+    elif length == _LENGTH_64:
+        return None
+    if len(data) != head + 4 + length:
+        return None
+    return bytes(apply_mask(data[head + 4 :], data[head : head + 4]))
+
+
+def small(content: bytes) -> bytes:
+    """The same for a content of less than 126 bytes."""
+    return _SMALL[len(content)] + content
+
+
+def framed(content: bytes) -> bytes:
+    """A server's binary frame with this content; the same bytes do for every connection."""
+    length = len(content)
+    if length < _LENGTH_16:
+        return bytes((_WHOLE_BINARY, length)) + content
+    if length < 1 << 16:
+        return struct.pack(">BBH", _WHOLE_BINARY, _LENGTH_16, length) + content
+    return struct.pack(">BBQ", _WHOLE_BINARY, _LENGTH_64, length) + content
+
 
 PATH = "/executors"
 _MAX_UNPROVEN_BYTES = 16 << 10
@@ -216,16 +276,16 @@ class Channel(asyncio.Protocol):
         """The driver's side gives the protocol whole frames only, and those that `frames` knows not even to it."""
         limit_bytes = self._protocol.max_message_size or 0
         if not self._begun:
-            content = frames.content_of(data)
+            content = content_of(data)
             if content is not None and len(content) <= limit_bytes:  # one frame, whole, as nearly always
                 self._heard(content)
                 return
         data = self._begun + data
-        while self._why is None and (size := frames.size_of(data)) is not None:
+        while self._why is None and (size := size_of(data)) is not None:
             if len(data) < size <= limit_bytes + _MAX_HEAD_BYTES:
                 break
             frame, data = (data, b"") if len(data) == size else (data[:size], data[size:])
-            content = frames.content_of(frame)
+            content = content_of(frame)
             if content is not None and len(content) <= limit_bytes:
                 self._heard(content)
             else:
