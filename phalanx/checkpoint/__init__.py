@@ -1,8 +1,8 @@
 """Checkpoints: taken beside training, proven good, restored from the nearest place that has them.
 
 For training loops of your own: `Checkpointer`, and `save_checkpoint` and `restore_checkpoint` for single ones (see
-`phalanx.checkpoint.foreign.checkpointer`). They are imported when they are first asked for, since most of this package must not
-need torch.
+`phalanx.checkpoint.foreign.checkpointer`). They are imported when they are first asked for, since most of this package
+must not need torch.
 """
 
 from __future__ import annotations

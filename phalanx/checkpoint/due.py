@@ -1,16 +1,12 @@
 """When a snapshot is due, when it becomes a durable checkpoint, and how all ranks agree on both. Torch-free.
 
-Whether a snapshot is to be taken now, and whether it is to become a durable checkpoint; and what storage can keep up
-with where more is due.
-
 Something stays due until it was taken: `last` is the moment of the one that *was* taken, so a snapshot for which there
 was no free slot at its step is taken a step or two later, and the one after it is due where it would have been. Where
 storage cannot keep up, one is therefore taken whenever the one before it is durable: as evenly as storage goes.
 
-What the ranks of a job agree on at the end of each step: whether a snapshot is taken, and made durable.
-
-Each rank says a number, and the highest of all is what holds. Where only steps count, all ranks know by themselves at
-which steps there is something to agree on; where time counts too, rank 0's clock does, and it is asked at every step.
+To agree at the end of a step, each rank says a number, and the highest of all is what holds. Where only steps count,
+all ranks know by themselves at which steps there is something to agree on; where time counts too, rank 0's clock does,
+and all ranks agree at every step.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The interval between durable checkpoints that loses least time (``auto``), and how it adapts to what a run measures. Torch-free.
-
-The interval between durable checkpoints that loses least time (``auto``), and why it is what it is.
+"""The interval between durable checkpoints that loses least time (``auto``), from what a run measures. Torch-free.
 
 A checkpoint costs a *stall* δ (training stands still) and becomes durable after *persisting* w in the background.
 Failures come at random, once in M; after one, a *restart* takes R, and everything since the newest durable checkpoint
@@ -15,9 +13,7 @@ the optimum. That depends on δ and M only. Young (J. W. Young, A first order ap
 interval, Communications of the ACM 17, 1974) has ``sqrt(2 δ M)``; Daly's estimate is used here. Beside it the interval
 is at least w, since one checkpoint is persisted at a time, and at least one step.
 
-The ``auto`` interval as a run goes on: what was measured goes in, the interval in force comes out.
-
-Only rank 0's figures count, and only it asks; the others are told what is due.
+`AutoInterval` adapts it as a run goes on. Only rank 0's figures count, and only it asks.
 """
 
 from __future__ import annotations

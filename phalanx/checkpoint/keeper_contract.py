@@ -1,11 +1,5 @@
 """What ranks, the keeper of their host, its persister and its peers on other hosts promise each other. Torch-free.
 
-What the keeper and its threads that talk to other hosts promise each other.
-
-What the keeper asks of the persister of its host.
-
-What ranks, the keeper of their host, and what works inside it promise each other.
-
 A rank leases memory for its shard: some slots, each large enough for one snapshot of it. It copies a snapshot into a
 slot that is free and says so (`Keeper.taken`). The keeper then, in the background: sums and examines it and writes the
 record that commits it; sends it to the peer host; hands it to the persister. A slot is free unless it holds the newest

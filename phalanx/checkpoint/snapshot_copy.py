@@ -1,13 +1,12 @@
-"""Page-locked memory: what a device copies into by itself, while threads do something else.
-
-Copying what a rank has into the memory of a slot: at once, or beside the forward pass of the next step.
+"""Copying what a rank has into the memory of a slot: at once, or beside the forward pass of the next step.
 
 Measured on two cores of a cloud machine, 300 MB of fp32 per process in 144 tensors, into memory touched before, medians
 of 15: one process on one thread 0.030 s by ``torch._foreach_copy_``, 0.031 by ``copy_`` one by one, 0.031 to
 0.037 by memmove, 0.032 by ``numpy.copyto``, on two threads 0.020 to 0.025; two processes at once on one thread each
 0.036 to 0.047 by all of them: memory is the limit, so the plainest way is taken. Untouched memory costs 0.3 to 1.7 s.
 
-Beside the next forward pass the same copy has no core of its own there: see `OVERLAP_ON_CPU`.
+Beside the next forward pass the same copy has no core of its own there: see `OVERLAP_ON_CPU`. A device copies into
+page-locked memory by itself, while threads do something else.
 """
 
 from __future__ import annotations

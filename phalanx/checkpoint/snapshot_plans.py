@@ -1,6 +1,6 @@
-"""Which rank writes which blocks of a checkpoint: agreed by all of them, so that each element is written once.
+"""From tensors to plans: which rank writes which blocks, worked out once by all ranks together.
 
-From tensors to plans: what each rank puts into every snapshot, worked out once by all ranks together.
+Each element is written exactly once.
 """
 
 from __future__ import annotations

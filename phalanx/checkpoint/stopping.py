@@ -1,9 +1,4 @@
-"""Whether training has to end soon: a stop signal has come, or the scheduler's deadline is near. Torch-free.
-
-When the scheduler will end the job, and whether the last checkpoint has to be taken now.
-
-Whether a foreign loop has to end soon: a signal has come, or the scheduler's time is nearly over.
-"""
+"""Whether training has to end soon: a stop signal has come, or the scheduler's deadline is near. Torch-free."""
 
 from __future__ import annotations
 

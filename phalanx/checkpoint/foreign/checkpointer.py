@@ -1,6 +1,6 @@
-"""The ranks of somebody else's training loop: those of torch.distributed where it is initialised, else this process.
+"""Checkpoints for any torch training loop, started by python, torchrun or srun: the public API.
 
-Checkpoints for any torch training loop, started by python, torchrun or srun.
+The ranks are those of torch.distributed where it is initialised, else this process alone.
 """
 
 from __future__ import annotations

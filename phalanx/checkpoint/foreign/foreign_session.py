@@ -1,6 +1,6 @@
-"""What happens to parameters between two calls of a foreign loop, heard from the optimizers themselves.
+"""The session of a foreign training loop: what it saves is known only when the first step is done.
 
-A session for a foreign training loop: what it consists of is found out when the first step is done.
+`Updates` hears from the optimizers themselves what happens to parameters between two calls of the loop.
 """
 
 from __future__ import annotations

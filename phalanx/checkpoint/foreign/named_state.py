@@ -1,12 +1,11 @@
-"""Nested state dicts as named tensors and JSON, and back, without pickling.
+"""State dicts of models and optimizers as named tensors and JSON, and back, without pickling.
 
 What JSON lacks is written as an object with the key ``$``: ``{"$": "tensor"}`` (its name is its path), ``array`` and
 ``scalar`` of numpy, ``tuple``, and ``dict`` for dicts whose keys are not plain strings.
 
-Models and optimizers under names that do not depend on how they are wrapped or spread.
-
-The state of an optimizer is named after its parameters (``optimizer.state.layers.0.weight.exp_avg``), not numbered as
-torch does. `torch.distributed.checkpoint.state_dict` names it so too, but steps an optimizer that has no state yet.
+Names do not depend on how a model is wrapped or spread. The state of an optimizer is named after its parameters
+(``optimizer.state.layers.0.weight.exp_avg``), not numbered as torch does. `torch.distributed.checkpoint.state_dict`
+names it so too, but steps an optimizer that has no state yet.
 """
 
 from __future__ import annotations

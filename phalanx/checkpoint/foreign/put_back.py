@@ -1,6 +1,6 @@
-"""Making a model without drawing the random weights that a restore is about to replace.
+"""Putting the newest good state back into the objects of a foreign training loop, by all ranks together.
 
-Putting the newest good state back into the objects of somebody else's training loop, by all ranks together.
+Where all weights are replaced anyway, `UndrawnParameters` makes a model without drawing its random weights first.
 """
 
 from __future__ import annotations

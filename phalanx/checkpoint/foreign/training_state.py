@@ -1,8 +1,4 @@
-"""The random number generators of a process (torch, numpy, Python) as tensors of fixed shapes, and back.
-
-The memory of a tensor on this rank: which block of a whole it is, whether it can be saved, and how it is written.
-
-All that decides how somebody else's training goes on, as named tensors and JSON, and put back from them.
+"""All that decides how a foreign training loop goes on: models, optimizers, extras and generators as tensors and JSON.
 
 Names: ``model.…`` and ``optimizer.…`` are the same in every layout. ``extra.…`` and ``rng.…`` are rank 0's; other ranks
 have their own under ``rank.3.…``, with the JSON of their own in a tensor of bytes, ``rank.3.json``. They get it back

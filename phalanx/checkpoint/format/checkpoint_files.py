@@ -1,11 +1,8 @@
-"""The files of one checkpoint, wherever they lie, for reading.
+"""The files of one checkpoint, wherever they lie: reading them, verifying all, and the evaluation beside them.
 
-What an evaluation found of a checkpoint that was written before it: a file of its own, beside the manifest.
-
-So the checkpoint is durable first, and whatever ends the process meanwhile costs the evaluation alone. The file is no
-part of the checkpoint's checksums, and has one of its own: what is torn, or of another step, counts for nothing.
-
-Is this checkpoint whole? Without torch, and reading files in small blocks.
+An evaluation comes after its checkpoint is durable, so it has a file of its own beside the manifest: whatever ends the
+process meanwhile costs the evaluation alone. The file is no part of the checkpoint's checksums, and has one of its own:
+what is torn, or of another step, counts for nothing. Files are read in small blocks. Torch-free.
 """
 
 from __future__ import annotations

@@ -1,18 +1,13 @@
-"""What this process holds of each logical tensor: some memory, and which block of the tensor it is.
-
-Reading part of one ``torch.save`` archive that lies somewhere in a file, without reading the rest of it.
-
-The archive is a ZIP file whose entry ``data/0`` holds the elements as they are, uncompressed, and whose entry
-``data.pkl`` says their dtype, shape and strides. Rows of a tensor stored in order are one run of bytes.
-
-The files of torch.distributed.checkpoint (DCP), written; the only place that touches DCP's private parts.
+"""The files of torch.distributed.checkpoint (DCP): blocks of tensors in archives, and DCP's own index.
 
 A ``.distcp`` file is a run of ``torch.save`` archives, one per chunk; ``.metadata`` is a pickled index of all files.
-The archives are written here, one file per rank, with the checksum taken on the way; the index is written by DCP's own
-writer, from the tables of all ranks, so that other tools read the folder. `phalanx.checkpoint.restoring.durable_source` reads
-the same files by our JSON manifest and never opens the pickle.
+The index is written by DCP's own writer, from the tables of all ranks, so that other tools read the folder; this is the
+only place that touches DCP's private parts. `phalanx.checkpoint.restoring.durable_source` reads the same files by our
+JSON manifest and never opens the pickle.
 
-How what was saved of a tensor can differ from what is asked for, in words.
+An archive is a ZIP file whose entry ``data/0`` holds the elements as they are, uncompressed, and whose entry
+``data.pkl`` says their dtype, shape and strides. Rows of a tensor stored in order are one run of bytes, so part of an
+archive can be read without the rest.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Boxes of a logical tensor: where two meet, and whether some of them cover it exactly once.
-
-What a checkpoint contains, as JSON: the one description of it that is ever read.
+"""What a checkpoint contains, as JSON: the one description of it that is ever read.
 
 A checkpoint is a folder ``step-00001200`` with
 
@@ -11,7 +9,7 @@ A checkpoint is a folder ``step-00001200`` with
 
 SHA-256 because it is in the standard library and in every shell, fast where the processor has instructions for it
 (1.8 GB/s per core measured, BLAKE2b 0.9 GB/s; both outrun most disks), and also names contents beyond doubt.
-This module knows nothing of torch.
+The chunks of a tensor are boxes, which have to cover it exactly once (`cover_fault`). Torch-free.
 """
 
 from __future__ import annotations
@@ -177,7 +175,7 @@ class TensorEntry(_Part):
 
 
 class FileEntry(_Part):
-    """One file beside the manifest, without it; `sums` of its runs (see `phalanx.checkpoint.format.run_sums`), or none."""
+    """One file beside the manifest; `sums`: of its runs (see `phalanx.checkpoint.format.run_sums`), or none."""
 
     name: str
     size_bytes: Count

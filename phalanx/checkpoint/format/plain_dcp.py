@@ -1,8 +1,8 @@
 """Checkpoints that plain torch.distributed.checkpoint (DCP) wrote, torchtitan's among them, read in any layout.
 
 Such a folder has no checksums and no list of its files: what can be checked is that every chunk lies within its file
-and is an archive of the tensor that the index says. Nothing is unpickled, see `phalanx.checkpoint.format.plain_dcp_index`;
-what is no tensor is read with torch's ``weights_only``.
+and is an archive of the tensor that the index says. Nothing is unpickled, see
+`phalanx.checkpoint.format.plain_dcp_index`; what is no tensor is read with torch's ``weights_only``.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
-"""Reads a pickle as data, without Python's unpickler: nothing is imported, called or set.
+"""The index of a checkpoint of plain torch.distributed.checkpoint (DCP), read without unpickling it. Torch-free.
 
-That unpickler can be kept from calling functions, but not from taking memory: ten bytes that say ``put this under
-number 2,147,483,648``, or ``two GB of bytes follow``, make it allocate GBs before it looks for the rest; a tuple that
-holds itself twice, forty times over, takes for ever to be a key; one nested a hundred thousand deep ends the process.
-Here memory is taken for what is in the file, keys are names and numbers, and what no index of tensors needs (bytes,
-numbers of more than 64 bits, the first protocols' text) is refused.
+``.metadata`` is a pickle, and a pickle can name any function and have it called. `load` reads it as data: nothing is
+imported, called or set, and the file can name nothing but the classes and dtypes below, which stay names (`Inert`; see
+`pickletools` for the opcodes). Any other name is refused before anything is done with it.
 
-Instances and what a file names become `Inert` and whatever `load` is told; see `pickletools` for the opcodes.
-
-The index of a checkpoint of plain torch.distributed.checkpoint (DCP), read without unpickling it.
-
-``.metadata`` is a pickle, and a pickle can name any function and have it called. Here it is read as data (see
-`phalanx.checkpoint.format.plain_dcp_index`) and can name nothing but the classes and dtypes below, which stay names: not
-even torch is imported. Any other name is refused before anything is done with it.
+Python's own unpickler can be kept from calling functions, but not from taking memory: ten bytes that say ``put this
+under number 2,147,483,648``, or ``two GB of bytes follow``, make it allocate GBs before it looks for the rest; a tuple
+that holds itself twice, forty times over, takes for ever to be a key; one nested a hundred thousand deep ends the
+process. Here memory is taken for what is in the file, keys are names and numbers, and what no index of tensors needs
+(bytes, numbers of more than 64 bits, the first protocols' text) is refused.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""The sums that a record has of the elements in a slot, and checking memory against them.
+"""Sums of runs: of the elements in a slot, which a record has, and of a file, which the manifest has. Torch-free.
 
-Sums of runs of a file, so that a reader of part of it checks what it reads, and reads nothing twice.
-
-A file of a checkpoint is summed in runs of at most `RUN_BYTES`; a new one begins with every archive. Where the runs
-lie follows from the places of the archives, which the manifest has; the sums (XXH3-64, hexadecimal, in order) are in
-the file's entry there. SHA-256 of whole files, which names their contents beyond doubt, can only be checked by
-reading all of a file.
+A file of a checkpoint is summed in runs of at most `RUN_BYTES`; a new one begins with every archive. So a reader of
+part of it checks what it reads, and reads nothing twice. Where the runs lie follows from the places of the archives,
+which the manifest has; the sums (XXH3-64, hexadecimal, in order) are in the file's entry there. SHA-256 of whole files,
+which names their contents beyond doubt, can only be checked by reading all of a file.
 """
 
 from __future__ import annotations

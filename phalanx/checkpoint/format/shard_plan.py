@@ -1,13 +1,12 @@
-"""What the ranks of a job put into each snapshot: fixed while its tensors are, so that one costs a copy. All that needs torch (which blocks there are, the bytes around the elements in a ``torch.save`` archive,
-DCP's index) is worked out once, by the ranks together; keeper and persister then work from these values alone.
+"""The plan of a shard (what a rank puts into each snapshot) and the record that commits one. Torch-free.
 
-The checksum of the elements in the end of a ``torch.save`` archive, which is a ZIP file.
+Plans are fixed while the tensors are, so that a snapshot costs a copy. All that needs torch (which blocks there are,
+the bytes around the elements in a ``torch.save`` archive, DCP's index) is worked out once, by the ranks together;
+keeper and persister then work from these values alone.
 
-The archive writer of torch leaves the checksum out of the header before the elements (bit 3 of the flags) and puts it
-behind them: into a data descriptor, with which the end begins, and into the directory (APPNOTE.TXT 4.3.9, 4.3.12). So
-an archive can be written in one pass over elements that are not known when its ends are made.
-
-The record of one shard of one snapshot that lies in memory: what makes it whole, and good or not.
+An archive is written in one pass over elements that are not known when the bytes around them are made: torch's archive
+writer leaves the checksum of the elements out of the header before them (bit 3 of the flags) and puts it behind them,
+into a data descriptor and into the directory of the ZIP file (APPNOTE.TXT 4.3.9, 4.3.12). `with_crc32` does the same.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Looking at stored tensors piece by piece: numbers that are not finite, ranges, and where two checkpoints differ.
+"""Stored tensors piece by piece: numbers that are not finite, ranges, differences, and writing them anew.
 
 However large a tensor is, a few pieces of `PIECE_ELEMENTS` are in memory at a time (and of one chunk as it was written,
-where that was not in order).
-
-Writing the tensors of one checkpoint anew: into other files, in another dtype, under other names, a piece at a time.
-
-A tensor is cut along its rows into chunks of at most `CHUNK_BYTES`, which are dealt out to the files so that these are
+where that was not in order). To be written anew (`Recut`: into other files, in another dtype, under other names), a
+tensor is cut along its rows into chunks of at most `CHUNK_BYTES`, which are dealt out to the files so that these are
 about equally long. At most one chunk is in memory, twice.
 """
 

@@ -1,6 +1,6 @@
-"""How fast a snapshot is examined: no faster than needed, so that training keeps its cores.
+"""Threads that sum and examine what has been copied into a slot, and commit it, no faster than training can spare.
 
-Threads that sum and look at what has been copied into a slot, and commit it.
+numpy is imported by the thread that examines: the keeper starts without waiting for it. Torch-free.
 """
 
 from __future__ import annotations

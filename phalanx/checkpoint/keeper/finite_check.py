@@ -1,4 +1,4 @@
-"""Looking at the numbers in a slot: whether all are finite, and whether any trained one has changed."""
+"""Looking at the numbers in a slot: whether all are finite, and whether any trained one has changed. Torch-free."""
 
 from __future__ import annotations
 

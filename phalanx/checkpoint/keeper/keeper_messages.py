@@ -1,11 +1,7 @@
-"""What ranks and the keeper of their host say to each other.
+"""What ranks and the keeper of their host say to each other, and both ends of that connection. Torch-free.
 
 See `phalanx.ipc.local_socket` for how. What may be long (plans, state, inventories) travels as the descriptor of a
 *document*: memory that holds it.
-
-A rank's end of the connection to its keeper: what it says, and what it hears.
-
-The keeper's end of a connection to a rank, and a box for what its other threads have to say.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""When the keeper ends.
+"""The keeper: one loop that hears the ranks of its host; all that takes long is done in threads. Torch-free.
 
-What the keeper knows of each rank that is connected to it.
-
-The keeper: one loop that hears the ranks of its host; all that takes long is done in threads.
+It knows each connected rank by a session, and ends when its `Life` is over.
 """
 
 from __future__ import annotations

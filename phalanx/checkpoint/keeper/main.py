@@ -1,9 +1,9 @@
 """The keeper process. It is nobody's child, and ends by itself. Torch-free.
 
 How it ends: every rank that began has said `finish`; nobody has been connected for its time to live; it is told to
-(`phalanx.checkpoint.keeper.keeper_start.end_keeper`); or SIGKILL. Other signals are for the ranks, and it ignores them. What
-destroys it against its will: the end of a Slurm step or of a batch job (its control group is killed), the deletion of
-its pod, and the host's memory running out.
+(`phalanx.checkpoint.keeper.keeper_start.end_keeper`); or SIGKILL. Other signals are for the ranks, and it ignores them.
+What destroys it against its will: the end of a Slurm step or of a batch job (its control group is killed), the deletion
+of its pod, and the host's memory running out.
 """
 
 from __future__ import annotations

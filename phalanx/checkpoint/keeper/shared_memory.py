@@ -1,6 +1,6 @@
-"""Memory that outlives the process which fills it: memfds, allocated and touched once.
+"""Memory of snapshots that outlives the process which fills it: memfds, and how a rank maps them. Torch-free.
 
-Memory of the keeper as a rank sees it: mapped, and its page tables filled in the background.
+The keeper allocates it and touches it once; a rank fills its page tables in the background.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What the keeper has others do for it: sending and receiving replicas.
-
-What happens to a snapshot after it has been copied: examined, sent to a peer, made durable.
-"""
+"""The stages of a snapshot after it was copied: examined, replicated to a peer host, made durable. Torch-free."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from phalanx.checkpoint.keeper_contract import (
 
 
 class Replicas(Protocol):
-    """As `phalanx.checkpoint.replicas.replica_service.ReplicaService` does it; `Replicated` is told of what became of each."""
+    """What `phalanx.checkpoint.replicas.replica_service.ReplicaService` does; each ends in a `Replicated`."""
 
     def use_secret(self, secret: bytes) -> None:
         """Talk to those that have this secret, and no other."""

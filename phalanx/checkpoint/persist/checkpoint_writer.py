@@ -1,8 +1,7 @@
-"""Writing one shard: its memory is checked against its record on the way, run by run, before any of it is written.
+"""Writing a durable checkpoint: every rank's shard, and on the host of rank 0 publishing them as one. Torch-free.
 
-Publishing a checkpoint, on the host of rank 0: all shards are there, none is stale or sick, then it is one.
-
-What the persister process does with one task.
+The memory of a shard is checked against its record on the way, run by run, before any of it is written. The publisher
+waits until all shards are there and none is stale or sick; then it is a checkpoint.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What keeper and persister process say to each other, and memory for what is longer than a packet.
+"""The keeper's handle of its persister process, and what the two say to each other. Torch-free.
 
-The keeper's handle of its persister process.
+What is longer than a packet travels as the descriptor of memory that holds it.
 """
 
 from __future__ import annotations

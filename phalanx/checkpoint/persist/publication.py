@@ -1,11 +1,11 @@
-"""What the writer of a shard leaves beside it in the area, for the publisher: a small JSON file.
+"""What the writers of shards and the publisher tell each other, through files in the storage. Torch-free.
 
-It stays in the published checkpoint, listed in the manifest like every other file, and tells which rank wrote what.
-
-How those who wrote a shard learn what became of the checkpoint: by looking at the storage, gently.
+Beside a shard its writer leaves a *part*, a small JSON file, for the publisher. It stays in the published checkpoint,
+listed in the manifest like every other file, and tells which rank wrote what.
 
 A checkpoint that is published shows in the pointer. One that will not be is told of by a small file beside the
-checkpoints, ``failed-step-00000012.a3-1f….json``, which goes when the next one is begun.
+checkpoints, ``failed-step-00000012.a3-1f….json``, which goes when the next one is begun. Those who wrote a shard wait
+for one or the other, looking more and more rarely.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What keepers of different hosts tell each other.
-
-A connection between two keepers: who they are to each other, small messages, and runs of raw bytes, all sealed.
+"""A connection between two keepers: who they are to each other, small messages, and runs of raw bytes, all sealed.
 
     caller                               listener
       ◄── what it speaks, something new ───
@@ -13,7 +11,7 @@ What follows is sealed under keys of this connection alone: who listens learns l
 is changed, repeated or put in by others ends the connection before any of it is used.
 
 A message is a length and a sealed JSON list of a kind and fields. Raw bytes are sealed in pieces of `PIECE_BYTES`, the
-last of a run shorter. Nothing is unpickled.
+last of a run shorter. Nothing is unpickled. Torch-free.
 """
 
 from __future__ import annotations

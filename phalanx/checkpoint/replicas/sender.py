@@ -1,6 +1,6 @@
-"""The elements of a shard as they come over a link: each chunk is summed while it is in the cache.
+"""Sends the snapshots of one rank to the keeper of a peer host, in a thread of its own. Torch-free.
 
-Sends the snapshots of one rank to the keeper of a peer host, in a thread of its own.
+Whoever receives elements of a shard sums each chunk while it is in the cache (`receive_chunks`).
 """
 
 from __future__ import annotations

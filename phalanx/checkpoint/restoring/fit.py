@@ -1,6 +1,6 @@
-"""Whether what was saved fits what is asked for: agreed by all ranks before a byte is written.
+"""Whether what was saved fits what is asked for, and which parts of it fill the blocks of this rank.
 
-What has to be read to fill the blocks of this rank: where saved blocks and blocks wanted meet.
+All ranks agree that it fits before a byte is written. A `Part` is where a saved block and a wanted one meet.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""From copies of shards, in memory or as they come from another host, into tensors; nothing is believed unchecked.
+"""Snapshots in the memory of hosts as a place to restore from: this host's keeper first, those of other hosts next.
 
-Snapshots in the memory of hosts, as a place to restore from: this host's keeper first, those of other hosts next.
+Every chunk is checked against the sums of its record before it goes into a tensor.
 """
 
 from __future__ import annotations

@@ -299,8 +299,8 @@ class Refused:
     """What was found to be damaged, so that it is not tried again, and what was said of it, so that it is said once.
 
     Attributes:
-        durable: checkpoints, as `phalanx.checkpoint.restoring.durable_source.Checkpoints` tells them from others, and why they
-            were; rank 0's.
+        durable: checkpoints, as `Checkpoints` of `phalanx.checkpoint.restoring.durable_source` tells them from others,
+            and why they were; rank 0's.
         copies: of shards in memory: snapshot, host, rank.
         told: lines for people.
     """

@@ -74,7 +74,7 @@ class BlockingSession:
         return at_first(self._peers, lambda: has_names(self._folder))
 
     def restore(self, wanted: Wanted, shards: Mapping[str, Shard] | None = None, **options: Any) -> Restored | None:
-        """Fill tensors from the newest good checkpoint; see `phalanx.checkpoint.session.background_session.Session.restore`."""
+        """Fill tensors from the newest good checkpoint; see `Session.restore`."""
         at_first(self._peers, partial(clean, self._store, self.attempt))
         restored = restore(
             wanted,

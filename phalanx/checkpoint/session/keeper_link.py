@@ -1,8 +1,6 @@
-"""What is fixed while a session is open.
+"""What a session knows of keepers: its job, the connection to the keeper of its host, and the peer that gets replicas.
 
-The connection of a rank to the keeper of its host, made again in the background when it is lost.
-
-Which other host's keeper gets the replicas of this one's snapshots.
+The connection is made again in the background when it is lost.
 """
 
 from __future__ import annotations

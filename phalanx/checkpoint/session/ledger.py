@@ -1,9 +1,4 @@
-"""What every snapshot has cost, and what became of it; for ``metrics.jsonl``.
-
-How long training stands still, and for which snapshot.
-
-How long steps take where nothing is written beside them, for the interval of ``auto``.
-"""
+"""What every snapshot cost and what became of it, for ``metrics.jsonl``; how long training stood still. Torch-free."""
 
 from __future__ import annotations
 

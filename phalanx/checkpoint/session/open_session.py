@@ -1,11 +1,8 @@
-"""What the keepers of this job know each other by: out of the secret that each host was given, or agreed on here.
+"""Opening a session: the keeper of this host, the number of the attempt, and what all ranks have to know alike.
 
-Nothing secret goes through the ranks' own connections, which anybody on the network can read: what all are told of a
-given secret is a *mark* of it, out of which it cannot be computed, to see that they were given the same.
-
-Opening a session: the keeper of this host, the number of the attempt, and what all ranks have to know alike.
-
-A session in the background, or one for which training stands still, as the settings want it.
+That includes the secret by which the keepers of this job know each other: each host was given it, or the ranks agree on
+one here. Nothing secret goes through the ranks' own connections, which anybody on the network can read: of a given
+secret the ranks exchange a *mark*, out of which it cannot be computed, to see that they were given the same.
 """
 
 from __future__ import annotations
@@ -136,9 +133,8 @@ def open_session(
 ) -> Session:
     """Begin an attempt of a run; called by all ranks together.
 
-    The keeper of each host is started if there is none; `phalanx.checkpoint.keeper.keeper_start.prepare_keeper` does that
-    beforehand.
-    From here on, whatever is left of earlier attempts cannot write checkpoints any more.
+    The keeper of each host is started if there is none; `phalanx.checkpoint.keeper.keeper_start.prepare_keeper` does
+    that beforehand. From here on, whatever is left of earlier attempts cannot write checkpoints any more.
 
     Args:
         destination_url: a folder, or a URL that fsspec knows; the same on all ranks.

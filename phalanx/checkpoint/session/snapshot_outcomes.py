@@ -1,10 +1,7 @@
-"""Telling the persisters of all hosts that a rank's part of a checkpoint will not come, where its keeper cannot.
+"""What becomes of the snapshots of a rank: the keeper tells, training may wait, other hosts may have to hear it.
 
-What the keeper tells of the snapshots of a rank: into the ledger, to people, and where need be to other hosts.
-
-Waiting until a checkpoint is durable: at the end of training, and where every one is to be waited for.
-
-What is waited for is a state, which the ledger has, and never a message: that may have been heard long before.
+What is waited for is a state, which the ledger has, and never a message: that may have been heard long before. Where
+the keeper is lost, this rank itself tells the persisters of other hosts that its part of a checkpoint will not come.
 """
 
 from __future__ import annotations

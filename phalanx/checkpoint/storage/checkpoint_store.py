@@ -1,10 +1,8 @@
-"""Names of checkpoints, of what is being written, and of what is kept aside.
-
-What durable storage of checkpoints can do, whether it is a folder or an object store.
+"""What durable storage of checkpoints can do (a folder or an object store), and the names in it. Torch-free.
 
 A checkpoint is a flat set of files under a name (``step-00000012``; object stores, which have no rename, add the
 attempt and the job: ``step-00000012.a3-1f…``). It is there once it is published; while it is written it is an *area*.
-Which checkpoint is the latest, and which attempt may write, is `phalanx.checkpoint.storage.latest`'s business.
+Which checkpoint is the latest, and which attempt may write, is the business of `phalanx.checkpoint.storage.latest`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Writing large files past the page cache.
+"""A folder as a store: renames, locks and hard links of a file system that all hosts share. Torch-free.
 
-A checkpoint that goes through the page cache costs the cores of training a page for every 4 kB, and takes memory from
-whatever else is cached. For 300 MB on a cloud machine with ext4 that was 0.11 to 1.4 s of system time (the more, the
-less memory the host had lent to the machine by then), and 0.025 s with O_DIRECT.
-
-A folder as a store: renames, locks and hard links of a file system that all hosts share.
+Large files are written past the page cache. Through it, a checkpoint costs the cores of training a page for every 4 kB,
+and takes memory from whatever else is cached. For 300 MB on a cloud machine with ext4 that was 0.11 to 1.4 s of system
+time (the more, the less memory the host had lent to the machine by then), and 0.025 s with O_DIRECT.
 """
 
 from __future__ import annotations
@@ -181,7 +179,7 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 
 
 class LocalStore:
-    """A `phalanx.checkpoint.storage.checkpoint_store.Store` in the folder at `path`, which is made when something is written.
+    """A `Store` in the folder at `path`, which is made when something is written.
 
     Areas are folders ``.writing-step-…`` beside the checkpoints; only the publisher, who has begun one, holds its lock.
 

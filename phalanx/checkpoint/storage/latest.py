@@ -1,4 +1,4 @@
-"""The pointer to the latest checkpoint, which is also the fence against leftovers of earlier attempts.
+"""The pointer to the latest checkpoint, which is also the fence against leftovers of earlier attempts. Torch-free.
 
 The pointer is a row of small files, ``latest-00000001.json``, ``latest-00000002.json`` …, each made by exclusive
 creation (`Store.create`) with the number after the highest there is; the highest counts. So writers change it one after
@@ -11,7 +11,7 @@ another, whoever they are, on every storage that has this one conditional operat
 An entry names the one before it by that one's `mark`. That way a writer that was asleep between looking and writing,
 while others wrote and cleared up, sees that its entry went into a gap and counts for nothing.
 
-In which order the checkpoints of a store are tried when one is to be restored.
+A restore tries the checkpoints of a store in the order that follows from it (`in_order`).
 """
 
 from __future__ import annotations

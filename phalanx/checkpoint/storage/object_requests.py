@@ -1,6 +1,7 @@
-"""Storage behind a network: try again what may pass, and then say in one error which object it was.
+"""Requests to object stores: tried again where that may help, bounded in time, and one error that names the object.
 
-Making an object only if there is none of its name: which fsspec file systems can, and how.
+The one conditional request makes an object only if there is none of its name: `creator` knows which fsspec file systems
+can do that, and how. Torch-free.
 """
 
 from __future__ import annotations

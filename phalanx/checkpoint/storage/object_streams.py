@@ -1,7 +1,6 @@
-"""Reading objects of an object store as files, by ranges, with a bounded read-ahead of several streams.
+"""Objects as streams with bounded memory: read by ranges with read-ahead, written in parts, several at a time on S3.
 
-Writing an object of any length with bounded memory: in parts, several at a time on S3, and there only when all of
-them are.
+An object that is written is there only when all of its parts are. Torch-free.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Which checkpoints are kept: a pure function of what there is and of the settings.
-
-Deleting the checkpoints that are not kept; which those are is `phalanx.checkpoint.storage.retention`'s decision.
-"""
+"""Which checkpoints are kept, a pure function of what there is and of the settings; deleting the others. Torch-free."""
 
 from __future__ import annotations
 
