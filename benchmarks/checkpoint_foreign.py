@@ -34,7 +34,7 @@ from rich.table import Table
 from support.doors import DOORS, Door, Loop, a_keeper_at, expected_step, flip, made, newest_files
 
 from phalanx.checkpoint import Checkpointer
-from phalanx.checkpoint.keeper.start import end_keeper
+from phalanx.checkpoint.keeper.keeper_start import end_keeper
 
 BAR_S = 5.0  # from the last step to the end
 _HANG_S = 120.0

@@ -33,12 +33,12 @@ from support.leaving import nothing_left
 from support.object_server import Request, Server, serving
 
 from phalanx.checkpoint.format import dcp, manifest, tables
-from phalanx.checkpoint.format.blocks import Block
-from phalanx.checkpoint.format.files import Span
+from phalanx.checkpoint.format.checkpoint_files import Span
+from phalanx.checkpoint.format.dcp import Block
 from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, FileEntry
 from phalanx.checkpoint.restoring.restore import restore
+from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.checkpoint.storage.latest import advance, claim
-from phalanx.checkpoint.storage.local import LocalStore
 from phalanx.checkpoint.storage.location import open_store
 from phalanx.core.layout import Shard
 from phalanx.core.peers import Peers

@@ -40,7 +40,7 @@ from support.stall.contenders import NAMES
 from support.stall.ranks import disturbances, every_step, last, stall, stalls
 from support.stall.task import MARK, Size
 
-from phalanx.checkpoint.keeper.start import end_keeper
+from phalanx.checkpoint.keeper.keeper_start import end_keeper
 
 FULL, QUICK = Size(6, 2048, 160), Size(3, 512, 256)
 SMALL, QUICK_SMALL = Size(10, 1024, 1024), Size(3, 256, 256)

@@ -40,15 +40,14 @@ from typing import Any
 import torch
 from xxhash import xxh3_64_intdigest
 
-from phalanx.checkpoint.format.plan import Piece, ShardPlan
-from phalanx.checkpoint.format.record import CHUNK_BYTES, Record, SnapshotId
-from phalanx.checkpoint.format.sums import chunk_sums
+from phalanx.checkpoint.format.run_sums import chunk_sums
+from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Piece, Record, ShardPlan, SnapshotId
 from phalanx.checkpoint.keeper.vault import MemoryVault
-from phalanx.checkpoint.replicas.contract import Endpoint, Replicated
+from phalanx.checkpoint.keeper_contract import Endpoint, Replicated
 from phalanx.checkpoint.replicas.fetch import PeerCopies, fetch
-from phalanx.checkpoint.replicas.service import ReplicaService
-from phalanx.checkpoint.restoring.copying import fill_from_memory
-from phalanx.checkpoint.restoring.parts import Part, SavedBlock
+from phalanx.checkpoint.replicas.replica_service import ReplicaService
+from phalanx.checkpoint.restoring.fit import Part, SavedBlock
+from phalanx.checkpoint.restoring.memory_source import fill_from_memory
 from phalanx.checkpoint.restoring.restore import restore
 from phalanx.checkpoint.save import save
 from phalanx.checkpoint.storage.location import open_store

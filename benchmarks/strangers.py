@@ -229,7 +229,7 @@ def _serve(door: str, pipe: Any, folder: str) -> None:
 
 def _serve_keeper(pipe: Any) -> None:
     from phalanx.checkpoint.keeper.vault import MemoryVault
-    from phalanx.checkpoint.replicas.service import ReplicaService
+    from phalanx.checkpoint.replicas.replica_service import ReplicaService
 
     service = ReplicaService(MemoryVault(), lambda replicated: None, host="here")
     service.use_secret(SECRET)
@@ -316,7 +316,7 @@ def _ask(door: str, port: int, folder: Path) -> Callable[[], None]:
 
 
 def _ask_keeper(port: int) -> None:
-    from phalanx.checkpoint.replicas.contract import Endpoint
+    from phalanx.checkpoint.keeper_contract import Endpoint
     from phalanx.checkpoint.replicas.fetch import list_held
 
     assert list_held(Endpoint("here", ("127.0.0.1",), port), SECRET, _CALL_S) == []

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.checkpoint import Checkpointer, restore_checkpoint
-from phalanx.checkpoint.keeper.start import end_keeper
-from phalanx.checkpoint.restoring.checkpoint import open_checkpoint
+from phalanx.checkpoint.keeper.keeper_start import end_keeper
+from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
+from phalanx.checkpoint.storage.checkpoint_store import step_of
 from phalanx.checkpoint.storage.location import open_store
-from phalanx.checkpoint.storage.names import step_of
 from phalanx.core.config import load
 from phalanx.train.assemble import assemble
 from phalanx.train.config import RunConfig
@@ -181,7 +181,7 @@ def _trained(folder: Path, say: Say, steps: int, **settings: Any) -> tuple[int, 
     """A `transformers.Trainer` trains to `steps`: where it began, and the weights at its end."""
     from transformers import Trainer, TrainingArguments
 
-    from phalanx.checkpoint.foreign.huggingface import PhalanxCheckpointCallback
+    from phalanx.checkpoint.foreign.huggingface_callback import PhalanxCheckpointCallback
 
     torch.manual_seed(3)
     model = _Regression()

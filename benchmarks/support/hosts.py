@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from phalanx.checkpoint.format.record import Record, SnapshotId
-from phalanx.checkpoint.keeper.client import connect
-from phalanx.checkpoint.keeper.contract import KeeperLostError
+from phalanx.checkpoint.format.shard_plan import Record, SnapshotId
+from phalanx.checkpoint.keeper.keeper_client import connect
+from phalanx.checkpoint.keeper_contract import KeeperLostError
 from phalanx.ipc.handshake import hand_out
 from phalanx.telemetry.loggers import read_json_lines
 from support.kills.run import TinyRun

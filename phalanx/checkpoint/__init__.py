@@ -1,8 +1,8 @@
 """Checkpoints: taken beside training, proven good, restored from the nearest place that has them.
 
 For training loops of your own: `Checkpointer`, and `save_checkpoint` and `restore_checkpoint` for single ones (see
-`phalanx.checkpoint.foreign.api`). They are imported when they are first asked for, since most of this package must not
-need torch.
+`phalanx.checkpoint.foreign.checkpointer`). They are imported when they are first asked for, since most of this package
+must not need torch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from phalanx.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from phalanx.checkpoint.config import CheckpointConfig
-    from phalanx.checkpoint.foreign.api import Checkpointer, restore_checkpoint, save_checkpoint
-    from phalanx.checkpoint.foreign.huggingface import PhalanxCheckpointCallback
+    from phalanx.checkpoint.foreign.checkpointer import Checkpointer, restore_checkpoint, save_checkpoint
+    from phalanx.checkpoint.foreign.huggingface_callback import PhalanxCheckpointCallback
 
 __all__ = ["CheckpointConfig", "Checkpointer", "PhalanxCheckpointCallback", "restore_checkpoint", "save_checkpoint"]
 
@@ -22,7 +22,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "phalanx.checkpoint.config": ["CheckpointConfig"],
-        "phalanx.checkpoint.foreign.api": ["Checkpointer", "restore_checkpoint", "save_checkpoint"],
-        "phalanx.checkpoint.foreign.huggingface": ["PhalanxCheckpointCallback"],
+        "phalanx.checkpoint.foreign.checkpointer": ["Checkpointer", "restore_checkpoint", "save_checkpoint"],
+        "phalanx.checkpoint.foreign.huggingface_callback": ["PhalanxCheckpointCallback"],
     },
 )

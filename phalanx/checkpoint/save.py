@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from phalanx import __version__
+from phalanx.checkpoint.all_ranks import at_first, collected
 from phalanx.checkpoint.format import dcp, tables
 from phalanx.checkpoint.format import manifest as manifests
 from phalanx.checkpoint.format.manifest import FORMAT_VERSION, MANIFEST, SUMS, Manifest, Meta
 from phalanx.checkpoint.format.tables import Written
+from phalanx.checkpoint.snapshot_plans import Agreed, agree
 from phalanx.checkpoint.storage.folder import clean, publish, writing
-from phalanx.checkpoint.together import at_first, collected
-from phalanx.checkpoint.writers import Agreed, agree
 from phalanx.core import units
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_bytes

@@ -80,8 +80,8 @@ CHECKPOINTS = (
     "torch.distributed.checkpoint:async_save",
     "torch.distributed.checkpoint.state_dict_saver:save",
     "safetensors.torch:save_file",
-    "phalanx.checkpoint.session.session:Session._take",
-    "phalanx.checkpoint.foreign.api:save_checkpoint",
+    "phalanx.checkpoint.session.background_session:Session._take",
+    "phalanx.checkpoint.foreign.checkpointer:save_checkpoint",
 )
 """Functions inside which a checkpoint is written, as ``module:attribute``."""
 

@@ -13,7 +13,7 @@ import torch
 
 from phalanx.checkpoint.restoring.restore import SpoiltError
 from phalanx.checkpoint.restoring.source import Restored
-from phalanx.checkpoint.session.choosing import Saver
+from phalanx.checkpoint.session.open_session import Saver
 from phalanx.core.errors import UserError
 from phalanx.core.points import NO_POINTS, Points
 from phalanx.data.loader import Loader

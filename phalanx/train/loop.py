@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import Tensor
 
-from phalanx.checkpoint.policy.deadline import deadline_due, find_deadline
+from phalanx.checkpoint.stopping import deadline_due, find_deadline
 from phalanx.optim.schedule import lr_factor
 from phalanx.train.device import GarbageCollection
 from phalanx.train.evaluate import Evaluation

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.format import evaluation as kept
-from phalanx.checkpoint.format.plan import Role
+from phalanx.checkpoint.format import checkpoint_files as kept
+from phalanx.checkpoint.format.shard_plan import Role
 from phalanx.checkpoint.restoring.restore import Opened
 from phalanx.checkpoint.restoring.source import Restored
-from phalanx.checkpoint.session import choosing
-from phalanx.checkpoint.session.choosing import Saver
+from phalanx.checkpoint.session import open_session
+from phalanx.checkpoint.session.open_session import Saver
 from phalanx.core import units
 from phalanx.core.errors import UserError
 from phalanx.core.hardware import Peak
@@ -109,7 +109,7 @@ def open_saver(
     copies = None
     if ranks.mesh is not None:
         copies = GroupCopies(ranks.mesh.group(*DATA_AXES), DATA_AXES, ranks.mesh.device)
-    return choosing.open_saver(
+    return open_session.open_saver(
         destination(config, run_folder),
         config.checkpoint,
         peers=ranks.peers,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from phalanx.checkpoint.keeper.start import prepare_keeper
+from phalanx.checkpoint.keeper.keeper_start import prepare_keeper
 from phalanx.data.prepare import prepare
 from phalanx.launch.cores import ignored_threads
 from phalanx.launch.environment import worker_environment

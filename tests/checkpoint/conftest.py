@@ -8,7 +8,7 @@ from checkpoint_helpers import make_tensors
 from foreign_forks import Forks
 from torch import Tensor
 
-from phalanx.checkpoint.keeper.start import end_keeper
+from phalanx.checkpoint.keeper.keeper_start import end_keeper
 
 
 @pytest.fixture

@@ -137,7 +137,7 @@ def _wait(started: list[tuple[int, int]]) -> list[tuple[int, Any]]:
 
 def _serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests end it
-    for module in ("torch._dynamo", "phalanx.checkpoint.foreign.api"):  # an optimizer would import the first
+    for module in ("torch._dynamo", "phalanx.checkpoint.foreign.checkpointer"):  # an optimizer would import the first
         importlib.import_module(module)
     for line in sys.stdin:
         started = _fork(json.loads(line))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from phalanx.checkpoint.foreign.huggingface import PhalanxCheckpointCallback
+from phalanx.checkpoint.foreign.huggingface_callback import PhalanxCheckpointCallback
 from phalanx.core.config import parse_override
 
 

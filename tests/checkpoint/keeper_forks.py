@@ -20,9 +20,9 @@ from pathlib import Path
 
 _IMPORTED = (
     "phalanx.checkpoint.keeper.main",
-    "phalanx.checkpoint.persist.process",
+    "phalanx.checkpoint.persist.persister_process",
     "phalanx.checkpoint.replicas.interfaces",
-    "phalanx.checkpoint.replicas.service",
+    "phalanx.checkpoint.replicas.replica_service",
 )
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
 
@@ -71,8 +71,8 @@ def _fork(address: str, ttl_s: float, environ: dict[str, str]) -> bool:
 
 def _become(address: str, told: int, ttl_s: float, environ: dict[str, str]) -> None:
     """Be the keeper, with nothing of this process but what it has imported."""
+    from phalanx.checkpoint.keeper.keeper_start import log_of
     from phalanx.checkpoint.keeper.main import main
-    from phalanx.checkpoint.keeper.start import log_of
 
     try:
         os.setsid()

@@ -6,9 +6,8 @@ import random
 from collections.abc import Sequence
 from typing import get_args
 
-from phalanx.checkpoint.format.plan import ALIGN_BYTES, Piece, Role, ShardPlan
-from phalanx.checkpoint.format.record import Record, SnapshotId
-from phalanx.checkpoint.format.sums import chunk_sums
+from phalanx.checkpoint.format.run_sums import chunk_sums
+from phalanx.checkpoint.format.shard_plan import ALIGN_BYTES, Piece, Record, Role, ShardPlan, SnapshotId
 
 SET = "5e7"
 _SMALL = bytes(byte & 0x3F for byte in range(256))

@@ -17,11 +17,10 @@ import psutil
 from keeper_forks import fork_keeper
 from keeper_helpers import SET, some_bytes
 
-from phalanx.checkpoint.format.plan import JobPlan, ShardPlan
-from phalanx.checkpoint.keeper.client import KeeperClient, connect
-from phalanx.checkpoint.keeper.contract import Taken
-from phalanx.checkpoint.keeper.start import end_keeper
-from phalanx.checkpoint.persist.contract import Destination
+from phalanx.checkpoint.format.shard_plan import JobPlan, ShardPlan
+from phalanx.checkpoint.keeper.keeper_client import KeeperClient, connect
+from phalanx.checkpoint.keeper.keeper_start import end_keeper
+from phalanx.checkpoint.keeper_contract import Destination, Taken
 
 GUARD_S = 60.0
 

@@ -16,14 +16,12 @@ from planned_files import slot
 from thread_ranks import ThreadPeers, succeed
 from torch import Tensor
 
-from phalanx.checkpoint.format.plan import JobPlan, Role, ShardPlan
-from phalanx.checkpoint.format.record import Record
-from phalanx.checkpoint.format.sums import chunk_sums, state_sum
-from phalanx.checkpoint.persist.contract import Destination, Outcome, Task
-from phalanx.checkpoint.persist.messages import in_memory
-from phalanx.checkpoint.persist.process import PersisterProcess
-from phalanx.checkpoint.restoring.checkpoint import Checkpoint, newest
-from phalanx.checkpoint.snapshot.plans import make_plans
+from phalanx.checkpoint.format.run_sums import chunk_sums, state_sum
+from phalanx.checkpoint.format.shard_plan import JobPlan, Record, Role, ShardPlan
+from phalanx.checkpoint.keeper_contract import Destination, Outcome, Task
+from phalanx.checkpoint.persist.persister_process import PersisterProcess, in_memory
+from phalanx.checkpoint.restoring.open_checkpoint import Checkpoint, newest
+from phalanx.checkpoint.snapshot_plans import make_plans
 from phalanx.core.layout import Shard
 
 PATIENCE_S = 60.0

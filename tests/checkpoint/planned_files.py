@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.format import manifest as manifests
-from phalanx.checkpoint.format.archive_ends import with_crc32
 from phalanx.checkpoint.format.manifest import FileEntry, Manifest, TensorEntry
-from phalanx.checkpoint.format.plan import JobPlan, ShardPlan
+from phalanx.checkpoint.format.shard_plan import JobPlan, ShardPlan, with_crc32
 
 assert sys.byteorder == "little"
 

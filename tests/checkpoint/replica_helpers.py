@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 
-from phalanx.checkpoint.format.plan import Piece, ShardPlan
-from phalanx.checkpoint.format.record import CHUNK_BYTES, Record, SnapshotId
-from phalanx.checkpoint.format.sums import chunk_sums, state_sum
+from phalanx.checkpoint.format.run_sums import chunk_sums, state_sum
+from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Piece, Record, ShardPlan, SnapshotId
 from phalanx.checkpoint.keeper.vault import MemoryVault
-from phalanx.checkpoint.replicas.contract import Endpoint, Replicated
-from phalanx.checkpoint.replicas.service import ReplicaService
+from phalanx.checkpoint.keeper_contract import Endpoint, Replicated
+from phalanx.checkpoint.replicas.replica_service import ReplicaService
 from phalanx.core.points import NO_POINTS, Points
 
 GUARD_S = 60.0

@@ -15,7 +15,7 @@ from dataclasses import asdict
 
 from replica_helpers import Host, make_plan, put
 
-from phalanx.checkpoint.replicas.contract import Endpoint
+from phalanx.checkpoint.keeper_contract import Endpoint
 from phalanx.core.points import Points
 
 

@@ -15,15 +15,13 @@ import torch
 from thread_ranks import PATIENCE_S, ThreadPeers, succeed
 from torch import Tensor
 
-from phalanx.checkpoint.format.plan import ShardPlan
-from phalanx.checkpoint.format.record import CHUNK_BYTES, Record, SnapshotId
-from phalanx.checkpoint.format.sums import chunk_sums, state_sum
-from phalanx.checkpoint.keeper.contract import KeeperLostError
-from phalanx.checkpoint.replicas.contract import Endpoint, Held
+from phalanx.checkpoint.format.run_sums import chunk_sums, state_sum
+from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Record, ShardPlan, SnapshotId
+from phalanx.checkpoint.keeper_contract import Endpoint, Held, KeeperLostError
 from phalanx.checkpoint.restoring.restore import Restored, SpoiltError, restore
 from phalanx.checkpoint.save import save
-from phalanx.checkpoint.snapshot.plans import make_plans
-from phalanx.checkpoint.storage.local import LocalStore
+from phalanx.checkpoint.snapshot_plans import make_plans
+from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.core.layout import Axis, Layout, Shard
 
 T = TypeVar("T")

@@ -12,16 +12,23 @@ from thread_ranks import Exchange, ThreadPeers
 from torch import Tensor
 
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.format.plan import JobPlan, ShardPlan
-from phalanx.checkpoint.format.record import Record, SnapshotId
-from phalanx.checkpoint.keeper.contract import Keeper, KeeperLostError, Progress, Stage, Taken
-from phalanx.checkpoint.persist.contract import Destination
-from phalanx.checkpoint.policy.adapting import AutoInterval
-from phalanx.checkpoint.replicas.contract import Endpoint, Held, RefusedError, Slot
-from phalanx.checkpoint.session.agenda import Agenda
-from phalanx.checkpoint.session.job import Job
-from phalanx.checkpoint.session.link import Link
-from phalanx.checkpoint.session.session import Session
+from phalanx.checkpoint.due import Agenda
+from phalanx.checkpoint.format.shard_plan import JobPlan, Record, ShardPlan, SnapshotId
+from phalanx.checkpoint.interval import AutoInterval
+from phalanx.checkpoint.keeper_contract import (
+    Destination,
+    Endpoint,
+    Held,
+    Keeper,
+    KeeperLostError,
+    Progress,
+    RefusedError,
+    Slot,
+    Stage,
+    Taken,
+)
+from phalanx.checkpoint.session.background_session import Session
+from phalanx.checkpoint.session.keeper_link import Job, Link
 from phalanx.core.peers import ALONE, Peers
 from phalanx.core.points import NO_POINTS
 

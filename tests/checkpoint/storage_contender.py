@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.checkpoint.storage.base import Store, SupersededError
+from phalanx.checkpoint.storage.checkpoint_store import Store, SupersededError
 from phalanx.checkpoint.storage.latest import advance, claim
 
 

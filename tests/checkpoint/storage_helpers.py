@@ -17,8 +17,8 @@ from moto.server import ThreadedMotoServer
 
 from phalanx.checkpoint.format.manifest import MANIFEST, SUMS
 from phalanx.checkpoint.save import save
-from phalanx.checkpoint.storage import retry
-from phalanx.checkpoint.storage.base import Store
+from phalanx.checkpoint.storage import object_requests
+from phalanx.checkpoint.storage.checkpoint_store import Store
 from phalanx.checkpoint.storage.latest import advance
 from phalanx.checkpoint.storage.location import open_store
 from phalanx.core.points import NO_POINTS, Points
@@ -143,7 +143,7 @@ class Place:
 
 @pytest.fixture(name="place", params=KINDS)
 def place_fixture(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    monkeypatch.setattr(retry, "WAITS_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(object_requests, "WAITS_S", (0.0, 0.0, 0.0))
     run = uuid.uuid4().hex
     if request.param == "folder":
         yield Place("folder", str(tmp_path / "checkpoints"))
@@ -160,7 +160,7 @@ def place_fixture(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: p
 
 @pytest.fixture(name="s3_place")
 def s3_place_fixture(s3_server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    monkeypatch.setattr(retry, "WAITS_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(object_requests, "WAITS_S", (0.0, 0.0, 0.0))
     yield Place("s3", f"s3://bucket/{uuid.uuid4().hex}/checkpoints", s3_server.options, s3_server.gate)
     s3_server.gate.reset()
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from phalanx.checkpoint import save as saving
 from phalanx.checkpoint.format import dcp
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError
-from phalanx.checkpoint.restoring.checkpoint import Checkpoint, newest, open_checkpoint
+from phalanx.checkpoint.restoring.open_checkpoint import Checkpoint, newest, open_checkpoint
 from phalanx.checkpoint.save import STAGES, save
 from phalanx.checkpoint.storage import folder as folders
 from phalanx.checkpoint.storage.folder import candidates, clean, writing

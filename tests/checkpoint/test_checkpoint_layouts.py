@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoint_helpers import assert_equal, blank, make_tensors
 
-from phalanx.checkpoint.restoring.checkpoint import open_checkpoint
+from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
 from phalanx.checkpoint.save import save
 
 RESHARD = """
@@ -18,7 +18,7 @@ import os, sys, torch, torch.distributed as dist
 from pathlib import Path
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from phalanx.checkpoint.restoring.checkpoint import newest
+from phalanx.checkpoint.restoring.open_checkpoint import newest
 
 folder, out, world = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 
@@ -62,7 +62,7 @@ def test_sharded_tensors_are_filled_from_one_process_checkpoint(tmp_path: Path) 
 MEMORY = """
 import resource, sys, torch
 from pathlib import Path
-from phalanx.checkpoint.restoring.checkpoint import open_checkpoint
+from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
 from phalanx.checkpoint.save import save
 
 def peak_bytes():

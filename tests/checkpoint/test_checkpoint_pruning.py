@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.policy.retention import Stocked, unkept
-from phalanx.checkpoint.restoring.checkpoint import newest
+from phalanx.checkpoint.restoring.open_checkpoint import newest
 from phalanx.checkpoint.save import save
-from phalanx.checkpoint.storage import prune as pruning
+from phalanx.checkpoint.storage import retention as pruning
 from phalanx.checkpoint.storage.folder import candidates
-from phalanx.checkpoint.storage.prune import prune
+from phalanx.checkpoint.storage.retention import Stocked, prune, unkept
 from phalanx.core.points import Points
 
 

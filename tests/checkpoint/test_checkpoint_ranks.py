@@ -24,16 +24,15 @@ from torch.distributed import FileStore
 
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.format import dcp
-from phalanx.checkpoint.format.boxes import clash, cover_fault, overlap
-from phalanx.checkpoint.format.manifest import Chunk, FileEntry
+from phalanx.checkpoint.format.manifest import Chunk, FileEntry, clash, cover_fault, overlap
 from phalanx.checkpoint.format.tables import Written, from_text, names_on_no_rank, names_to_bits, share_out, to_text
-from phalanx.checkpoint.restoring import durable
-from phalanx.checkpoint.restoring.checkpoint import newest, open_checkpoint
-from phalanx.checkpoint.restoring.durable import DurableSource
+from phalanx.checkpoint.restoring import durable_source
+from phalanx.checkpoint.restoring.durable_source import DurableSource
+from phalanx.checkpoint.restoring.open_checkpoint import newest, open_checkpoint
 from phalanx.checkpoint.restoring.source import Reading
 from phalanx.checkpoint.save import STAGES, save
 from phalanx.checkpoint.storage.folder import candidates
-from phalanx.checkpoint.storage.prune import prune
+from phalanx.checkpoint.storage.retention import prune
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Shard
 from phalanx.core.peers import Peers
@@ -212,13 +211,13 @@ def test_every_file_is_hashed_once_by_some_rank(tmp_path: Path, monkeypatch: pyt
 def test_only_rank_0_reads_the_manifest_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     succeed(SIZE, lambda peers: save_version(tmp_path, 1, peers))
     readers: list[str] = []
-    read_manifest = durable.read_manifest
+    read_manifest = durable_source.read_manifest
 
     def noted(files: object, **how: Any) -> Any:
         readers.append(threading.current_thread().name)
         return read_manifest(files, **how)
 
-    monkeypatch.setattr(durable, "read_manifest", noted)
+    monkeypatch.setattr(durable_source, "read_manifest", noted)
     require_version(tmp_path, 1)
     assert len(set(readers)) == 1
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from thread_ranks import ThreadPeers, run_ranks, succeed
 from torch import Tensor
 
-from phalanx.checkpoint.format import archive, files
+from phalanx.checkpoint.format import checkpoint_files, dcp
 from phalanx.checkpoint.format.manifest import Meta
-from phalanx.checkpoint.restoring.checkpoint import Checkpoint, newest, open_checkpoint
+from phalanx.checkpoint.restoring.open_checkpoint import Checkpoint, newest, open_checkpoint
 from phalanx.checkpoint.save import save
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Shard
@@ -111,8 +111,8 @@ def test_any_layout_reads_what_any_layout_wrote(
     tmp_path_factory: pytest.TempPathFactory, small_bytes: int, data: st.DataObject
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(archive, "_SMALL_BYTES", small_bytes)
-        patch.setattr(archive, "SLAB_BYTES", 16)
+        patch.setattr(dcp, "_SMALL_BYTES", small_bytes)
+        patch.setattr(dcp, "SLAB_BYTES", 16)
         folder = tmp_path_factory.mktemp("reshard", numbered=True)
         tensors = data.draw(some_tensors())
         path = save_as(folder, 1, tensors, data.draw(layouts(tensors)))
@@ -221,7 +221,7 @@ def test_only_the_bytes_needed_are_read(tmp_path: Path, monkeypatch: pytest.Monk
     checkpoint = open_checkpoint(save_as(tmp_path, 1, tensors, layout))
     opened: list[str] = []
     read_bytes: list[int] = []
-    read_into, open_file = archive._read_into, files.open_regular
+    read_into, open_file = dcp._read_into, checkpoint_files.open_regular
 
     def counted(file: object, tensor: Tensor) -> None:
         read_bytes.append(tensor.nbytes)
@@ -231,8 +231,8 @@ def test_only_the_bytes_needed_are_read(tmp_path: Path, monkeypatch: pytest.Monk
         opened.append(path.name)
         return open_file(path, most_bytes)
 
-    monkeypatch.setattr(archive, "_read_into", counted)
-    monkeypatch.setattr(files, "open_regular", noted)
+    monkeypatch.setattr(dcp, "_read_into", counted)
+    monkeypatch.setattr(checkpoint_files, "open_regular", noted)
     target = {"big": torch.zeros(100, 500)}
     shards = {"big": Shard.whole((1000, 500)).rows(300, 100, ("shard",))}
     checkpoint.load_into(target, shards=shards, strict=False)
@@ -252,7 +252,7 @@ def out_of_order(folder: Path, tensor: Tensor) -> Checkpoint:
 def test_earlier_checkpoints_with_transposed_tensors_are_read(
     tmp_path: Path, small_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(archive, "_SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(dcp, "_SMALL_BYTES", small_bytes)
     tensor = torch.randn(6, 4).T
     checkpoint = out_of_order(tmp_path, tensor)
     target = {"w": torch.zeros(2, 6)}
@@ -264,8 +264,8 @@ def test_earlier_checkpoints_with_transposed_tensors_are_read(
 def test_blocks_of_other_dtypes_and_strides_are_filled(
     tmp_path: Path, small_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(archive, "_SMALL_BYTES", small_bytes)
-    monkeypatch.setattr(archive, "SLAB_BYTES", 40)
+    monkeypatch.setattr(dcp, "_SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(dcp, "SLAB_BYTES", 40)
     tensor = torch.randn(7, 5)
     checkpoint = open_checkpoint(save(tmp_path, 1, {"w": tensor}))
     memory = torch.zeros(3, 4, dtype=torch.float64)
@@ -280,7 +280,7 @@ def test_blocks_of_other_dtypes_and_strides_are_filled(
 def test_blocks_on_a_gpu_are_written_and_filled(
     tmp_path: Path, slab_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(archive, "SLAB_BYTES", slab_bytes)
+    monkeypatch.setattr(dcp, "SLAB_BYTES", slab_bytes)
     host = {"w": torch.randn(300, 500), "b": torch.randn(300).bfloat16()}
     device = {name: tensor.cuda() for name, tensor in host.items()}
     checkpoint = open_checkpoint(save_as(tmp_path, 1, device, row_splits(device, 3)))

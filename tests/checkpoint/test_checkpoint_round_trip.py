@@ -13,12 +13,12 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_helpers import assert_equal, blank, forge, make_tensors
 from torch import Tensor
 
-from phalanx.checkpoint.format.blocks import held
-from phalanx.checkpoint.format.files import FolderFiles
+from phalanx.checkpoint.format.checkpoint_files import FolderFiles
+from phalanx.checkpoint.format.dcp import held
 from phalanx.checkpoint.format.manifest import Meta, config_sha256
-from phalanx.checkpoint.restoring.checkpoint import newest, open_checkpoint
-from phalanx.checkpoint.restoring.durable import DurableSource
-from phalanx.checkpoint.restoring.parts import parts
+from phalanx.checkpoint.restoring.durable_source import DurableSource
+from phalanx.checkpoint.restoring.fit import parts
+from phalanx.checkpoint.restoring.open_checkpoint import newest, open_checkpoint
 from phalanx.checkpoint.save import save
 from phalanx.core.errors import UserError
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.checkpoint.foreign.api import Checkpointer, save_checkpoint
-from phalanx.checkpoint.foreign.blank import UndrawnParameters
+from phalanx.checkpoint.foreign.checkpointer import Checkpointer, save_checkpoint
+from phalanx.checkpoint.foreign.put_back import UndrawnParameters
 from phalanx.core.errors import UserError
 
 

@@ -57,7 +57,7 @@ def test_killed_and_resumed_losses_are_the_same(
 
 
 def test_nothing_is_left_of_a_training_that_never_began(tmp_path: Path) -> None:
-    from phalanx.checkpoint.foreign.huggingface import PhalanxCheckpointCallback
+    from phalanx.checkpoint.foreign.huggingface_callback import PhalanxCheckpointCallback
 
     save_checkpoint(tmp_path, 3, extra={"trainer_state": {"global_step": 3}})
     callback = PhalanxCheckpointCallback(tmp_path, mode="blocking")

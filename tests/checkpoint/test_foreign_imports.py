@@ -17,7 +17,7 @@ def test_the_names_are_there() -> None:
         Checkpointer.__module__
         == restore_checkpoint.__module__
         == save_checkpoint.__module__
-        == "phalanx.checkpoint.foreign.api"
+        == "phalanx.checkpoint.foreign.checkpointer"
     )
     with pytest.raises(AttributeError, match="has no attribute 'load'"):
         phalanx.checkpoint.load  # noqa: B018
@@ -25,7 +25,7 @@ def test_the_names_are_there() -> None:
 
 def test_torch_comes_with_them_only() -> None:
     code = (
-        "import sys, phalanx.checkpoint, phalanx.checkpoint.policy.adapting, phalanx.checkpoint.policy.deadline\n"
+        "import sys, phalanx.checkpoint, phalanx.checkpoint.interval, phalanx.checkpoint.stopping\n"
         "assert 'torch' not in sys.modules\n"
         "from phalanx.checkpoint import Checkpointer\n"
         "assert 'torch' in sys.modules and 'transformers' not in sys.modules"

@@ -17,12 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from phalanx.checkpoint.foreign import trees
-from phalanx.checkpoint.foreign.api import Checkpointer, restore_checkpoint, save_checkpoint
-from phalanx.checkpoint.foreign.generators import generator_tensors, set_generators
-from phalanx.checkpoint.foreign.state import TrainingState
-from phalanx.checkpoint.foreign.updates import Updates
-from phalanx.checkpoint.restoring.checkpoint import newest
+from phalanx.checkpoint.foreign import named_state
+from phalanx.checkpoint.foreign.checkpointer import Checkpointer, restore_checkpoint, save_checkpoint
+from phalanx.checkpoint.foreign.foreign_session import Updates
+from phalanx.checkpoint.foreign.training_state import TrainingState, generator_tensors, set_generators
+from phalanx.checkpoint.restoring.open_checkpoint import newest
 from phalanx.core.errors import UserError
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
@@ -41,8 +40,8 @@ nested = st.recursive(
 
 @given(nested)
 def test_plain_trees_come_back_as_they_were(tree: Any) -> None:
-    text = json.dumps(trees.flatten(tree, "x", {}))
-    again = trees.rebuild(json.loads(text), "x", lambda _: torch.empty(0))
+    text = json.dumps(named_state.flatten(tree, "x", {}))
+    again = named_state.rebuild(json.loads(text), "x", lambda _: torch.empty(0))
     assert again == tree
     assert repr(again) == repr(tree)
 
@@ -59,9 +58,9 @@ def test_tensors_arrays_and_special_dicts() -> None:
         "size": torch.Size([2]),
     }
     tensors: dict[str, Tensor] = {}
-    text = json.dumps(trees.flatten(tree, "x", tensors))
-    assert sorted(tensors) == ["x.7.0", "x.a", "x.t"] == sorted(trees.paths(json.loads(text), "x"))
-    again = trees.rebuild(json.loads(text), "x", tensors.__getitem__)
+    text = json.dumps(named_state.flatten(tree, "x", tensors))
+    assert sorted(tensors) == ["x.7.0", "x.a", "x.t"] == sorted(named_state.paths(json.loads(text), "x"))
+    again = named_state.rebuild(json.loads(text), "x", tensors.__getitem__)
     assert torch.equal(again["t"], tree["t"])
     assert again["a"].dtype == np.uint32
     assert np.array_equal(again["a"], tree["a"])

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.checkpoint.format.plan import Piece, ShardPlan
-from phalanx.checkpoint.format.record import CHUNK_BYTES, Record
-from phalanx.checkpoint.format.sums import chunk_sums, first_fault, state_sum
+from phalanx.checkpoint.format.run_sums import chunk_sums, first_fault, state_sum
+from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Piece, Record, ShardPlan
 
 SIZE = 2 * CHUNK_BYTES + 1000
 PIECES = (

@@ -11,14 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from keeper_helpers import WIDTHS, a_plan, a_record, a_snapshot, some_bytes
 
-from phalanx.checkpoint.format.plan import ShardPlan
-from phalanx.checkpoint.format.record import CHUNK_BYTES, Record, is_stale, sick_tensors
-from phalanx.checkpoint.format.sums import chunk_sums, first_fault
-from phalanx.checkpoint.keeper.contract import Taken
-from phalanx.checkpoint.keeper.examiner import Examiner, Job, examine
-from phalanx.checkpoint.keeper.finite import BLOCK_BYTES, runs_of
-from phalanx.checkpoint.keeper.pace import Pace, Rhythm, budget_s
+from phalanx.checkpoint.format.run_sums import chunk_sums, first_fault
+from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Record, ShardPlan, is_stale, sick_tensors
+from phalanx.checkpoint.keeper.examiner import Examiner, Job, Pace, Rhythm, budget_s, examine
+from phalanx.checkpoint.keeper.finite_check import BLOCK_BYTES, runs_of
 from phalanx.checkpoint.keeper.vault import MemoryVault
+from phalanx.checkpoint.keeper_contract import Taken
 
 # Larger than a chunk, with pieces that neither begin nor end with one; a frozen weight is `other`.
 ROWS = (("frozen", "other", 999), ("w", "trained", 700_001), ("mask", "other", 300_001), ("m", "optimizer", 900_001))

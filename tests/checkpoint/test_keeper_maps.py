@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from keeper_processes import until
 
-from phalanx.checkpoint.keeper.maps import Map, _touch
-from phalanx.checkpoint.keeper.memory import Block
+from phalanx.checkpoint.keeper.shared_memory import Block, Map, _touch
 from phalanx.core.host import available_bytes
 
 SIZE = 40 << 20

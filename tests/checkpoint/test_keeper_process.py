@@ -15,12 +15,11 @@ import pytest
 from keeper_helpers import SET, a_plan, a_snapshot, some_bytes
 from keeper_processes import GUARD_S, a_host, a_process, a_rank, snapshots, until, until_gone, write
 
-from phalanx.checkpoint.format.record import SnapshotId
-from phalanx.checkpoint.format.sums import first_fault
-from phalanx.checkpoint.keeper.client import connect
-from phalanx.checkpoint.keeper.contract import KeeperLostError, Taken
-from phalanx.checkpoint.keeper.start import address_for, end_keeper, ensure_keeper, is_listening
-from phalanx.checkpoint.replicas.contract import RefusedError
+from phalanx.checkpoint.format.run_sums import first_fault
+from phalanx.checkpoint.format.shard_plan import SnapshotId
+from phalanx.checkpoint.keeper.keeper_client import connect
+from phalanx.checkpoint.keeper.keeper_start import address_for, end_keeper, ensure_keeper, is_listening
+from phalanx.checkpoint.keeper_contract import KeeperLostError, RefusedError, Taken
 from phalanx.core.errors import UserError
 
 PLAN = a_plan((("w", "trained", 300_000), ("m", "optimizer", 300_000)))
@@ -138,8 +137,8 @@ def test_it_dies_at_the_points_where_faults_are_injected(point: str) -> None:
 def test_exactly_one_is_started_however_many_ask() -> None:
     program = (
         f"import sys; sys.path[:] = {sys.path!r}; from pathlib import Path; address = Path(sys.argv[1])\n"
-        "from phalanx.checkpoint.keeper.start import ensure_keeper; ensure_keeper(address, ttl_s=60)\n"
-        "from phalanx.checkpoint.keeper.client import connect; print(connect(address, 0, 1).pid)"
+        "from phalanx.checkpoint.keeper.keeper_start import ensure_keeper; ensure_keeper(address, ttl_s=60)\n"
+        "from phalanx.checkpoint.keeper.keeper_client import connect; print(connect(address, 0, 1).pid)"
     )
     with a_host() as address:
         end_keeper(address)

@@ -17,18 +17,22 @@ import pytest
 from keeper_helpers import a_plan, a_snapshot, some_bytes
 from keeper_processes import GUARD_S, a_host, a_rank, snapshots, until, write
 
-from phalanx.checkpoint.format.plan import ShardPlan
-from phalanx.checkpoint.format.record import SnapshotId
-from phalanx.checkpoint.format.sums import first_fault
-from phalanx.checkpoint.keeper import server as server_module
-from phalanx.checkpoint.keeper.client import connect
-from phalanx.checkpoint.keeper.contract import KeeperLostError, Progress
-from phalanx.checkpoint.keeper.life import Life
-from phalanx.checkpoint.keeper.server import Server, Services
-from phalanx.checkpoint.keeper.start import end_keeper
+from phalanx.checkpoint.format.run_sums import first_fault
+from phalanx.checkpoint.format.shard_plan import ShardPlan, SnapshotId
+from phalanx.checkpoint.keeper import keeper_server as server_module
+from phalanx.checkpoint.keeper.keeper_client import connect
+from phalanx.checkpoint.keeper.keeper_server import Life, Server, Services
+from phalanx.checkpoint.keeper.keeper_start import end_keeper
 from phalanx.checkpoint.keeper.vault import MemoryVault
-from phalanx.checkpoint.persist.contract import Destination, Outcome, Task
-from phalanx.checkpoint.replicas.contract import Endpoint, Replicated
+from phalanx.checkpoint.keeper_contract import (
+    Destination,
+    Endpoint,
+    KeeperLostError,
+    Outcome,
+    Progress,
+    Replicated,
+    Task,
+)
 
 PLANS = [a_plan((("w", "trained", 10_000),), rank, 2) for rank in range(2)]
 NOWHERE = Destination("nowhere")
@@ -124,7 +128,7 @@ def a_loop() -> Iterator[tuple[Path, FakeReplicas, FakePersister, Server]]:
 
 def test_another_user_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     with a_loop() as (address, *_), monkeypatch.context() as patch:
-        patch.setattr(server_module.packets, "same_user", lambda connection: False)
+        patch.setattr(server_module.local_socket, "same_user", lambda connection: False)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
             stranger.connect(str(address))
             stranger.settimeout(GUARD_S)
@@ -266,7 +270,7 @@ def test_who_does_not_listen_does_not_hold_up_the_others() -> None:
     with a_loop() as (address, *_):
         deaf, rank = a_rank(address, PLANS[0]), a_rank(address, PLANS[1])
         for number in range(3000):
-            deaf._channel.send(server_module.messages.Ask(10_000 + number, "endpoint"))
+            deaf._channel.send(server_module.keeper_messages.Ask(10_000 + number, "endpoint"))
         write(rank, PLANS[1], 1)
         rank.wait(1, "committed", GUARD_S)
         assert snapshots(deaf) == [(1, 1, 1)]

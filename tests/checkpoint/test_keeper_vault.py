@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from keeper_helpers import SET, a_plan, a_record, a_snapshot, some_bytes
 
-from phalanx.checkpoint.format.plan import ShardPlan
-from phalanx.checkpoint.format.sums import first_fault
-from phalanx.checkpoint.keeper import memory
+from phalanx.checkpoint.format.run_sums import first_fault
+from phalanx.checkpoint.format.shard_plan import ShardPlan
+from phalanx.checkpoint.keeper import shared_memory
 from phalanx.checkpoint.keeper.vault import Cell, MemoryVault, Pin
-from phalanx.checkpoint.replicas.contract import NotBegunError, RefusedError
+from phalanx.checkpoint.keeper_contract import NotBegunError, RefusedError
 
 PLAN = a_plan()
 LARGER = a_plan((("w", "trained", 5000),))
@@ -160,7 +160,7 @@ def test_a_slot_that_a_zombie_may_still_write_to_is_replaced() -> None:
 
 
 def test_memory_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(shared_memory, "available_bytes", lambda: 1000)
     with pytest.raises(OSError, match="slot 0 of rank 0 needs 20000 bytes of memory, and 1000 are available"):
         MemoryVault().lease(LARGER, 2)
 

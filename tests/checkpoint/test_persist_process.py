@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 from persist_helpers import Job, areas, collect, persister, problems
 
-from phalanx.checkpoint.format.verify import examine
+from phalanx.checkpoint.format.checkpoint_files import examine
 from phalanx.checkpoint.storage.latest import claim, read_latest
 from phalanx.checkpoint.storage.location import open_store
 

@@ -15,12 +15,12 @@ from persist_helpers import Job, areas
 from typing_extensions import Buffer
 
 from phalanx.checkpoint.format.manifest import FileEntry
-from phalanx.checkpoint.format.record import CHUNK_BYTES
-from phalanx.checkpoint.persist.contract import Outcome
-from phalanx.checkpoint.persist.parts import Part
-from phalanx.checkpoint.persist.work import Work
-from phalanx.checkpoint.storage.base import Store
-from phalanx.checkpoint.storage.local import LocalStore
+from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES
+from phalanx.checkpoint.keeper_contract import Outcome
+from phalanx.checkpoint.persist.checkpoint_writer import Work
+from phalanx.checkpoint.persist.publication import Part
+from phalanx.checkpoint.storage.checkpoint_store import Store
+from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.core.points import NO_POINTS
 
 

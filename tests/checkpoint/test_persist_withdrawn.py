@@ -14,11 +14,10 @@ from keeper_processes import until
 from persist_helpers import Job
 from storage_helpers import Place, place_fixture, s3_server_fixture  # noqa: F401
 
-from phalanx.checkpoint.persist.contract import Outcome
-from phalanx.checkpoint.persist.ending import forget_failure, withdraw
-from phalanx.checkpoint.persist.parts import Writing
-from phalanx.checkpoint.persist.work import Work
-from phalanx.checkpoint.storage.base import Store, SupersededError
+from phalanx.checkpoint.keeper_contract import Outcome
+from phalanx.checkpoint.persist.checkpoint_writer import Work
+from phalanx.checkpoint.persist.publication import Writing, forget_failure, withdraw
+from phalanx.checkpoint.storage.checkpoint_store import Store, SupersededError
 from phalanx.checkpoint.storage.latest import claim, read_latest
 from phalanx.core.points import NO_POINTS
 

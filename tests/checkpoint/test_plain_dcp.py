@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError
-from phalanx.checkpoint.format.plain import PlainCheckpoint, is_plain, open_plain
-from phalanx.checkpoint.format.plain_index import decode_index
+from phalanx.checkpoint.format.plain_dcp import PlainCheckpoint, is_plain, open_plain
+from phalanx.checkpoint.format.plain_dcp_index import decode_index
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Shard
 
@@ -194,7 +194,7 @@ def test_a_file_outside_the_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_index_needs_no_torch() -> None:
-    code = "import sys, phalanx.checkpoint.format.plain_index; print('torch' in sys.modules)"
+    code = "import sys, phalanx.checkpoint.format.plain_dcp_index; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.policy.adapting import AutoInterval, adapted
+from phalanx.checkpoint.interval import AutoInterval, adapted
 
 AUTO = CheckpointConfig(auto=True, every_steps=0, mtbf_hours=8.0)
 

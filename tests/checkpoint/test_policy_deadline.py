@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.checkpoint.policy.deadline import Deadline, deadline_due, find_deadline
+from phalanx.checkpoint.stopping import Deadline, deadline_due, find_deadline
 from phalanx.core.errors import UserError
 
 NOW = 1_800_000_000.0

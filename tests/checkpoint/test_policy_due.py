@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.policy.adapting import AutoInterval
-from phalanx.checkpoint.policy.due import KeepingUp, Moment, durable_due, snapshot_due
-from phalanx.checkpoint.session.agenda import FREE, MEMORY_ONLY, Agenda
+from phalanx.checkpoint.due import FREE, MEMORY_ONLY, Agenda, KeepingUp, Moment, durable_due, snapshot_due
+from phalanx.checkpoint.interval import AutoInterval
 
 BEGIN = Moment(0, 0.0)
 

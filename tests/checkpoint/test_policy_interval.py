@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.policy.interval import HOST_MTBF_S, Costs, Failures, choose, daly, lost_share, young
+from phalanx.checkpoint.interval import HOST_MTBF_S, Costs, Failures, choose, daly, lost_share, young
 
 FREE = CheckpointConfig(auto=True, every_steps=0)
 HOUR_S = 3600.0

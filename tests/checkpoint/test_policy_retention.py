@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.policy.retention import Stocked, unkept
+from phalanx.checkpoint.storage.retention import Stocked, unkept
 
 
 def stock(*steps: int, **losses: float) -> list[Stocked]:

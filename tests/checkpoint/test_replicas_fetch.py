@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 from replica_helpers import GUARD_S, SECRET, SET_ID, SIZE_BYTES, Host, cut_at, flip_bit_at, hosts, make_plan, proxy, put
 
-from phalanx.checkpoint.format.record import CHUNK_BYTES, SnapshotId
-from phalanx.checkpoint.format.sums import chunk_sums
-from phalanx.checkpoint.replicas.contract import Endpoint
+from phalanx.checkpoint.format.run_sums import chunk_sums
+from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, SnapshotId
+from phalanx.checkpoint.keeper_contract import Endpoint
 from phalanx.checkpoint.replicas.fetch import (
     DamagedError,
     PeerCopies,
@@ -21,8 +21,7 @@ from phalanx.checkpoint.replicas.fetch import (
     fetch,
     list_held,
 )
-from phalanx.checkpoint.replicas.link import LinkError, call
-from phalanx.checkpoint.replicas.messages import Given, Want
+from phalanx.checkpoint.replicas.replica_link import Given, LinkError, Want, call
 
 SNAPSHOT = SnapshotId(1, 1, SET_ID)
 GONE = SnapshotId(7, 1, SET_ID)

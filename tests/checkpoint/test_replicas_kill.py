@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from replica_helpers import GUARD_S, SECRET, Host, hosts, make_plan, put, read, steps
 
-from phalanx.checkpoint.format.sums import first_fault
-from phalanx.checkpoint.replicas.contract import Endpoint
+from phalanx.checkpoint.format.run_sums import first_fault
+from phalanx.checkpoint.keeper_contract import Endpoint
 
 SCRIPT = Path(__file__).with_name("replica_process.py")
 

@@ -15,12 +15,21 @@ import psutil
 import pytest
 from replica_helpers import GUARD_S, SECRET, SET_ID, Host, flip_bit_at, hosts, make_plan, make_record, proxy, put, read
 
-from phalanx.checkpoint.format.plan import ShardPlan
-from phalanx.checkpoint.format.record import SnapshotId
-from phalanx.checkpoint.replicas.contract import Endpoint
+from phalanx.checkpoint.format.shard_plan import ShardPlan, SnapshotId
+from phalanx.checkpoint.keeper_contract import Endpoint
 from phalanx.checkpoint.replicas.fetch import fetch
-from phalanx.checkpoint.replicas.link import Link, LinkError, call
-from phalanx.checkpoint.replicas.messages import Go, List, Offer, Plan, PlanNeeded, Refused, Want
+from phalanx.checkpoint.replicas.replica_link import (
+    Go,
+    Link,
+    LinkError,
+    List,
+    Offer,
+    Plan,
+    PlanNeeded,
+    Refused,
+    Want,
+    call,
+)
 from phalanx.ipc.handshake import HELLO_BYTES
 
 

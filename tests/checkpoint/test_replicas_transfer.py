@@ -23,11 +23,10 @@ from replica_helpers import (
     steps,
 )
 
-from phalanx.checkpoint.format.record import SnapshotId
-from phalanx.checkpoint.replicas.contract import Endpoint
-from phalanx.checkpoint.replicas.link import call
-from phalanx.checkpoint.replicas.listener import listen
-from phalanx.checkpoint.replicas.messages import Go, Offer, PlanNeeded
+from phalanx.checkpoint.format.shard_plan import SnapshotId
+from phalanx.checkpoint.keeper_contract import Endpoint
+from phalanx.checkpoint.replicas.replica_link import Go, Offer, PlanNeeded, call
+from phalanx.checkpoint.replicas.replica_service import listen
 from phalanx.core.points import Points
 
 NOBODY = Endpoint("gone", ("127.0.0.1",), 1)
@@ -164,7 +163,7 @@ def test_a_keeper_that_was_started_again_is_found_on_its_old_connection() -> Non
         assert not a.send(plan, peer, 1).problem
         before.service.close()
         put(a.vault, plan, 2)
-        with patch("phalanx.checkpoint.replicas.service.listen", lambda address: listen(address, peer.port)):
+        with patch("phalanx.checkpoint.replicas.replica_service.listen", lambda address: listen(address, peer.port)):
             assert after.service.start_listening() == peer
         assert not a.send(plan, peer, 2).problem
         assert steps(after.vault) == [2]

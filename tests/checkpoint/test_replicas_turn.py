@@ -8,8 +8,8 @@ import threading
 
 from replica_helpers import GUARD_S, SECRET, SET_ID, Host, hosts, make_plan, put, read, steps
 
-from phalanx.checkpoint.format.record import SnapshotId
-from phalanx.checkpoint.replicas.contract import Endpoint
+from phalanx.checkpoint.format.shard_plan import SnapshotId
+from phalanx.checkpoint.keeper_contract import Endpoint
 from phalanx.core.points import Points
 
 PLAN = make_plan()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.checkpoint.format.record import Record
+from phalanx.checkpoint.format.shard_plan import Record
 from phalanx.checkpoint.restoring.choices import brief, restorable
 
 

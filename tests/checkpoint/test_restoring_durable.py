@@ -31,8 +31,8 @@ from torch.distributed import ProcessGroupGloo
 
 from phalanx.checkpoint.format.manifest import Meta
 from phalanx.checkpoint.restoring.restore import restore
+from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.checkpoint.storage.latest import advance, claim
-from phalanx.checkpoint.storage.local import LocalStore
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
 from phalanx.ipc.tree_peers import TreePeers
@@ -103,7 +103,7 @@ def test_what_is_given_to_others_takes_bounded_memory(tmp_path: Path, monkeypatc
     tensors["model.wide"] = torch.randn(3, 50_000).T
     save_durable(tmp_path, tensors, layout, 3)
     for bucket_bytes in (64 << 20, 1 << 16, 64):
-        monkeypatch.setattr("phalanx.checkpoint.restoring.sharing.BUCKET_BYTES", bucket_bytes)
+        monkeypatch.setattr("phalanx.checkpoint.restoring.shared_reads.BUCKET_BYTES", bucket_bytes)
         copies = groups(layout, "replicate")
         assert restore_all(tensors, layout, folder=tmp_path, copies=copies)[0].restored is not None
 

@@ -16,13 +16,13 @@ from restoring_helpers import parts_of, save_durable, shards_of, some_tensors
 from thread_ranks import ThreadPeers, succeed
 from torch import Tensor
 
-from phalanx.checkpoint.format.plan import ShardPlan
-from phalanx.checkpoint.keeper.client import KeeperClient, connect
-from phalanx.checkpoint.keeper.contract import Taken
+from phalanx.checkpoint.format.shard_plan import ShardPlan
+from phalanx.checkpoint.keeper.keeper_client import KeeperClient, connect
+from phalanx.checkpoint.keeper_contract import Taken
 from phalanx.checkpoint.replicas.fetch import PeerCopies
 from phalanx.checkpoint.restoring.restore import Restored, restore
-from phalanx.checkpoint.snapshot.plans import make_plans
-from phalanx.checkpoint.storage.local import LocalStore
+from phalanx.checkpoint.snapshot_plans import make_plans
+from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.core.layout import Layout
 
 LAYOUT = Layout(replicate=2)

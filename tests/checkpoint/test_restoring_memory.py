@@ -19,7 +19,7 @@ from restoring_helpers import (
 )
 
 from phalanx.checkpoint.format.manifest import Meta
-from phalanx.checkpoint.format.sums import chunk_sums
+from phalanx.checkpoint.format.run_sums import chunk_sums
 from phalanx.core.layout import Layout
 
 LAYOUTS = [Layout(), Layout(replicate=2), Layout(replicate=4), Layout(replicate=2, tensor=2), Layout(replicate=8)]

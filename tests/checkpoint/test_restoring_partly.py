@@ -11,9 +11,9 @@ from restoring_helpers import FakeKeeper, Host, save_durable, some_tensors, take
 from thread_ranks import ThreadPeers, run_ranks
 from torch import Tensor
 
-from phalanx.checkpoint.fit import Differences
+from phalanx.checkpoint.restoring.fit import Differences
 from phalanx.checkpoint.restoring.restore import Opened, Restored, restore
-from phalanx.checkpoint.storage.local import LocalStore
+from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.policy.adapting import AutoInterval
-from phalanx.checkpoint.session.agenda import BUSY, FREE, MEMORY_ONLY, RENEWED, Agenda
+from phalanx.checkpoint.due import BUSY, FREE, MEMORY_ONLY, RENEWED, Agenda
+from phalanx.checkpoint.interval import AutoInterval
 
 RANKS = 3
 states = st.lists(st.sampled_from([FREE, FREE, MEMORY_ONLY, BUSY, RENEWED]), min_size=RANKS, max_size=RANKS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from session_helpers import AskingPeers, FakeKeeper, Loop, asking_ranks
 
-from phalanx.checkpoint.keeper.contract import KeeperLostError, Progress, Stage
+from phalanx.checkpoint.keeper_contract import KeeperLostError, Progress, Stage
 from phalanx.core.errors import UserError
 
 

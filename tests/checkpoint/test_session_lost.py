@@ -21,12 +21,12 @@ from keeper_processes import GUARD_S, a_host, until, until_gone
 from thread_ranks import ThreadPeers, succeed
 
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.keeper.client import KeeperClient, connect
-from phalanx.checkpoint.keeper.start import ensure_keeper
-from phalanx.checkpoint.restoring.checkpoint import open_checkpoint
+from phalanx.checkpoint.keeper.keeper_client import KeeperClient, connect
+from phalanx.checkpoint.keeper.keeper_start import ensure_keeper
+from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
+from phalanx.checkpoint.session.background_session import Session
 from phalanx.checkpoint.session.ledger import Event
-from phalanx.checkpoint.session.opening import open_session
-from phalanx.checkpoint.session.session import Session
+from phalanx.checkpoint.session.open_session import open_session
 from phalanx.checkpoint.storage.latest import read_latest
 from phalanx.checkpoint.storage.location import open_store
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.keeper.client import KeeperClient
-from phalanx.checkpoint.keeper.start import end_keeper, prepare_keeper
-from phalanx.checkpoint.session.opening import open_session
-from phalanx.checkpoint.session.session import Session
+from phalanx.checkpoint.keeper.keeper_client import KeeperClient
+from phalanx.checkpoint.keeper.keeper_start import end_keeper, prepare_keeper
+from phalanx.checkpoint.session.background_session import Session
+from phalanx.checkpoint.session.open_session import open_session
 from phalanx.checkpoint.storage.latest import read_latest
 from phalanx.checkpoint.storage.location import open_store
 from phalanx.core.errors import UserError

@@ -12,10 +12,9 @@ from session_helpers import FakeKeeper
 from thread_ranks import Exchange, ThreadPeers, run_ranks
 
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.replicas.contract import Endpoint
-from phalanx.checkpoint.session.opening import open_session
-from phalanx.checkpoint.session.secret import agree, disagreement, given_secret, mark_of
-from phalanx.checkpoint.session.session import Session
+from phalanx.checkpoint.keeper_contract import Endpoint
+from phalanx.checkpoint.session.background_session import Session
+from phalanx.checkpoint.session.open_session import agree, disagreement, given_secret, mark_of, open_session
 from phalanx.core.errors import UserError
 from phalanx.ipc.handshake import VARIABLE, derive, hand_out, read_job_secret
 

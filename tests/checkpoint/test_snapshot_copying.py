@@ -10,9 +10,9 @@ import torch
 from checkpoint_helpers import make_tensors
 from torch import Tensor
 
-from phalanx.checkpoint.format.plan import ALIGN_BYTES, Piece, Role, ShardPlan
-from phalanx.checkpoint.replicas.contract import Slot
-from phalanx.checkpoint.snapshot.copying import Copier
+from phalanx.checkpoint.format.shard_plan import ALIGN_BYTES, Piece, Role, ShardPlan
+from phalanx.checkpoint.keeper_contract import Slot
+from phalanx.checkpoint.snapshot_copy import Copier
 
 
 def plan_of(tensors: dict[str, Tensor], role: Role = "trained") -> ShardPlan:

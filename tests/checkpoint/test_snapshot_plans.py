@@ -14,10 +14,10 @@ from planned_files import elements, file_content, round_tripped, slot, write_fol
 from thread_ranks import ThreadPeers, run_ranks, succeed
 from torch import Tensor
 
-from phalanx.checkpoint.format.plan import JobPlan, ShardPlan, set_id
-from phalanx.checkpoint.restoring.checkpoint import newest, open_checkpoint
+from phalanx.checkpoint.format.shard_plan import JobPlan, ShardPlan, set_id
+from phalanx.checkpoint.restoring.open_checkpoint import newest, open_checkpoint
 from phalanx.checkpoint.save import save
-from phalanx.checkpoint.snapshot.plans import make_plans
+from phalanx.checkpoint.snapshot_plans import make_plans
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Shard
 from phalanx.core.peers import ALONE

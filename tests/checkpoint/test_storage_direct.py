@@ -16,9 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.checkpoint.storage import direct
-from phalanx.checkpoint.storage.direct import BUFFER_BYTES, write_whole
-from phalanx.checkpoint.storage.local import LocalStore
+from phalanx.checkpoint.storage import folder_store
+from phalanx.checkpoint.storage.folder_store import BUFFER_BYTES, LocalStore, write_whole
 
 SIZES = st.one_of(
     st.integers(0, 10_000), st.sampled_from([4096, BUFFER_BYTES - 1, BUFFER_BYTES, BUFFER_BYTES + 1, 2 * BUFFER_BYTES])
@@ -51,8 +50,10 @@ def test_the_file_is_what_was_given(
 
 def test_large_files_go_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written_bytes: list[int] = []
-    write = direct._write_direct
-    monkeypatch.setattr(direct, "_write_direct", lambda *args: written_bytes.append(write(*args)) or written_bytes[-1])
+    write = folder_store._write_direct
+    monkeypatch.setattr(
+        folder_store, "_write_direct", lambda *args: written_bytes.append(write(*args)) or written_bytes[-1]
+    )
     written(tmp_path / "file", [b"x" * (3 * BUFFER_BYTES + 5)])
     if not sum(written_bytes):
         pytest.skip("the file system of the temporary folder knows no O_DIRECT")
@@ -67,7 +68,7 @@ def test_a_write_cut_short_goes_on_where_it_stopped(tmp_path: Path, monkeypatch:
         lengths.append(write(descriptor, data[: 5 * 512] if not lengths else data))
         return lengths[-1]
 
-    monkeypatch.setattr(direct.os, "write", short)
+    monkeypatch.setattr(folder_store.os, "write", short)
     pieces = [os.urandom(BUFFER_BYTES), os.urandom(BUFFER_BYTES), b"end"]
     assert written(tmp_path / "file", pieces) == b"".join(pieces)
     assert lengths[0] == 5 * 512
@@ -89,7 +90,7 @@ def test_what_the_disk_refuses_is_said_whoever_writes(
             raise OSError(number, os.strerror(number))
         return write(descriptor, data)
 
-    monkeypatch.setattr(direct.os, "write", refuse)
+    monkeypatch.setattr(folder_store.os, "write", refuse)
     with pytest.raises(OSError, match=os.strerror(number)):
         written(tmp_path / "file", [b"x" * (3 * BUFFER_BYTES + 7)])
     assert turns == turn + 1
@@ -100,7 +101,7 @@ def direct_folder_fixture(tmp_path: Path) -> Path:
     """On a file system that knows O_DIRECT."""
     descriptor = os.open(tmp_path / "probe", os.O_CREAT | os.O_WRONLY)
     try:
-        if not direct._set_direct(descriptor, wanted=True):
+        if not folder_store._set_direct(descriptor, wanted=True):
             pytest.skip("the file system of the temporary folder knows no O_DIRECT")
     finally:
         os.close(descriptor)
@@ -108,7 +109,7 @@ def direct_folder_fixture(tmp_path: Path) -> Path:
 
 
 def is_direct(descriptor: int) -> bool:
-    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & direct._DIRECT)
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & folder_store._DIRECT)
 
 
 @pytest.mark.parametrize("refused", [(0, 1, 2), (1,), (2,)], ids=["always", "half way", "at last"])
@@ -127,7 +128,7 @@ def test_a_device_that_refuses_is_written_through_the_cache(
                 raise OSError(number, os.strerror(number))
         return write(descriptor, data)
 
-    monkeypatch.setattr(direct.os, "write", refuse)
+    monkeypatch.setattr(folder_store.os, "write", refuse)
     content = os.urandom(3 * BUFFER_BYTES + 1)
     assert written(direct_folder / "file", [content]) == content
     assert tries == [turn in refused for turn in range(3)]
@@ -137,11 +138,11 @@ def test_a_file_system_that_refuses_the_flag(tmp_path: Path, monkeypatch: pytest
     control = fcntl.fcntl
 
     def refuse(descriptor: int, command: int, flags: int = 0) -> int:
-        if command == fcntl.F_SETFL and flags & direct._DIRECT:
+        if command == fcntl.F_SETFL and flags & folder_store._DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return control(descriptor, command, flags)
 
-    monkeypatch.setattr(direct.fcntl, "fcntl", refuse)
+    monkeypatch.setattr(folder_store.fcntl, "fcntl", refuse)
     content = os.urandom(2 * BUFFER_BYTES + 4096)
     assert written(tmp_path / "file", [content]) == content
 
@@ -157,7 +158,7 @@ def test_the_tail_is_written_through_the_cache_whatever_its_length(
         calls.append((is_direct(descriptor), len(data)))
         return write(descriptor, data)
 
-    monkeypatch.setattr(direct.os, "write", noted)
+    monkeypatch.setattr(folder_store.os, "write", noted)
     for tail in (1, 511, 4095, 4096, 4097):
         calls.clear()
         content = os.urandom(BUFFER_BYTES + tail)
@@ -167,7 +168,7 @@ def test_the_tail_is_written_through_the_cache_whatever_its_length(
 
 def test_all_is_synced_when_all_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
-    monkeypatch.setattr(direct.os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    monkeypatch.setattr(folder_store.os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
     for size in (0, 5, 2 * BUFFER_BYTES, 2 * BUFFER_BYTES + 5):
         written(tmp_path / "file", [bytes(size)])
         assert synced.pop() == size
@@ -176,8 +177,8 @@ def test_all_is_synced_when_all_is_written(tmp_path: Path, monkeypatch: pytest.M
 
 def test_no_more_is_in_memory_than_two_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    mapped = direct.mmap.mmap
-    monkeypatch.setattr(direct.mmap, "mmap", lambda *args: made.append(args[1]) or mapped(*args))
+    mapped = folder_store.mmap.mmap
+    monkeypatch.setattr(folder_store.mmap, "mmap", lambda *args: made.append(args[1]) or mapped(*args))
     asked = 0
 
     def content() -> Iterator[bytes]:
@@ -221,7 +222,7 @@ def test_a_store_keeps_nothing_of_a_file_that_is_refused(
         return given(descriptor, *data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(direct.os, call, refuse)
+        patch.setattr(folder_store.os, call, refuse)
         with pytest.raises(OSError, match=rf"{os.strerror(number)}.*__0_0\.distcp") as refused:
             store.write(area, "__0_0.distcp", [bytes(BUFFER_BYTES)] * 5)
     assert refused.value.errno == number
@@ -233,8 +234,8 @@ def test_a_store_keeps_nothing_of_a_file_that_is_refused(
 LIMITED = """
 import resource, signal, sys
 from pathlib import Path
-from phalanx.checkpoint.storage.direct import BUFFER_BYTES
-from phalanx.checkpoint.storage.local import LocalStore
+from phalanx.checkpoint.storage.folder_store import BUFFER_BYTES
+from phalanx.checkpoint.storage.folder_store import LocalStore
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 limit = BUFFER_BYTES + BUFFER_BYTES // 2 + 100
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))

@@ -22,9 +22,9 @@ from storage_helpers import Place, flipped, place_fixture, s3_place_fixture, s3_
 from support.odd_files import ODD_FILES
 
 from phalanx.checkpoint.storage import latest as pointer
-from phalanx.checkpoint.storage.base import Store, SupersededError
+from phalanx.checkpoint.storage.checkpoint_store import Store, SupersededError
+from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.checkpoint.storage.latest import Latest, advance, claim, read_latest
-from phalanx.checkpoint.storage.local import LocalStore
 from phalanx.core.errors import UserError
 
 

@@ -26,11 +26,11 @@ from support.odd_files import ODD_FILES
 
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError
-from phalanx.checkpoint.restoring.checkpoint import Checkpoint, newest, open_checkpoint
-from phalanx.checkpoint.storage.base import Store, Stored
+from phalanx.checkpoint.restoring.open_checkpoint import Checkpoint, newest, open_checkpoint
+from phalanx.checkpoint.storage.checkpoint_store import Store, Stored
+from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.checkpoint.storage.latest import advance, claim, read_latest
-from phalanx.checkpoint.storage.local import LocalStore
-from phalanx.checkpoint.storage.prune import prune
+from phalanx.checkpoint.storage.retention import prune
 from phalanx.core.errors import UserError
 
 
@@ -313,7 +313,7 @@ def test_a_read_only_disk(tiny_disk: Path, files: dict[int, dict[str, bytes]]) -
 LIMITED = """
 import resource, signal, sys
 from pathlib import Path
-from phalanx.checkpoint.storage.local import LocalStore
+from phalanx.checkpoint.storage.folder_store import LocalStore
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 store = LocalStore(Path(sys.argv[1]))

@@ -18,7 +18,7 @@ from storage_helpers import Place, s3_place_fixture, s3_server_fixture  # noqa: 
 from torch import nn
 
 from phalanx.checkpoint import Checkpointer
-from phalanx.checkpoint.keeper.start import end_keeper
+from phalanx.checkpoint.keeper.keeper_start import end_keeper
 from phalanx.checkpoint.session.ledger import Event
 from phalanx.checkpoint.storage.latest import read_latest
 

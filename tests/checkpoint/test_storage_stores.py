@@ -20,12 +20,12 @@ from storage_helpers import Place, place_fixture, s3_place_fixture, s3_server_fi
 
 from phalanx.checkpoint.format.manifest import MANIFEST, SUMS
 from phalanx.checkpoint.storage import folder as folders
-from phalanx.checkpoint.storage import location, upload
-from phalanx.checkpoint.storage.base import Store, SupersededError
+from phalanx.checkpoint.storage import location, object_streams
+from phalanx.checkpoint.storage.checkpoint_store import Store, SupersededError
+from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.checkpoint.storage.latest import claim
-from phalanx.checkpoint.storage.local import LocalStore
 from phalanx.checkpoint.storage.location import open_store
-from phalanx.checkpoint.storage.ranges import RangeFile
+from phalanx.checkpoint.storage.object_streams import RangeFile
 from phalanx.core.errors import UserError
 from phalanx.core.points import Points
 
@@ -138,8 +138,8 @@ def test_nothing_is_published_without_manifest_and_sums(place: Place) -> None:
 
 
 def test_content_that_fails_half_way_leaves_no_file(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload, "PARTS", ((10_000, 5 << 20),))
-    monkeypatch.setattr(upload, "FIXED_BYTES", 5 << 20)
+    monkeypatch.setattr(object_streams, "PARTS", ((10_000, 5 << 20),))
+    monkeypatch.setattr(object_streams, "FIXED_BYTES", 5 << 20)
     store = place.open()
     area = store.begin(1, 1, "aa")
 
@@ -157,8 +157,8 @@ def test_content_that_fails_half_way_leaves_no_file(place: Place, monkeypatch: p
 
 
 def test_in_many_parts(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload, "PARTS", ((10_000, 5 << 20),))
-    monkeypatch.setattr(upload, "FIXED_BYTES", 5 << 20)
+    monkeypatch.setattr(object_streams, "PARTS", ((10_000, 5 << 20),))
+    monkeypatch.setattr(object_streams, "FIXED_BYTES", 5 << 20)
     content = random.Random(2).randbytes(17 << 20)
     store = place.open()
     area = store.begin(1, 1, "aa")
@@ -262,7 +262,7 @@ def test_a_second_beginning_is_refused_while_the_first_lives(tmp_path: Path) -> 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from phalanx.checkpoint.storage.local import LocalStore
+from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.core.points import Points
 kill = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
 store = LocalStore(Path(sys.argv[1]), Points({sys.argv[2]: kill}))
@@ -354,8 +354,8 @@ def test_a_server_that_ignores_the_condition_is_refused(s3_place: Place) -> None
 
 
 def test_every_third_request_fails(s3_place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload, "PARTS", ((10_000, 5 << 20),))
-    monkeypatch.setattr(upload, "FIXED_BYTES", 5 << 20)
+    monkeypatch.setattr(object_streams, "PARTS", ((10_000, 5 << 20),))
+    monkeypatch.setattr(object_streams, "FIXED_BYTES", 5 << 20)
     assert s3_place.gate is not None
     s3_place.gate.fail_every = 3
     store = s3_place.open()

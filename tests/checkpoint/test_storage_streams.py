@@ -26,21 +26,19 @@ from persist_helpers import Job
 from storage_helpers import Place, put, s3_place_fixture, s3_server_fixture  # noqa: F401
 from thread_ranks import ThreadPeers, succeed
 
-from phalanx.checkpoint.format.files import Span
-from phalanx.checkpoint.format.runs import RUN_BYTES
-from phalanx.checkpoint.format.verify import examine
-from phalanx.checkpoint.persist.contract import Outcome
-from phalanx.checkpoint.persist.ending import Endings, NotPublishedError, await_end
-from phalanx.checkpoint.persist.parts import Writing
-from phalanx.checkpoint.persist.work import Work
-from phalanx.checkpoint.restoring.checkpoint import newest
+from phalanx.checkpoint.format.checkpoint_files import Span, examine
+from phalanx.checkpoint.format.run_sums import RUN_BYTES
+from phalanx.checkpoint.keeper_contract import Outcome
+from phalanx.checkpoint.persist.checkpoint_writer import Work
+from phalanx.checkpoint.persist.publication import Endings, NotPublishedError, Writing, await_end
+from phalanx.checkpoint.restoring.open_checkpoint import newest
 from phalanx.checkpoint.restoring.restore import restore
 from phalanx.checkpoint.save import save
-from phalanx.checkpoint.storage import ranges, retry, upload
-from phalanx.checkpoint.storage.base import Stored
-from phalanx.checkpoint.storage.local import LocalStore
+from phalanx.checkpoint.storage import object_requests, object_streams
+from phalanx.checkpoint.storage.checkpoint_store import Stored
+from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.checkpoint.storage.location import open_store
-from phalanx.checkpoint.storage.ranges import Ahead
+from phalanx.checkpoint.storage.object_streams import Ahead
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Shard
 from phalanx.core.points import NO_POINTS
@@ -98,16 +96,16 @@ def watched(place: Place, watch: Callable[[str, str], None]) -> Iterator[None]:
 def test_one_large_object_is_read_by_several_streams(
     s3_place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranges, "SEGMENT_BYTES", RUN_BYTES)
-    monkeypatch.setattr(ranges, "ROOM_BYTES", 10 * RUN_BYTES)
+    monkeypatch.setattr(object_streams, "SEGMENT_BYTES", RUN_BYTES)
+    monkeypatch.setattr(object_streams, "ROOM_BYTES", 10 * RUN_BYTES)
     store, rows = s3_place.open(), 8 * RUN_BYTES // 1024
     put(store, 1, 1, checkpoint_of(tmp_path, 1, rows))
     target = {"w": torch.zeros(rows, 256)}
-    together = Together(ranges.STREAMS, tensor_reads)
+    together = Together(object_streams.STREAMS, tensor_reads)
     with watched(s3_place, together.watch):
         restored = restore(target, keeper=None, store=store, report=pytest.fail)
     assert restored is not None
-    assert together.most == ranges.STREAMS
+    assert together.most == object_streams.STREAMS
     assert torch.equal(target["w"], torch.arange(rows, dtype=torch.float32)[:, None].expand(-1, 256))
 
 
@@ -167,15 +165,15 @@ def test_looking_into_a_checkpoint_is_a_listing(s3_place: Place, tmp_path: Path)
     with watched(s3_place, lambda method, path: seen.append((method, path))):
         examine(Stored(store, name), checksums=False)
     assert len(seen) < 10
-    with watched(s3_place, Together(ranges.STREAMS, tensor_reads).watch):
+    with watched(s3_place, Together(object_streams.STREAMS, tensor_reads).watch):
         examine(Stored(store, name))
 
 
 def test_parts_are_sent_several_at_a_time_and_no_more_is_in_memory(
     s3_place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upload, "PARTS", ((10_000, 5 * MB),))
-    monkeypatch.setattr(upload, "MEMORY_BYTES", 3 * 5 * MB)
+    monkeypatch.setattr(object_streams, "PARTS", ((10_000, 5 * MB),))
+    monkeypatch.setattr(object_streams, "MEMORY_BYTES", 3 * 5 * MB)
     content, given = random.Random(3).randbytes(28 * MB), []
 
     def pieces() -> Iterator[bytes]:
@@ -202,17 +200,17 @@ def test_parts_are_sent_several_at_a_time_and_no_more_is_in_memory(
 
 
 def test_very_long_objects_have_longer_parts_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload, "PARTS", ((3, 5), (10_000, 20)))
-    monkeypatch.setattr(upload, "FIXED_BYTES", 20)
+    monkeypatch.setattr(object_streams, "PARTS", ((3, 5), (10_000, 20)))
+    monkeypatch.setattr(object_streams, "FIXED_BYTES", 20)
     content = bytes(range(60))
     for fixed, lengths in ((False, [5, 5, 5, 20, 20, 5]), (True, [20, 20, 20])):
-        parts = list(upload._parts(iter([memoryview(content[:7]), memoryview(content[7:])]), fixed=fixed))
+        parts = list(object_streams._parts(iter([memoryview(content[:7]), memoryview(content[7:])]), fixed=fixed))
         assert [len(part) for part in parts] == lengths
         assert b"".join(parts) == content
 
 
 def test_each_part_has_its_own_tries(s3_place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload, "PARTS", ((10_000, 5 * MB),))
+    monkeypatch.setattr(object_streams, "PARTS", ((10_000, 5 * MB),))
     content, tries, lock = random.Random(4).randbytes(16 * MB), Counter[str](), threading.Lock()
     store = s3_place.open()
     assert s3_place.gate is not None
@@ -234,7 +232,7 @@ def test_each_part_has_its_own_tries(s3_place: Place, monkeypatch: pytest.Monkey
 
 
 def test_a_part_that_fails_for_good_leaves_nothing(s3_place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload, "PARTS", ((10_000, 5 * MB),))
+    monkeypatch.setattr(object_streams, "PARTS", ((10_000, 5 * MB),))
     store = s3_place.open()
     area = store.begin(1, 1, "aa")
     assert s3_place.gate is not None
@@ -247,7 +245,7 @@ def test_a_part_that_fails_for_good_leaves_nothing(s3_place: Place, monkeypatch:
 
 
 def test_an_upload_whose_last_answer_was_lost_is_whole(s3_place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload, "PARTS", ((10_000, 5 * MB),))
+    monkeypatch.setattr(object_streams, "PARTS", ((10_000, 5 * MB),))
     store, lost = s3_place.open(), []
     fs = cast(Any, store)._fs
     call = fs.call_s3
@@ -272,8 +270,8 @@ def test_a_request_that_hangs_is_given_up_and_made_again(
     store = s3_place.open()
     area = store.begin(1, 1, "aa")
     store.write(area, "there", [b"content"])
-    monkeypatch.setattr(retry, "PATIENCE_S", 0.3)
-    monkeypatch.setattr(retry, "SLOWEST_BYTES_PER_S", MB)
+    monkeypatch.setattr(object_requests, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(object_requests, "SLOWEST_BYTES_PER_S", MB)
     hung, answered = [], threading.Event()
 
     def watch(asked: str, path: str) -> None:
@@ -300,7 +298,7 @@ def test_a_request_that_always_hangs_is_an_error_that_names_the_object(
     store = s3_place.open()
     area = store.begin(1, 1, "aa")
     store.write(area, "there", [b"content"])
-    monkeypatch.setattr(retry, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(object_requests, "PATIENCE_S", 0.2)
     answered = threading.Event()
     with watched(s3_place, lambda method, path: None if method != "GET" else bool(answered.wait(GUARD_S)) and None):
         with pytest.raises(OSError, match=r"no answer within 0 s.*there"):
@@ -322,10 +320,10 @@ spans = st.lists(
 def test_what_comes_from_ahead_is_what_lies_there(spans: list[Span], reads: list[tuple[str, int, int]]) -> None:
     contents = {name: random.Random(name).randbytes(100) for name in "ab"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranges, "SEGMENT_BYTES", 16)
-        patch.setattr(ranges, "_LEAST_BYTES", 4)
-        patch.setattr(ranges, "ROOM_BYTES", 40)
-        patch.setattr(ranges, "_GAP_BYTES", 3)
+        patch.setattr(object_streams, "SEGMENT_BYTES", 16)
+        patch.setattr(object_streams, "_LEAST_BYTES", 4)
+        patch.setattr(object_streams, "ROOM_BYTES", 40)
+        patch.setattr(object_streams, "_GAP_BYTES", 3)
         with Ahead(lambda file, start, end: contents[file][start:end], spans) as ahead:
             for file, start, wanted in reads:
                 part = ahead.take(file, start, wanted)
@@ -334,8 +332,8 @@ def test_what_comes_from_ahead_is_what_lies_there(spans: list[Span], reads: list
 
 
 def test_no_more_is_ahead_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranges, "SEGMENT_BYTES", 10)
-    monkeypatch.setattr(ranges, "ROOM_BYTES", 50)
+    monkeypatch.setattr(object_streams, "SEGMENT_BYTES", 10)
+    monkeypatch.setattr(object_streams, "ROOM_BYTES", 50)
     fetched: list[int] = []
 
     def fetch(file: str, start: int, end: int) -> bytes:

@@ -42,14 +42,14 @@ from storage_helpers import (  # noqa: F401
 )
 from typing_extensions import Buffer
 
+from phalanx.checkpoint.format.checkpoint_files import examine
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError, FileEntry
-from phalanx.checkpoint.format.verify import examine
-from phalanx.checkpoint.persist.contract import Destination, Outcome
-from phalanx.checkpoint.persist.work import Work
+from phalanx.checkpoint.keeper_contract import Destination, Outcome
+from phalanx.checkpoint.persist.checkpoint_writer import Work
 from phalanx.checkpoint.restoring.restore import restore
-from phalanx.checkpoint.storage.base import Store, Stored
+from phalanx.checkpoint.storage.checkpoint_store import Store, Stored
+from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.checkpoint.storage.latest import claim, read_latest
-from phalanx.checkpoint.storage.local import LocalStore
 from phalanx.cli.checkpoints.listing import rows_of
 from phalanx.cli.checkpoints.places import Place as Listed
 from phalanx.core.points import NO_POINTS, Points

@@ -15,7 +15,7 @@ from support.doors import DOORS, STEPS, Door, Loop, a_keeper_at, expected_step, 
 from support.odd_files import ODD_FILES
 
 from phalanx.checkpoint import Checkpointer
-from phalanx.checkpoint.format.verify import examine
+from phalanx.checkpoint.format.checkpoint_files import examine
 from phalanx.core.errors import UserError
 
 HARMS: dict[str, Callable[[Path], None]] = {

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.checkpoint import Checkpointer
-from phalanx.checkpoint.format.verify import examine
-from phalanx.checkpoint.keeper.start import end_keeper
+from phalanx.checkpoint.format.checkpoint_files import examine
+from phalanx.checkpoint.keeper.keeper_start import end_keeper
+from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.checkpoint.storage.latest import Latest, read_latest
-from phalanx.checkpoint.storage.local import LocalStore
 
 GUARD_S = 120.0
 STEP_S = 0.003

@@ -12,7 +12,7 @@ from keeper_processes import until
 from torch import Tensor, nn
 
 from phalanx.checkpoint import Checkpointer
-from phalanx.checkpoint.session.session import Session
+from phalanx.checkpoint.session.background_session import Session
 from phalanx.checkpoint.storage.latest import read_latest
 from phalanx.checkpoint.storage.location import open_store
 from phalanx.core.errors import UserError

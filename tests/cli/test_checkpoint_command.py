@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from phalanx.checkpoint.format.manifest import Meta
-from phalanx.checkpoint.restoring.checkpoint import open_checkpoint
+from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
 from phalanx.checkpoint.save import save
 from phalanx.core.errors import UserError
 
@@ -187,7 +187,7 @@ def test_convert_into_other_files(run: Path, files: int) -> None:
 
 
 def test_convert_large_tensors_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.checkpoint.format.recut.CHUNK_BYTES", 1000)
+    monkeypatch.setattr("phalanx.checkpoint.format.stored_tensors.CHUNK_BYTES", 1000)
     tensors = {"wide": torch.randn(3, 700), "tall": torch.randn(900, 2), "cube": torch.randn(5, 6, 7).double()}
     save(tmp_path / "a", 3, tensors)
     call("convert", tmp_path / "a", tmp_path / "b", "--files", 2)

@@ -15,10 +15,10 @@ from checkpoint_runs import call, call_json, checkpoint, damage, make_tensors, r
 from checkpoint_helpers import rewrite
 from plain_writers import save_alone
 
-from phalanx.checkpoint.restoring.checkpoint import open_checkpoint
+from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
 from phalanx.checkpoint.save import save
+from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.checkpoint.storage.latest import advance, claim
-from phalanx.checkpoint.storage.local import LocalStore
 from phalanx.core.errors import UserError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.checkpoint.keeper.start import address_for, end_keeper, is_listening
+from phalanx.checkpoint.keeper.keeper_start import address_for, end_keeper, is_listening
 
 
 def test_a_keeper_is_started_beforehand_and_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from checkpoint_runs import call, call_json
 from torch import nn
 
 from phalanx.checkpoint import Checkpointer
-from phalanx.checkpoint.format.record import Record
-from phalanx.checkpoint.keeper.start import address_for, end_keeper
+from phalanx.checkpoint.format.shard_plan import Record
+from phalanx.checkpoint.keeper.keeper_start import address_for, end_keeper
 from phalanx.cli.checkpoints.listing import kept
 from phalanx.core.errors import UserError
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.checkpoint.policy.interval import daly, young
+from phalanx.checkpoint.interval import daly, young
 from phalanx.core.errors import UserError
 from phalanx.plan.months.best import (
     best_interval,

@@ -19,7 +19,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from phalanx.checkpoint.keeper.start import ensure_keeper
+from phalanx.checkpoint.keeper.keeper_start import ensure_keeper
 from phalanx.run.executor.reaper import Reaper, choose_way, run_guarded
 
 GUARD_S = 60.0

@@ -15,7 +15,7 @@ import pytest
 from support import tiny
 from support.recovery.job import Job
 
-from phalanx.checkpoint.keeper.start import VARIABLE, end_keeper
+from phalanx.checkpoint.keeper.keeper_start import VARIABLE, end_keeper
 
 STEPS = 40
 GUARD_S = 240.0

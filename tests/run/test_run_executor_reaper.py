@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.checkpoint.keeper.start import end_keeper, is_listening
+from phalanx.checkpoint.keeper.keeper_start import end_keeper, is_listening
 from phalanx.core.errors import UserError
 from phalanx.ipc.processes import descendants, processes, read_process
 from phalanx.run.executor import reaper

@@ -22,16 +22,14 @@ import torch
 from support import tiny
 from support.recovery.job import Job
 
-from phalanx.checkpoint.format.plan import Piece, ShardPlan
-from phalanx.checkpoint.format.record import Record
-from phalanx.checkpoint.format.sums import chunk_sums
-from phalanx.checkpoint.keeper.start import VARIABLE, end_keeper
-from phalanx.checkpoint.replicas.contract import Endpoint
+from phalanx.checkpoint.format.run_sums import chunk_sums
+from phalanx.checkpoint.format.shard_plan import Piece, Record, ShardPlan
+from phalanx.checkpoint.keeper.keeper_start import VARIABLE, end_keeper
+from phalanx.checkpoint.keeper_contract import Endpoint
 from phalanx.checkpoint.replicas.fetch import list_held
-from phalanx.checkpoint.replicas.link import LABEL, LinkError, call
-from phalanx.checkpoint.replicas.messages import Offer, Plan, PlanNeeded, Refused
-from phalanx.checkpoint.restoring.checkpoint import open_checkpoint
-from phalanx.checkpoint.session.secret import given_secret, mark_of
+from phalanx.checkpoint.replicas.replica_link import LABEL, LinkError, Offer, Plan, PlanNeeded, Refused, call
+from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
+from phalanx.checkpoint.session.open_session import given_secret, mark_of
 from phalanx.checkpoint.storage.folder import candidates
 from phalanx.ipc.handshake import HELLO_BYTES, derive, hand_out
 from phalanx.run.config import toml_value

@@ -21,9 +21,9 @@ from support.kills.campaign import KEEPER, PERSISTER, RANK, compare
 from support.kills.run import TinyRun, kill
 from train_helpers import PRELOAD
 
-from phalanx.checkpoint.format.verify import examine
-from phalanx.checkpoint.keeper.client import connect
-from phalanx.checkpoint.keeper.contract import KeeperLostError
+from phalanx.checkpoint.format.checkpoint_files import examine
+from phalanx.checkpoint.keeper.keeper_client import connect
+from phalanx.checkpoint.keeper_contract import KeeperLostError
 from phalanx.checkpoint.storage.latest import Latest, read_latest
 from phalanx.checkpoint.storage.location import open_store
 

@@ -33,10 +33,8 @@ from train_helpers import (
     run_all,
 )
 
-from phalanx.checkpoint.format import evaluation as kept
-from phalanx.checkpoint.format.evaluation import EVALUATION, read_evaluation
-from phalanx.checkpoint.format.files import FolderFiles
-from phalanx.checkpoint.format.verify import examine
+from phalanx.checkpoint.format import checkpoint_files as kept
+from phalanx.checkpoint.format.checkpoint_files import EVALUATION, FolderFiles, examine, read_evaluation
 from phalanx.cli import evaluate as command
 from phalanx.cli.main import group
 from phalanx.core.errors import UserError

@@ -12,7 +12,7 @@ from support.tiny import WORDS, write_corpus
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from train_helpers import begin, configured, entries, finish, run_all
 
-from phalanx.checkpoint.restoring.checkpoint import newest
+from phalanx.checkpoint.restoring.open_checkpoint import newest
 from phalanx.core.config import load
 from phalanx.core.errors import UserError
 from phalanx.train.config import RunConfig

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from test_background_runs import Runner
 
+from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.checkpoint.storage.latest import read_latest
-from phalanx.checkpoint.storage.local import LocalStore
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 

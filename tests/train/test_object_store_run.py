@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
 
 from storage_helpers import DENIED, Server, s3_server_fixture  # noqa: F401
 
-from phalanx.checkpoint.format.verify import examine
-from phalanx.checkpoint.restoring.checkpoint import newest
-from phalanx.checkpoint.storage.base import Store, Stored
+from phalanx.checkpoint.format.checkpoint_files import examine
+from phalanx.checkpoint.restoring.open_checkpoint import newest
+from phalanx.checkpoint.storage.checkpoint_store import Store, Stored
 from phalanx.checkpoint.storage.latest import Latest, read_latest
 from phalanx.checkpoint.storage.location import open_store
 

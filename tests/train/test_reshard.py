@@ -17,7 +17,7 @@ from support.parity import reshard as resharding
 from support.parity.reshard import moved, process_rank, reshard
 from train_helpers import copies
 
-from phalanx.checkpoint.restoring.checkpoint import open_checkpoint
+from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
 from phalanx.launch.environment import Worker
 from phalanx.train.config import RunConfig
 

@@ -27,7 +27,7 @@ from train_helpers import (
     wait_for_step,
 )
 
-from phalanx.checkpoint.restoring.checkpoint import open_checkpoint
+from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
 from phalanx.core.errors import UserError
 from phalanx.core.points import Points
 from phalanx.data.batch import Batch

@@ -30,7 +30,7 @@ from train_helpers import (
     wait_for_step,
 )
 
-from phalanx.checkpoint.restoring.checkpoint import open_checkpoint
+from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
 from phalanx.launch.local import launch_local
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.feasible import needed_bytes

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 
-from phalanx.checkpoint.format.verify import examine
-from phalanx.checkpoint.restoring.checkpoint import open_checkpoint
+from phalanx.checkpoint.format.checkpoint_files import examine
+from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
 from phalanx.checkpoint.storage.folder import candidates
 from phalanx.checkpoint.storage.latest import read_latest
 from phalanx.checkpoint.storage.location import open_store

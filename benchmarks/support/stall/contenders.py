@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.session.opening import open_session
+from phalanx.checkpoint.session.open_session import open_session
 from phalanx.ipc.tree_peers import TreePeers
 from support.stall.task import Task
 

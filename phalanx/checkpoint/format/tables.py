@@ -12,8 +12,7 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from phalanx.checkpoint.format.boxes import cover_fault
-from phalanx.checkpoint.format.manifest import Chunk, FileEntry, TensorEntry
+from phalanx.checkpoint.format.manifest import Chunk, FileEntry, TensorEntry, cover_fault
 
 
 @dataclass(frozen=True)

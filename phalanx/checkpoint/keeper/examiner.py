@@ -1,4 +1,7 @@
-"""Threads that sum and look at what has been copied into a slot, and commit it. Torch-free."""
+"""Threads that sum and examine what has been copied into a slot, and commit it, no faster than training can spare.
+
+numpy is imported by the thread that examines: the keeper starts without waiting for it. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,88 @@ from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64
 
-from phalanx.checkpoint.format.plan import ShardPlan
-from phalanx.checkpoint.format.record import CHUNK_BYTES, Record, SnapshotId
-from phalanx.checkpoint.format.sums import state_sum
-from phalanx.checkpoint.keeper.contract import Taken
-from phalanx.checkpoint.keeper.pace import Pace
+from phalanx.checkpoint.format.run_sums import state_sum
+from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Record, ShardPlan, SnapshotId
 from phalanx.checkpoint.keeper.vault import Cell, MemoryVault
+from phalanx.checkpoint.keeper_contract import Taken
 from phalanx.core.points import NO_POINTS, Points
 
 if TYPE_CHECKING:
-    from phalanx.checkpoint.keeper.finite import Findings
+    from phalanx.checkpoint.keeper.finite_check import Findings
+
+
+_FIRST_BYTES_PER_S = 4e9  # until it has been measured
+_FORGET = 0.2
+_MAX_PAUSE_S = 0.1
+_LONGEST_S = 1.0
+_FIRST_INTERVAL_S = 1.0
+
+
+def budget_s(interval_s: float | None, persist_s: float = 0.0) -> float:
+    """Within how many seconds a snapshot is examined.
+
+    Args:
+        interval_s: how long after the one before it comes; None: it is the first.
+        persist_s: how long it will then take to be durable, if it is to be: with that, too, it is to be done within
+            half of the interval. Else leisure would make the interval longer, and a longer interval leisure.
+    """
+    return max(min((_FIRST_INTERVAL_S if interval_s is None else interval_s) / 2 - persist_s, _LONGEST_S), 0.0)
+
+
+@dataclass
+class Rhythm:
+    """When a rank took its last snapshot and how long the last one took to be durable, to know how long the next may be
+    examined."""
+
+    _last_s: float | None = None
+    _persist_s: float = 0.0
+
+    def beat(self, now_s: float, *, persist: bool) -> float:
+        """A snapshot is taken: within how many seconds it is examined.
+
+        Args:
+            now_s: by a clock that never goes back.
+            persist: whether it is to become durable.
+        """
+        interval_s = None if self._last_s is None else now_s - self._last_s
+        self._last_s = now_s
+        return budget_s(interval_s, self._persist_s if persist else 0.0)
+
+    def persisted(self, seconds: float) -> None:
+        """One became durable, or will not, so long after it was examined."""
+        self._persist_s = seconds
+
+
+class Pace:
+    """Spreads the work of some threads over the time there is for it.
+
+    Args:
+        threads: how many share it.
+    """
+
+    def __init__(self, threads: int = 1) -> None:
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._pending_bytes = 0
+        self._bytes_per_s = _FIRST_BYTES_PER_S
+
+    def expect(self, length: int) -> None:
+        """So many bytes more are to be looked at."""
+        with self._lock:
+            self._pending_bytes += length
+
+    def pause_s(self, length: int, took_s: float, until_s: float) -> float:
+        """How long to rest after `length` bytes that took `took_s`, to be done with all at `until_s` (monotonic)."""
+        with self._lock:
+            self._pending_bytes -= length
+            if took_s > 0 and length:
+                self._bytes_per_s += _FORGET * (length / took_s - self._bytes_per_s)
+            needed_s = max(self._pending_bytes, 0) / self._bytes_per_s / self._threads
+        left_s = until_s - time.monotonic()
+        if needed_s <= 0 or left_s <= needed_s:
+            return 0.0
+        return min(took_s * (left_s / needed_s - 1), left_s - needed_s, _MAX_PAUSE_S)
+
 
 _NICE = 10
 _HURRIED_THREADS = 4  # that look at one slot while training waits for it
@@ -106,7 +181,7 @@ class Examiner:
     def _run(self) -> None:
         with suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        from phalanx.checkpoint.keeper import finite  # noqa: F401 (numpy takes a while: here nobody waits for it)
+        from phalanx.checkpoint.keeper import finite_check  # noqa: F401 (numpy takes a while: here nobody waits for it)
 
         is_first = True
         while (job := self._jobs.get()) is not None:
@@ -165,7 +240,7 @@ def examine(
         rest: called after every chunk with how many bytes that was, by whichever thread looked at it.
         threads: that share the work.
     """
-    from phalanx.checkpoint.keeper.finite import MOST_NAMES, Findings, has_changed
+    from phalanx.checkpoint.keeper.finite_check import MOST_NAMES, Findings, has_changed
 
     starts = range(0, plan.data_bytes, CHUNK_BYTES)
     each = max(1, -(-len(starts) // threads))
@@ -183,7 +258,7 @@ def examine(
 
 def _examine_chunks(plan: ShardPlan, memory: memoryview, starts: range, rest: Rest) -> tuple[list[int], list[str]]:
     """The sums of the chunks that begin at `starts`, one behind the other, and what is sick in them."""
-    from phalanx.checkpoint.keeper.finite import BLOCK_BYTES, FiniteCheck
+    from phalanx.checkpoint.keeper.finite_check import BLOCK_BYTES, FiniteCheck
 
     check = FiniteCheck(plan, memory)
     sums: list[int] = []

@@ -1,9 +1,9 @@
 """The keeper process. It is nobody's child, and ends by itself. Torch-free.
 
 How it ends: every rank that began has said `finish`; nobody has been connected for its time to live; it is told to
-(`phalanx.checkpoint.keeper.start.end_keeper`); or SIGKILL. Other signals are for the ranks, and it ignores them. What
-destroys it against its will: the end of a Slurm step or of a batch job (its control group is killed), the deletion of
-its pod, and the host's memory running out.
+(`phalanx.checkpoint.keeper.keeper_start.end_keeper`); or SIGKILL. Other signals are for the ranks, and it ignores them.
+What destroys it against its will: the end of a Slurm step or of a batch job (its control group is killed), the deletion
+of its pod, and the host's memory running out.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from phalanx.checkpoint.keeper.server import Server, Services
-from phalanx.checkpoint.keeper.services import LatePersister, LateReplicas, Replicas
+from phalanx.checkpoint.keeper.keeper_server import Server, Services
+from phalanx.checkpoint.keeper.snapshot_stages import LatePersister, LateReplicas, Replicas
 from phalanx.checkpoint.keeper.vault import MemoryVault
-from phalanx.checkpoint.persist.contract import Persister
-from phalanx.checkpoint.replicas.contract import Replicated
+from phalanx.checkpoint.keeper_contract import Persister, Replicated
 from phalanx.core.points import Points, points_from_environment
 from phalanx.ipc.processes import STOP_SIGNALS, give_way, name_process
 
 # Those that a terminal or a scheduler sends to every process of a job: the ranks decide what they mean.
 _IGNORED = (*STOP_SIGNALS, signal.SIGHUP)
 
-_PERSISTER = "phalanx.checkpoint.persist.process"  # half a second to import; a keeper may never need it
+_PERSISTER = "phalanx.checkpoint.persist.persister_process"  # half a second to import; a keeper may never need it
 _NICE = 10  # of the keeper's session, its persister included, among others: training goes first
 _CORES_PER_EXAMINER = 4
 _MAX_EXAMINERS = 8
@@ -117,7 +116,7 @@ def lock_of(address: Path) -> Path:
 
 def _persister() -> Persister:
     def make() -> Persister:
-        from phalanx.checkpoint.persist.process import PersisterProcess  # when there is something to persist
+        from phalanx.checkpoint.persist.persister_process import PersisterProcess  # when there is something to persist
 
         return PersisterProcess()
 
@@ -126,7 +125,7 @@ def _persister() -> Persister:
 
 def _replicas(vault: MemoryVault, notify: Callable[[Replicated], None], points: Points) -> Replicas:
     from phalanx.checkpoint.replicas.interfaces import network  # when there is another host
-    from phalanx.checkpoint.replicas.service import ReplicaService
+    from phalanx.checkpoint.replicas.replica_service import ReplicaService
 
     def report(line: str) -> None:
         print(line, file=sys.stderr, flush=True)

@@ -16,10 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.checkpoint.format.plan import ShardPlan
-from phalanx.checkpoint.format.record import Record, SnapshotId
-from phalanx.checkpoint.keeper.memory import Block
-from phalanx.checkpoint.replicas.contract import Held, NotBegunError, RefusedError, Slot
+from phalanx.checkpoint.format.shard_plan import Record, ShardPlan, SnapshotId
+from phalanx.checkpoint.keeper.shared_memory import Block
+from phalanx.checkpoint.keeper_contract import Held, NotBegunError, RefusedError, Slot
 
 State = Literal["free", "writing", "taken", "committed"]
 
@@ -68,7 +67,7 @@ class Pin:
 
 
 class MemoryVault:
-    """Implements `phalanx.checkpoint.replicas.contract.Vault`, and the same for the slots that ranks lease.
+    """Implements `phalanx.checkpoint.keeper_contract.Vault`, and the same for the slots that ranks lease.
 
     Args:
         on_change: called, from whichever thread, after anything has become free or committed.
@@ -191,7 +190,7 @@ class MemoryVault:
         self._on_change()
 
     def place(self, plan: ShardPlan, snapshot: SnapshotId) -> Slot:
-        """Memory for a replica that is about to arrive; see `phalanx.checkpoint.replicas.contract.Vault`."""
+        """Memory for a replica that is about to arrive; see `phalanx.checkpoint.keeper_contract.Vault`."""
         with self._allocating[plan.rank, True]:
             with self._lock:
                 self._require(snapshot.attempt)
@@ -253,7 +252,7 @@ class MemoryVault:
 
     @contextmanager
     def pin(self, snapshot: SnapshotId, rank: int) -> Iterator[tuple[Record, ShardPlan, int]]:
-        """A committed copy, as it is within the context; see `phalanx.checkpoint.replicas.contract.Vault`."""
+        """A committed copy, as it is within the context; see `phalanx.checkpoint.keeper_contract.Vault`."""
         pin = self.acquire(snapshot, rank)
         try:
             yield pin.record, pin.plan, pin.descriptor

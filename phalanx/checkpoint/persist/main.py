@@ -11,11 +11,11 @@ from typing import NoReturn
 
 import psutil
 
-from phalanx.checkpoint.format.plan import JobPlan, ShardPlan
-from phalanx.checkpoint.persist.contract import Outcome, Task
-from phalanx.checkpoint.persist.ending import Endings, withdraw
-from phalanx.checkpoint.persist.messages import TO_PERSISTER, Errand, Known, Submit, read_memory
-from phalanx.checkpoint.persist.work import Work
+from phalanx.checkpoint.format.shard_plan import JobPlan, ShardPlan
+from phalanx.checkpoint.keeper_contract import Outcome, Task
+from phalanx.checkpoint.persist.checkpoint_writer import Work
+from phalanx.checkpoint.persist.persister_process import TO_PERSISTER, Errand, Known, Submit, read_memory
+from phalanx.checkpoint.persist.publication import Endings, withdraw
 from phalanx.checkpoint.storage.location import open_store
 from phalanx.core.points import Points, points_from_environment
 from phalanx.ipc.local_socket import receive, send

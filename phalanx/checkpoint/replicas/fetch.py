@@ -14,13 +14,21 @@ from itertools import pairwise
 
 from typing_extensions import Buffer
 
-from phalanx.checkpoint.format.plan import ShardPlan
-from phalanx.checkpoint.format.record import CHUNK_BYTES, Record, SnapshotId
-from phalanx.checkpoint.replicas.contract import Endpoint, Held
-from phalanx.checkpoint.replicas.link import IDLE_S, Link, LinkError, TurnedAwayError, call
-from phalanx.checkpoint.replicas.messages import Given, Holdings, List, Missing, Want
-from phalanx.checkpoint.replicas.sender import share_of_rate
-from phalanx.checkpoint.replicas.stream import deadline_s, describe, disagreement, receive_chunks
+from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Record, ShardPlan, SnapshotId
+from phalanx.checkpoint.keeper_contract import Endpoint, Held
+from phalanx.checkpoint.replicas.replica_link import (
+    IDLE_S,
+    Given,
+    Holdings,
+    Link,
+    LinkError,
+    List,
+    Missing,
+    TurnedAwayError,
+    Want,
+    call,
+)
+from phalanx.checkpoint.replicas.sender import deadline_s, describe, disagreement, receive_chunks, share_of_rate
 
 STREAMS = 2
 """Connections at once for one shard; docs/replicas.md has the figures."""

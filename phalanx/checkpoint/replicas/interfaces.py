@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from phalanx.checkpoint.replicas.contract import Endpoint
+from phalanx.checkpoint.keeper_contract import Endpoint
 from phalanx.core.addresses import names_interface
 from phalanx.core.errors import UserError
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.checkpoint.replicas.contract import ReplicaPlaces
+from phalanx.checkpoint.keeper_contract import ReplicaPlaces
 from phalanx.core.layout import AXES, Axis, Layout
 
 

@@ -1,21 +1,98 @@
-"""Sends the snapshots of one rank to the keeper of a peer host, in a thread of its own. Torch-free."""
+"""Sends the snapshots of one rank to the keeper of a peer host, in a thread of its own. Torch-free.
+
+Whoever receives elements of a shard sums each chunk while it is in the cache (`receive_chunks`).
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from phalanx.checkpoint.format.plan import ShardPlan
-from phalanx.checkpoint.format.record import CHUNK_BYTES, Record
-from phalanx.checkpoint.replicas.contract import Endpoint, Replicated
-from phalanx.checkpoint.replicas.link import IDLE_S, Link, LinkError, call
-from phalanx.checkpoint.replicas.messages import Go, Offer, Plan, PlanNeeded, Refused, Stored
-from phalanx.checkpoint.replicas.stream import deadline_s
+from xxhash import xxh3_64
+
+from phalanx.checkpoint.format.run_sums import state_sum
+from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Record, ShardPlan
+from phalanx.checkpoint.keeper_contract import Endpoint, Replicated
+from phalanx.checkpoint.replicas.replica_link import (
+    IDLE_S,
+    Go,
+    Link,
+    LinkError,
+    Offer,
+    Plan,
+    PlanNeeded,
+    Refused,
+    Stored,
+    call,
+)
 from phalanx.core.points import NO_POINTS, Points
+
+_PATIENCE_S = 60.0
+_MIN_BYTES_PER_S = 1 << 20
+
+
+def deadline_s(length_bytes: int) -> float:
+    """`time.monotonic` until which a transfer may take: a minute, and a second for every MiB."""
+    return time.monotonic() + _PATIENCE_S + length_bytes / _MIN_BYTES_PER_S
+
+
+def receive_chunks(link: Link, memory: memoryview, record: Record, first: int) -> list[int]:
+    """Fill `memory`, which begins at chunk `first` of the shard, and say which chunks are not what the record says.
+
+    All of it is read in any case, so that the conversation can go on.
+
+    Raises:
+        LinkError: the other side went away, or is too slow.
+    """
+    until_s = deadline_s(len(memory))
+    wrong = []
+    for number, start in enumerate(range(0, len(memory), CHUNK_BYTES), start=first):
+        hasher = xxh3_64()
+        link.receive_into(memory[start : start + CHUNK_BYTES], until_s, hasher.update)
+        if hasher.intdigest() != record.sums[number]:
+            wrong.append(number)
+    return wrong
+
+
+def spans(record: Record, runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Where runs of chunks begin and end, in bytes.
+
+    Raises:
+        ValueError: one lies outside of the shard.
+    """
+    for first, count in runs:
+        if not 0 <= first <= first + count <= len(record.sums):
+            raise ValueError(f"chunks {first} to {first + count} of {len(record.sums)}")
+        yield first * CHUNK_BYTES, min((first + count) * CHUNK_BYTES, record.data_bytes)
+
+
+def disagreement(record: Record, plan: ShardPlan | None = None) -> str | None:
+    """Why a record cannot be one of a shard (of this plan, where it is given), or None; looked at before memory is
+    taken."""
+    if record.data_bytes < 0 or len(record.sums) != -(-record.data_bytes // CHUNK_BYTES):
+        return f"the record has {len(record.sums)} sums for {record.data_bytes} bytes"
+    if (record.state or record.state_sum) and state_sum(record.state) != record.state_sum:
+        return "the state in the record does not match its sum"
+    if plan is None:
+        return None
+    if plan.sha256 != record.plan_sha256 or plan.rank != record.rank:
+        return "the plan is not that of the record"
+    if plan.data_bytes != record.data_bytes:
+        return f"the record has {record.data_bytes} bytes, its plan {plan.data_bytes}"
+    if any(piece.start_bytes < 0 or piece.length_bytes < 0 for piece in plan.pieces):
+        return "the plan has a piece outside of its memory"
+    return None
+
+
+def describe(record: Record, chunks: list[int], host: str) -> str:
+    """For people: which chunks are wrong."""
+    more = f" and {len(chunks) - 1} more" if len(chunks) > 1 else ""
+    return f"chunk {chunks[0]}{more} of step {record.step}, rank {record.rank} from {host} does not match its sum"
+
 
 PERSIST_S = 10.0
 """No new try begins so long after the first."""
@@ -56,7 +133,7 @@ class Sender:
         notify: called from the thread with what became of each.
         points: ``replica.begin``, ``replica.half`` and ``replica.sent``.
         persist_s: see `PERSIST_S`.
-        idle_s: see `phalanx.checkpoint.replicas.link.IDLE_S`.
+        idle_s: see `phalanx.checkpoint.replicas.replica_link.IDLE_S`.
     """
 
     def __init__(

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from phalanx.checkpoint.format.record import Record, SnapshotId, is_stale, sick_tensors
-from phalanx.checkpoint.keeper.contract import Keeper
+from phalanx.checkpoint.format.shard_plan import Record, SnapshotId, is_stale, sick_tensors
+from phalanx.checkpoint.keeper_contract import Keeper
 
 
 class Choice(NamedTuple):

@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from phalanx.checkpoint.fit import CURE, SOURCE, Differences, require_fit
-from phalanx.checkpoint.format.blocks import Block, held
-from phalanx.checkpoint.format.record import SnapshotId, parse_state
-from phalanx.checkpoint.keeper.contract import Keeper
+from phalanx.checkpoint.all_ranks import agreed, everywhere
+from phalanx.checkpoint.format.dcp import Block, held
+from phalanx.checkpoint.format.shard_plan import SnapshotId, parse_state
+from phalanx.checkpoint.keeper_contract import Keeper
 from phalanx.checkpoint.restoring.choices import Choice, newest_first, restorable
-from phalanx.checkpoint.restoring.durable import Checkpoints
-from phalanx.checkpoint.restoring.memory import Hosts, MemorySource, describe, hole, look
-from phalanx.checkpoint.restoring.parts import Part, SavedTensor, parts
-from phalanx.checkpoint.restoring.sharing import Sharing, agree, give, readers
+from phalanx.checkpoint.restoring.durable_source import Checkpoints
+from phalanx.checkpoint.restoring.fit import CURE, SOURCE, Differences, Part, SavedBlocks, parts, require_fit
+from phalanx.checkpoint.restoring.memory_source import Hosts, MemorySource, describe, hole, look
+from phalanx.checkpoint.restoring.shared_reads import Sharing, agree, give, readers
 from phalanx.checkpoint.restoring.source import (
     Fault,
     Kind,
@@ -34,8 +34,7 @@ from phalanx.checkpoint.restoring.source import (
     Source,
     together,
 )
-from phalanx.checkpoint.storage.base import Store
-from phalanx.checkpoint.together import agreed, everywhere
+from phalanx.checkpoint.storage.checkpoint_store import Store
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Shard
 from phalanx.core.peers import ALONE, Copies, Peers
@@ -112,7 +111,7 @@ class Opened:
         return self.source.config
 
     @property
-    def tensors(self) -> Mapping[str, SavedTensor]:
+    def tensors(self) -> Mapping[str, SavedBlocks]:
         """What it holds."""
         return self.source.tensors
 
@@ -300,8 +299,8 @@ class Refused:
     """What was found to be damaged, so that it is not tried again, and what was said of it, so that it is said once.
 
     Attributes:
-        durable: checkpoints, as `phalanx.checkpoint.restoring.durable.Checkpoints` tells them from others, and why they
-            were; rank 0's.
+        durable: checkpoints, as `Checkpoints` of `phalanx.checkpoint.restoring.durable_source` tells them from others,
+            and why they were; rank 0's.
         copies: of shards in memory: snapshot, host, rank.
         told: lines for people.
     """

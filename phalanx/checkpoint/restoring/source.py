@@ -7,11 +7,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-from phalanx.checkpoint.fit import Differences
-from phalanx.checkpoint.format.plan import ShardPlan
-from phalanx.checkpoint.format.record import Record, SnapshotId
-from phalanx.checkpoint.replicas.contract import Endpoint
-from phalanx.checkpoint.restoring.parts import Part, SavedTensor
+from phalanx.checkpoint.format.shard_plan import Record, ShardPlan, SnapshotId
+from phalanx.checkpoint.keeper_contract import Endpoint
+from phalanx.checkpoint.restoring.fit import Differences, Part, SavedBlocks
 from phalanx.core import units
 
 Kind = Literal["memory", "peer", "durable"]
@@ -120,7 +118,7 @@ class Source(Protocol):
         ...
 
     @property
-    def tensors(self) -> Mapping[str, SavedTensor]:
+    def tensors(self) -> Mapping[str, SavedBlocks]:
         """What it holds."""
         ...
 

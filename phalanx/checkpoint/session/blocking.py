@@ -9,21 +9,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from phalanx.checkpoint.all_ranks import at_first
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.format.evaluation import Evaluation
+from phalanx.checkpoint.due import FREE, Agenda
+from phalanx.checkpoint.format.checkpoint_files import Evaluation
 from phalanx.checkpoint.format.manifest import MANIFEST, Meta
-from phalanx.checkpoint.policy.adapting import AutoInterval
+from phalanx.checkpoint.interval import AutoInterval
 from phalanx.checkpoint.restoring.restore import Refused, Wanted, restore
 from phalanx.checkpoint.restoring.source import Restored
 from phalanx.checkpoint.save import save
-from phalanx.checkpoint.session.agenda import FREE, Agenda
+from phalanx.checkpoint.session.background_session import Tensors
 from phalanx.checkpoint.session.ledger import Event
-from phalanx.checkpoint.session.session import Tensors
-from phalanx.checkpoint.snapshot.plans import Roles
+from phalanx.checkpoint.snapshot_plans import Roles
 from phalanx.checkpoint.storage.latest import advance, claim
 from phalanx.checkpoint.storage.location import clean, has_names, open_store
-from phalanx.checkpoint.storage.prune import add_evaluation, prune
-from phalanx.checkpoint.together import at_first
+from phalanx.checkpoint.storage.retention import add_evaluation, prune
 from phalanx.core.layout import Layout, Shard
 from phalanx.core.peers import ALONE, Copies, Peers
 from phalanx.core.points import NO_POINTS, Points
@@ -74,7 +74,7 @@ class BlockingSession:
         return at_first(self._peers, lambda: has_names(self._folder))
 
     def restore(self, wanted: Wanted, shards: Mapping[str, Shard] | None = None, **options: Any) -> Restored | None:
-        """Fill tensors from the newest good checkpoint; see `phalanx.checkpoint.session.session.Session.restore`."""
+        """Fill tensors from the newest good checkpoint; see `Session.restore`."""
         at_first(self._peers, partial(clean, self._store, self.attempt))
         restored = restore(
             wanted,

@@ -1,10 +1,14 @@
-"""What every snapshot has cost, and what became of it; for ``metrics.jsonl``. Torch-free."""
+"""What every snapshot cost and what became of it, for ``metrics.jsonl``; how long training stood still. Torch-free."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
-from phalanx.checkpoint.keeper.contract import Progress, Stage
+from phalanx.checkpoint.interval import AutoInterval
+from phalanx.checkpoint.keeper_contract import Progress, Stage
 
 LOST = "the keeper of a host was lost meanwhile"
 """What becomes of a snapshot that only a keeper had which is gone."""
@@ -140,3 +144,57 @@ class Ledger:
 
     def _end(self, step: int) -> None:
         self._ended.append(self._under_way.pop(step).event)
+
+
+class Stall:
+    """Charges time to the snapshot under way, or to the next one.
+
+    Args:
+        is_copying: whether the last snapshot is still being copied, so that waiting is for that.
+    """
+
+    def __init__(self, is_copying: Callable[[], bool]) -> None:
+        self._is_copying = is_copying
+        self._event: Event | None = None
+        self._blocked_s = 0.0
+
+    def begin(self, event: Event) -> None:
+        """A snapshot is taken: what training waited for since the one before was for this one."""
+        event.stall_s, self._blocked_s = self._blocked_s, 0.0
+        self._event = event
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Time in here is time in which training stands still."""
+        began_s = time.perf_counter()
+        before = self._event
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - began_s
+            if self._event is not None and (self._event is not before or self._is_copying()):
+                self._event.stall_s += seconds  # it was taken in here, or is not copied yet
+            else:
+                self._blocked_s += seconds
+
+
+@dataclass
+class StepPace:
+    """Measures from the beginning of one step to that of the next."""
+
+    clock: Callable[[], float] = time.monotonic
+    _last: tuple[int, float] | None = field(default=None)
+    _was_plain: bool = True
+
+    def began(self, step: int, auto: AutoInterval, *, is_plain: bool) -> None:
+        """A step begins; the one before counts if nothing was under way at either end of it.
+
+        Args:
+            step: its number.
+            auto: is told.
+            is_plain: whether no snapshot is under way.
+        """
+        now_s = self.clock()
+        if self._last is not None and self._last[0] == step - 1 and is_plain and self._was_plain:
+            auto.note_step(now_s - self._last[1])
+        self._last, self._was_plain = (step, now_s), is_plain

@@ -12,9 +12,9 @@ from urllib.parse import unquote, urlsplit
 import fsspec
 from fsspec.registry import known_implementations
 
-from phalanx.checkpoint.storage.base import Store
-from phalanx.checkpoint.storage.local import LocalStore
-from phalanx.checkpoint.storage.objects import ObjectStore
+from phalanx.checkpoint.storage.checkpoint_store import Store
+from phalanx.checkpoint.storage.folder_store import LocalStore
+from phalanx.checkpoint.storage.object_store import ObjectStore
 from phalanx.core.errors import UserError
 from phalanx.core.points import NO_POINTS, Points
 

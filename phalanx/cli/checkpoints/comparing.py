@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from phalanx.checkpoint.format.inspecting import Reader, difference
+from phalanx.checkpoint.format.stored_tensors import Reader, difference
 from phalanx.cli.checkpoints.places import one_place, steps
 from phalanx.cli.checkpoints.showing import Contents, contents_of
 from phalanx.cli.tables import make_console, make_table

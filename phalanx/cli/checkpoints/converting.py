@@ -22,12 +22,11 @@ import torch
 from phalanx import __version__
 from phalanx.checkpoint.format import dcp
 from phalanx.checkpoint.format import manifest as manifests
-from phalanx.checkpoint.format.inspecting import Reader
+from phalanx.checkpoint.format.checkpoint_files import check_file
 from phalanx.checkpoint.format.manifest import FORMAT_VERSION, MANIFEST, SUMS, FileEntry, Manifest, Meta, TensorEntry
-from phalanx.checkpoint.format.plain import PlainCheckpoint, open_plain
-from phalanx.checkpoint.format.recut import Recut, same
-from phalanx.checkpoint.format.verify import check_file
-from phalanx.checkpoint.storage.base import Store
+from phalanx.checkpoint.format.plain_dcp import PlainCheckpoint, open_plain
+from phalanx.checkpoint.format.stored_tensors import Reader, Recut, same
+from phalanx.checkpoint.storage.checkpoint_store import Store
 from phalanx.checkpoint.storage.location import open_store
 from phalanx.cli.checkpoints.places import Place, bytes_bar, one_place
 from phalanx.core import units

@@ -16,13 +16,13 @@ from rich.markup import escape
 
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError, Manifest
-from phalanx.checkpoint.format.record import Record
-from phalanx.checkpoint.keeper.client import connect
-from phalanx.checkpoint.keeper.contract import KeeperLostError
-from phalanx.checkpoint.keeper.start import address_for, ensure_keeper, until_ended
+from phalanx.checkpoint.format.shard_plan import Record
+from phalanx.checkpoint.keeper.keeper_client import connect
+from phalanx.checkpoint.keeper.keeper_start import address_for, ensure_keeper, until_ended
+from phalanx.checkpoint.keeper_contract import KeeperLostError
 from phalanx.checkpoint.restoring.choices import restorable
-from phalanx.checkpoint.storage.base import Store
-from phalanx.checkpoint.storage.prune import prune
+from phalanx.checkpoint.storage.checkpoint_store import Store
+from phalanx.checkpoint.storage.retention import prune
 from phalanx.cli.checkpoints.places import Place, destinations, first_usable, places
 from phalanx.cli.tables import make_console, make_table
 from phalanx.core import units

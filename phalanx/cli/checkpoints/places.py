@@ -13,11 +13,11 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from phalanx.checkpoint.format.checkpoint_files import examine
 from phalanx.checkpoint.format.manifest import MANIFEST, Manifest
-from phalanx.checkpoint.format.plain_index import PLAIN_INDEX, PlainIndex, decode_index
-from phalanx.checkpoint.format.verify import examine
-from phalanx.checkpoint.storage import names
-from phalanx.checkpoint.storage.base import Stored
+from phalanx.checkpoint.format.plain_dcp_index import PLAIN_INDEX, PlainIndex, decode_index
+from phalanx.checkpoint.storage import checkpoint_store
+from phalanx.checkpoint.storage.checkpoint_store import Stored
 from phalanx.checkpoint.storage.latest import read_latest
 from phalanx.checkpoint.storage.location import open_store
 from phalanx.core.errors import UserError
@@ -29,7 +29,7 @@ class Place(Stored):
     @property
     def quarantine(self) -> str:
         """``stale`` or ``sick`` where it was put aside for that, else empty."""
-        return self.name.partition("-")[0] if names.quarantined(self.name) else ""
+        return self.name.partition("-")[0] if checkpoint_store.quarantined(self.name) else ""
 
     @property
     def is_plain(self) -> bool:
@@ -113,12 +113,12 @@ def _alone(where: str) -> Place | None:
     """`where`, if that is one checkpoint."""
     parent, name = _split(where)
     try:
-        place = Place(open_store(parent), names.plain(name))
+        place = Place(open_store(parent), checkpoint_store.plain(name))
     except ValueError:
         return None
     files = place.store.files(name)
     is_one = MANIFEST in files or PLAIN_INDEX in files
-    return place if is_one or (files and (names.parse(name) or names.quarantined(name))) else None
+    return place if is_one or (files and (checkpoint_store.parse(name) or checkpoint_store.quarantined(name))) else None
 
 
 def _split(where: str) -> tuple[str, str]:

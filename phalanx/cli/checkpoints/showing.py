@@ -23,12 +23,12 @@ from phalanx.cli.tables import make_console, make_table
 from phalanx.core import units
 
 if TYPE_CHECKING:
-    from phalanx.checkpoint.format.inspecting import Health
+    from phalanx.checkpoint.format.stored_tensors import Health
 from itertools import pairwise
 
+from phalanx.checkpoint.format.checkpoint_files import check_file
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError
-from phalanx.checkpoint.format.plain_index import PLAIN_INDEX
-from phalanx.checkpoint.format.verify import check_file
+from phalanx.checkpoint.format.plain_dcp_index import PLAIN_INDEX
 from phalanx.cli.checkpoints.places import bytes_bar, places
 
 _FILES_SHOWN = 8
@@ -159,7 +159,7 @@ def _names(names: list[str]) -> str:
 
 
 def _examine(contents: Contents) -> dict[str, Health]:
-    from phalanx.checkpoint.format.inspecting import Reader, health  # torch, only where numbers are read
+    from phalanx.checkpoint.format.stored_tensors import Reader, health  # torch, only where numbers are read
 
     with Reader(contents.place.url, contents.tensors, contents.place.open) as reader:
         return {name: health(reader, name) for name in steps(contents.tensors, "reading")}

@@ -1,6 +1,6 @@
 """Effective time without playing a single run: formulas, for failures without memory. Torch-free, and without NumPy.
 
-*Young* (1974) and *Daly* (2006) for the interval between checkpoints are those of `phalanx.checkpoint.policy`.
+*Young* (1974) and *Daly* (2006) for the interval between checkpoints are those of `phalanx.checkpoint.interval`.
 
 *Meta* (Revisiting Reliability, arXiv 2410.21680): with N hosts, r failures per host and time, u restarts, q queueing, Δ
 between checkpoints and R of training
@@ -26,7 +26,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from phalanx.checkpoint.policy.interval import daly, young
+from phalanx.checkpoint.interval import daly, young
 from phalanx.plan.months.values import DAY_S, FailureClass, Story, require
 
 _MOST_EXP = 700.0

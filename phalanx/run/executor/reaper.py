@@ -38,8 +38,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.checkpoint.keeper.contract import KeeperLostError
-from phalanx.checkpoint.keeper.start import VARIABLE, ensure_keeper
+from phalanx.checkpoint.keeper.keeper_start import VARIABLE, ensure_keeper
+from phalanx.checkpoint.keeper_contract import KeeperLostError
 from phalanx.core.errors import UserError
 from phalanx.core.host import PROC
 from phalanx.ipc.processes import STOP_SIGNALS, Process, descendants, name_process, processes, read_process
@@ -163,7 +163,7 @@ def _listening(environ: Mapping[str, str]) -> set[str]:
 
 
 def _is_address(path: str, environ: Mapping[str, str]) -> bool:
-    """Whether it is one that `phalanx.checkpoint.keeper.start.address_for` could give to this user."""
+    """Whether it is one that `phalanx.checkpoint.keeper.keeper_start.address_for` could give to this user."""
     address = Path(path)
     given = environ.get(VARIABLE)
     if given and address == Path(given).absolute():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phalanx.checkpoint.format.dcp import torch_dtype
 from phalanx.checkpoint.format.manifest import TensorEntry
-from phalanx.checkpoint.format.plain import is_plain, open_plain
+from phalanx.checkpoint.format.plain_dcp import is_plain, open_plain
 from phalanx.checkpoint.restoring.restore import Opened, Targets
 from phalanx.core.errors import UserError
 from phalanx.data.tokenizers.spec import open_saved_tokenizer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx.checkpoint.fit import Differences
+from phalanx.checkpoint.restoring.fit import Differences
 from phalanx.checkpoint.restoring.restore import Targets, Wanted, restore
 from phalanx.checkpoint.restoring.source import Restored
 from phalanx.checkpoint.storage.location import open_store

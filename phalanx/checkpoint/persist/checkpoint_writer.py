@@ -1,0 +1,433 @@
+"""Writing a durable checkpoint: every rank's shard, and on the host of rank 0 publishing them as one. Torch-free.
+
+The memory of a shard is checked against its record on the way, run by run, before any of it is written. The publisher
+waits until all shards are there and none is stale or sick; then it is a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from threading import Event
+
+from typing_extensions import Buffer
+
+from phalanx import __version__
+from phalanx.checkpoint.format import manifest as manifests
+from phalanx.checkpoint.format.checkpoint_files import Span
+from phalanx.checkpoint.format.manifest import FORMAT_VERSION, MANIFEST, SUMS, FileEntry, Manifest, TensorEntry
+from phalanx.checkpoint.format.run_sums import RunSums, chunk_fault, record_fault
+from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Piece, is_stale, parse_state, sick_tensors, with_crc32
+from phalanx.checkpoint.keeper_contract import Outcome, Task
+from phalanx.checkpoint.persist.publication import (
+    Endings,
+    NotPublishedError,
+    Part,
+    Writing,
+    await_end,
+    forget_failures,
+    join,
+    part_name,
+    pauses,
+    require_no_failure,
+    tell_failure,
+)
+from phalanx.checkpoint.storage.checkpoint_store import Store, SupersededError
+from phalanx.checkpoint.storage.latest import advance, read_latest, require_charge
+from phalanx.checkpoint.storage.location import open_store
+from phalanx.checkpoint.storage.retention import prune
+from phalanx.core.points import Points
+
+
+class BadMemoryError(ValueError):
+    """The memory of a slot is not what its record says; says which shard, run and tensor."""
+
+
+def write_shard(store: Store, area: str, task: Task, points: Points) -> Part:
+    """Write the file of a shard into `area`, then its part. Takes the memory of one run (`CHUNK_BYTES`).
+
+    Raises:
+        BadMemoryError: the slot does not hold what its record says.
+        OSError: storage refuses.
+    """
+    part = Part.of(task, _write_file(store, area, task, points))
+    points.reach("persist.shard-written", rank=task.plan.rank)
+    store.write(area, part_name(part.rank), [part.to_bytes()])
+    points.reach("persist.part-written", rank=task.plan.rank)
+    return part
+
+
+def _write_file(store: Store, area: str, task: Task, points: Points) -> FileEntry:
+    sums = RunSums()
+    file = store.write(area, task.plan.file, _summed(task, sums, points))
+    if file.size_bytes != task.plan.file_bytes:
+        raise OSError(f"{file.name} has {file.size_bytes} of its {task.plan.file_bytes} bytes")
+    return file.model_copy(update={"sums": sums.finish()})
+
+
+def _summed(task: Task, sums: RunSums, points: Points) -> Iterator[Buffer]:
+    """The bytes of the file, with the sums of its runs taken, and a fault point half way."""
+    done, half = 0, task.plan.file_bytes // 2
+    for begins, data in _content(task):
+        if begins:
+            sums.cut()
+        sums.update(data)
+        yield data
+        length = memoryview(data).nbytes
+        if done <= half < done + length:
+            points.reach("persist.shard-half", rank=task.plan.rank)
+        done += length
+
+
+def _content(task: Task) -> Iterator[tuple[bool, Buffer]]:
+    """The bytes of the file, and whether an archive begins with these."""
+    runs, end = _Runs(task), 0
+    for piece, offset in zip(task.plan.pieces, task.plan.offsets, strict=True):
+        if offset > end:
+            yield False, bytes(offset - end)
+        yield True, piece.head
+        crc32 = 0
+        for elements in runs.of(piece):
+            crc32 = zlib.crc32(elements, crc32)
+            yield False, elements
+        yield False, with_crc32(piece.tail, crc32)
+        end = offset + piece.archive_bytes
+
+
+class _Runs:
+    """The memory of a slot, read run by run; what is given out has the sum that the record says.
+
+    Each run is read into memory of its own before it is checked, so that what is written is what was checked, whatever
+    happens to the slot meanwhile. It is the same memory for all of them, since the pages of new memory, which the
+    kernel fills with zeros first, would take longer than all sums: what was given out is good until the next is asked
+    for.
+
+    Raises:
+        BadMemoryError: the record does not fit the memory.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._number, self._run = -1, memoryview(b"")
+        self._buffer = memoryview(bytearray(min(CHUNK_BYTES, task.record.data_bytes)))
+        length_bytes = os.fstat(task.descriptor).st_size
+        if task.plan.data_bytes != task.record.data_bytes:
+            raise BadMemoryError(f"{self._who()}: {task.record.data_bytes} bytes where {task.plan.data_bytes} belong")
+        self._require(record_fault(task.record, length_bytes, task.plan))
+
+    def of(self, piece: Piece) -> Iterator[memoryview]:
+        """The elements of a piece, in parts."""
+        start, end = piece.start_bytes, piece.start_bytes + piece.length_bytes
+        while start < end:
+            number, first = divmod(start, CHUNK_BYTES)
+            part = self._read(number)[first : first + end - start]
+            yield part
+            start += part.nbytes
+
+    def _read(self, number: int) -> memoryview:
+        if number != self._number:
+            start = number * CHUNK_BYTES
+            length = min(CHUNK_BYTES, self._task.record.data_bytes - start)
+            self._run, self._number = self._buffer[:length], number
+            if os.preadv(self._task.descriptor, [self._run], start) != length:
+                raise BadMemoryError(f"{self._who()}: the memory ends within run {number}")
+            self._require(chunk_fault(self._run, number, self._task.record, self._task.plan))
+        return self._run
+
+    def _require(self, fault: str | None) -> None:
+        if fault is not None:
+            raise BadMemoryError(f"{self._who()}: {fault}")
+
+    def _who(self) -> str:
+        return f"the memory of rank {self._task.plan.rank}'s shard was not written"
+
+
+_INDEX = ".metadata"
+_SHOWN = 8
+_LONGEST_WAIT_S = 1.0
+
+
+@dataclass(frozen=True)
+class Publisher:
+    """Publishes the checkpoint of one task.
+
+    Args:
+        store: durable storage.
+        task: rank 0's, with the plan of the job.
+        points: where tests inject faults.
+        written: called when rank 0's own shard is written, with its bytes.
+        turn: a context in which shards are written, so that not too many are at a time.
+    """
+
+    store: Store
+    task: Task
+    points: Points
+    written: Callable[[int], None]
+    turn: AbstractContextManager[object]
+
+    def publish(self) -> str:
+        """Do it all; the name of the checkpoint. What fails leaves nothing that bears the name of a checkpoint.
+
+        Raises:
+            NotPublishedError: a shard failed or did not come, or the checkpoint is quarantined.
+            SupersededError: a higher attempt is in charge.
+            OSError: storage refuses.
+        """
+        writing = Writing.of(self.task)
+        area = ""
+        try:
+            require_charge(read_latest(self.store), writing.attempt)
+            self.store.clean(writing.attempt)
+            forget_failures(self.store, writing)
+            require_no_failure(self.store, writing)
+            area = self.store.begin(writing.step, writing.attempt, writing.nonce)
+            self.points.reach("persist.begin")
+            name = self._publish(area)
+        except BaseException as error:
+            tell_failure(self.store, writing, describe(error))
+            self._discard(area)
+            raise
+        self._prune()
+        self.points.reach("persist.pruned")
+        return name
+
+    def _discard(self, area: str) -> None:
+        with suppress(OSError):
+            if area:
+                self.store.discard(area)
+            self.store.clean(self.task.record.attempt)  # what others wrote into it while it was removed
+
+    def _publish(self, area: str) -> str:
+        with self.turn:
+            own = write_shard(self.store, area, self.task, self.points)
+        self.written(own.file.size_bytes)
+        parts, files = self._gather(area)
+        digest = self._describe(area, parts, files)
+        self.points.reach("persist.manifest-written")
+        self._judge(area, parts)
+        writing = Writing.of(self.task)
+        require_no_failure(self.store, writing)  # somebody may have been told that nothing will come of it
+        require_charge(read_latest(self.store), writing.attempt)
+        self.points.reach("persist.before-publish")
+        try:
+            name = self.store.publish(area, writing.step)
+        except OSError:  # perhaps because a higher attempt has cleared it away
+            require_charge(read_latest(self.store), writing.attempt)
+            raise
+        self.points.reach("persist.published")
+        self._point_to(name, digest)
+        self.points.reach("persist.pointer-moved")
+        return name
+
+    def _gather(self, area: str) -> tuple[list[Part], list[FileEntry]]:
+        """The parts of all shards, in order of rank, and the files that they are in."""
+        assert self.task.job is not None, "a publisher has the plan of the job"
+        missing = {part_name(rank): rank for rank in self.task.job.shards}
+        found: dict[int, tuple[Part, FileEntry]] = {}
+        for _ in pauses(self.task.destination.timeout_s, _LONGEST_WAIT_S):
+            sizes = self.store.sizes(area)
+            come = [name for name in missing if name in sizes]
+            with self.store.ahead(area, [Span(name, 0, sizes[name]) for name in come], sizes) as files:
+                for name in come:
+                    rank = missing.pop(name)
+                    found[rank] = self._accept(rank, files.read(name))
+            if not missing:
+                in_order = [found[rank] for rank in sorted(found)]
+                return [part for part, _ in in_order], [file for _, file in in_order]
+            require_no_failure(self.store, Writing.of(self.task))
+            require_charge(read_latest(self.store), self.task.record.attempt)
+        raise NotPublishedError(self._late(sorted(missing.values())))
+
+    def _accept(self, rank: int, content: bytes) -> tuple[Part, FileEntry]:
+        try:
+            part = Part.from_bytes(content)
+        except (ValueError, TypeError, KeyError) as error:
+            raise NotPublishedError(f"{part_name(rank)} cannot be read ({error})") from None
+        expected = Writing.of(self.task)
+        if (part.writing, part.rank) != (expected, rank):
+            raise NotPublishedError(f"{part_name(rank)} belongs to {part.writing}, not {expected}")
+        digest = hashlib.sha256(content).hexdigest()
+        return part, FileEntry(name=part_name(rank), size_bytes=len(content), sha256=digest)
+
+    def _late(self, ranks: list[int]) -> str:
+        names = ", ".join(map(str, ranks[:_SHOWN])) + (" and more" if len(ranks) > _SHOWN else "")
+        limit = f"within {self.task.destination.timeout_s:.0f} s"
+        return f"{len(ranks)} of {self._shards} shards were not written {limit}: of rank {names}"
+
+    @property
+    def _shards(self) -> int:
+        return len(self.task.job.shards) if self.task.job is not None else 0
+
+    def _describe(self, area: str, parts: list[Part], part_files: list[FileEntry]) -> str:
+        """Write index, manifest and sums; SHA-256 of the manifest."""
+        assert self.task.job is not None, "a publisher has the plan of the job"
+        files = [self.store.write(area, _INDEX, [self.task.job.index])]
+        files += [part.file for part in parts]
+        manifest = _manifest(self.task, files + part_files)
+        content = manifests.encode(manifest)
+        digest = hashlib.sha256(content).hexdigest()
+        self.store.write(area, MANIFEST, [content])
+        self.store.write(area, SUMS, [manifests.sums_text(manifest.files, digest)])
+        return digest
+
+    def _judge(self, area: str, parts: list[Part]) -> None:
+        records = [part.record for part in parts]
+        sick = sick_tensors(records)
+        if sick:
+            names = ", ".join(sick[:_SHOWN]) + (f" and {len(sick) - _SHOWN} more" if len(sick) > _SHOWN else "")
+            self._quarantine(area, "sick", f"numbers that are not finite in {names}")
+        if is_stale(records):
+            self._quarantine(area, "stale", "steps were taken, and yet no trained tensor changed")
+
+    def _quarantine(self, area: str, why: str, reason: str) -> None:
+        problem = f"the checkpoint of step {self.task.record.step} is {why}: {reason}; it is kept aside"
+        tell_failure(self.store, Writing.of(self.task), problem)
+        raise NotPublishedError(f"{problem} as {self.store.quarantine(area, why)}")
+
+    def _point_to(self, name: str, digest: str) -> None:
+        record = self.task.record
+        try:
+            advance(self.store, record.attempt, record.step, name, digest)
+        except SupersededError:
+            # Gone while it was published. One of the same name that the other attempt has written meanwhile stays.
+            if hashlib.sha256(self.store.read(name, MANIFEST)).hexdigest() == digest:
+                self.store.delete(name)
+            raise
+
+    def _prune(self) -> None:
+        try:
+            prune(self.store, self.task.destination, good_step=self.task.record.step)
+        except OSError as error:  # the checkpoint is there; the next one tries again
+            print(
+                f"phalanx persister: old checkpoints were not deleted: {describe(error)}", file=sys.stderr, flush=True
+            )
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line that names the file and the cause."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    text = (str(error).splitlines() or [""])[0]
+    meant = (NotPublishedError, SupersededError, ValueError, OSError)
+    return text if text and isinstance(error, meant) else f"{type(error).__name__}: {text}"
+
+
+def _manifest(task: Task, files: list[FileEntry]) -> Manifest:
+    job, record = task.job, task.record
+    assert job is not None, "a publisher has the plan of the job"
+    taken = datetime.fromtimestamp(record.unix_ns / 1e9, UTC) if record.unix_ns else datetime.now(UTC)
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        step=record.step,
+        created=taken.isoformat(timespec="milliseconds"),
+        phalanx_version=__version__,
+        torch_version=job.torch_version,
+        attempt=record.attempt,
+        config_sha256=manifests.config_sha256(job.config),
+        config=dict(job.config),
+        state=parse_state(record.state)[0] if record.state else None,
+        metrics=record.metrics,
+        layout=job.layout,
+        tensors={name: TensorEntry.model_validate(entry) for name, entry in job.tensors.items()},
+        files=files,
+    )
+
+
+_PROBLEM_CHARACTERS = 4000
+OpenStore = Callable[[Task], Store]
+
+
+def open_destination(task: Task) -> Store:
+    """The storage of a task. UserError: there is none of that kind."""
+    return open_store(task.destination.url, task.destination.options)
+
+
+@dataclass
+class Work:
+    """One task, done in a thread of its own.
+
+    Args:
+        task: what is to be done; its descriptor is closed at the end.
+        points: where tests inject faults.
+        tell: is given the two outcomes, one after the other, whatever happens.
+        turn: shards are written within this context, so that not too many are at a time.
+        open_storage: how the storage is reached.
+        endings: of the tasks of this process.
+    """
+
+    task: Task
+    points: Points
+    tell: Callable[[Outcome], None]
+    turn: AbstractContextManager[object] = field(default_factory=nullcontext)
+    open_storage: OpenStore = open_destination
+    endings: Endings = field(default_factory=Endings)
+
+    def run(self) -> None:
+        """Do it. Never raises."""
+        self._begun_s = time.monotonic()
+        self._told_written = False
+        try:
+            store = self.open_storage(self.task)
+            name = self._publish(store) if self.task.job is not None else self._contribute(store)
+        except Exception as error:
+            self._fail(error)
+        else:
+            self.tell(self._outcome(published=True, name=name))
+        finally:
+            os.close(self.task.descriptor)
+
+    def _publish(self, store: Store) -> str:
+        try:
+            return Publisher(store, self.task, self.points, self._written, self.turn).publish()
+        finally:
+            self.endings.settle(Writing.of(self.task))
+
+    def _contribute(self, store: Store) -> str:
+        """Write a shard of what another task publishes, here or on another host."""
+        writing, timeout_s = Writing.of(self.task), self.task.destination.timeout_s
+        before = read_latest(store)
+        require_charge(before, writing.attempt)
+        area = join(store, writing, timeout_s)
+        self._written(self._write(store, area) if self.task.plan.pieces else 0)
+        own, ranks = part_name(self.task.plan.rank) if self.task.plan.pieces else "", self.task.plan.world_size
+        wait_s = 2 * timeout_s  # for the shards of others, and to publish
+
+        def look(worth_it: Event) -> str:
+            return await_end(store, area, own, writing, before, wait_s, ranks=ranks, worth_it=worth_it)
+
+        return self.endings.hear(writing, look)
+
+    def _write(self, store: Store, area: str) -> int:
+        """Size of the file, bytes."""
+        try:
+            with self.turn:
+                part = write_shard(store, area, self.task, self.points)
+        except Exception as error:
+            with suppress(OSError):
+                require_no_failure(store, Writing.of(self.task))  # then the area went while this was written into it
+            tell_failure(store, Writing.of(self.task), f"the shard of rank {self.task.plan.rank}: {describe(error)}")
+            raise
+        return part.file.size_bytes
+
+    def _written(self, size_bytes: int) -> None:
+        self.tell(self._outcome(published=False, size_bytes=size_bytes))
+        self._told_written = True
+
+    def _fail(self, error: Exception) -> None:
+        who = f"step {self.task.record.step}, rank {self.task.plan.rank}"
+        problem = f"{who}: {describe(error)}"[:_PROBLEM_CHARACTERS]
+        print(f"phalanx persister: {problem}", file=sys.stderr, flush=True)
+        if not self._told_written:
+            self.tell(self._outcome(published=False, problem=problem))
+        self.tell(self._outcome(published=True, problem=problem))
+
+    def _outcome(self, *, published: bool, problem: str = "", name: str = "", size_bytes: int = 0) -> Outcome:
+        seconds = time.monotonic() - self._begun_s
+        return Outcome(self.task.plan.rank, self.task.record.step, published, problem, name, seconds, size_bytes)

@@ -1,0 +1,302 @@
+"""What the writers of shards and the publisher tell each other, through files in the storage. Torch-free.
+
+Beside a shard its writer leaves a *part*, a small JSON file, for the publisher. It stays in the published checkpoint,
+listed in the manifest like every other file, and tells which rank wrote what.
+
+A checkpoint that is published shows in the pointer. One that will not be is told of by a small file beside the
+checkpoints, ``failed-step-00000012.a3-1f….json``, which goes when the next one is begun. Those who wrote a shard wait
+for one or the other, looking more and more rarely.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
+
+from phalanx.checkpoint.format.manifest import FileEntry
+from phalanx.checkpoint.format.shard_plan import Record
+from phalanx.checkpoint.keeper_contract import Task
+from phalanx.checkpoint.storage.checkpoint_store import Store, full_name
+from phalanx.checkpoint.storage.latest import Latest, read_latest, require_charge
+
+
+class Writing(NamedTuple):
+    """Which checkpoint of which start of which job: parts of another are never mixed in."""
+
+    step: int
+    attempt: int
+    set_id: str
+    nonce: str
+
+    @staticmethod
+    def of(task: Task) -> Writing:
+        """What `task` is part of."""
+        return Writing(*task.record.snapshot, task.destination.nonce)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A shard that is written.
+
+    Attributes:
+        writing: of which checkpoint.
+        rank: whose shard.
+        file: it.
+        record: the slot's, without its sums, which said what the memory was; the file has its own.
+    """
+
+    writing: Writing
+    rank: int
+    file: FileEntry
+    record: Record
+
+    @staticmethod
+    def of(task: Task, file: FileEntry) -> Part:
+        """The shard of `task` is in `file`."""
+        return Part(Writing.of(task), task.plan.rank, file, replace(task.record, sums=()))
+
+    def to_bytes(self) -> bytes:
+        """As JSON."""
+        tree = asdict(self) | {"file": self.file.model_dump()}
+        return (json.dumps(tree, indent=1, ensure_ascii=False) + "\n").encode()
+
+    @staticmethod
+    def from_bytes(content: bytes) -> Part:
+        """The reverse of `to_bytes`.
+
+        Raises:
+            ValueError, TypeError, KeyError: it is something else.
+        """
+        tree: dict[str, Any] = json.loads(content)
+        file = FileEntry.model_validate(tree["file"])
+        record = Record.from_text(json.dumps(tree["record"]))
+        return Part(Writing(*tree["writing"]), tree["rank"], file, record)
+
+
+def part_name(rank: int) -> str:
+    """Name of the part of `rank` in an area."""
+    return f"part-{rank}.json"
+
+
+_PREFIX = "failed-"
+_GONE_S = 30.0  # after the area has gone: renamed, so that the pointer moves next, or removed
+_TRIES = 2
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 2.0
+_GROWTH = 1.2
+"""Of the waits: what is waited for is heard of late by at most this share of the time that it took."""
+
+_RANKS_PER_S = 2500
+"""Of a large job, that look at the storage in a second: some six requests each by one rank in eight, the first of its
+host to wait; object stores take some thousands a second (S3: 5,500 reads a second of one prefix)."""
+
+
+class NotPublishedError(RuntimeError):
+    """The checkpoint will not be there; says why."""
+
+
+def tell_failure(store: Store, writing: Writing, problem: str) -> None:
+    """Tell the publisher and the other writers that nothing will come of it, as far as storage still can; who tells it
+    first is heard."""
+    with suppress(OSError):
+        _tell(store, writing, problem)
+
+
+def require_no_failure(store: Store, writing: Writing) -> None:
+    """See whether a checkpoint has failed.
+
+    Raises:
+        NotPublishedError: it has; says why.
+        OSError: storage refuses.
+    """
+    with suppress(FileNotFoundError):
+        raise NotPublishedError(json.loads(store.get(_key(writing)))["problem"])
+
+
+def withdraw(store: Store, writing: Writing, rank: int, problem: str) -> None:
+    """Tell that the part of `rank` will not come, whose keeper is gone; unless it is there, or all is published.
+
+    Args:
+        store: where.
+        writing: which checkpoint.
+        rank: whose part; with the keeper of rank 0's host the publisher is gone too.
+        problem: why.
+
+    Raises:
+        SupersededError: a higher attempt is in charge. OSError: storage refuses.
+    """
+    latest = read_latest(store)
+    require_charge(latest, writing.attempt)
+    is_published = latest is not None and _points_to(latest, writing)
+    if not is_published and (rank == 0 or not _has_part(store, writing, rank)):
+        _tell(store, writing, problem)
+
+
+def forget_failures(store: Store, but: Writing) -> None:
+    """Remove what was told of checkpoints other than `but`, of which a writer may have told before it was begun."""
+    for key in store.keys(_PREFIX):
+        if key != _key(but):
+            with suppress(IsADirectoryError, PermissionError):  # nobody's note
+                store.remove(key)
+
+
+def forget_failure(store: Store, writing: Writing) -> None:
+    """Remove what was told of a checkpoint: it is tried again, and nobody writes it any more."""
+    store.remove(_key(writing))
+
+
+def join(store: Store, writing: Writing, timeout_s: float) -> str:
+    """The area of a checkpoint that another task publishes, when it is there.
+
+    Raises:
+        NotPublishedError, SupersededError, TimeoutError, OSError: as `await_end`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left_s = max(0.0, deadline - time.monotonic())
+        try:
+            return store.join(writing.step, writing.attempt, writing.nonce, min(_LONGEST_WAIT_S, left_s))
+        except TimeoutError:
+            require_no_failure(store, writing)
+            require_charge(read_latest(store), writing.attempt)
+            if left_s <= _LONGEST_WAIT_S:
+                raise
+
+
+@dataclass
+class Endings:
+    """What becomes of checkpoints, for the tasks of one host: one of them looks at the storage, the others hear of it
+    from that one; it looks at once when the publisher is one of them and is done."""
+
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _looking: dict[Writing, tuple[Future[str], threading.Event]] = field(default_factory=dict)
+
+    def hear(self, writing: Writing, look: Callable[[threading.Event], str]) -> str:
+        """What `look` finds, or what it raises, for all that ask while one of them looks.
+
+        Args:
+            writing: which checkpoint.
+            look: waits for its end; is given what is set when a look is worth it.
+        """
+        with self._lock:
+            known = self._looking.get(writing)
+            found, worth_it = known or (Future(), threading.Event())
+            if known is None:
+                self._looking[writing] = found, worth_it
+        if known is None:
+            try:
+                found.set_result(look(worth_it))
+            except BaseException as error:
+                found.set_exception(error)
+            finally:
+                with self._lock:
+                    del self._looking[writing]
+        return found.result()
+
+    def settle(self, writing: Writing) -> None:
+        """The publisher is done with it, one way or the other."""
+        with self._lock:
+            known = self._looking.get(writing)
+        if known is not None:
+            known[1].set()
+
+
+def await_end(
+    store: Store,
+    area: str,
+    own: str,
+    writing: Writing,
+    before: Latest | None,
+    timeout_s: float,
+    *,
+    ranks: int = 1,
+    worth_it: threading.Event | None = None,
+) -> str:
+    """Wait until another host has published the checkpoint that is written in `area`; its name.
+
+    Args:
+        store: where.
+        area: as `Store.join` called it.
+        own: a file that was written into it; the area has gone when this has. Empty: there is none.
+        writing: which checkpoint.
+        before: the pointer as it was before this host's part was there.
+        timeout_s: how long at most.
+        ranks: of the job, that may all be waiting: the more, the more rarely each looks.
+        worth_it: is set when a look is.
+
+    Raises:
+        NotPublishedError: it will not be.
+        TimeoutError: that cannot be told yet.
+        SupersededError: a higher attempt is in charge.
+        OSError: storage refuses.
+    """
+    gone_at = None
+    longest_s = max(_LONGEST_WAIT_S, ranks / _RANKS_PER_S)
+    for now in pauses(timeout_s, longest_s, longest_s * _FIRST_WAIT_S / _LONGEST_WAIT_S, worth_it):
+        latest = read_latest(store)
+        if latest is not None and _points_to(latest, writing) and latest != before:
+            return latest.name
+        require_charge(latest, writing.attempt)
+        require_no_failure(store, writing)
+        gone_at = None if not own or _is_there(store, area, own) else (gone_at or now)
+        if gone_at is not None and now - gone_at > _GONE_S:
+            raise NotPublishedError(f"what was written of it has gone from {store.url}, and the pointer did not move")
+    raise TimeoutError(f"{store.url}: step {writing.step} was not published within {timeout_s:.0f} s")
+
+
+def pauses(
+    timeout_s: float, longest_s: float, first_s: float = _FIRST_WAIT_S, worth_it: threading.Event | None = None
+) -> Iterator[float]:
+    """The time (monotonic), again and again, with longer and longer pauses, until the timeout has passed.
+
+    Args:
+        longest_s, first_s: pauses.
+        worth_it: ends the pause in which it is set.
+    """
+    deadline, wait_s = time.monotonic() + timeout_s, first_s
+    woken = worth_it or threading.Event()
+    while True:
+        now = time.monotonic()
+        yield now
+        if now >= deadline:
+            return
+        if woken.wait(min(wait_s, max(0.0, deadline - time.monotonic()))):
+            woken.clear()
+        wait_s = min(_GROWTH * wait_s, longest_s)
+
+
+def _is_there(store: Store, area: str, file: str) -> bool:
+    try:
+        store.size_bytes(area, file)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _points_to(latest: Latest, writing: Writing) -> bool:
+    return (latest.attempt, latest.step) == (writing.attempt, writing.step)
+
+
+def _has_part(store: Store, writing: Writing, rank: int) -> bool:
+    try:
+        return part_name(rank) in store.files(store.join(writing.step, writing.attempt, writing.nonce, 0.0))
+    except TimeoutError:
+        return False  # nobody has begun it
+
+
+def _tell(store: Store, writing: Writing, problem: str) -> None:
+    content = json.dumps({"problem": problem}, ensure_ascii=False).encode()
+    for _ in range(_TRIES - 1):
+        with suppress(OSError):
+            store.create(_key(writing), content)
+            return
+    store.create(_key(writing), content)
+
+
+def _key(writing: Writing) -> str:
+    return f"{_PREFIX}{full_name(writing.step, writing.attempt, writing.nonce)}.json"

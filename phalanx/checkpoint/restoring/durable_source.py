@@ -1,0 +1,385 @@
+"""Checkpoints in durable storage, as places to restore from: what is read is checked, and read once."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import groupby, pairwise
+from typing import Any, BinaryIO, NamedTuple, cast
+
+import torch
+from typing_extensions import Buffer
+
+from phalanx.checkpoint.all_ranks import at_first
+from phalanx.checkpoint.format import manifest as manifests
+from phalanx.checkpoint.format.checkpoint_files import Files, Span, read_evaluation, read_manifest
+from phalanx.checkpoint.format.dcp import read_box, read_spans
+from phalanx.checkpoint.format.manifest import DamagedCheckpointError, FileEntry, Manifest, TensorEntry
+from phalanx.checkpoint.format.run_sums import RUN_BYTES, BadSumError, CheckedFile, run_starts
+from phalanx.checkpoint.format.tables import pack, share_out, unpack
+from phalanx.checkpoint.restoring.fit import Part, SavedBlock, SavedBlocks
+from phalanx.checkpoint.restoring.source import Fault, Rate, Reading
+from phalanx.checkpoint.storage.checkpoint_store import Store, Stored
+from phalanx.checkpoint.storage.latest import Order
+from phalanx.core.errors import UserError
+from phalanx.core.peers import ALONE, Peers
+
+_HASH_BYTES = 1 << 20
+_NEXT = "; trying the one before it"
+_DAMAGES = (OSError, ValueError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, EOFError)
+
+
+class DurableSource:
+    """One checkpoint.
+
+    Args:
+        files: of it.
+        manifest: of it, which has been held against names and sizes of the files.
+        verify: check what is read: while it is read, by the sums of runs; files that have none are hashed before, each
+            by one of the ranks.
+        peers: the ranks that read.
+        spared: files that are not needed, and known to be damaged.
+        later: values of its state that were learnt after it was written.
+
+    Attributes:
+        files, manifest: as given.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        manifest: Manifest,
+        *,
+        verify: bool = True,
+        peers: Peers = ALONE,
+        spared: Sequence[str] = (),
+        later: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.files, self.manifest, self._verify, self._peers = files, manifest, verify, peers
+        self._spared = frozenset(spared)
+        self.name, self.step, self.attempt = files.name, manifest.step, manifest.attempt
+        self.state = {**manifest.state, **later} if later else manifest.state
+        self.config = manifest.config
+        self._files = {file.name: file for file in manifest.files}
+        self._numbers = {name: number for number, name in enumerate(self._files)}
+        self.tensors = {key: _saved(entry, self._numbers) for key, entry in manifest.tensors.items()}
+        self._archives = _archives(manifest.tensors)
+        self._ends = {  # of archives, with what fills the gap to the next one
+            (name, begin): end
+            for name, begins in self._archives.items()
+            for begin, end in pairwise([*sorted(begins), self._files[name].size_bytes])
+        }
+
+    def distance(self, rank: int, holder: int) -> int:
+        """All are far."""
+        return 1
+
+    def check(self) -> Reading:
+        """Hash this rank's share of the files that are needed and have no sums."""
+        return self._through([name for name in self._archives if not self._files[name].sums], self._hash)
+
+    def check_beside(self) -> Reading:
+        """Hash this rank's share of the files that are not needed, and only tell of damage."""
+        names = [name for name in self._files if name not in self._archives and name not in self._spared]
+        return self._through(names, self._hash)
+
+    def verify(self) -> Reading:
+        """Read this rank's share of the files that have sums, and check them."""
+        return self._through([name for name in self._archives if self._files[name].sums], self._read_all)
+
+    def read(self, wanted: Sequence[Part]) -> Reading:
+        """Fill the targets of `wanted`, which are in the order of their files."""
+        names, reading = list(self._files), Reading()
+        runs = (run for part in wanted for run in self._runs(names[part.block.holder], part))
+        with self._fetching(list(dict.fromkeys(runs))) as files:
+            for number, group in groupby(wanted, key=lambda part: part.block.holder):
+                read = partial(self._read, files, names[number], list(group), reading)
+                self._attempt(reading, names[number], read)
+        return reading
+
+    def _fetching(self, spans: Sequence[Span]) -> AbstractContextManager[Files]:
+        return self.files.ahead(spans, {span.file: self._files[span.file].size_bytes for span in spans})
+
+    def _runs(self, file: str, part: Part) -> Iterator[Span]:
+        """What is read for a part, in that order, in whole runs, since those are what is checked."""
+        block, stored = part.block, (part.block.sizes, part.dtype)
+        begin, end = block.start_bytes, self._ends[file, block.start_bytes]
+        for first, last in read_spans(block.length_bytes, stored, part.start, part.out.shape):
+            for start in range(begin + first // RUN_BYTES * RUN_BYTES, begin + last, RUN_BYTES):
+                yield Span(file, start, min(start + RUN_BYTES, end))
+
+    def _through(self, names: Sequence[str], work: Callable[[Files, str], None]) -> Reading:
+        """Do `work` on this rank's share of some files."""
+        sizes = {name: self._files[name].size_bytes for name in names} if self._verify else {}
+        share = share_out(sizes, self._peers.size)[self._peers.rank] if sizes else []
+        reading = Reading()
+        if not share:
+            return reading
+        began_s = time.monotonic()
+        with self._fetching([Span(name, 0, sizes[name]) for name in share]) as files:
+            for name in share:
+                self._attempt(reading, name, partial(work, files, name))
+        seconds = time.monotonic() - began_s
+        reading.add(Rate("durable", "durable", sum(sizes[name] for name in share), seconds))
+        return reading
+
+    def _attempt(self, reading: Reading, file: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except (MemoryError, torch.OutOfMemoryError, UserError):
+            raise
+        except BadSumError as error:
+            self._note(reading, file, f"{file}: {error}")
+        except _DAMAGES as error:
+            self._note(reading, file, f"{file} cannot be read ({_first_line(error)})")
+
+    def _note(self, reading: Reading, file: str, cause: str) -> None:
+        if file in self._archives:
+            reading.faults.append(Fault("", -1, cause))
+        else:
+            reading.notes.append(remark(self.name, cause))
+
+    def _read_all(self, files: Files, name: str) -> None:
+        buffer = memoryview(bytearray(RUN_BYTES))
+        with files.open(name) as raw:
+            file = self._checked(raw, self._files[name])
+            while file.readinto(buffer):
+                pass
+
+    def _read(self, files: Files, name: str, wanted: list[Part], reading: Reading) -> None:
+        began_s = time.monotonic()
+        with files.open(name) as raw:
+            counted = _Counted(raw)
+            file = cast(BinaryIO, self._checked(cast(BinaryIO, counted), self._files[name]))
+            try:
+                for part in wanted:
+                    place = (part.block.start_bytes, part.block.length_bytes)
+                    read_box(file, place, (part.block.sizes, part.dtype), part.start, part.out)
+            finally:
+                reading.add(Rate("durable", "durable", counted.bytes_read, time.monotonic() - began_s))
+
+    def _checked(self, raw: BinaryIO, entry: FileEntry) -> Any:
+        if not self._verify or not entry.sums:
+            return raw
+        starts = run_starts(self._archives[entry.name], entry.size_bytes)
+
+        def describe(number: int, found: int) -> str:
+            held = self._names_at(entry.name, starts[number])
+            return f"bytes {starts[number]} and following{held} do not match their checksum"
+
+        return CheckedFile(raw, starts, entry.size_bytes, [int(text, 16) for text in entry.sums], describe)
+
+    def _names_at(self, file: str, start: int) -> str:
+        for name, entry in self.manifest.tensors.items():
+            for chunk in entry.chunks:
+                if chunk.file == file and chunk.offset <= start < chunk.offset + chunk.length:
+                    return f", of {name},"
+        return ""
+
+    def _hash(self, files: Files, name: str) -> None:
+        digest, buffer = hashlib.sha256(), bytearray(_HASH_BYTES)
+        with files.open(name) as raw:
+            while count := cast(io.BufferedReader, raw).readinto(buffer):
+                digest.update(memoryview(buffer)[:count])
+        if digest.hexdigest() != self._files[name].sha256:
+            raise BadSumError("does not match its checksum")
+
+
+class Found(NamedTuple):
+    """A durable checkpoint in which nothing is wrong at first sight.
+
+    Attributes:
+        attempt, step, name: of it.
+        spared: files that are not needed, and damaged: their names, and what is wrong.
+    """
+
+    attempt: int
+    step: int
+    name: str
+    spared: dict[str, str]
+
+
+class Checkpoints:
+    """The durable checkpoints of a store, newest first; rank 0 looks at the storage, and tells the others.
+
+    Args:
+        store: where they are.
+        verify: see `DurableSource`.
+        peers: the ranks; every method is called by all together.
+        refused: what was refused before, which is not tried again, and why; grows. Rank 0's counts.
+        tell: called on every rank with a line for each one that is passed over.
+        note: called on every rank with a line for each damaged file of one that is used all the same.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        verify: bool,
+        peers: Peers,
+        refused: dict[str, str],
+        tell: Callable[[str], None],
+        note: Callable[[str], None],
+    ) -> None:
+        self._store, self._verify, self._peers, self._tell, self._note = store, verify, peers, tell, note
+        self._lines: list[str] = []
+        self._order = Order(store, self._lines.append)
+        self._refused = refused
+        self._identity = ""
+        self._content = b""
+        self._manifest: Manifest | None = None
+        self._found: Found | None = None
+
+    def peek(self) -> Found | None:
+        """The next one, if there is any.
+
+        Raises:
+            UserError: the storage cannot be read.
+        """
+        if self._found is None:
+            told = at_first(self._peers, self._look)
+            for line in told["lines"]:
+                self._tell(line)
+            self._found = None if told["found"] is None else Found(*told["found"])
+        return self._found
+
+    def take(self) -> DurableSource:
+        """After `peek` has found one: that one, which is found again until it is refused."""
+        assert self._found is not None
+        found, self._found = self._found, None
+        files = Stored(self._store, found.name)
+
+        def told() -> list[Any]:
+            notes: list[str] = []
+            later = read_evaluation(files, found.step, notes.append).state
+            return [pack(self._content.decode()), later, notes]
+
+        text, later, notes = at_first(self._peers, told)
+        for cause in [*found.spared.values(), *notes]:
+            self._note(remark(found.name, cause))
+        manifest = self._manifest or manifests.decode(unpack(text).encode(), files.url)
+        spared = tuple(found.spared)
+        return DurableSource(files, manifest, verify=self._verify, peers=self._peers, spared=spared, later=later)
+
+    def refuse(self, cause: str) -> None:
+        """The one that was taken last is damaged."""
+
+        def refused() -> list[str]:
+            self._refuse(self._identity, cause)
+            return self._told()
+
+        for line in at_first(self._peers, refused):
+            self._tell(line)
+
+    def unusable(self) -> list[str]:
+        """Why none can be used, a line for each that is there or was; empty: there never was one."""
+
+        def told() -> list[str]:
+            known = [(name, self._refused.get(self._identify(name))) for name, _ in self._listed()]
+            damaged = [refusal(name, cause) for name, cause in known if cause is not None]
+            return [line.removesuffix(_NEXT) for line in [*self._order.passed_over(), *damaged]]
+
+        return at_first(self._peers, told)
+
+    def _look(self) -> dict[str, Any]:
+        found = self._first()
+        return {"found": found, "lines": self._told()}
+
+    def _told(self) -> list[str]:
+        lines, self._lines[:] = list(self._lines), []
+        return lines
+
+    def _first(self) -> Found | None:
+        while fresh := [row for row in self._listed() if self._identify(row[0]) not in self._refused]:
+            name, sha256 = fresh[0]
+            self._identity = self._identify(name)
+            spared: dict[str, str] = {}
+            try:
+                self._content, manifest = read_manifest(
+                    Stored(self._store, name),
+                    manifest_sha256=sha256,
+                    spare=lambda file, damage: spared.update({file: damage.reason}),  # noqa: B023
+                )
+            except DamagedCheckpointError as damage:
+                self._refuse(self._identity, damage.reason)
+            else:
+                self._manifest = manifest  # which the others have to decode
+                return Found(manifest.attempt, manifest.step, name, spared)
+        return None
+
+    def _refuse(self, identity: str, cause: str) -> None:
+        """Tell of it, unless another has meanwhile taken its place, which is tried next, or it was deleted."""
+        self._refused[identity] = cause
+        name, _, rest = identity.partition(" ")
+        if rest and self._identify(name) == identity:
+            self._lines.append(refusal(name, cause))
+
+    def _listed(self) -> list[tuple[str, str]]:
+        try:
+            return self._order.names()
+        except OSError as error:
+            problem = f"checkpoints cannot be listed ({error.strerror or error})"
+            cure = "make the storage readable, or give another"
+            raise UserError(problem, cure=cure, field=self._store.url) from error
+
+    def _identify(self, name: str) -> str:
+        """Another may be published under the name of one that is being read."""
+        return f"{name} {self._store.identity(name)}"
+
+
+def refusal(name: str, cause: str) -> str:
+    """What to tell of a checkpoint that is not used."""
+    return f"checkpoint {name} is damaged ({cause}){_NEXT}"
+
+
+def remark(name: str, cause: str) -> str:
+    """What to tell of damage for which nothing is refused."""
+    return f"checkpoint {name}: {cause}; nothing is restored from that file, so the checkpoint is used all the same"
+
+
+class _Counted(io.RawIOBase):
+    """Counts what is read."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = cast(io.BufferedReader, raw)
+        self.bytes_read = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._raw.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._raw.tell()
+
+    def readinto(self, buffer: Buffer) -> int:
+        count = self._raw.readinto(buffer)
+        self.bytes_read += count
+        return count
+
+
+def _saved(entry: TensorEntry, numbers: Mapping[str, int]) -> SavedBlocks:
+    blocks = [SavedBlock(tuple(c.offsets), tuple(c.sizes), numbers[c.file], c.offset, c.length) for c in entry.chunks]
+    return SavedBlocks(entry.dtype, tuple(entry.shape), blocks)
+
+
+def _archives(tensors: Mapping[str, TensorEntry]) -> dict[str, list[int]]:
+    """Where archives begin, by file."""
+    found: dict[str, list[int]] = {}
+    for entry in tensors.values():
+        for chunk in entry.chunks:
+            found.setdefault(chunk.file, []).append(chunk.offset)
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,232 @@
+"""Whether what was saved fits what is asked for, and which parts of it fill the blocks of this rank.
+
+All ranks agree that it fits before a byte is written. A `Part` is where a saved block and a wanted one meet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint.all_ranks import at_first, collected
+from phalanx.checkpoint.format.dcp import Block, SavedTensor, misfits, torch_dtype
+from phalanx.checkpoint.format.manifest import overlap
+from phalanx.checkpoint.format.tables import names_on_no_rank, names_to_bits
+from phalanx.core.errors import UserError
+from phalanx.core.peers import Peers
+
+_SHOWN = 8
+CURE = "use the config it was written with, or train.init_from to take over weights only"
+_SHOWN_PREFIXES = 12
+_SHOWN_NAMES = 3
+_PREFIX_PARTS = 2
+
+
+class Words(NamedTuple):
+    """How messages call what was saved.
+
+    Attributes:
+        within: "missing …".
+        there: "has shape (3,) here and (2,) …".
+    """
+
+    within: str
+    there: str
+
+
+CHECKPOINT = Words("in the checkpoint", "in the checkpoint")
+SOURCE = Words("in it", "there")
+"""Where the message names it before: a snapshot in memory, or a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Names on one side only, after a load that was not strict.
+
+    Attributes:
+        missing: asked for on this rank and not saved.
+        unexpected: saved and asked for on no rank.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """For people: names grouped by how they begin, with counts and the first few of each group."""
+        return [
+            *_grouped("not in the checkpoint, left as they were", self.missing),
+            *_grouped("only in the checkpoint", self.unexpected),
+        ]
+
+
+def require_fit(
+    what: str,
+    saved: Mapping[str, SavedTensor],
+    blocks: Mapping[str, Block],
+    peers: Peers,
+    *,
+    strict: bool,
+    cast: bool,
+    select: Callable[[str], bool] | None = None,
+    misses_empty: bool,
+    words: Words,
+    cure: str = CURE,
+) -> Differences:
+    """Called by all ranks together; the names on one side only (both none where `strict`).
+
+    Args:
+        what: for messages.
+        saved: what there is, by name.
+        blocks: what this rank asks for.
+        strict: every name must be on both sides. Names of which another rank has a part are on both sides.
+        cast: dtypes may differ.
+        select: of the saved tensors only those count whose name it accepts.
+        misses_empty: whether tensors without elements have to be among `saved` too.
+        words, cure: for messages.
+
+    Raises:
+        UserError: listing what is missing, unexpected, or of another shape or dtype.
+    """
+    counted = [name for name in saved if select is None or select(name)]
+    missing = [
+        name for name, block in blocks.items() if name not in saved and (misses_empty or 0 not in block.shard.shape)
+    ]
+
+    def offer() -> list[Any]:
+        asked = [(n, saved[n], b) for n, b in blocks.items() if n in saved]
+        problems = [p for each in asked for p in misfits(*each, cast=cast, there=words.there)]
+        return [problems[:_SHOWN], missing[:_SHOWN], len(missing), names_to_bits(counted, blocks)]
+
+    offers = collected(peers, offer) or []
+
+    def judge() -> list[list[str]]:
+        unexpected = names_on_no_rank(counted, [bits for *_, bits in offers])
+        problems: list[str] = []
+        for rank, (wrong, names, count, _) in enumerate(offers):
+            here = wrong + (listed(f"missing {words.within}", names, count) if strict else [])
+            problems += [f"rank {rank}: {problem}" if len(offers) > 1 else problem for problem in here]
+        if strict:
+            problems += listed(f"only {words.within}", unexpected, len(unexpected))
+        return [problems[:_SHOWN], list(unexpected)]
+
+    problems, unexpected = at_first(peers, judge)
+    if problems:
+        raise UserError("does not fit: " + "; ".join(problems), cure=cure, field=what)
+    return Differences(tuple(missing), tuple(unexpected))
+
+
+def listed(what: str, names: Sequence[str], count: int) -> list[str]:
+    """``3 missing: a, b, c`` in a list, which is empty where there are no names.
+
+    Args:
+        names: the first of them.
+        count: of all.
+    """
+    if not names:
+        return []
+    more = f" and {count - _SHOWN} more" if count > _SHOWN else ""
+    return [f"{count} {what}: {', '.join(names[:_SHOWN])}{more}"]
+
+
+def _grouped(what: str, names: tuple[str, ...]) -> list[str]:
+    if not names:
+        return []
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(".".join(name.split(".")[:_PREFIX_PARTS]), []).append(name)
+    lines = [f"{len(names)} {what}:"]
+    for prefix, members in list(groups.items())[:_SHOWN_PREFIXES]:
+        more = f" and {len(members) - _SHOWN_NAMES} more" if len(members) > _SHOWN_NAMES else ""
+        lines.append(f"  {prefix} ({len(members)}): {', '.join(members[:_SHOWN_NAMES])}{more}")
+    if len(groups) > _SHOWN_PREFIXES:
+        lines.append(f"  and {len(groups) - _SHOWN_PREFIXES} groups more")
+    return lines
+
+
+@dataclass(frozen=True)
+class SavedBlock:
+    """A block of a saved tensor, and where its bytes are.
+
+    Attributes:
+        offsets, sizes: of the block.
+        holder: number of what holds it: a shard in memory, or a file.
+        start_bytes, length_bytes: where in that; elements in memory, an archive in a file.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    holder: int
+    start_bytes: int
+    length_bytes: int
+
+
+@dataclass(frozen=True)
+class SavedBlocks:
+    """A tensor that was saved: dtype as in torch without the prefix, global shape, and the blocks that fill it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    blocks: Sequence[SavedBlock]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The box of a saved block, of the shape of `out` and beginning at `start` in it, that goes to `out`."""
+
+    name: str
+    block: SavedBlock
+    dtype: torch.dtype
+    start: tuple[int, ...]
+    out: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is wanted, as it was saved."""
+        return self.out.numel() * self.dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row (along the first dimension) of the saved block."""
+        return math.prod(self.block.sizes[1:]) * self.dtype.itemsize
+
+    @property
+    def run(self) -> tuple[int, int]:
+        """First byte and end of the rows needed, in memory in which the block lies in order."""
+        if not self.block.sizes:
+            return self.block.start_bytes, self.block.start_bytes + self.dtype.itemsize
+        first = self.block.start_bytes + self.start[0] * self.row_bytes
+        return first, first + self.out.shape[0] * self.row_bytes
+
+    def split(self, limit_bytes: int) -> Iterator[Part]:
+        """In runs of rows that take at most `limit_bytes`, or one row."""
+        if not self.start or self.nbytes <= limit_bytes:
+            yield self
+            return
+        rows = max(1, limit_bytes // max(1, self.row_bytes))
+        for first in range(0, self.out.shape[0], rows):
+            start = (self.start[0] + first, *self.start[1:])
+            yield Part(self.name, self.block, self.dtype, start, self.out[first : first + rows])
+
+
+def parts(saved: Mapping[str, SavedBlocks], wanted: Mapping[str, Block]) -> list[Part]:
+    """All that fills the blocks in `wanted` of those in `saved`, in the order of the holders' bytes."""
+    found = [part for name, block in wanted.items() if name in saved for part in _meetings(name, saved[name], block)]
+    return sorted(found, key=lambda part: (part.block.holder, part.block.start_bytes, part.start))
+
+
+def _meetings(name: str, saved: SavedBlocks, wanted: Block) -> Iterator[Part]:
+    dtype = torch_dtype(saved.dtype)
+    for block in saved.blocks:
+        shared = overlap(block, wanted.shard)
+        if shared is not None:
+            offsets, sizes = shared
+            start = tuple(o - b for o, b in zip(offsets, block.offsets, strict=True))
+            out = wanted.tensor
+            for dimension, (offset, first, size) in enumerate(zip(offsets, wanted.shard.offsets, sizes, strict=True)):
+                out = out.narrow(dimension, offset - first, size)
+            yield Part(name, block, dtype, start, out)

@@ -1,0 +1,235 @@
+"""From tensors to plans: which rank writes which blocks, worked out once by all ranks together.
+
+Each element is written exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint.all_ranks import at_first, collected, everywhere
+from phalanx.checkpoint.format import dcp, tables
+from phalanx.checkpoint.format.dcp import Block, held
+from phalanx.checkpoint.format.manifest import Chunk, FileEntry
+from phalanx.checkpoint.format.shard_plan import JobPlan, Piece, Role, ShardPlan, aligned, set_id, with_crc32
+from phalanx.checkpoint.format.tables import Written
+from phalanx.core.layout import Shard
+from phalanx.core.peers import Peers
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What one rank knows after `agree`.
+
+    Attributes:
+        blocks: all that it holds, by name.
+        mine: those of them that it writes.
+        needed_bytes: about what the files of all ranks together will take.
+    """
+
+    blocks: Mapping[str, Block]
+    mine: Mapping[str, Block]
+    needed_bytes: int
+
+    @property
+    def left(self) -> list[str]:
+        """Names of tensors whose first element is held here and which another rank has to write."""
+        return sorted(name for name, block in self.blocks.items() if name not in self.mine and _has_first(block.shard))
+
+
+def agree(
+    tensors: Mapping[str, Tensor], shards: Mapping[str, Shard], peers: Peers, check: Callable[[], None] | None = None
+) -> Agreed:
+    """Called by all ranks together: owners write their blocks; what has no shard is written by the first that has it.
+
+    Args:
+        tensors: by logical name, as far as this rank has them.
+        shards: which block of its logical tensor each of `tensors` is, and whether this rank writes it.
+        peers: the ranks that save together.
+        check: done first, here; if it fails on one rank, nothing is agreed on any.
+
+    Raises:
+        ValueError: a shard has not the size of its tensor. UserError: that is so on another rank.
+    """
+    unsharded = [name for name in tensors if name not in shards]
+    of_first = peers.broadcast(unsharded)
+    extra = sorted(set(unsharded).difference(of_first))
+    blocks: dict[str, Block] = {}
+
+    def offer() -> list[Any]:
+        if check is not None:
+            check()
+        blocks.update(held(tensors, shards))
+        mine = _owned(blocks, shards) | set(unsharded if peers.rank == 0 else extra)
+        return [dcp.bytes_needed({name: blocks[name] for name in mine}), extra]
+
+    offers = everywhere(peers, offer)
+    earlier = {name for _, names in offers[: peers.rank] for name in names}.union(of_first if peers.rank else ())
+    names = _owned(blocks, shards) | set(unsharded).difference(earlier)
+    mine = {name: block for name, block in blocks.items() if name in names}
+    return Agreed(blocks, mine, sum(needed_bytes for needed_bytes, _ in offers))
+
+
+def _owned(blocks: Mapping[str, Block], shards: Mapping[str, Shard]) -> set[str]:
+    return {name for name, shard in shards.items() if shard.owner and name in blocks}
+
+
+def _has_first(shard: Shard) -> bool:
+    return not any(shard.offsets) and (shard.numel > 0 or 0 in shard.shape)
+
+
+Roles = Callable[[str], Role] | Mapping[str, Role]
+
+
+def make_plans(
+    tensors: Mapping[str, torch.Tensor],
+    shards: Mapping[str, Shard] | None,
+    roles: Roles,
+    *,
+    peers: Peers,
+    config: Mapping[str, Any],
+    layout: str,
+) -> tuple[ShardPlan, JobPlan | None, str, int]:
+    """The plan of this rank, that of the job (on rank 0), the name of the set, and how many shards make a snapshot.
+
+    Called by all ranks together, when the tensors exist and again when their names, shapes or shards have changed. Each
+    block is written by the rank that `phalanx.checkpoint.save` has write it. The plan of a rank that writes nothing has
+    no pieces; rank 0's file is always there. Tables of what ranks hold go to rank 0 alone.
+
+    Args:
+        tensors: by logical name, as far as this rank has them; on any device, of any strides.
+        shards: as in `phalanx.checkpoint.save.save`.
+        roles: what each tensor is to training; those that a mapping does not name are ``other``.
+        peers: the ranks.
+        config: the resolved config of the run, as plain JSON values; rank 0's is kept.
+        layout: such as ``pp2·dp2·tp2``.
+
+    Raises:
+        ValueError: a shard has not the size of its tensor.
+        RuntimeError: the blocks of all ranks do not cover each tensor exactly once.
+        UserError: one of these on another rank.
+    """
+    made: list[ShardPlan] = []
+
+    def offer() -> list[str]:
+        made.append(_shard_plan(agreed.mine, roles, peers))
+        written = Written(_file(made[0]), _table(made[0], agreed.mine), agreed.left)
+        return [made[0].sha256, tables.to_text(written)]
+
+    agreed: Agreed = agree(tensors, shards or {}, peers)
+    offers = collected(peers, offer) or []
+    jobs: list[JobPlan] = []
+
+    def merge() -> list[Any]:
+        name = set_id([sha256 for sha256, _ in offers])
+        jobs.append(_job_plan(name, [tables.from_text(text) for _, text in offers], config, layout))
+        return [name, len(jobs[0].shards)]
+
+    name, count = at_first(peers, merge)
+    return made[0], jobs[0] if jobs else None, name, count
+
+
+def _shard_plan(mine: Mapping[str, Block], roles: Roles, peers: Peers) -> ShardPlan:
+    ends = _Ends()
+    pieces, end = [], 0
+    for name, block in mine.items():
+        if block.shard.numel:
+            pieces.append(_piece(name, block, _role(roles, name), aligned(end), ends))
+            end = pieces[-1].start_bytes + pieces[-1].length_bytes
+    return ShardPlan(peers.rank, peers.size, tuple(pieces))
+
+
+def _piece(name: str, block: Block, role: Role, start_bytes: int, ends: _Ends) -> Piece:
+    shard, dtype = block.shard, block.tensor.dtype
+    length_bytes = shard.numel * dtype.itemsize
+    head, tail = ends.of(dtype, shard.sizes)
+    described = (name, dcp.dtype_name(block.tensor), shard.shape, shard.offsets, shard.sizes, role)
+    return Piece(*described, start_bytes, length_bytes, head, tail)
+
+
+def _role(roles: Roles, name: str) -> Role:
+    return roles.get(name, "other") if isinstance(roles, Mapping) else roles(name)
+
+
+def _file(plan: ShardPlan) -> FileEntry | None:
+    """Its name and size; what it will hold is not known yet."""
+    if not plan.pieces and plan.rank != 0:
+        return None
+    return FileEntry(name=plan.file, size_bytes=plan.file_bytes, sha256="")
+
+
+def _table(plan: ShardPlan, mine: Mapping[str, Block]) -> dict[str, tuple[str, list[int], Chunk | None]]:
+    empty = {
+        name: (dcp.dtype_name(block.tensor), list(block.shard.shape), None)
+        for name, block in mine.items()
+        if 0 in block.shard.shape
+    }
+    return empty | {piece.name: (piece.dtype, list(piece.shape), chunk) for piece, chunk in _chunks(plan)}
+
+
+def _chunks(plan: ShardPlan) -> Iterator[tuple[Piece, Chunk]]:
+    for piece, offset in zip(plan.pieces, plan.offsets, strict=True):
+        box = {"offsets": list(piece.offsets), "sizes": list(piece.sizes)}
+        yield piece, Chunk(**box, file=plan.file, offset=offset, length=piece.archive_bytes)
+
+
+def _job_plan(name: str, parts: list[Written], config: Mapping[str, Any], layout: str) -> JobPlan:
+    tensors = tables.merge(parts)
+    return JobPlan(
+        set_id=name,
+        shards=tuple(rank for rank, part in enumerate(parts) if part.file is not None),
+        tensors={key: entry.model_dump() for key, entry in tensors.items()},
+        index=dcp.index_bytes(tensors),
+        config=dict(config),
+        layout=layout,
+        torch_version=str(torch.__version__),
+    )
+
+
+@dataclass
+class _Ends:
+    """The bytes of a ``torch.save`` archive before and after the elements, the CRC-32 of these zero."""
+
+    _known: dict[tuple[torch.dtype, tuple[int, ...]], tuple[bytes, bytes]] = field(default_factory=dict)
+
+    def of(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
+        """Of a tensor that has at least one element."""
+        key = (dtype, sizes)
+        if key not in self._known:
+            self._known[key] = _ends(dtype, sizes)
+        return self._known[key]
+
+
+def _ends(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
+    # Memory that calloc gives is only read here, so all of its pages are the one page of zeros that the kernel shares;
+    # torch's archive writer hands it over without a copy. (torch.serialization.skip_data needs a file on a disk.)
+    zeros = np.zeros(dtype.itemsize * int(np.prod(sizes, dtype=np.int64)), dtype=np.uint8)
+    split = _Split(range(zeros.ctypes.data, zeros.ctypes.data + zeros.nbytes))
+    torch.save(torch.from_numpy(zeros).view(dtype).view(sizes), cast(Any, split))
+    return bytes(split.head), with_crc32(bytes(split.tail), 0)
+
+
+class _Split:
+    """A file that keeps what is written into it before and after the elements, which lie at these addresses."""
+
+    def __init__(self, elements: range) -> None:
+        self._elements = elements
+        self._seen = False
+        self.head, self.tail = bytearray(), bytearray()
+
+    def write(self, content: memoryview) -> int:
+        view = np.asarray(content)
+        if view.ctypes.data in self._elements:
+            self._seen = True
+        else:
+            (self.tail if self._seen else self.head).extend(content)
+        return view.nbytes
+
+    def flush(self) -> None:
+        """Nothing waits."""
