@@ -158,9 +158,9 @@ def test_a_ranks_first_word_counts() -> None:
     assert ending.failures[0].kind == "raised"
 
 
-def named(error: BaseException, launcher: str, layout: Layout = Layout(tensor=2)) -> Callable[[], None]:
+def named(error: BaseException, launcher: str, layout: Layout | None = None) -> Callable[[], None]:
     def run() -> None:
-        with errors_named(Worker(1, 1, 2, 2, "h", 1, launcher=launcher), layout):  # type: ignore[arg-type]
+        with errors_named(Worker(1, 1, 2, 2, "h", 1, launcher=launcher), layout or Layout(tensor=2)):  # type: ignore[arg-type]
             raise error
 
     return run
