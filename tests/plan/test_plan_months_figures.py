@@ -6,11 +6,10 @@ import pytest
 
 from phalanx.figures.months import choice_lines, run_histogram, straggler_lines, time_shares
 from phalanx.figures.style import Figure
-from phalanx.plan.months.files import load_failures
-from phalanx.plan.months.report import make_report
-from phalanx.plan.months.simulate import simulate
-from phalanx.plan.months.values import Pool, Story, Work
-from phalanx.plan.report.months_page import months_figures, months_sections
+from phalanx.simulate.failure_model import Pool, Story, Work, load_failures
+from phalanx.simulate.failure_report import make_report
+from phalanx.simulate.failure_simulation import simulate
+from phalanx.simulate.pages import months_figures, months_sections
 
 plotly = pytest.importorskip("plotly.graph_objects")
 

@@ -10,13 +10,12 @@ import pytest
 
 from phalanx.figures.network import lost_bars, queue_lines
 from phalanx.plan.hardware.load import load_cluster
-from phalanx.plan.network.outcome import CAUSES, Report
-from phalanx.plan.network.scenario import changed, make_scenario
-from phalanx.plan.network.settings import network_of
-from phalanx.plan.network.simulate import what_if
-from phalanx.plan.network.text import fabric_line
-from phalanx.plan.network.traffic import Phase, Traffic
-from phalanx.plan.report.network_page import network_figures, network_sections
+from phalanx.simulate.network_report import fabric_line
+from phalanx.simulate.network_scenario import changed, make_scenario
+from phalanx.simulate.network_settings import network_of
+from phalanx.simulate.network_simulation import CAUSES, Report, what_if
+from phalanx.simulate.pages import network_figures, network_sections
+from phalanx.simulate.traffic import Phase, Traffic
 
 
 @pytest.fixture(scope="module")
