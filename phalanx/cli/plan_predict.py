@@ -14,15 +14,15 @@ from phalanx.cli.tables import make_console, tell_page
 from phalanx.core.config import load
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.predict import predict
+from phalanx.plan.report.as_json import prediction_json
+from phalanx.plan.report.model import Report
 from phalanx.plan.report.page import prediction_figures, prediction_sections, write_page
-from phalanx.plan.report.plain import prediction_json
-from phalanx.plan.report.subject import Report
 from phalanx.plan.report.text import prediction_text
 from phalanx.plan.score import score
+from phalanx.plan.search.constraints import Machine
 from phalanx.plan.search.frontier import Costs
-from phalanx.plan.search.options import Machine
-from phalanx.plan.search.relief import reliefs
-from phalanx.plan.step.layers import Known
+from phalanx.plan.search.search import reliefs
+from phalanx.plan.stages import Known
 from phalanx.plan.types import Job, Prediction
 from phalanx.train.config import RunConfig
 

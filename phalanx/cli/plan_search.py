@@ -13,14 +13,17 @@ from phalanx.cli.planning import as_efficient, as_program, cluster_of, job_to_se
 from phalanx.cli.tables import make_console, tell_page
 from phalanx.core import units
 from phalanx.core.config import load
-from phalanx.plan.report.page import prediction_figures, prediction_sections, write_page
-from phalanx.plan.report.plain import prediction_json
-from phalanx.plan.report.search_page import search_figures, search_sections
-from phalanx.plan.report.search_plain import search_json
+from phalanx.plan.report.as_json import prediction_json, search_json
+from phalanx.plan.report.page import (
+    prediction_figures,
+    prediction_sections,
+    search_figures,
+    search_sections,
+    write_page,
+)
 from phalanx.plan.report.search_text import search_text
 from phalanx.plan.report.text import run_line
-from phalanx.plan.search.constraints import parse
-from phalanx.plan.search.options import Machine
+from phalanx.plan.search.constraints import Machine, parse
 from phalanx.plan.search.search import search
 from phalanx.train.config import RunConfig
 

@@ -9,14 +9,11 @@ import click
 
 from phalanx.cli.tables import make_console, tell_page
 from phalanx.core.errors import UserError
-from phalanx.plan.report.page import write_page
-from phalanx.plan.report.validation_page import validation_figures, validation_sections
+from phalanx.plan.report.page import validation_figures, validation_sections, write_page
 from phalanx.plan.report.validation_text import own_json, own_text, validation_json, validation_text
-from phalanx.plan.validate.ablation import ablation
-from phalanx.plan.validate.compare import compare_all
+from phalanx.plan.validate.compare import ablation, compare_all, compare_own
 from phalanx.plan.validate.left_out import judge, rows_of
-from phalanx.plan.validate.own import compare_own
-from phalanx.plan.validate.rows import TABLES
+from phalanx.plan.validate.published import TABLES
 
 _TITLE = "Predicted against published step times"
 

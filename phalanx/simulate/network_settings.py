@@ -22,7 +22,7 @@ from typing import Literal, get_args
 
 from phalanx.core.errors import UserError
 from phalanx.plan.hardware.cluster import Cluster
-from phalanx.plan.hardware.toml_section import Section, read
+from phalanx.plan.hardware.load import Section, read
 from phalanx.plan.types import Number
 from phalanx.simulate.fabric import Fabric
 

@@ -1,6 +1,6 @@
 """What waiting for slow hosts costs over time: those that nobody finds, and those that are found and replaced.
 
-How long a step waits for its slowest rank is `phalanx.plan.constant.stragglers`: ranks that differ for good, passes
+How long a step waits for its slowest rank is `phalanx.plan.waiting`: ranks that differ for good, passes
 that differ each time, and a share of hosts that are slow. Where hosts get slow at a rate and are replaced when they are
 found, that share is rate times the time until then; each replacement is a restart of the whole job.
 
@@ -25,7 +25,7 @@ from rich.text import Text
 from phalanx.core import units
 from phalanx.core.errors import UserError
 from phalanx.parallel.config import Schedule
-from phalanx.plan.constant.stragglers import Spread, Waiting, waiting
+from phalanx.plan.waiting import Spread, Waiting, waiting
 from phalanx.simulate.failure_model import DAY_S, require
 
 

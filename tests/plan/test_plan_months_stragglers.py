@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
-from phalanx.plan.constant.stragglers import Spread
+from phalanx.plan.waiting import Spread
 from phalanx.simulate.failure_model import (
     DAY_S,
     Checkpoints,

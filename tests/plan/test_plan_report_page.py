@@ -17,8 +17,8 @@ from phalanx.core.errors import UserError
 from phalanx.parallel.config import Schedule
 from phalanx.plan.hardware.load import load_cluster
 from phalanx.plan.predict import predict
+from phalanx.plan.report.model import Report
 from phalanx.plan.report.page import prediction_figures, prediction_sections, step_timeline, write_page
-from phalanx.plan.report.subject import Report
 from phalanx.plan.software import MEGATRON_2022, PHALANX
 from phalanx.plan.types import Job, Model, Software, Strategy
 

@@ -12,14 +12,14 @@ from rich.console import Console
 
 from phalanx.plan.hardware.load import load_cluster
 from phalanx.plan.predict import predict
+from phalanx.plan.report.as_json import prediction_json
+from phalanx.plan.report.model import changed_settings
 from phalanx.plan.report.page import prediction_sections
-from phalanx.plan.report.plain import prediction_json
-from phalanx.plan.report.subject import changed_settings
 from phalanx.plan.report.text import prediction_text
 from phalanx.plan.score import score
-from phalanx.plan.search.options import Machine
-from phalanx.plan.search.relief import reliefs
-from phalanx.plan.search.scored import Costs
+from phalanx.plan.search.constraints import Machine
+from phalanx.plan.search.frontier import Costs
+from phalanx.plan.search.search import reliefs
 from phalanx.plan.types import Job, Model, Prediction, Strategy
 
 CLUSTER = load_cluster("h100_400g", 16)

@@ -1,4 +1,9 @@
-"""A prediction as one HTML file that needs nothing else: tables, and figures by the plotly.js that is put into it."""
+"""A prediction as one HTML file that needs nothing else: tables, and figures by the plotly.js that is put into it.
+
+What a search found, as sections of a page.
+
+Predictions held against published measurements, as sections of a page.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +18,24 @@ from phalanx.core.errors import UserError
 from phalanx.core.files import write_bytes
 from phalanx.figures.pipelines import pipeline_timeline
 from phalanx.figures.predictions import memory_bars, step_breakdown
+from phalanx.figures.searches import choice_costs, pareto_scatter
 from phalanx.figures.style import Figure
+from phalanx.figures.validations import errors_by_row
 from phalanx.parallel.pipeline.tables import make_table
 from phalanx.parallel.pipeline.timeline import Lengths, Timeline, simulate
-from phalanx.plan.report.subject import MEMORY_KINDS, Report, changed_settings
+from phalanx.plan.report.model import MEMORY_KINDS, Report, changed_settings, foreign, make_tree, printed, toml_keys
+from phalanx.plan.report.search_text import (
+    axes_of,
+    choices_text,
+    limits_text,
+    numbers_of,
+    others_text,
+    removed_lines,
+    short_columns,
+    short_text,
+    split_columns,
+    value_text,
+)
 from phalanx.plan.report.text import (
     batch_line,
     days_text,
@@ -26,8 +45,22 @@ from phalanx.plan.report.text import (
     start_up_line,
     verdict_line,
 )
-from phalanx.plan.report.tree import make_tree, printed
-from phalanx.plan.types import Part, Prediction
+from phalanx.plan.report.validation_text import (
+    LEFT_OUT_COLUMNS,
+    ablation_cells,
+    after_comparing_lines,
+    assumed_lines,
+    left_out_cells,
+    left_out_line,
+    mean_and_most,
+    places_shown,
+    row_cells,
+)
+from phalanx.plan.search.frontier import memory_bytes
+from phalanx.plan.search.search import SearchResult
+from phalanx.plan.types import Part, Prediction, Strategy
+from phalanx.plan.validate.compare import Change, TableResult
+from phalanx.plan.validate.left_out import Judged
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 # Passes through stages that are drawn at most: with more, none could be seen.
@@ -254,3 +287,186 @@ def table(heads: str, rows: Sequence[str], foot: str = "", *, stacked: bool = Fa
     kind = ' class="stack"' if stacked else ""
     head = f"<table{kind}><thead><tr>{heads}</tr></thead>"
     return f'<div class="wide">{head}<tbody>{"".join(rows)}</tbody>{ending}</table></div>'
+
+
+def search_sections(result: SearchResult) -> list[str]:
+    """A search in HTML; `search_figures` has the figures that belong into it."""
+    best = result.best[0]
+    counts = (
+        f"{result.candidates:,} layouts by the rules, {result.fitting:,} fit; {result.predicted:,} predicted in full, "
+        f"the others bounded away in {seconds_text(result.seconds)}{'' if result.proven else '; not proven'}"
+    )
+    sections = ["<h2>The fastest layouts</h2>", f'<p class="soft">{escape(counts)}</p>']
+    sections.append(_layouts(result.best, result.limit_bytes))
+    if len(result.shapes) > 1:
+        sections += ["<h3>The best of each way to share the devices</h3>", _layouts(result.shapes, result.limit_bytes)]
+    sections += ["<h2>Memory and time</h2>", place("pareto")]
+    if result.sensitivities:
+        sections += ["<h2>Choices</h2>", place("choices"), _choices(result)]
+    sections += ["<h2>To paste into the config</h2>", f"<pre>{escape(toml_keys(best.job, best.strategy))}</pre>"]
+    sections += [f"<p>Not possible yet: {escape(words)}</p>" for words in foreign(best.strategy)]
+    if lines := removed_lines(result):
+        sections += [
+            "<h2>What the rules took away</h2>",
+            "<ul>",
+            *(f"<li>{escape(line)}</li>" for line in lines),
+            "</ul>",
+        ]
+    return sections
+
+
+def search_figures(result: SearchResult) -> dict[str, Figure]:
+    """The figures of a search, by the id of their place."""
+    figures = {"pareto": pareto_scatter(list(layout_rows(result)), result.limit_bytes)}
+    if result.sensitivities:
+        figures["choices"] = choice_costs(list(choice_rows(result)))
+    return figures
+
+
+def layout_rows(result: SearchResult) -> Iterator[dict[str, object]]:
+    """Every layout that was predicted and kept, once: `layout`, `step_s`, `bytes`, `mfu`, `front`."""
+    front = set(map(_key, result.pareto))
+    seen = set()
+    for prediction in (*result.pareto, *result.best, *result.shapes):
+        if _key(prediction) not in seen:
+            seen.add(_key(prediction))
+            yield {
+                "layout": words_of(prediction.strategy),
+                "step_s": float(prediction.step_s),
+                "bytes": float(memory_bytes(prediction)),
+                "mfu": float(prediction.mfu),
+                "front": _key(prediction) in front,
+            }
+
+
+def choice_rows(result: SearchResult) -> Iterator[dict[str, object]]:
+    """Every value of every choice that fits: `choice`, `value`, `more`."""
+    best_s = result.best[0].step_s
+    for choice in result.sensitivities:
+        for outcome in choice.outcomes:
+            if outcome.best is not None:
+                more = outcome.best.step_s / best_s - 1
+                value = value_text(choice.choice, outcome.value)
+                yield {"choice": choice.choice.replace("_", " "), "value": value, "more": float(more)}
+
+
+def words_of(strategy: Strategy) -> str:
+    """A layout in one line: its axes and its choices that matter there."""
+    _, names = split_columns([strategy])
+    return f"{axes_of(strategy)}, {choices_text(strategy, names)}"
+
+
+def _key(prediction: Prediction) -> str:
+    return repr(prediction.strategy)
+
+
+def _layouts(predictions: Sequence[Prediction], limit_bytes: float) -> str:
+    """A row for each layout, with what limits it."""
+    differing, same = short_columns([prediction.strategy for prediction in predictions])
+    names = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in differing)
+    first = "".join(f'<th class="n">{name}</th>' for name in ("step s", "MFU", "GiB"))
+    heads = f"{first}<th>layout</th>{names}<th>limited by</th>"
+    rows = [
+        _row(prediction, numbers, differing, limit_bytes)
+        for prediction, numbers in zip(predictions, numbers_of(predictions), strict=True)
+    ]
+    shared = choices_text(predictions[0].strategy, same)
+    return table(heads, rows, stacked=True) + (f'<p class="soft">all: {escape(shared)}</p>' if shared else "")
+
+
+def _choices(result: SearchResult) -> str:
+    """Every choice: what the best has, and how much longer a step takes with its other values."""
+    best_s = result.best[0].step_s
+    rows = []
+    for choice in result.sensitivities:
+        others = [each for each in choice.outcomes if each.value != choice.value]
+        words = others_text(choice.choice, others, best_s)
+        name, value = choice.choice.replace("_", " "), value_text(choice.choice, choice.value)
+        if others:
+            cells = f'<td class="first">{escape(name)}</td><td class="source">{escape(value)}</td>'
+            rows.append(f'<tr>{cells}<td class="source">{escape(words)}</td></tr>')
+    return table("<th>choice</th><th>best</th><th>others</th>", rows, stacked=True)
+
+
+def _row(prediction: Prediction, numbers: Sequence[str], differing: Sequence[str], limit_bytes: float) -> str:
+    strategy = prediction.strategy
+    choices = (escape(short_text(strategy, name)) for name in differing)
+    cells = [f'<td class="n">{text}</td>' for text in numbers]
+    cells += [f'<td class="first">{axes_of(strategy)}</td>', *(f"<td>{text}</td>" for text in choices)]
+    return f'<tr>{"".join(cells)}<td class="source">{escape(limits_text(prediction, limit_bytes, 2))}</td></tr>'
+
+
+def validation_sections(
+    results: Sequence[TableResult], changes: Sequence[Change], left_out: Sequence[Judged] = (), *, all_rows: bool
+) -> list[str]:
+    """All tables in short, the ablation, and every table with its rows; `validation_figures` has the figure.
+
+    Args:
+        all_rows: of long tables all rows, not the worst alone.
+    """
+    sections = [place("errors"), "<h2>All tables</h2>", _summary(results)]
+    sections += [f'<p class="soft">{escape(line)}</p>' for line in after_comparing_lines(results)]
+    sections.append('<p class="soft">The null model is fitted to all rows of a table but the one that it predicts.</p>')
+    if changes:
+        sections += ["<h2>MegaScale, table 3: points of MFU after each change</h2>", _ablation(changes)]
+    if left_out:
+        sections += ["<h2>Tables left out</h2>", _left_out(left_out)]
+        sections.append(f'<p class="soft">{escape(left_out_line(left_out))}</p>')
+    return [*sections, "<h2>Row by row</h2>", *(_rows(result, all_rows) for result in results)]
+
+
+def validation_figures(results: Sequence[TableResult]) -> dict[str, Figure]:
+    """The figure of `validation_sections`."""
+    rows = [
+        {"table": each.setting.title, "row": one.row.row_id, "measured_s": one.row.step_s, "error": one.error}
+        for each in results
+        for one in each.compared
+    ]
+    return {"errors": errors_by_row(rows)}
+
+
+def _summary(results: Sequence[TableResult]) -> str:
+    rows = [
+        _validation_row(
+            result.setting.title,
+            str(len(result.compared)),
+            *mean_and_most(result.errors),
+            *mean_and_most(result.null_errors),
+        )
+        for result in results
+    ]
+    return _table(("table", "rows", "mean", "max", "null mean", "null max"), rows)
+
+
+def _left_out(left_out: Sequence[Judged]) -> str:
+    return _table(("table", *LEFT_OUT_COLUMNS), [_validation_row(one.title, *left_out_cells(one)) for one in left_out])
+
+
+def _ablation(changes: Sequence[Change]) -> str:
+    rows = [
+        _validation_row(change.name, *ablation_cells(change, is_first=number == 0))
+        for number, change in enumerate(changes)
+    ]
+    return _table(("change", "predicted", "gain", "published", "published gain"), rows)
+
+
+def _rows(result: TableResult, all_rows: bool) -> str:
+    """A table that can be opened, with what is assumed for it."""
+    mean, most = mean_and_most(result.errors)
+    shown = places_shown(result, all_rows)
+    left_out = len(result.compared) - len(shown)
+    lines = [*([f"and {left_out} rows that are nearer"] if left_out else []), *assumed_lines(result)]
+    names = ("row", "devices", "batch", "measured s", "predicted s", "error", "null model")
+    head = f"<summary>{escape(result.setting.title)}: mean {mean}, largest {most}</summary>"
+    body = _table(names, [_validation_row(*row_cells(result, number)) for number in shown])
+    return f"<details>{head}{body}{''.join(f'<p class=soft>{escape(line)}</p>' for line in lines)}</details>"
+
+
+def _table(names: Sequence[str], rows: Sequence[str]) -> str:
+    heads = f"<th>{names[0]}</th>" + "".join(f'<th class="n">{name}</th>' for name in names[1:])
+    return table(heads, rows, stacked=True)
+
+
+def _validation_row(first: str, *numbers: str) -> str:
+    cells = "".join(f'<td class="n">{number}</td>' for number in numbers)
+    return f'<tr><td class="first">{escape(first)}</td>{cells}</tr>'
