@@ -16,7 +16,8 @@ from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.predict import predict
 from phalanx.plan.report.as_json import prediction_json
 from phalanx.plan.report.model import Report
-from phalanx.plan.report.page import prediction_figures, prediction_sections, write_page
+from phalanx.plan.report.page import prediction_figures, prediction_sections
+from phalanx.plan.report.page_blocks import write_page
 from phalanx.plan.report.text import prediction_text
 from phalanx.plan.score import score
 from phalanx.plan.search.constraints import Machine

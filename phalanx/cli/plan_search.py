@@ -19,8 +19,8 @@ from phalanx.plan.report.page import (
     prediction_sections,
     search_figures,
     search_sections,
-    write_page,
 )
+from phalanx.plan.report.page_blocks import Heading, write_page
 from phalanx.plan.report.search_text import search_text
 from phalanx.plan.report.text import run_line
 from phalanx.plan.search.constraints import Machine, parse
@@ -57,7 +57,7 @@ def search_command(
         f"(cluster {machine.name})"
     )
     if html is not None:
-        sections = [f"<h1>{title}</h1>", *search_sections(result), *prediction_sections(report, "The fastest layout")]
+        sections = [Heading(title, 1), *search_sections(result), *prediction_sections(report, "The fastest layout")]
         write_page(html, title, sections, search_figures(result) | prediction_figures(report))
     if as_json:
         click.echo(json.dumps(search_json(result) | {"prediction_of_best": prediction_json(report)}, indent=1))

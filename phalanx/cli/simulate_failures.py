@@ -298,8 +298,8 @@ def _show(report: MonthsReport, as_json: bool, html: Path | None) -> None:
     from phalanx.simulate.failure_report import head_lines, months_json, months_text
 
     if html is not None:
-        from phalanx.plan.report.page import write_page
-        from phalanx.simulate.pages import months_figures, months_sections
+        from phalanx.plan.report.page_blocks import write_page
+        from phalanx.simulate.failure_report import months_figures, months_sections
 
         write_page(html, head_lines(report)[0], months_sections(report), months_figures(report))
     if as_json:

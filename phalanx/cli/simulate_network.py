@@ -174,8 +174,8 @@ def _usual(cluster: Cluster) -> Prediction:
 
 def _show(report: Any, network: Network, *, sources: bool, as_json: bool, html: Path | None) -> None:
     if html is not None:
-        from phalanx.plan.report.page import write_page
-        from phalanx.simulate.pages import network_figures, network_sections
+        from phalanx.plan.report.page_blocks import write_page
+        from phalanx.simulate.network_report import network_figures, network_sections
 
         write_page(html, f"Network of {report.cluster}", network_sections(report), network_figures(report))
     if as_json:

@@ -87,8 +87,8 @@ def _show(question: Question, rows: Sequence[Waits], as_json: bool, html: Path |
     from phalanx.simulate.stragglers import stragglers_json, stragglers_text
 
     if html is not None:
-        from phalanx.plan.report.page import write_page
-        from phalanx.simulate.pages import stragglers_figures, stragglers_sections
+        from phalanx.plan.report.page_blocks import write_page
+        from phalanx.simulate.stragglers import stragglers_figures, stragglers_sections
 
         sections = stragglers_sections(question, rows)
         write_page(html, "Waiting for the slowest", sections, stragglers_figures(rows))

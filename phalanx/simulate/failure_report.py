@@ -8,7 +8,7 @@ Months for a person at a terminal. Nothing in it needs colour to be understood.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
@@ -18,6 +18,9 @@ from rich.text import Text
 
 from phalanx.core import units
 from phalanx.core.errors import UserError
+from phalanx.figures.months import choice_lines, run_histogram, time_shares
+from phalanx.figures.style import Figure
+from phalanx.plan.report.page_blocks import Block, Bullets, Cards, Cell, FigurePlace, Heading, PageTable, numbers, soft
 from phalanx.simulate.failure_formulas import ClosedForm, away_ratio, closed_form, standby
 from phalanx.simulate.failure_model import DAY_S, HOUR_S, Story
 from phalanx.simulate.failure_simulation import (
@@ -220,6 +223,7 @@ FormatNumber: TypeAlias = Callable[[float], str]
 
 _BAR = 24
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
+_FIGURE_POINTS = 60
 
 
 def months_text(report: MonthsReport) -> RenderableType:
@@ -378,3 +382,120 @@ def _choices(tried: tuple[Tried, ...], shown: FormatNumber) -> Table:
             cells += [percent(ettr), f"{100 * gain.mean:+.2f} ± {100 * (gain.high - gain.mean):.2f}"]
         table.add_row(*cells)
     return table
+
+
+def months_sections(report: MonthsReport) -> list[Block]:
+    """A report as blocks of a page; `months_figures` has the figures that belong into it."""
+    outcome, (first, *rest) = report.outcome, head_lines(report)
+    cards = [
+        (percent(outcome.ettr.mean, 1), "of the time trains (ETTR)"),
+        (percent(outcome.goodput.mean, 1), "of all that is paid"),
+        (percent(report.form.ettr, 1), "ETTR by formula"),
+    ]
+    if report.story.work.steps:
+        cards.append((_number(outcome.days.median), "days to finish, median"))
+    if report.story.work.price_per_device_hour:
+        cards.append((f"{outcome.cost.mean:,.0f}", "cost"))
+    return [
+        Heading(first, 1),
+        *map(soft, rest),
+        Cards(cards),
+        Heading("Where the time goes"),
+        FigurePlace("parts"),
+        _estimates(outcome.shares, "part", lambda value: percent(value)),
+        Heading("Runs"),
+        FigurePlace("runs"),
+        *([FigurePlace("days")] if report.story.work.steps else []),
+        _estimates(outcome.counts, "in a run", lambda value: f"{value:,.1f}"),
+        Heading("Interval between checkpoints"),
+        FigurePlace("intervals"),
+        _choice_table(report.intervals, "seconds"),
+        Heading("Spares"),
+        FigurePlace("spares"),
+        _choice_table(report.spares, "hosts"),
+        Heading("Notes"),
+        Bullets(tuple(notes(report))),
+    ]
+
+
+def months_figures(report: MonthsReport) -> dict[str, Figure]:
+    """The figures of a report, by the id of their place."""
+    outcome, story = report.outcome, report.story
+    shares = [
+        {"part": name, "share": share.mean, "least": share.least, "most": share.most}
+        for name, share in outcome.shares.items()
+    ]
+    ettr = (100 * outcome.samples.ettr).tolist()
+    figures = {
+        "parts": time_shares(shares),
+        "runs": run_histogram(ettr, "Effective time of the runs", "per cent of the time", 100 * report.form.ettr),
+        "intervals": choice_lines(
+            list(_formula_rows(story, _interval_values(report), with_interval)),
+            list(_played(report.intervals)),
+            "How often to save",
+            "seconds of training between durable checkpoints",
+            is_log=True,
+        ),
+        "spares": choice_lines(
+            list(_formula_rows(story, _spare_values(report), lambda one, value: with_spares(one, int(value)))),
+            list(_played(report.spares)),
+            "How many hosts to keep ready",
+            "spares",
+        ),
+    }
+    finished = outcome.samples.wall_s[outcome.samples.finished] / DAY_S
+    if story.work.steps:
+        figures["days"] = run_histogram(finished.tolist(), "When the work is done", "days")
+    return figures
+
+
+def _interval_values(report: MonthsReport) -> list[float]:
+    """Around all that were tried, as far as they can be."""
+    values = [tried.value for tried in report.intervals]
+    checkpoints = report.story.checkpoints
+    low = max(min(values) / 4, checkpoints.persist_s, checkpoints.memory_interval_s, 1e-3)
+    high = max(max(values) * 4, low)
+    return [low * (high / low) ** (k / _FIGURE_POINTS) for k in range(_FIGURE_POINTS + 1)]
+
+
+def _spare_values(report: MonthsReport) -> list[float]:
+    most = max(tried.value for tried in report.spares)
+    return [float(k) for k in sorted({round(k * max(most, 8) / _FIGURE_POINTS) for k in range(_FIGURE_POINTS + 1)})]
+
+
+def _formula_rows(
+    story: Story, values: Sequence[float], changed: Callable[[Story, float], Story]
+) -> Iterator[dict[str, float]]:
+    for value in values:
+        other = changed(story, value)
+        form = closed_form(other)
+        paid = other.work.hosts + other.pool.spares
+        yield {"value": value, "ettr": form.ettr, "goodput": form.ettr * other.work.hosts / paid}
+
+
+def _played(choices: Sequence[Tried]) -> Iterator[dict[str, float]]:
+    for tried in choices:
+        if tried.played is not None:
+            ettr = tried.played.outcome.ettr
+            yield {"value": tried.value, "ettr": ettr.mean, "low": ettr.low, "high": ettr.high}
+
+
+def _number(value: float) -> str:
+    return "never" if math.isinf(value) else f"{value:,.1f}"
+
+
+def _estimates(estimates: Mapping[str, Estimate], name: str, shown: Callable[[float], str]) -> PageTable:
+    rows = [
+        [Cell(what), *numbers((shown(one.mean), shown(one.least), shown(one.most)))]
+        for what, one in estimates.items()
+        if one.most > 1e-9
+    ]
+    return PageTable([Cell(name), *numbers(("mean", "2.5 %", "97.5 %"))], rows)
+
+
+def _choice_table(choices: Sequence[Tried], unit: str) -> PageTable:
+    rows = [
+        [Cell(tried.why), *numbers((f"{tried.value:,.0f}", percent(tried.ettr), percent(tried.goodput)))]
+        for tried in choices
+    ]
+    return PageTable([Cell("by formula"), *numbers((unit, "effective", "goodput"))], rows)

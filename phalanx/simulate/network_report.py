@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.figures.network import lost_bars, queue_lines
+from phalanx.figures.style import Figure
+from phalanx.plan.report.page_blocks import Block, Cell, FigurePlace, Heading, PageTable, numbers, soft
 from phalanx.simulate.fabric import Fabric
 from phalanx.simulate.network_simulation import CAUSES, Conflicts, Outcome, PhaseOutcome, Report
 
@@ -144,3 +147,71 @@ def _conflict_lines(conflicts: Conflicts) -> Iterator[Text]:
 def _foot(report: Report) -> str:
     draws = f"{report.draws} draw{'s' * (report.draws > 1)} of hashes and places"
     return f"{draws}; a step waits for its slowest message; computed in {report.wall_s:.1f} s"
+
+
+def network_sections(report: Report) -> list[Block]:
+    """A report as blocks of a page; `network_figures` has the figures that belong into it."""
+    first = report.outcomes[0].scenario
+    hosts = report.devices // report.devices_per_host
+    blocks: list[Block] = [
+        Heading(f"{report.devices:,} devices on {hosts:,} hosts, cluster {report.cluster}", 1),
+        soft(fabric_line(first.fabric)),
+        soft(f"traffic: {report.traffic_source}, a step of {report.ideal_step_s:.3f} s on an ideal network"),
+        Heading("What if"),
+        FigurePlace("lost"),
+    ]
+    if any(outcome.scenario.flap_s for outcome in report.outcomes):
+        blocks.append(FigurePlace("down"))
+    blocks += [_scenario_table(report), Heading(f"Phases of: {first.name}"), _phase_table(report.outcomes[0].phases)]
+    if report.queues:
+        blocks += [Heading("Congestion control"), FigurePlace("queues")]
+    return [*blocks, *map(soft, report.notes)]
+
+
+def _scenario_table(report: Report) -> PageTable:
+    rows = []
+    for outcome in report.outcomes:
+        longer = 100 * (outcome.step_s / report.ideal_step_s - 1)
+        step = ("never", "ends") if outcome.ends_job else (f"{outcome.step_s:.3f}", f"{longer:+.2f} %")
+        lost = [1e3 * outcome.lost_s[cause] for cause in CAUSES]
+        texts = [*step, *(f"{milliseconds:,.1f}" if milliseconds else "" for milliseconds in lost)]
+        rows.append([Cell(outcome.scenario.name, "first"), *numbers(texts), Cell(outcome.why, "source")])
+    columns = ("step s", "longer", *(f"{cause} ms" for cause in CAUSES))
+    return PageTable([Cell("scenario"), *numbers(columns), Cell("why")], rows, stacked=True)
+
+
+def _phase_table(phases: Sequence[PhaseOutcome]) -> PageTable:
+    columns = ("ideal s", "now s", "exposed s", "asked of fullest link", "queue µs", "paused", "of fair rate")
+    heads = [Cell("phase"), *numbers(columns), Cell("fullest link")]
+    rows = [[Cell(one.name, "first"), *numbers(_phase_numbers(one)), Cell(one.hottest)] for one in phases]
+    return PageTable(heads, rows, stacked=True)
+
+
+def network_figures(report: Report) -> dict[str, Figure]:
+    """The figures of `network_sections`."""
+    # Seconds of a link that is down would leave nothing to be seen of milliseconds beside them.
+    whole = [_lost_row(outcome) for outcome in report.outcomes if not outcome.scenario.flap_s]
+    down = [_lost_row(outcome) for outcome in report.outcomes if outcome.scenario.flap_s]
+    figures = {name: lost_bars(rows, report.ideal_step_s) for name, rows in (("lost", whole), ("down", down)) if rows}
+    if report.queues:
+        curves = [{"control": one.control, "time_s": one.time_s, "queue_s": one.queue_s} for one in report.queues]
+        figures["queues"] = queue_lines(curves, report.queues[0].connections)
+    return figures
+
+
+def _lost_row(outcome: Outcome) -> dict[str, object]:
+    """Seconds of each cause; none of the flap where it ends the job."""
+    lost: dict[str, object] = dict(outcome.lost_s)
+    if outcome.ends_job:
+        lost["flap"] = None
+    return {"scenario": outcome.scenario.name, "why": outcome.why, **lost}
+
+
+def _phase_numbers(phase: PhaseOutcome) -> Iterator[str]:
+    yield f"{phase.ideal_s:.3f}"
+    yield f"{phase.now_s:.3f}"
+    yield f"{phase.exposed_s:.4f}"
+    yield f"{phase.overload:.2f} ×"
+    yield f"{1e6 * phase.queue_s:.0f}"
+    yield f"{100 * phase.paused_ratio:.1f} %"
+    yield f"{100 * phase.efficiency:.1f} %"

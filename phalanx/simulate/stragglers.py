@@ -24,7 +24,10 @@ from rich.text import Text
 
 from phalanx.core import units
 from phalanx.core.errors import UserError
+from phalanx.figures.months import straggler_lines
+from phalanx.figures.style import Figure
 from phalanx.parallel.config import Schedule
+from phalanx.plan.report.page_blocks import Block, Cell, FigurePlace, Heading, PageTable, numbers, soft
 from phalanx.plan.waiting import Spread, Waiting, waiting
 from phalanx.simulate.failure_model import DAY_S, require
 
@@ -247,3 +250,24 @@ def _table(rows: Sequence[Waits]) -> Table:
         cells = [f"{100 * ratio + 0.0:.2f} %" for ratio in ratios]
         table.add_row(f"{row.devices:,}", f"{row.hosts:,}", *cells, style="bold" if row is rows[-1] else "")
     return table
+
+
+def stragglers_sections(question: Question, rows: Sequence[Waits]) -> list[Block]:
+    """What waiting costs, as blocks of a page; `stragglers_figures` has the figure that belongs into it."""
+    lines = map(soft, lines_of(question, rows))
+    return [Heading(title_of(question), 1), *lines, FigurePlace("stragglers"), _page_table(rows)]
+
+
+def stragglers_figures(rows: Sequence[Waits]) -> dict[str, Figure]:
+    """The figure of what waiting costs, by the name of its place."""
+    return {"stragglers": straggler_lines(rows_of(rows))}
+
+
+def _page_table(rows: Sequence[Waits]) -> PageTable:
+    names = ("", "hosts", "no slow ones", "never found", "± by run", "found", "restarts", "gained")
+    lines = []
+    for row in rows:
+        ratios = (row.alike, row.unfound, row.unfound_run_sigma, row.found, row.restarts, row.gained)
+        texts = [f"{row.hosts:,}", *(f"{100 * ratio + 0.0:.2f} %" for ratio in ratios)]
+        lines.append([Cell(f"{row.devices:,} devices", "n first"), *numbers(texts)])
+    return PageTable(numbers(names), lines, stacked=True)

@@ -10,11 +10,11 @@ import pytest
 
 from phalanx.figures.network import lost_bars, queue_lines
 from phalanx.plan.hardware.load import load_cluster
-from phalanx.simulate.network_report import fabric_line
+from phalanx.plan.report.page_blocks import html_of
+from phalanx.simulate.network_report import fabric_line, network_figures, network_sections
 from phalanx.simulate.network_scenario import changed, make_scenario
 from phalanx.simulate.network_settings import network_of
 from phalanx.simulate.network_simulation import CAUSES, Report, what_if
-from phalanx.simulate.pages import network_figures, network_sections
 from phalanx.simulate.traffic import Phase, Traffic
 
 
@@ -59,7 +59,7 @@ def test_queues_are_drawn_in_microseconds_over_milliseconds() -> None:
 
 
 def test_the_page_says_what_the_table_says_and_hides_nothing_in_markup(report: Report) -> None:
-    page = "\n".join(network_sections(report))
+    page = html_of(network_sections(report))
     assert "&lt;base&gt;" in page
     assert "<base>" not in page
     assert "never" in page
