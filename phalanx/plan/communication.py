@@ -1,23 +1,13 @@
-"""What tensor parallelism exchanges in one layer, and how much of it matrix products cover.
+"""What a rank exchanges with others in a step, and how much of it computing covers: bytes and seconds by axis.
 
-Each branch of a block gathers the rows that sequence parallelism split, and scatters the sums of its output
-(Korthikanti et al., arXiv 2205.05198, section 4.2.2); without sequence parallelism one all-reduce stands for both. A
-parallel block has one pair instead of two. Backward has as many, and gathers once more what the gradients of weights
-need, beside the gradient of the input; Megatron-LM sums gradients of inputs beside those of weights since 2022.
+In each layer, tensor parallelism (`tensor`), context parallelism (`context`: keys and values in a ring, or heads among
+all), experts (`expert`) and ZeRO-3 (`sharded`) exchange; once per step the data-parallel ranks do (`exchange`:
+gradients, and weights where they are split); pipeline stages send to each other (`send_s`).
 
-What context parallelism exchanges in one layer: keys and values in a ring, or heads among all.
-
-What a mixture layer exchanges between the ranks that hold different experts.
-
-What ZeRO-3 exchanges in every pass: weights before they are used, gradients once they are made.
-
-What data-parallel ranks exchange once per step: gradients, and weights where they are split.
-
-What of the data-parallel exchange nothing covers: after the last backward pass and before the first forward pass.
-
-What pipeline stages send each other.
-
-Time on links that computing covers, and time that it does not.
+Tensor parallelism: each branch of a block gathers the rows that sequence parallelism split, and scatters the sums of
+its output (Korthikanti et al., arXiv 2205.05198, section 4.2.2); without sequence parallelism one all-reduce stands for
+both. A parallel block has one pair instead of two. Backward has as many, and gathers once more what the gradients of
+weights need, beside the gradient of the input; Megatron-LM sums gradients of inputs beside those of weights since 2022.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""From the settings of a run to what is computed and how it is spread, and back to settings to paste.
+"""From the settings of a run to a `Job` and a `Strategy`, and back; `check` refuses what is not possible.
 
-Refusing what cannot be, or cannot be spread, before anything is computed.
-
-Which values the fields of a job and a strategy may have.
-
-Every prediction asks this first, so that what is allowed is collected once, and what is right is let through by a few
-calls into C; only what is wrong is looked at field by field.
+Every prediction calls `check` first. So the allowed values of all fields are collected once, and what is right passes
+with a few calls into C; only what is wrong is looked at field by field.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
-"""The operations of one layer on one rank, forward; what the backward pass adds follows from them.
+"""The operations of one layer, and of both ends of the model, on one rank: forward; backward follows from them.
 
 Bytes count every element that a kernel reads or writes, each once: what a program without waste moves. Letters as in
 `phalanx.plan.types`; c is the bytes of an element that is multiplied, r those of the residual stream.
-
-The operations of a mixture of experts on one rank: router, permutation, and the experts' products.
-
-What comes between the two products of an MLP.
-
-The operations before the first layer and after the last one.
 """
 
 from __future__ import annotations

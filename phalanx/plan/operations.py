@@ -1,10 +1,7 @@
-"""What a rank does for one micro-batch: matrix products, fused attention, and kernels that wait for memory.
+"""What a rank does for one micro-batch: matrix products, attention and kernels that wait for memory, and their seconds.
 
-Sizes may be arrays, one number for each layout of a set.
-
-What one rank has of a micro-batch and of a layer.
-
-Operations to seconds on a device.
+`Local` is what one rank has of a micro-batch and of a layer; `timed` turns operations into seconds on a device. Sizes
+may be arrays, one number for each layout of a set.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
-"""What a step costs whatever its number of micro-batches: optimizer, norms, small messages, loader, slow ranks.
+"""What a step takes beside its passes and messages: optimizer, norms, small messages, loader, slow ranks, start-up.
 
-What a rank does once per step with its gradients: norm, optimizer, clearing.
-
-From the start command to the first step.
-
-What steps take beyond what the model explains, and how far predictions are off: learnt from published steps.
-
-The numbers come from `phalanx.plan.validate.left_out`, which learns them from the tables that nobody had looked at when
-the planner was made; a test holds them against it.
+Also the residual: what steps take beyond what the model explains, and how far predictions are off. Its numbers come
+from `phalanx.plan.validate.left_out`, which learns them from published steps that nobody had looked at when the planner
+was made; a test compares both.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""What one optimizer step of a job costs on a cluster: one pure function.
+"""What one optimizer step of a job costs on a cluster: `predict`, a pure function.
 
-When the stages of one step compute.
-
-What of the data-parallel exchange is exposed in a step, and what is hidden.
-
-The parts of a step's time, as seen from the pipeline rank that computes longest.
-
-How far a part of a step's time can be trusted: as far as the weakest number that it rests on.
+It checks the job, costs its stages, runs them through the pipeline schedule (`timeline`), adds what of the data-
+parallel exchange nothing hides (`data_time`) and what a step costs besides, and marks each part with the weakest number
+that it rests on (`Marks`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Which stage holds which layers, and what one micro-batch takes on each stage.
+"""What each pipeline stage computes: which layers it holds, what a layer costs on a rank, and how many weights that is.
 
-What one layer costs on one rank: kernels, exchanges, and the host that launches them.
-
-How many weights a rank holds.
+`costs` gives one layer and both ends: kernels, exchanges, and the host that launches them; `stages_of` shares the
+layers out, and `stage_passes` adds up what one micro-batch takes on a stage.
 """
 
 from __future__ import annotations

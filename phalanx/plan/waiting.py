@@ -1,6 +1,4 @@
-"""Waiting for the slowest rank of a synchronous step on a cluster.
-
-Waiting for the slowest of n ranks: order statistics.
+"""Waiting for the slowest of n ranks of a synchronous step: order statistics.
 
 Two kinds of slowness, as they add up differently:
     from pass to pass: every pass of a rank takes a little more or less than the last (clocks, memory refresh, the

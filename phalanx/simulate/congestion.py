@@ -10,9 +10,8 @@ and pauses a port whose packets take up too much of its buffer (PFC): then bysta
 blocking). All ports are alike, so one is computed, and N and V enter as factors: the model is as large for 2 flows as
 for 2,000. Arrays hold one entry for each case.
 
-Senders as fluid: how their rate follows marks and delays. Arrays hold one entry for each class of equal senders.
-
-Many hot links at once: each distinct one is computed a single time, side by side with the others.
+Senders are fluid, too: their rate follows marks and delays, one entry for each class of equal senders. Of many hot
+links, `Table` computes each distinct one a single time, side by side with the others.
 """
 
 from __future__ import annotations

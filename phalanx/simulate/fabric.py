@@ -1,4 +1,4 @@
-"""A CLOS fabric: how many switches and links it has, how fast they are, and which links a message crosses.
+"""A CLOS fabric: its switches and links, how fast they are, and which links messages cross by which rule.
 
 A host has several adapters (NICs). In a rail-optimised fabric the NICs of a host go to as many top-of-rack switches
 (ToRs), the k-th NICs of all hosts of a ToR group to the same one; otherwise all NICs of a host go to one ToR. ToRs
@@ -7,9 +7,8 @@ plane (the aggregation switches that are the a-th of their pod) has its own core
 
     NIC -> ToR -> aggregation a -> core c of plane a -> aggregation a of the other pod -> ToR -> NIC
 
-On the way up a switch is free to choose; on the way down there is one way only.
-
-Which links messages cross, and by which rule a switch chooses where there is a choice.
+On the way up a switch is free to choose; on the way down there is one way only. `Hashing`
+names the rules by which a switch chooses.
 """
 
 from __future__ import annotations

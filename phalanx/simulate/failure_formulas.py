@@ -1,4 +1,4 @@
-"""Effective time without playing a single run: formulas, for failures without memory. Torch-free, and without NumPy.
+"""Effective training time by formulas, without simulating a run, for failures without memory. Needs no NumPy.
 
 *Young* (1974) and *Daly* (2006) for the interval between checkpoints are those of `phalanx.checkpoint.policy`.
 

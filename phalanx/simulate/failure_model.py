@@ -1,8 +1,7 @@
-"""What a simulation of months is told: the work, the failures, what follows them, checkpoints and hosts.
+"""What a simulation of months assumes: the work, the failures, what follows them, checkpoints and hosts.
 
-Every value is checked when it is made: a `UserError` says which field is wrong and what to do.
-
-Failure classes from TOML: files that come with the planner, or a person's own.
+Every value is checked when it is made: a `UserError` says which field is wrong and what to do. Failure classes come
+from TOML files, those beside this module or a user's own:
 
 source = "who counted them"
 

@@ -1,8 +1,7 @@
-"""What is told of a story: what came of its runs, formulas beside, and what other choices would bring.
+"""The report of simulated months: what came of the runs, formulas beside, and what other choices would bring.
 
-Months as plain values for JSON: stable keys, with units in their names. What is infinite is null.
-
-Months for a person at a terminal. Nothing in it needs colour to be understood.
+As text for a terminal, in which nothing needs colour; as plain values for JSON, with stable keys, units in their names
+and null for what is infinite; and as a page with figures.
 """
 
 from __future__ import annotations

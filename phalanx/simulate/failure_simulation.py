@@ -1,10 +1,7 @@
-"""Many runs of one story, each with failures of its own.
+"""Simulates many runs of one job over months, each with failures of its own, and sums them up with their confidence.
 
-Time goes on in all runs at once: each has its own clock, and in every round its own next event.
-
-What came of many runs: means with their confidence, and how far single runs spread.
-
-The best interval between checkpoints and the best number of spares: by formula, and with the same failures.
+Time goes on in all runs at once: each has its own clock, and in every round its own next event. The best interval
+between checkpoints and the best number of spares are searched by formula, and tried with the same failures.
 """
 
 from __future__ import annotations

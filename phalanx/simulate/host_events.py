@@ -1,8 +1,7 @@
-"""What failures, and slots whose time has come, do to runs.
+"""What events do to simulated runs: failures, repairs, spares, restarts, and training in between.
 
-Hosts that come and go, and starts of the job: with what there is, in each of these runs.
-
-Training between events: steps, checkpoints, and what is lost when ranks are gone.
+`happen` applies failures from the history, `come_due` the slots whose time has come; hosts leave and come back, the job
+starts again with what there is; `train` moves steps and checkpoints on, and `lose` takes back what a failure costs.
 """
 
 from __future__ import annotations

@@ -4,13 +4,10 @@ The time of a phase in which all flows have equal bytes is exactly that of the f
 the flows of that link are the slowest of all, they share it evenly, and so they all end when its last byte is through;
 flows that end earlier leave nothing to them. So no rates need to be followed over time.
 
-What each flow gets of its NIC under max-min fairness, where flows do not wait for each other.
-
-Max-min fair rates: how links are shared by whoever crosses them.
-
-Water rises at the same pace in all items until a link is full; its items stay at that level, the others go on
-(Bertsekas and Gallager, Data Networks, 6.5.2). An item is a flow, or a collective whose flows all go at the pace of its
-slowest: it crosses a link with a weight, how many of its flows do.
+Where flows do not wait for each other, `flow_shares` gives what each gets of its NIC under max-min fairness: water
+rises at the same pace in all items until a link is full; its items stay at that level, the others go on (Bertsekas and
+Gallager, Data Networks, 6.5.2). An item is a flow, or a collective whose flows all go at the pace of its slowest: it
+crosses a link with a weight, how many of its flows do.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """The network of a cluster from its file: fabric, switches, congestion control, timers; each number has a source.
 
-A link that goes down for a moment: what the adapters' retransmission timers make of it.
+Link flaps and retransmission timers (`Retransmit`): a reliable connection sends again when no acknowledgement has come
+for ``4.096 µs · 2^timeout`` and gives up after `retries` of that: the collective fails and with it the job (InfiniBand
+specification, volume 1, 12.7.34 and 12.7.38, as NCCL's documentation of NCCL_IB_TIMEOUT and NCCL_IB_RETRY_CNT names
+it). What matters is not only whether the connection outlives the flap: with a long timer the link is up again long
+before anything is sent over it. Adaptive retransmission begins with a short timer and doubles it up to the configured
+one, within the same time in all (NVIDIA, Adaptive Retransmission: Parameters Control).
 
-A reliable connection sends again when no acknowledgement has come for ``4.096 µs · 2^timeout`` and gives up after
-`retries` of that: the collective fails and with it the job (InfiniBand specification, volume 1, 12.7.34 and 12.7.38, as
-NCCL's documentation of NCCL_IB_TIMEOUT and NCCL_IB_RETRY_CNT names it). What matters is not only whether the connection
-outlives the flap: with a long timer the link is up again long before anything is sent over it. Adaptive retransmission
-begins with a short timer and doubles it up to the configured one, within the same time in all (NVIDIA, Adaptive
-Retransmission: Parameters Control).
-
-Settings of switches and adapters that decide how queues build up and are taken down.
+`Settings` are those of switches and adapters that decide how queues build up and drain: PFC, ECN, DCQCN, Swift.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What each circumstance does to a step: an ideal network first, then one thing after the other on top of it.
+"""What the network does to a step: oversubscription, hashing, placement, congestion and flaps, one on top of the other.
 
-How often hashes collide, in closed form: flows that choose among links at random (balls into bins).
-
-What a simulation found, as values for tables, figures and programs.
+Each circumstance comes on top of those before it, so that the seconds lost to each add up. How often hashes collide is
+also given in closed form: flows that choose among links at random are balls into bins.
 """
 
 from __future__ import annotations

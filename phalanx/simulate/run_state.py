@@ -1,16 +1,13 @@
-"""The state of all runs at once: one number, or one row, for each of them.
+"""The state of all simulated runs at once, one number or one row for each, and the failures that are to come.
 
-Where each host of each run stands, in arrays: shelves of hosts, and slots for those that come back later.
+`State` holds clocks, counts and hosts. Where each host stands is kept in arrays: shelves of hosts, and slots for those
+that come back later. Every function on them takes `runs`, the numbers of different runs, and changes one host in each.
 
-Every function takes `runs`, the numbers of different runs, and changes one host in each of them.
-
-Histories of failures, one for each run: drawn at random from rates, before anything is decided.
-
-What happens to a host does not depend on what the job does with it, so one history serves every choice of intervals and
-spares: differences between them are theirs, not of luck (common random numbers). A host that is out cannot fail; one
-that only waits may fail less often (`luck` against `Failures.idle_ratio`).
-
-Usual failures hit all hosts alike; lemons have more on top of these (`is_extra`), which end when one is replaced.
+`History` is drawn at random from rates before anything is decided. What happens to a host does not depend on what the
+job does with it, so one history serves every choice of intervals and spares: differences between them are theirs, not
+of luck (common random numbers). A host that is out cannot fail; one that only waits may fail less often (`luck` against
+`Failures.idle_ratio`). Usual failures hit all hosts alike; lemons have more on top of these (`is_extra`), which end
+when one is replaced.
 """
 
 from __future__ import annotations

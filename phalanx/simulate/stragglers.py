@@ -1,14 +1,12 @@
 """What waiting for slow hosts costs over time: those that nobody finds, and those that are found and replaced.
 
-How long a step waits for its slowest rank is `phalanx.plan.waiting`: ranks that differ for good, passes
-that differ each time, and a share of hosts that are slow. Where hosts get slow at a rate and are replaced when they are
+How long a step waits for its slowest rank is in `phalanx.plan.waiting`: ranks that differ for good, passes that differ
+each time, and a share of hosts that are slow. Where hosts get slow at a rate and are replaced when they are
 found, that share is rate times the time until then; each replacement is a restart of the whole job.
 
 MegaScale (arXiv 2402.15627, section 5) found about 0.5 % of hosts to be some 10 % slower; without them MFU was 0.7
 points higher (1.3 %). Where all hosts wait for each other, one slow host among them makes every step 10 % longer: that
 is what 1,536 hosts would lose; of jobs on 32 hosts one in seven has a slow one, and they lose 1.2 % on average.
-
-What waiting costs, as text and JSON.
 """
 
 from __future__ import annotations

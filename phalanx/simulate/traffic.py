@@ -1,8 +1,8 @@
-"""What a step sends between hosts, as a value: handed in, read from a file, or worked out from a layout.
+"""What a step sends between hosts, as phases and as flows between NICs.
 
-Who sends how much to whom in a phase of a step.
-
-The traffic of a predicted step: which of its parts cross the network, how large they are, and how much is hidden.
+`Traffic` is handed in, read from a file (`read_traffic`), worked out from a layout (`make_traffic`), or taken from a
+prediction (`traffic_of`: which of its parts cross the network, how large they are, and how much is hidden).
+`make_flows` says who sends how much to whom in a phase.
 """
 
 from __future__ import annotations

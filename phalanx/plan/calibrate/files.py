@@ -1,15 +1,7 @@
-"""What was measured, as files that describe a device, its links and a cluster.
+"""Writes what was measured as files of a device, of a host's links and of the host as a cluster.
 
-What was measured, as files beside each other: the cluster's, its links', and one of the device for each number of
-ranks that share the host.
-
-Writing the tables that `phalanx.plan.hardware` reads: every number with its mark and its source.
-
-Files of a host's links and of the host as a cluster, out of what was measured on it.
-
-A device's file out of what was measured on it.
-
-What was measured, in a few lines.
+`write_cluster` writes the cluster's file, its links', and a device's for each number of ranks that shared the host;
+every number has its mark and its source, as `phalanx.plan.hardware` reads them. `summary` says the same in a few lines.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Starting the processes that measure, and hearing what they found. Torch-free: they are other processes.
+"""Starts the processes that measure this machine, and collects their answers by name and size.
 
-What was measured, by name and size.
+The processes are `phalanx.checks.calibration.worker`; this one stays without torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Hosts with devices and a network between them: how long messages take.
+"""Hosts with devices and a network between them: how long messages and collectives take.
 
-Times of collectives between the devices of one host, from measured curves over size.
-
-Times of collectives between hosts: rings and trees, in the protocol that suits the size of the message.
+Inside a host, collectives follow measured curves over size (`HostLinks`); between hosts they are rings or trees, in the
+protocol that suits the size of the message (`Network`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """One device: how long its kernels take.
 
-Time of matrix products on a GPU: tiles over its cores, corrected by what was measured.
-
-Time of matrix products on a device where they were measured size by size.
-
-Time of fused attention on a device.
-
-Time of kernels that only move bytes: norms, additions, casts, optimizer steps.
+Matrix products are tiles over a GPU's cores, corrected by what was measured (`TileGemm`), or interpolated between sizes
+that were measured (`TableGemm`); fused attention follows measured rates; norms, additions, casts and optimizer steps
+only move bytes (`Stream`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The few functions that formulas need, once for plain numbers and once for arrays.
+"""Formulas over plain numbers and over arrays: the few functions they need, curves, and distinct rows.
 
 A formula written with `functions(x, y)` takes both: NumPy costs about a microsecond for each operation on a plain
-number, and one prediction asks for hundreds of them; a search asks for a few, on arrays of hundreds of thousands.
-
-Equal rows of many layouts, so that each is worked out once.
+number, and one prediction asks for hundreds of them; a search asks for a few, on arrays of hundreds of thousands. Where
+many layouts share a row of numbers, `distinct` finds the rows, so that each is computed once.
 """
 
 from __future__ import annotations

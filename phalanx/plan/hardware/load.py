@@ -1,6 +1,7 @@
-"""Devices and clusters by the name of a file that comes with Phalanx, or by the path of one's own.
+"""Reads devices, links and clusters from TOML: files that come with Phalanx, or a user's own by their path.
 
-Tables of TOML in which every number says how it is known: read one key at a time, refusing what nobody asked for.
+In these files every number says how it is known: value, mark, source and date. `Section` reads one table a key at a
+time, checks each number against its unit, and refuses keys that nothing asked for.
 """
 
 from __future__ import annotations

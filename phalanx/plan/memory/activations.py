@@ -1,24 +1,15 @@
-"""What a layer and the ends of a model keep for the backward pass, in our code and in Megatron-LM.
+"""What a layer and the ends of a model keep for the backward pass on one rank, in bytes of one micro-batch.
 
-What one layer keeps of one micro-batch on one rank, in bytes: a value that both programs' formulas give.
+In Phalanx (`phalanx_layer`, read off `phalanx.model`, `phalanx.kernels` and `phalanx.parallel.tensor`): dropout keeps
+nothing, as its masks are made again; projections of split matrices keep the rows that they were given, not those that
+they gathered. Attention, between its two projections, depends on the back end of `phalanx.kernels.attention` (on a CPU
+other ones than on a GPU), and on ring or all-to-all (`phalanx.parallel.context`). T tokens of the rank, a heads of the
+rank, S sequence; other letters as in `phalanx.plan.types`; w bytes of what is multiplied, r of the residual stream.
 
-What attention of Phalanx keeps on one rank for one micro-batch of one layer, from q, k and v to its result.
-
-Between the two projections, by the back ends of `phalanx.kernels.attention` (on a CPU other ones than on a GPU), ring
-and all-to-all (`phalanx.parallel.context`). Sizes in bytes; T tokens of the rank, a heads of the rank, S sequence.
-
-What a layer of Phalanx keeps on one rank: read off `phalanx.model`, `phalanx.kernels` and `phalanx.parallel.tensor`.
-
-Dropout keeps nothing: its masks are made again. Projections of split matrices keep the rows that they were given, not
-those that they gathered. Letters as in `phalanx.plan.types`; w bytes of what is multiplied, r of the residual stream.
-
-What a layer of Megatron-LM, or a program like it, keeps: Korthikanti et al., arXiv 2205.05198, section 4.
-
-Their 34 s b h bytes of a layer (16 bits, dropout, no parallelism) are: 11 and 5 a s / h of attention, 19 of the MLP and
-4 of the norms. Written term by term here, so that grouped heads, gates, other types and fused attention follow.
-Letters as there: T tokens, R of them kept of the residual stream (T / t with sequence parallelism), D hidden.
-
-What the loss head takes on the last stage, and what keeps the stream at both ends; bytes of one micro-batch.
+In Megatron-LM, or a program like it (`megatron_layer`): Korthikanti et al., arXiv 2205.05198, section 4. Their 34 s b h
+bytes of a layer (16 bits, dropout, no parallelism) are 11 and 5 a s / h of attention, 19 of the MLP and 4 of the norms.
+Written term by term here, so that grouped heads, gates, other types and fused attention follow. Letters as there:
+T tokens, R of them kept of the residual stream (T / t with sequence parallelism), D hidden.
 """
 
 from __future__ import annotations

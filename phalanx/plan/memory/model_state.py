@@ -3,10 +3,9 @@
 Both programs count the ranks of `shard` and of `context` together where state is split: ranks that see other tokens of
 the same sequences are data-parallel ranks to weights. Of experts, only the ranks that hold the same ones split state.
 
-What a rank holds of the model's parameters: rows of the hidden width, and vectors. All matrices have such rows.
-
-Projections that read the stream have a row for each output, those that write it one for each input, so that dimension 0
-counts heads, MLP columns, or words (`phalanx.model.shapes`); tensor-parallel ranks split it.
+A rank holds rows of the hidden width, and vectors. Projections that read the stream have a row for each output, those
+that write it one for each input, so that dimension 0 counts heads, MLP columns, or words (`phalanx.model.shapes`);
+tensor-parallel ranks split it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Memory of every pipeline rank, exactly as its stages and its schedule have it.
+"""Memory of every pipeline rank, as its stages and its schedule have it.
 
-What the pieces of a model weigh on a rank: computed once for a strategy, whatever stage they are on.
-
-What travels, and what the allocator wastes; bytes on one rank.
-
-How many forward passes of each of its chunks a pipeline rank holds, at the moments when it holds most.
+`pieces_of` computes once for a strategy what layers and ends weigh, whatever their stage; `held_by_all` how many passes
+a rank holds when it holds most; `rank_memory` puts both together, with messages on their way and fragmentation.
 
 A pass is held from its forward pass to its backward pass; where schedules split the backward pass, what its weight
 gradients need is held until they are made. The numbers are those of `phalanx.parallel.pipeline.tables`, counted from

@@ -1,16 +1,10 @@
-"""The exact time of one step in a pipeline.
-
-The recurrence itself: rows of actions from the rows above them, and the jump over rounds that repeat.
+"""The time of one step in a pipeline: exact by a recurrence over rows of actions, or in closed form for even stages.
 
 A step's time is its longest path: additions and maxima only. Such a system never enlarges a difference: if two states
 of all ranks differ by at most e, so do the states that follow from them. So once the ends of a round are those of an
 earlier one plus the same time for all, later rounds can be had by adding that time, and no error grows.
 
 Ends are worked out as what they are beyond the rank's own work, which leaves one addition and one maximum per action.
-
-Closed forms of a step's time in a pipeline, for many layouts at once.
-
-What goes into a pipeline's time and what comes out of it.
 """
 
 from __future__ import annotations

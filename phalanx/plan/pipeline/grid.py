@@ -1,12 +1,12 @@
-"""A step's actions in rows: all that can be done beside each other if every action took equally long.
+"""The actions of a pipeline schedule as arrays: their order on each rank, and rows of what can be done side by side.
 
-A row has a cell for each rank, and what a cell needs is in rows above, so rows are worked out from top to bottom and
-each in one go. Once a pipeline is full the rows repeat with every round, so that only one round of them is kept.
+`Orders` holds the lists of `phalanx.parallel.pipeline.tables` for any number of rounds. An action is a code,
+``part * stages + stage``, and a micro-batch. Rounds are runs of micro-batches that go through a rank's chunks together;
+from one round to the next, all lists repeat but for the first and the last few.
 
-The lists of actions of `phalanx.parallel.pipeline.tables` as arrays, for any number of rounds.
-
-An action is a code, ``part * stages + stage``, and a micro-batch. Rounds are runs of micro-batches that go through a
-rank's chunks together; from one round to the next, all lists repeat but for the first and the last few.
+`Grid` puts all actions into rows as if each took equally long. A row has a cell for each rank, and what a cell needs is
+in rows above, so rows are worked out from top to bottom and each in one go. Once a pipeline is full the rows repeat
+with every round, so that only one round of them is kept.
 """
 
 from __future__ import annotations

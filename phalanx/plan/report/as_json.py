@@ -1,7 +1,4 @@
-"""A prediction as plain values for JSON: stable keys, with units in their names.
-
-What a search found as plain values for JSON: stable keys, with units in their names.
-"""
+"""Predictions and search results as plain values for JSON: stable keys, with units in their names."""
 
 from __future__ import annotations
 

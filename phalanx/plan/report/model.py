@@ -1,10 +1,8 @@
-"""What is reported: a prediction and what a reader wants to see it against.
+"""What reports say, however they are rendered: a prediction and what a reader compares it with.
 
-Parts of a step as a tree, with numbers that add up as they are printed.
-
-A layout as text to paste into a config of `phalanx train`, and what of it such a config cannot say.
-
-What keeps a layout from being faster, in words.
+`Report` is the prediction with its device, prices and remarks; `make_tree` the parts of a step as a tree whose numbers
+add up as they are printed; `toml_keys` a layout as text to paste into a config, and `foreign` what such a config cannot
+say; `limits_of` what keeps a layout from being faster. `text`, `as_json` and `page` render them.
 """
 
 from __future__ import annotations

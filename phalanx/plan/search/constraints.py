@@ -1,11 +1,11 @@
-"""What a person asks of the layouts that are searched, in words such as ``tensor=8``, ``pipeline<=16``, ``zero!=3``.
+"""Constraints on the layouts that a search tries, in words such as ``tensor=8``, ``pipeline<=16``, ``zero!=3``.
 
 A word is a name, a comparison and values. Numbers are compared with every layout; choices (`CHOICES`) say what is tried
 at all; ``memory`` is how much of a device a layout may fill; ``inside_host`` which groups have to stay inside one host.
 Several words about one number all hold. What is not asked for has the defaults of `Constraints`; a word about a number
 that has a default bound replaces it, and ``NAME=any`` only removes it.
 
-Where layouts are searched, and what is tried of each choice when nobody says.
+`Machine` says where layouts are searched.
 """
 
 from __future__ import annotations

@@ -6,10 +6,8 @@ so that asking for the best of many overlapping sets, as a sensitivity does, cos
 
 Memory is treated alike: what is known of it at first is a bound, too, and only a prediction says that a layout fits.
 
-What is known of every layout before any is predicted: a bound of its step time, and one of its memory.
-
-Large spaces are shared by as many processes as there are cores, since NumPy's work on some thousand layouts at a time
-is too short for threads.
+`Scored` holds the bounds of all layouts. Large spaces are shared by as many processes as there are cores, since NumPy's
+work on some thousand layouts at a time is too short for threads.
 """
 
 from __future__ import annotations

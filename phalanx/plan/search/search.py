@@ -1,17 +1,11 @@
 """A search from question to answer: enumerate, score, bound, and learn from the layouts around the best.
 
-What a search finds.
+Beside the best layouts, a `SearchResult` has those between which memory and time have to be weighed (no other is both
+leaner and as fast), and how much depends on each choice: the best step for every value of it, and what changing it
+alone does. Both are predictions of layouts, not of a model fitted to them.
 
-The layouts between which memory and time have to be weighed: no other is both leaner and as fast.
-
-How much hangs on each choice: the best step for every value of it, and what changing it alone does.
-
-Both are predictions of layouts, not of a model fitted to them: with everything else free the best layout that has the
-value, and the layout that has it and is otherwise that of the best, as far as it can be.
-
-A layout that does not fit: what else it could do with its memory, on the same ranks.
-
-The error when no layout is left: what took them away, and what is cheapest to relax.
+`reliefs` answers what a layout that does not fit could do with its memory on the same ranks; where no layout is left,
+the error says which constraints took them away, and what is cheapest to relax.
 """
 
 from __future__ import annotations

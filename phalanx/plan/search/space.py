@@ -1,11 +1,9 @@
 """The layouts that are searched: rows of numbers times the choices that each of them can have.
 
-All ways to share devices, batch and layers that a job can have, by the rules that `phalanx train` keeps.
-
-The rules are those of `phalanx.parallel.choose`, on columns of numbers; tests hold the two side by side. What is a
-choice, such as the schedule, is left to `phalanx.plan.search.space`.
-
-Sets of layouts as columns of numbers: rows are added by what can follow them, and taken away by rules that count.
+`numeric_layouts` enumerates all ways to share devices, batch and layers by the rules that `phalanx train` keeps: those
+of `phalanx.parallel.choose`, on columns of numbers; tests hold the two side by side. `Table` holds the rows as columns:
+rows are added by what can follow them, and taken away by rules that count how many. Choices, such as the schedule, are
+`Option`s, which `layouts` combines with the rows.
 """
 
 from __future__ import annotations

@@ -10,12 +10,11 @@ it, with attention computed again. vTrain's runs on one host were taken to keep 
 its simulator does: its files of settings say ``use_checkpoint`` for every run. What was chosen first, or the nearest
 to it, stands among the alternatives.
 
-Tables that were collected when the planner was done, and what they leave open: written before any was predicted.
-
-No number of the plain model was chosen with them in view; what is learnt from them, and how that is judged, is in
-`left_out`. What is known of each run comes from the source of its table; the rest is assumed here, as by whoever would
-predict such a run before it is made. Choices that were corrected after the first comparison, since the sources say
-otherwise; what was chosen first stands among the alternatives, where one field can say it:
+The tables of `LATER` were collected when the planner was done; what they leave open was written down before any of them
+was predicted. No number of the plain model was chosen with them in view; what is learnt from them, and how that is
+judged, is in `left_out`. What is known of each run comes from the source of its table; the rest is assumed here, as by
+whoever would predict such a run before it is made. Choices that were corrected after the first comparison, since the
+sources say otherwise; what was chosen first stands among the alternatives, where one field can say it:
 
 - MPT's attention is Triton's (attn_impl of its files of settings) and InternLM's flash-attn 1: kernels of the first
   FlashAttention, where the device's curves are of the second (A100) or third (H100).
@@ -25,9 +24,7 @@ otherwise; what was chosen first stands among the alternatives, where one field 
   stops before a layer's last product.
 - BLOOM ran with CUDA_LAUNCH_BLOCKING=1, for it hung without (its source, and tr11-176B-ml.slurm beside it).
 
-Variants of programs whose published steps are predicted, and that `--software` does not offer.
-
-What a source does not say is assumed as it is here; nothing was changed to come nearer to a measured step.
+Programs that `--software` does not offer (`FOUNDRY`, `INTERNEVO` ...) are variants of those that it does.
 """
 
 from __future__ import annotations

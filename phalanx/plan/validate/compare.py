@@ -1,18 +1,12 @@
-"""Predicted against published: errors by row, and what the open choices change.
+"""Predicted against published step times: errors by row, what the open choices change, and a null model beside.
 
-The null model: what two fitted numbers say of a table, each row predicted from the others.
+The null model is ``step = a ideal (1 + (p - 1) / (v m)) + b``: time at peak, the bubble, and a constant. It is fitted
+to the very rows that it is judged by, but for one at a time; a model that knows nothing of them has to stand beside it.
 
-``step = a ideal (1 + (p - 1) / (v m)) + b``: time at peak, the bubble, and a constant. It is fitted to the very rows
-that it is judged by, but for one at a time; a model that knows nothing of them has to stand beside it.
-
-MegaScale's table 3: what each of its changes to Megatron-LM gains, predicted one after another.
-
-175B on 256 GPUs with a batch of 256, at the end of 768. The published column is model FLOPs utilisation, in points.
-
-Steps of one's own, predicted: which efficiency they have.
-
-A CSV file like those of `tables`, whose rows say more, as nobody has written down beforehand how they were run. Where
-a column is not there or empty, what the command line says holds, or the default.
+`ablation` is MegaScale's table 3, what each of its changes to Megatron-LM gains, one after another: 175B on 256 GPUs
+with a batch of 256, at the end of 768; the published column is model FLOPs utilisation, in points. `compare_own` reads
+a CSV file like those of `tables` with a user's own steps, whose rows say more, as nobody has written down beforehand
+how they were run; where a column is missing or empty, the command line decides, or the default.
 """
 
 from __future__ import annotations

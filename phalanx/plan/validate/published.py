@@ -1,7 +1,4 @@
-"""Published measurements of whole training steps, as they stand in the tables of this folder.
-
-From a published row to what `predict` takes.
-"""
+"""Published steps: the rows of the tables in this folder, and what `predict` takes for each: job, strategy, cluster."""
 
 from __future__ import annotations
 
