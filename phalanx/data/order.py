@@ -1,4 +1,4 @@
-"""Which sample comes next: keyed permutations and exact mixtures, without an index in memory.
+"""The shuffle: which sample comes next, by keyed permutations and exact mixtures, without an index in memory.
 
 Both are pure functions of (key, index), so the order of a run is a function of its seed alone: any process can work out
 any part of it, and a loader's place in it is one number.

@@ -1,4 +1,4 @@
-"""The store where ranks meet: small values by key, held by one process; and what a rank that gives up writes there.
+"""Rendezvous: the store where ranks meet, held by one process, and what a rank that gives up writes there.
 
 torch's `TCPStore` served by libuv: one thread that never waits for a client (MegaScale 3.5 replaced the blocking server
 by Redis for this), in the process of whoever is the host. Opening it is not a barrier: a client goes on as soon as the

@@ -1,4 +1,4 @@
-"""Taking back the newest state that can be trusted, by all ranks together, from the nearest place that has it.
+"""Resume: all ranks take back the newest state that can be trusted, from the nearest place that has it.
 
 In this order: the memory of a rank's own host, that of another host, durable storage; then older states in the same
 order (see `phalanx.checkpoint.restoring.choices` for which is newer). All ranks restore the same state. What is not

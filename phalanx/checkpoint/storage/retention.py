@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, a pure function of what there is and of the settings; deleting the others. Torch-free."""
+"""Retention: which checkpoints are kept, a pure function of those there are and the settings; deleting the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ring attention: keys and values go round the context group while each rank attends to those that have arrived.
+"""Ring attention (context parallel): keys and values go round the group; each rank attends to those that have arrived.
 
 In step s of C, rank r attends to the keys of rank r - s, while those of rank r - s - 1 are on their way. Keys go
 straight from their owner to the rank whose turn it is, and only those pieces that one of its queries sees: with

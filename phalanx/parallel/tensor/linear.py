@@ -1,4 +1,4 @@
-"""Projections of a tensor-parallel layer with their gradients: gather, then multiply; multiply, then scatter.
+"""Projections of a layer under tensor and sequence parallel: gather, then multiply; multiply, then scatter.
 
 Between them activations are all T tokens by this rank's part of the heads or columns; outside, R = T / n rows of whole
 width. The rows that an input projection gathered are not kept: backward gathers them again, while it makes the

@@ -1,4 +1,4 @@
-"""One device: how long its kernels take.
+"""One device: how long its kernels take, a roofline with what was measured in place of peaks.
 
 Matrix products are tiles over a GPU's cores, corrected by what was measured (`TileGemm`), or interpolated between sizes
 that were measured (`TableGemm`); fused attention follows measured rates; norms, additions, casts and optimizer steps

@@ -1,4 +1,4 @@
-"""Which host (or rank) is slow by its own time, though all of them share one step time.
+"""Stragglers: which host (or rank) is slow by its own time, though all of them share one step time.
 
 Own times (``busy_s``: a step without waiting in collectives) are compared in blocks of steps, among units that do the
 same work:
