@@ -27,7 +27,8 @@ from starlette.exceptions import HTTPException
 
 from phalanx import __version__
 from phalanx.core.errors import UserError
-from phalanx.run.api import bodies, streams
+from phalanx.run.api import bodies
+from phalanx.run.api import job as streams
 from phalanx.run.api.guard import Guard, Sessions
 from phalanx.run.api.job import CONTENT_TYPE, Job, Metrics, OrderError, unknown_host
 from phalanx.run.incidents.report import Incident

@@ -39,6 +39,7 @@ from phalanx.core.tasks import told
 from phalanx.core.throttle import LogThrottle
 from phalanx.core.units import size
 from phalanx.run import messages
+from phalanx.run.api.job import known
 from phalanx.run.api.server import open_house
 from phalanx.run.backends.base import Backend, Movable, Ordered, check_backend, make_backend, settle
 from phalanx.run.clock import read_clocks, unix_s
@@ -48,7 +49,7 @@ from phalanx.run.driver.driver import Driver, Settings
 from phalanx.run.driver.findings import class_of, suspects_named
 from phalanx.run.driver.host_comparison import PeersConfig
 from phalanx.run.driver.loop import BackendOrders, aside_of, keep_going, let_leave
-from phalanx.run.driver.overview import known, overview
+from phalanx.run.driver.overview import overview
 from phalanx.run.driver.write_ahead import Aside, Book
 from phalanx.run.executor.accelerators import Accelerators
 from phalanx.run.executor.main import Settings as ExecutorSettings

@@ -22,7 +22,6 @@ from phalanx.run.decide.events import HostGone, StopAsked
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.decide.state import Host, State, initial
 from phalanx.run.driver.attempt import AttemptWatch
-from phalanx.run.driver.driver import Driver
 from phalanx.run.driver.hosts import Heard
 from phalanx.run.driver.write_ahead import Book, Header, Met, Note
 from phalanx.run.journal import JournalError, open_journal, read_journal
@@ -46,11 +45,6 @@ class Known:
     addresses: Mapping[str, str] = field(default_factory=dict)
     attempt: AttemptWatch | None = None
     heard: Mapping[str, Heard] = field(default_factory=dict)
-
-
-def known(driver: Driver, addresses: Mapping[str, str]) -> Known:
-    """What this driver knows now."""
-    return Known(driver.state, addresses, driver.attempt, driver.hosts.hosts)
 
 
 def overview(known: Known, now: Now, most: int | None = None) -> Overview:
