@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import json
 import tempfile
 import threading
@@ -35,7 +36,8 @@ from support.object_server import Request, Server, serving
 from phalanx.checkpoint.format import dcp, manifest, tables
 from phalanx.checkpoint.format.checkpoint_files import Span
 from phalanx.checkpoint.format.dcp import Block
-from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, FileEntry
+from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, Chunk, FileEntry
+from phalanx.checkpoint.format.run_sums import RunSums
 from phalanx.checkpoint.restoring.restore import restore
 from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.checkpoint.storage.latest import advance, claim
@@ -92,19 +94,39 @@ def make(root: Path, ranks: int, rows: int) -> None:
     written, parts = [], []
     for rank in range(ranks):
         shard = shard_of(rank, ranks, rows)
-        written.append(dcp.write(folder, rank, {key.format("w"): Block(values + rank, shard) for key in KEYS}))
+        written.append(write(folder, rank, {key.format("w"): Block(values + rank, shard) for key in KEYS}))
         content = json.dumps({"rank": rank, "record": "x" * PART_BYTES}).encode()
         (folder / f"part-{rank}.json").write_bytes(content)
         sha256 = hashlib.sha256(content).hexdigest()
         parts.append(FileEntry(name=f"part-{rank}.json", size_bytes=len(content), sha256=sha256))
     tensors = tables.merge(written)
-    files = [dcp.write_index(folder, tensors), *(one.file for one in written if one.file is not None), *parts]
+    index = dcp.index_bytes(tensors)
+    (folder / ".metadata").write_bytes(index)
+    entry = FileEntry(name=".metadata", size_bytes=len(index), sha256=hashlib.sha256(index).hexdigest())
+    files = [entry, *(one.file for one in written if one.file is not None), *parts]
     content = manifest.encode(describe(tensors, files))
     digest = hashlib.sha256(content).hexdigest()
     (folder / MANIFEST).write_bytes(content)
     (folder / SUMS).write_bytes(manifest.sums_text(files, digest))
     claim(LocalStore(root))
     advance(LocalStore(root), 1, 1, NAME, digest)
+
+
+def write(folder: Path, rank: int, blocks: dict[str, Block]) -> tables.Written:
+    """The file of a rank: an archive for each block, back to back."""
+    name, content, sums, table = f"__{rank}_0.distcp", io.BytesIO(), RunSums(), {}
+    for key, block in blocks.items():
+        start = content.tell()
+        torch.save(block.tensor.clone(), content)
+        sums.cut()
+        sums.update(content.getbuffer()[start:])
+        place = {"file": name, "offset": start, "length": content.tell() - start}
+        chunk = Chunk(offsets=list(block.shard.offsets), sizes=list(block.shard.sizes), **place)
+        table[key] = (dcp.dtype_name(block.tensor), list(block.shard.shape), chunk)
+    whole = content.getvalue()
+    (folder / name).write_bytes(whole)
+    digest = hashlib.sha256(whole).hexdigest()
+    return tables.Written(FileEntry(name=name, size_bytes=len(whole), sha256=digest, sums=sums.finish()), table)
 
 
 def shard_of(rank: int, ranks: int, rows: int) -> Shard:

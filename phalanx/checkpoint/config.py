@@ -171,11 +171,6 @@ class CheckpointConfig(Config):
 
     @model_validator(mode="after")
     def _check_storage(self) -> CheckpointConfig:
-        if self.mode == "blocking" and "://" in self.folder:
-            raise ValueError(
-                f"folder = {self.folder!r} does not fit mode = 'blocking', which writes to folders only: "
-                "set mode = 'background' (and wait = true if training shall stand still)"
-            )
         if self.storage_options and "://" not in self.folder:
             raise ValueError(
                 f"storage_options is set but folder = {self.folder!r} is no URL: "

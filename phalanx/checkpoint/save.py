@@ -1,31 +1,40 @@
-"""Writing a checkpoint: aside, durably, by all ranks together, and published by one rename."""
+"""Writing a checkpoint while training stands still: the ranks do what keeper and persister do in the background.
+
+They write through the same writer and the same stores (`phalanx.checkpoint.persist.checkpoint_writer`), so the files
+are the same. Two things differ: the elements come from the tensors themselves, one tensor at a time, and need no memory
+for a copy of all; and the ranks wait for each other, so that a failure of one ends the save on all of them at once.
+"""
 
 from __future__ import annotations
 
 import errno
-import hashlib
+import secrets
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import Buffer
 
-from phalanx import __version__
-from phalanx.checkpoint.all_ranks import at_first, collected
-from phalanx.checkpoint.format import dcp, tables
+from phalanx.checkpoint.all_ranks import agreed, at_first
 from phalanx.checkpoint.format import manifest as manifests
-from phalanx.checkpoint.format.manifest import FORMAT_VERSION, MANIFEST, SUMS, Manifest, Meta
-from phalanx.checkpoint.format.tables import Written
-from phalanx.checkpoint.snapshot_plans import Agreed, agree
-from phalanx.checkpoint.storage.folder import clean, publish, writing
+from phalanx.checkpoint.format.dcp import Block
+from phalanx.checkpoint.format.manifest import Meta
+from phalanx.checkpoint.format.run_sums import state_sum
+from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Piece, Record, state_text
+from phalanx.checkpoint.keeper_contract import Destination, Task
+from phalanx.checkpoint.persist.checkpoint_writer import Publisher, describe, write_shard
+from phalanx.checkpoint.snapshot_plans import Plans, Roles, agree, plans_of
+from phalanx.checkpoint.storage.checkpoint_store import Store, SupersededError
+from phalanx.checkpoint.storage.folder_store import LocalStore
+from phalanx.checkpoint.storage.latest import superseded
 from phalanx.core import units
 from phalanx.core.errors import UserError
-from phalanx.core.files import write_bytes
 from phalanx.core.layout import Shard
 from phalanx.core.peers import ALONE, Peers
 from phalanx.core.points import NO_POINTS, Points
@@ -33,13 +42,16 @@ from phalanx.core.points import NO_POINTS, Points
 STAGES = (
     "checkpoint.begin",
     "checkpoint.tensors-written",
-    "checkpoint.manifest-written",
+    "persist.manifest-written",
     "checkpoint.before-rename",
     "checkpoint.between-renames",  # only where one of the same step is replaced and names cannot be exchanged
     "checkpoint.after-rename",
     "checkpoint.published",
 )
-"""The points of a save, in order, at which a fault can be injected."""
+"""The points of a save into a folder, in order, at which a fault can be injected; the writer has more between them."""
+
+NO_SLOT = -1
+"""The descriptor of a task whose elements are not in a slot."""
 
 
 def save(
@@ -53,115 +65,174 @@ def save(
     shards: Mapping[str, Shard] | None = None,
     peers: Peers = ALONE,
 ) -> Path:
-    """Write the checkpoint of `step` into `folder` (made if absent) and return its path.
+    """Write a checkpoint that belongs to no attempt of a run into `folder`, and return its path.
 
-    It is there whole or not at all, whatever happens; a checkpoint of the same step is replaced. When this returns it
-    is on the disk, not only in caches. Leftovers of killed saves in `folder` are removed first.
+    The pointer to the latest checkpoint is neither heeded nor moved.
 
-    Called by all ranks of a job together, each writes the blocks it owns into a file of its own; rank 0 sees to the
-    folder, puts the tables of all together and publishes. A rank that fails ends the save on all of them. While others
-    write, a rank waits in `peers.gather`, whose time limit has to allow for that.
+    Args, raises: as `write_checkpoint`.
+    """
+    store = LocalStore(folder, points)
+    about = (tensors, state, meta or Meta())
+    return folder / write_checkpoint(store, step, *about, points=points, shards=shards, peers=peers, is_fenced=False)
+
+
+def write_checkpoint(
+    store: Store,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    state: Any,
+    meta: Meta,
+    *,
+    roles: Roles | None = None,
+    stepped: bool = True,
+    points: Points = NO_POINTS,
+    shards: Mapping[str, Shard] | None = None,
+    peers: Peers = ALONE,
+    is_fenced: bool = True,
+) -> str:
+    """Write the checkpoint of `step`, publish it, and return its name.
+
+    It is there whole or not at all, whatever happens; a checkpoint of the same step in a folder is replaced. When this
+    returns it is on the disk, not only in caches. Leftovers of killed writers are removed first.
+
+    Called by all ranks of a job together, each writes the blocks it owns into a file of its own; rank 0 publishes. A
+    rank that fails ends the save on all of them. While others write, a rank waits in `peers`, whose time limit has to
+    allow for that.
 
     Args:
-        folder: the folder of the run's checkpoints, on a file system that all ranks share.
+        store: where; a folder has to be on a file system that all ranks share.
         step: optimizer steps done.
         tensors: by logical name (``model.layers.0.attention.q``), as far as this rank has them; on any device; views
             are written without their base.
         state: anything made of dicts with string keys, lists, strings, numbers and None, returned unchanged on resume.
             Rank 0's is kept.
         meta: where it comes from; rank 0's is kept.
+        roles: what each tensor is to training.
+        stepped: whether the optimizer has stepped since the checkpoint before.
         points: where tests inject faults, see `STAGES`; the first two are reached by every rank, the others by rank 0.
         shards: which block of its logical tensor each of `tensors` is, and whether this rank writes it. Those not
             named here are whole, and the first rank that has them writes them: of the state of random number
             generators, for example, rank 0's is kept.
         peers: the ranks that save together.
+        is_fenced: see `Publisher`.
 
     Raises:
-        UserError: the disk is full or the folder cannot be written; names the rank. Earlier checkpoints are untouched.
+        UserError: the disk is full or the storage cannot be written; names the rank. Earlier checkpoints are untouched.
+            Or a higher attempt is in charge.
         TypeError: `state` holds something JSON cannot.
         ValueError: a shard has not the size of its tensor.
         RuntimeError: the blocks of all ranks do not cover each tensor exactly once.
     """
-    agreed = agree(tensors, shards or {}, peers, lambda: manifests.check_state(state) if peers.rank == 0 else None)
-    disk = _Disk(folder, agreed.needed_bytes)
+    who_writes = agree(tensors, shards or {}, peers, lambda: manifests.check_state(state) if peers.rank == 0 else None)
+    plans = plans_of(who_writes, roles or {}, peers=peers, config=meta.config, layout=meta.layout)
+    record = _record(plans, step, state if peers.rank == 0 else None, meta, stepped=stepped)
+    saving = _Saving(store, points, who_writes.needed_bytes)
     with ExitStack() as stack:
-        aside = folder / at_first(peers, lambda: stack.enter_context(disk.begin(step)).name)
-        parts = collected(peers, lambda: disk.write(aside, peers.rank, agreed, points))
-
-        def finish() -> str:
-            description = _description(step, state, meta or Meta())
-            written = [tables.from_text(part) for part in parts or ()]
-            return disk.finish(aside, written, description, points).name
-
-        return folder / at_first(peers, finish)
+        nonce, area = at_first(peers, lambda: saving.begin(stack, plans, record, is_fenced=is_fenced))
+        task = saving.task(plans, record, nonce)
+        agreed(peers, lambda: saving.write(area, task, who_writes.mine))
+        return at_first(peers, lambda: saving.finish(area))
 
 
-@dataclass(frozen=True)
-class _Disk:
-    """The steps of a save, with refusals of the disk turned into one line with the cure."""
+def _record(plans: Plans, step: int, state: Any, meta: Meta, *, stepped: bool) -> Record:
+    """As the keeper makes one of a slot, but for what examining the slot would tell.
 
-    folder: Path
+    Nothing is examined here: training stands still, and whoever asked for that wants the state as it is.
+    """
+    text = state_text(state, meta.config) if plans.job is not None else ""
+    return Record(
+        step=step,
+        attempt=meta.attempt,
+        set_id=plans.set_id,
+        rank=plans.shard.rank,
+        shards=plans.shards,
+        plan_sha256=plans.shard.sha256,
+        data_bytes=plans.shard.data_bytes,
+        sums=(),
+        state=text,
+        state_sum=state_sum(text) if text else 0,
+        stepped=stepped,
+        unix_ns=time.time_ns(),
+        metrics=dict(meta.metrics),
+    )
+
+
+@dataclass
+class _Saving:
+    """The steps of a save, with refusals of the storage turned into one line with the cure."""
+
+    store: Store
+    points: Points
     needed_bytes: int
+    _publisher: Publisher | None = None
+
+    def task(self, plans: Plans, record: Record, nonce: str) -> Task:
+        """What this rank writes."""
+        return Task(plans.shard, record, NO_SLOT, Destination(self.store.url, nonce=nonce), plans.job)
+
+    def begin(self, stack: ExitStack, plans: Plans, record: Record, *, is_fenced: bool) -> list[str]:
+        """Make an empty area; what is still there when `stack` ends is removed."""
+        nonce = secrets.token_hex(4)
+        publisher = Publisher(self.store, self.task(plans, record, nonce), self.points, is_fenced=is_fenced)
+        with self._refusals():
+            if isinstance(self.store, LocalStore):
+                self.store.path.mkdir(parents=True, exist_ok=True)
+                self.store.clean(record.attempt)  # what is cleared up makes room
+                _require_room(self.store.path, self.needed_bytes)
+            area = publisher.begin()
+        self._publisher = publisher
+        stack.callback(self._discard, area)
+        return [nonce, area]
+
+    def write(self, area: str, task: Task, mine: Mapping[str, Block]) -> None:
+        """Write this rank's blocks."""
+
+        def elements(piece: Piece) -> Iterable[Buffer]:
+            return _elements(mine[piece.name].tensor)
+
+        with self._refusals():
+            if self._publisher is None:
+                self._require_same_place(task)
+            self.points.reach("checkpoint.begin", path=area)
+            if task.plan.pieces or task.job is not None:
+                write_shard(self.store, area, task, self.points, elements)
+            self.points.reach("checkpoint.tensors-written", path=area)
+
+    def finish(self, area: str) -> str:
+        """Publish what all ranks have written."""
+        assert self._publisher is not None, "the rank that has begun it finishes it"
+        with self._refusals():
+            return self._publisher.finish(area)
+
+    def _require_same_place(self, task: Task) -> None:
+        record = task.record
+        try:
+            self.store.join(record.step, record.attempt, task.destination.nonce, 0.0)
+        except TimeoutError:
+            problem = "is not the same folder here and on rank 0"
+            cure = "put the run on a file system that all hosts share"
+            raise UserError(problem, cure=cure, field=self.store.url) from None
+
+    def _discard(self, area: str) -> None:
+        with suppress(OSError):
+            self.store.discard(area)  # nothing, once it is published
 
     @contextmanager
-    def begin(self, step: int) -> Iterator[Path]:
-        """An empty folder to write in; what is still there at the end is removed."""
-        with ExitStack() as stack:
-            with self._errors():
-                self.folder.mkdir(parents=True, exist_ok=True)
-                clean(self.folder)
-                _require_room(self.folder, self.needed_bytes)
-                aside = stack.enter_context(writing(self.folder, step))
-            yield aside
-
-    def write(self, aside: Path, rank: int, agreed: Agreed, points: Points) -> str:
-        """Write this rank's blocks; the table of them as text."""
-        with self._errors():
-            if not aside.is_dir():
-                problem = "is not the same folder here and on rank 0"
-                raise UserError(problem, cure="put the run on a file system that all hosts share", field=str(aside))
-            points.reach("checkpoint.begin", path=aside)
-            written = dcp.write(aside, rank, agreed.mine)
-            points.reach("checkpoint.tensors-written", path=aside)
-        return tables.to_text(replace(written, left=agreed.left))
-
-    def finish(self, aside: Path, parts: list[Written], description: dict[str, Any], points: Points) -> Path:
-        """Describe what all ranks wrote, and publish it."""
-        tensors = tables.merge(parts)
-        with self._errors():
-            files = [dcp.write_index(aside, tensors), *(part.file for part in parts if part.file is not None)]
-            _write_manifest(aside, Manifest(**description, tensors=tensors, files=files))
-            points.reach("checkpoint.manifest-written", path=aside)
-            return publish(aside, points)
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _refusals(self) -> Iterator[None]:
         try:
             yield
+        except SupersededError as error:
+            raise superseded(error) from error
         except OSError as error:
-            raise _explain(error, self.folder, self.needed_bytes) from error
+            raise _explain(error, self.store.url, self.needed_bytes) from error
 
 
-def _description(step: int, state: Any, meta: Meta) -> dict[str, Any]:
-    return {
-        "format_version": FORMAT_VERSION,
-        "step": step,
-        "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "phalanx_version": __version__,
-        "torch_version": str(torch.__version__),
-        "attempt": meta.attempt,
-        "metrics": dict(meta.metrics),
-        "layout": meta.layout,
-        "config_sha256": manifests.config_sha256(meta.config),
-        "config": dict(meta.config),
-        "state": state,
-    }
-
-
-def _write_manifest(path: Path, manifest: Manifest) -> None:
-    content = manifests.encode(manifest)
-    write_bytes(path / MANIFEST, content)
-    write_bytes(path / SUMS, manifests.sums_text(manifest.files, hashlib.sha256(content).hexdigest()))
+def _elements(tensor: Tensor) -> Iterator[memoryview]:
+    """Row-major, without gaps, from host memory: at most one tensor at a time is copied there."""
+    host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    whole = memoryview(cast(Buffer, host.reshape(-1).view(torch.uint8).numpy()))
+    for start in range(0, whole.nbytes, CHUNK_BYTES):
+        yield whole[start : start + CHUNK_BYTES]
 
 
 def _require_room(folder: Path, needed_bytes: int) -> None:
@@ -169,10 +240,13 @@ def _require_room(folder: Path, needed_bytes: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def _explain(error: OSError, folder: Path, needed_bytes: int) -> UserError:
+def _explain(error: OSError, place: str, needed_bytes: int) -> UserError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         need = f"{needed_bytes} bytes ({units.size(needed_bytes)})"
         cure = "free space there, lower checkpoint.keep_last, or put the run on another disk"
-        return UserError(f"has no room for a checkpoint of {need}", cure=cure, field=str(folder))
-    problem = f"a checkpoint cannot be written ({error.strerror})"
-    return UserError(problem, cure="make the folder writable, or put the run elsewhere", field=str(folder))
+        return UserError(f"has no room for a checkpoint of {need}", cure=cure, field=place)
+    if "://" in place:
+        cure = "see to bucket, credentials (in the environment) and network"
+        return UserError(f"a checkpoint cannot be written ({describe(error)})", cure=cure, field=place)
+    problem = f"a checkpoint cannot be written ({error.strerror or describe(error)})"
+    return UserError(problem, cure="make the folder writable, or put the run elsewhere", field=place)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -87,6 +87,22 @@ def _has_first(shard: Shard) -> bool:
 Roles = Callable[[str], Role] | Mapping[str, Role]
 
 
+class Plans(NamedTuple):
+    """What one rank knows of the plans of all.
+
+    Attributes:
+        shard: of this rank; it has no pieces where the rank writes nothing.
+        job: of the job; None on other ranks than the first.
+        set_id: names the plans of all ranks together.
+        shards: how many make up a snapshot.
+    """
+
+    shard: ShardPlan
+    job: JobPlan | None
+    set_id: str
+    shards: int
+
+
 def make_plans(
     tensors: Mapping[str, torch.Tensor],
     shards: Mapping[str, Shard] | None,
@@ -95,16 +111,15 @@ def make_plans(
     peers: Peers,
     config: Mapping[str, Any],
     layout: str,
-) -> tuple[ShardPlan, JobPlan | None, str, int]:
-    """The plan of this rank, that of the job (on rank 0), the name of the set, and how many shards make a snapshot.
+) -> Plans:
+    """Plan what each rank puts into every snapshot.
 
-    Called by all ranks together, when the tensors exist and again when their names, shapes or shards have changed. Each
-    block is written by the rank that `phalanx.checkpoint.save` has write it. The plan of a rank that writes nothing has
-    no pieces; rank 0's file is always there. Tables of what ranks hold go to rank 0 alone.
+    Called by all ranks together, when the tensors exist and again when their names, shapes or shards have changed. Rank
+    0's file is always there. Tables of what ranks hold go to rank 0 alone.
 
     Args:
         tensors: by logical name, as far as this rank has them; on any device, of any strides.
-        shards: as in `phalanx.checkpoint.save.save`.
+        shards: as in `agree`.
         roles: what each tensor is to training; those that a mapping does not name are ``other``.
         peers: the ranks.
         config: the resolved config of the run, as plain JSON values; rank 0's is kept.
@@ -115,6 +130,14 @@ def make_plans(
         RuntimeError: the blocks of all ranks do not cover each tensor exactly once.
         UserError: one of these on another rank.
     """
+    return plans_of(agree(tensors, shards or {}, peers), roles, peers=peers, config=config, layout=layout)
+
+
+def plans_of(agreed: Agreed, roles: Roles, *, peers: Peers, config: Mapping[str, Any], layout: str) -> Plans:
+    """The plans that follow from who writes what; called by all ranks together.
+
+    Args, raises: as `make_plans`.
+    """
     made: list[ShardPlan] = []
 
     def offer() -> list[str]:
@@ -122,7 +145,6 @@ def make_plans(
         written = Written(_file(made[0]), _table(made[0], agreed.mine), agreed.left)
         return [made[0].sha256, tables.to_text(written)]
 
-    agreed: Agreed = agree(tensors, shards or {}, peers)
     offers = collected(peers, offer) or []
     jobs: list[JobPlan] = []
 
@@ -132,7 +154,7 @@ def make_plans(
         return [name, len(jobs[0].shards)]
 
     name, count = at_first(peers, merge)
-    return made[0], jobs[0] if jobs else None, name, count
+    return Plans(made[0], jobs[0] if jobs else None, name, count)
 
 
 def _shard_plan(mine: Mapping[str, Block], roles: Roles, peers: Peers) -> ShardPlan:

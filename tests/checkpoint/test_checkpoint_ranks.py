@@ -261,7 +261,7 @@ def test_folders_that_are_not_shared_are_told(tmp_path: Path) -> None:
     def body(peers: ThreadPeers) -> Path:
         return save_version(tmp_path / f"host{peers.rank}", 1, peers)
 
-    results = run_ranks(2, body)
+    results = run_ranks(SIZE, body)
     assert all("is not the same folder here and on rank 0; put the run on a file system" in str(r) for r in results)
     assert names(tmp_path / "host0") == []
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as stock
 from checkpoint_helpers import assert_equal, blank, make_tensors
+from earlier_writer import write_earlier
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_ranks import ThreadPeers, run_ranks, succeed
@@ -243,9 +244,7 @@ def test_only_the_bytes_needed_are_read(tmp_path: Path, monkeypatch: pytest.Monk
 
 def out_of_order(folder: Path, tensor: Tensor) -> Checkpoint:
     """A checkpoint of an earlier version, which stored views as they were."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("phalanx.checkpoint.format.dcp._on_host", lambda t: t.detach())
-        return open_checkpoint(save(folder, 1, {"w": tensor}))
+    return open_checkpoint(write_earlier(folder, 1, {"w": tensor}))
 
 
 @pytest.mark.parametrize("small_bytes", [1 << 18, 0])

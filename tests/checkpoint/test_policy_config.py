@@ -41,7 +41,6 @@ def test_sizes(text: str, expected: int) -> None:
         ({"budget_bytes": -1}, "budget_bytes = -1: .*no limit"),
         ({"mode": "blocking", "memory_every_steps": 5}, "memory_every_steps = 5 does not fit mode = 'blocking'.*; set"),
         ({"mode": "blocking", "replicas": True}, "replicas = true does not fit.*; set mode = 'background'"),
-        ({"mode": "blocking", "folder": "s3://b/c"}, "folder = 's3://b/c' does not fit.*; set mode = 'background'"),
         ({"memory_slots": 1}, "memory_slots = 1 leaves no good snapshot.*; set it to 2, 3 or 4"),
         ({"memory_slots": 5}, "memory_slots = 5: .*2 to 4"),
         ({"storage_options": {"a": 1}}, "folder = '' is no URL; give folder as a URL"),
@@ -67,6 +66,11 @@ def test_overrides_reach_a_table() -> None:
     assert config.budget_bytes == 5 * 10**9
     again = CheckpointConfig.model_validate(config.model_dump(mode="json"))
     assert again == config
+
+
+def test_both_modes_write_to_object_stores() -> None:
+    for mode in ("blocking", "background"):
+        assert validate(CheckpointConfig, {"mode": mode, "folder": "s3://b/c"}).folder == "s3://b/c"
 
 
 def test_slots() -> None:

@@ -30,6 +30,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ProcessGroupGloo
 
 from phalanx.checkpoint.format.manifest import Meta
+from phalanx.checkpoint.format.shard_plan import aligned
 from phalanx.checkpoint.restoring.restore import restore
 from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.checkpoint.storage.latest import advance, claim
@@ -47,6 +48,17 @@ def data_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.glob("*.distcp"))
 
 
+def beside_bytes(path: Path) -> int:
+    """Of what is checked by one of the ranks, and not read into anything."""
+    return sum(file.stat().st_size for file in [path / ".metadata", *path.glob("part-*.json")])
+
+
+def run_bytes(path: Path, chunk: dict[str, Any]) -> int:
+    """Of an archive and of the gap behind it, which have one sum."""
+    end = min(aligned(chunk["offset"] + chunk["length"]), (path / chunk["file"]).stat().st_size)
+    return int(end - chunk["offset"])
+
+
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_every_distinct_shard_is_read_once(tmp_path: Path, size: int, tensor: int) -> None:
@@ -60,8 +72,8 @@ def test_every_distinct_shard_is_read_once(tmp_path: Path, size: int, tensor: in
     # What no axis splits is read by the group of every tensor rank: it is a distinct shard of each of them.
     entries = json.loads((path / "manifest.json").read_text())["tensors"]
     unsplit = ("model.norm", "optim.step", "optim.flags", "rng.cpu")
-    again = sum(chunk["length"] for name in unsplit for chunk in entries[name]["chunks"]) * (tensor - 1)
-    beside = (path / ".metadata").stat().st_size  # is checked by one of the ranks, and not read into anything
+    again = sum(run_bytes(path, chunk) for name in unsplit for chunk in entries[name]["chunks"]) * (tensor - 1)
+    beside = beside_bytes(path)
     assert store.read_bytes == restored.bytes_by_kind["durable"] == data_bytes(path) + again + beside
 
 
@@ -74,7 +86,7 @@ def test_one_writer_many_readers(tmp_path: Path, size: int) -> None:
     # The flat state is split among the members here and not in the file: each reads the runs that it needs part
     # of; all else is read once.
     flat = tensors["optim.flat"].nbytes
-    beside = (path / ".metadata").stat().st_size
+    beside = beside_bytes(path)
     assert store.read_bytes - data_bytes(path) - beside <= (size - 1) * (flat + 2048)
 
 

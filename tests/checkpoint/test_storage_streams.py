@@ -154,7 +154,7 @@ def test_requests_before_the_first_weights_do_not_grow_with_the_ranks_that_wrote
     few, many = before(2), before(24)
     assert few[0] == many[0] <= 20
     for _, others in (few, many):
-        assert {path.rpartition("/")[2].rpartition(".")[2] for _, path in others} <= {"distcp", "metadata"}
+        assert {path.rpartition("/")[2].rpartition(".")[2] for _, path in others} <= {"distcp", "metadata", "json"}
         assert {name for name, _ in others} == {"_cat_file"}, "lengths are known from the manifest"
 
 

@@ -273,7 +273,7 @@ class _Death(BaseException):
     [
         "checkpoint.begin",
         "checkpoint.tensors-written",
-        "checkpoint.manifest-written",
+        "persist.manifest-written",
         "checkpoint.before-rename",
         "checkpoint.after-rename",
         "checkpoint.published",

@@ -365,8 +365,7 @@ def save_checkpoint(
     Raises:
         UserError: it cannot be written, or something cannot be saved; names it.
     """
-    mode = "background" if "://" in str(folder) else "blocking"
-    given = {"model": model, "optimizer": optimizer, "extra": extra, "mode": mode}
+    given = {"model": model, "optimizer": optimizer, "extra": extra, "mode": "blocking"}
     with Checkpointer(folder, **{**given, **settings}) as checkpoints:
         checkpoints.step(step, ending=True)
 

@@ -1,7 +1,12 @@
-"""Writing a durable checkpoint: every rank's shard, and on the host of rank 0 publishing them as one. Torch-free.
+"""The one writer of durable checkpoints: every rank's shard, and on rank 0 publishing them as one. Torch-free.
 
-The memory of a shard is checked against its record on the way, run by run, before any of it is written. The publisher
-waits until all shards are there and none is stale or sick; then it is a checkpoint.
+`write_shard` writes the file of a rank and the part that describes it. The `Publisher` waits until all parts are there
+and none is stale or sick, describes them in a manifest, publishes, and moves the pointer.
+
+Both modes of ``checkpoint.mode`` come here. In the background, the persister process of each host does a `Work` per
+rank: the elements come from a slot, whose memory is checked against its record on the way, run by run, before any of it
+is written; ranks hear through the storage what became of it. Where training stands still (`phalanx.checkpoint.save`),
+the ranks do the same themselves: the elements come from the tensors, and the ranks tell each other.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -24,7 +29,15 @@ from phalanx.checkpoint.format import manifest as manifests
 from phalanx.checkpoint.format.checkpoint_files import Span
 from phalanx.checkpoint.format.manifest import FORMAT_VERSION, MANIFEST, SUMS, FileEntry, Manifest, TensorEntry
 from phalanx.checkpoint.format.run_sums import RunSums, chunk_fault, record_fault
-from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Piece, is_stale, parse_state, sick_tensors, with_crc32
+from phalanx.checkpoint.format.shard_plan import (
+    CHUNK_BYTES,
+    Piece,
+    ShardPlan,
+    is_stale,
+    parse_state,
+    sick_tensors,
+    with_crc32,
+)
 from phalanx.checkpoint.keeper_contract import Outcome, Task
 from phalanx.checkpoint.persist.publication import (
     Endings,
@@ -50,32 +63,39 @@ class BadMemoryError(ValueError):
     """The memory of a slot is not what its record says; says which shard, run and tensor."""
 
 
-def write_shard(store: Store, area: str, task: Task, points: Points) -> Part:
+Elements = Callable[[Piece], Iterable[Buffer]]
+"""Gives the elements of a piece, in order, in as many buffers as it likes; each is good until the next is asked for."""
+
+
+def write_shard(store: Store, area: str, task: Task, points: Points, elements: Elements | None = None) -> Part:
     """Write the file of a shard into `area`, then its part. Takes the memory of one run (`CHUNK_BYTES`).
+
+    Args:
+        elements: where they come from; None: from the slot of the task.
 
     Raises:
         BadMemoryError: the slot does not hold what its record says.
         OSError: storage refuses.
     """
-    part = Part.of(task, _write_file(store, area, task, points))
+    part = Part.of(task, _write_file(store, area, task, points, elements or _Runs(task).of))
     points.reach("persist.shard-written", rank=task.plan.rank)
     store.write(area, part_name(part.rank), [part.to_bytes()])
     points.reach("persist.part-written", rank=task.plan.rank)
     return part
 
 
-def _write_file(store: Store, area: str, task: Task, points: Points) -> FileEntry:
+def _write_file(store: Store, area: str, task: Task, points: Points, elements: Elements) -> FileEntry:
     sums = RunSums()
-    file = store.write(area, task.plan.file, _summed(task, sums, points))
+    file = store.write(area, task.plan.file, _summed(task, elements, sums, points))
     if file.size_bytes != task.plan.file_bytes:
         raise OSError(f"{file.name} has {file.size_bytes} of its {task.plan.file_bytes} bytes")
     return file.model_copy(update={"sums": sums.finish()})
 
 
-def _summed(task: Task, sums: RunSums, points: Points) -> Iterator[Buffer]:
+def _summed(task: Task, elements: Elements, sums: RunSums, points: Points) -> Iterator[Buffer]:
     """The bytes of the file, with the sums of its runs taken, and a fault point half way."""
     done, half = 0, task.plan.file_bytes // 2
-    for begins, data in _content(task):
+    for begins, data in _content(task.plan, elements):
         if begins:
             sums.cut()
         sums.update(data)
@@ -86,17 +106,17 @@ def _summed(task: Task, sums: RunSums, points: Points) -> Iterator[Buffer]:
         done += length
 
 
-def _content(task: Task) -> Iterator[tuple[bool, Buffer]]:
+def _content(plan: ShardPlan, elements: Elements) -> Iterator[tuple[bool, Buffer]]:
     """The bytes of the file, and whether an archive begins with these."""
-    runs, end = _Runs(task), 0
-    for piece, offset in zip(task.plan.pieces, task.plan.offsets, strict=True):
+    end = 0
+    for piece, offset in zip(plan.pieces, plan.offsets, strict=True):
         if offset > end:
             yield False, bytes(offset - end)
         yield True, piece.head
         crc32 = 0
-        for elements in runs.of(piece):
-            crc32 = zlib.crc32(elements, crc32)
-            yield False, elements
+        for data in elements(piece):
+            crc32 = zlib.crc32(data, crc32)
+            yield False, data
         yield False, with_crc32(piece.tail, crc32)
         end = offset + piece.archive_bytes
 
@@ -164,13 +184,15 @@ class Publisher:
         points: where tests inject faults.
         written: called when rank 0's own shard is written, with its bytes.
         turn: a context in which shards are written, so that not too many are at a time.
+        is_fenced: heed the pointer, and move it when the checkpoint is there; False: it belongs to no attempt.
     """
 
     store: Store
     task: Task
     points: Points
-    written: Callable[[int], None]
-    turn: AbstractContextManager[object]
+    written: Callable[[int], None] = lambda size_bytes: None
+    turn: AbstractContextManager[object] = field(default_factory=nullcontext)
+    is_fenced: bool = True
 
     def publish(self) -> str:
         """Do it all; the name of the checkpoint. What fails leaves nothing that bears the name of a checkpoint.
@@ -180,51 +202,69 @@ class Publisher:
             SupersededError: a higher attempt is in charge.
             OSError: storage refuses.
         """
-        writing = Writing.of(self.task)
         area = ""
         try:
-            require_charge(read_latest(self.store), writing.attempt)
-            self.store.clean(writing.attempt)
-            forget_failures(self.store, writing)
-            require_no_failure(self.store, writing)
-            area = self.store.begin(writing.step, writing.attempt, writing.nonce)
+            area = self.begin()
             self.points.reach("persist.begin")
-            name = self._publish(area)
+            with self.turn:
+                own = write_shard(self.store, area, self.task, self.points)
+            self.written(own.file.size_bytes)
+            name = self.finish(area)
         except BaseException as error:
-            tell_failure(self.store, writing, describe(error))
+            tell_failure(self.store, Writing.of(self.task), describe(error))
             self._discard(area)
             raise
         self._prune()
         self.points.reach("persist.pruned")
         return name
 
-    def _discard(self, area: str) -> None:
-        with suppress(OSError):
-            if area:
-                self.store.discard(area)
-            self.store.clean(self.task.record.attempt)  # what others wrote into it while it was removed
+    def begin(self) -> str:
+        """Clear up after dead writers, and make the area in which all ranks write.
 
-    def _publish(self, area: str) -> str:
-        with self.turn:
-            own = write_shard(self.store, area, self.task, self.points)
-        self.written(own.file.size_bytes)
+        Raises:
+            As `publish`.
+        """
+        writing = Writing.of(self.task)
+        self._require_charge()
+        self.store.clean(writing.attempt)
+        forget_failures(self.store, writing)
+        require_no_failure(self.store, writing)
+        return self.store.begin(writing.step, writing.attempt, writing.nonce)
+
+    def finish(self, area: str) -> str:
+        """Wait for the parts of all shards, describe them, publish, and move the pointer; the name of the checkpoint.
+
+        Raises:
+            As `publish`.
+        """
         parts, files = self._gather(area)
         digest = self._describe(area, parts, files)
         self.points.reach("persist.manifest-written")
         self._judge(area, parts)
         writing = Writing.of(self.task)
         require_no_failure(self.store, writing)  # somebody may have been told that nothing will come of it
-        require_charge(read_latest(self.store), writing.attempt)
+        self._require_charge()
         self.points.reach("persist.before-publish")
         try:
             name = self.store.publish(area, writing.step)
         except OSError:  # perhaps because a higher attempt has cleared it away
-            require_charge(read_latest(self.store), writing.attempt)
+            self._require_charge()
             raise
         self.points.reach("persist.published")
-        self._point_to(name, digest)
-        self.points.reach("persist.pointer-moved")
+        if self.is_fenced:
+            self._point_to(name, digest)
+            self.points.reach("persist.pointer-moved")
         return name
+
+    def _require_charge(self) -> None:
+        if self.is_fenced:
+            require_charge(read_latest(self.store), self.task.record.attempt)
+
+    def _discard(self, area: str) -> None:
+        with suppress(OSError):
+            if area:
+                self.store.discard(area)
+            self.store.clean(self.task.record.attempt)  # what others wrote into it while it was removed
 
     def _gather(self, area: str) -> tuple[list[Part], list[FileEntry]]:
         """The parts of all shards, in order of rank, and the files that they are in."""
@@ -242,7 +282,7 @@ class Publisher:
                 in_order = [found[rank] for rank in sorted(found)]
                 return [part for part, _ in in_order], [file for _, file in in_order]
             require_no_failure(self.store, Writing.of(self.task))
-            require_charge(read_latest(self.store), self.task.record.attempt)
+            self._require_charge()
         raise NotPublishedError(self._late(sorted(missing.values())))
 
     def _accept(self, rank: int, content: bytes) -> tuple[Part, FileEntry]:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.all_ranks import at_first
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.due import FREE, Agenda
 from phalanx.checkpoint.format.checkpoint_files import Evaluation
-from phalanx.checkpoint.format.manifest import MANIFEST, Meta
+from phalanx.checkpoint.format.manifest import Meta
 from phalanx.checkpoint.interval import AutoInterval
+from phalanx.checkpoint.persist.checkpoint_writer import describe
 from phalanx.checkpoint.restoring.restore import Refused, Wanted, restore
 from phalanx.checkpoint.restoring.source import Restored
-from phalanx.checkpoint.save import save
+from phalanx.checkpoint.save import write_checkpoint
 from phalanx.checkpoint.session.background_session import Tensors
 from phalanx.checkpoint.session.ledger import Event
 from phalanx.checkpoint.snapshot_plans import Roles
-from phalanx.checkpoint.storage.latest import advance, claim
-from phalanx.checkpoint.storage.location import clean, has_names, open_store
+from phalanx.checkpoint.storage.location import claimed, clean, has_names, open_store
 from phalanx.checkpoint.storage.retention import add_evaluation, prune
 from phalanx.core.layout import Layout, Shard
 from phalanx.core.peers import ALONE, Copies, Peers
@@ -33,8 +31,9 @@ class BlockingSession:
     """Writes each checkpoint while training waits; needs no keeper and keeps nothing in memory.
 
     Args:
-        folder: of the checkpoints, on a file system that all ranks share.
-        config, peers, copies, layout, run_config, report, points: as of `phalanx.checkpoint.session.open_session`.
+        url: of the checkpoints; a folder has to be on a file system that all ranks share.
+        config, peers, copies, layout, run_config, report, points: as of
+            `phalanx.checkpoint.session.open_session.open_session`.
 
     Attributes:
         blocks: training stands still while a checkpoint is written.
@@ -44,7 +43,7 @@ class BlockingSession:
 
     def __init__(
         self,
-        folder: str,
+        url: str,
         config: CheckpointConfig,
         *,
         peers: Peers = ALONE,
@@ -54,15 +53,16 @@ class BlockingSession:
         report: Callable[[str], None] = print,
         points: Points = NO_POINTS,
     ) -> None:
-        self._folder, self._config, self._peers, self._copies = Path(folder), config, peers, copies
+        self._config, self._peers, self._copies = config, peers, copies
         self._layout, self._run_config = str(layout), dict(run_config or {})
         self._report, self._points = report, points
-        self._store = open_store(folder)
-        self.attempt: int = at_first(peers, lambda: claim(self._store, report=report))
+        self._store = open_store(url, config.storage_options, points)
+        self.attempt: int = at_first(peers, lambda: claimed(url, config.storage_options, 0, report))
         self._agenda = Agenda(config, AutoInterval(config), decides=peers.rank == 0)
         self._answer: Callable[[], int] | None = None
         self._tensors: Tensors = {}
         self._shards: Mapping[str, Shard] = {}
+        self._roles: Roles = {}
         self._events: list[Event] = []
         self._asked: int | None = None
         self._saved: int | None = None
@@ -71,7 +71,7 @@ class BlockingSession:
 
     def has_states(self) -> bool:
         """Whether there is anything that `restore` would try, good or not; all ranks together, the same answer."""
-        return at_first(self._peers, lambda: has_names(self._folder))
+        return at_first(self._peers, lambda: has_names(self._store.url, self._config.storage_options))
 
     def restore(self, wanted: Wanted, shards: Mapping[str, Shard] | None = None, **options: Any) -> Restored | None:
         """Fill tensors from the newest good checkpoint; see `Session.restore`."""
@@ -94,8 +94,8 @@ class BlockingSession:
     def watch(
         self, tensors: Tensors, shards: Mapping[str, Shard] | None, roles: Roles, *, overlap: bool | None = None
     ) -> None:
-        """Say what checkpoints consist of; `roles` and `overlap` matter in the background only."""
-        self._tensors, self._shards = tensors, shards or {}
+        """Say what checkpoints consist of; `overlap` matters in the background only."""
+        self._tensors, self._shards, self._roles = tensors, shards or {}, roles
 
     def ask(self, step: int) -> None:
         """The step that will be number `step` begins."""
@@ -123,7 +123,7 @@ class BlockingSession:
         due = answer is not None and self._agenda.decide(step, answer()).persist
         if (due or ending) and self._saved != step:  # an end comes again after the last step, and knows no metrics
             self._agenda.took(step, persist=True)
-            self._save(step, state, dict(metrics or {}))
+            self._save(step, state, dict(metrics or {}), stepped=stepped() if callable(stepped) else stepped)
             self._saved = step
 
     def evaluated(self, evaluation: Evaluation) -> None:
@@ -158,25 +158,33 @@ class BlockingSession:
     def finish(self, *, clean: bool) -> None:
         """Nothing is left open."""
 
-    def _save(self, step: int, state: Callable[[], Any], metrics: dict[str, float]) -> None:
+    def _save(self, step: int, state: Callable[[], Any], metrics: dict[str, float], *, stepped: bool) -> None:
         began_s = time.perf_counter()
         tensors = self._tensors() if callable(self._tensors) else self._tensors
-        told = state() if self._peers.rank == 0 else None
-        meta = Meta(self._run_config, self.attempt, metrics=metrics, layout=self._layout)
-        path = save(
-            self._folder, step, tensors, told, meta, points=self._points, shards=self._shards, peers=self._peers
+        name = write_checkpoint(
+            self._store,
+            step,
+            tensors,
+            state() if self._peers.rank == 0 else None,
+            Meta(self._run_config, self.attempt, metrics=metrics, layout=self._layout),
+            roles=self._roles,
+            stepped=stepped,
+            points=self._points,
+            shards=self._shards,
+            peers=self._peers,
         )
-        at_first(self._peers, lambda: self._published(step, path))
+        self._newest = (step, name)
+        at_first(self._peers, partial(self._prune, step))
         seconds = time.perf_counter() - began_s
         written_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self._agenda.durable(seconds, 0.0)
         self._events.append(
-            Event(step, True, stall_s=seconds, persist_s=seconds, persist_bytes=written_bytes, name=path.name)
+            Event(step, True, stall_s=seconds, persist_s=seconds, persist_bytes=written_bytes, name=name)
         )
 
-    def _published(self, step: int, path: Path) -> None:
-        """Move the pointer, and delete what is no longer to be kept."""
-        self._newest = (step, path.name)
-        digest = hashlib.sha256(self._store.read(path.name, MANIFEST)).hexdigest()
-        advance(self._store, self.attempt, step, path.name, digest)
-        prune(self._folder, self._config, good_step=step)
+    def _prune(self, step: int) -> None:
+        """Delete what is no longer to be kept."""
+        try:
+            prune(self._store, self._config, good_step=step)
+        except OSError as error:  # the checkpoint is there; the next one tries again
+            self._report(f"old checkpoints were not deleted: {describe(error)}")

@@ -15,6 +15,7 @@ from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.keeper_contract import Destination, Endpoint, Keeper, KeeperLostError, RefusedError
 from phalanx.checkpoint.replicas.fetch import PeerCopies
 from phalanx.checkpoint.replicas.placement import HostInfo, groups_of_hosts, place_replicas
+from phalanx.checkpoint.storage.latest import superseded
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
 from phalanx.core.peers import Copies, Peers
@@ -108,7 +109,7 @@ class Link:
                 self._lose(error)
                 return otherwise
             except RefusedError as error:
-                raise _is_a_leftover(error) from error
+                raise superseded(error) from error
 
     def arrange(self, arrangement: Callable[[Keeper], None]) -> None:
         """Do this with the keeper, and with every one that takes its place.
@@ -157,7 +158,7 @@ class Link:
                 self._report("there is a keeper on this host again; snapshots are taken as before")
                 return
             except RefusedError as error:
-                self._report(str(_is_a_leftover(error)))
+                self._report(str(superseded(error)))
                 return
             except (KeeperLostError, OSError, UserError) as error:
                 if str(error) != told:
@@ -169,13 +170,6 @@ class Link:
 def _hang_up(keeper: Keeper) -> None:
     with suppress(BufferError):  # a copy under way, or a view for the next one, still has the memory
         keeper.close()
-
-
-def _is_a_leftover(error: RefusedError) -> UserError:
-    return UserError(
-        f"a later attempt of this run has begun ({error}), so this one must not write checkpoints any more",
-        cure="let the later one go on; if it is not there any more either, start the run again",
-    )
 
 
 class Neighbours:

@@ -28,8 +28,7 @@ from phalanx.checkpoint.keeper_contract import Destination, Keeper, KeeperLostEr
 from phalanx.checkpoint.session.background_session import Session
 from phalanx.checkpoint.session.blocking import BlockingSession
 from phalanx.checkpoint.session.keeper_link import Job, Link
-from phalanx.checkpoint.storage.latest import claim
-from phalanx.checkpoint.storage.location import open_store
+from phalanx.checkpoint.storage.location import claimed
 from phalanx.core.errors import UserError
 from phalanx.core.files import current_umask
 from phalanx.core.layout import Layout
@@ -166,7 +165,7 @@ def open_session(
     hosts, racks, seen, marks = zip(*everywhere(peers, greet), strict=True)
 
     def begin() -> list[Any]:
-        return [_claimed(destination_url, options, max(seen), report), secrets.token_hex(4)]
+        return [claimed(destination_url, options, max(seen), report), secrets.token_hex(4)]
 
     attempt, nonce = at_first(peers, begin)
     secret = _secret(config, peers, hosts, marks, given[0], report)
@@ -220,16 +219,6 @@ def _linked(connect: Callable[[], Keeper], report: Callable[[str], None]) -> Lin
     except (KeeperLostError, OSError) as error:
         cure = "see to that, or set checkpoint.mode=blocking, which needs no keeper"
         raise UserError(f"no keeper can be started on this host ({error})", cure=cure) from error
-
-
-def _claimed(url: str, options: Mapping[str, Any], seen: int, report: Callable[[str], None]) -> int:
-    try:
-        return claim(open_store(url, options), seen, report)
-    except OSError as error:
-        mend = "see to bucket, credentials (in the environment) and network" if "://" in url else "make it writable"
-        cure = f"{mend}, or set checkpoint.folder to another place"
-        problem = f"checkpoints cannot be written there ({error})"
-        raise UserError(problem, cure=cure, field="checkpoint.folder", value=url) from error
 
 
 def _destination(url: str, options: dict[str, Any], nonce: str, config: CheckpointConfig) -> Destination:

@@ -160,6 +160,14 @@ def require_charge(latest: Latest | None, attempt: int) -> None:
         )
 
 
+def superseded(error: Exception) -> UserError:
+    """What a person reads where a process finds out, by `error`, that it is a leftover."""
+    return UserError(
+        f"a later attempt of this run has begun ({error}), so this one must not write checkpoints any more",
+        cure="let the later one go on; if it is not there any more either, start the run again",
+    )
+
+
 @dataclass(frozen=True)
 class _Row:
     """What a look at the pointer showed: the entry that counts, the highest number, and how many between are unread."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from fsspec.registry import known_implementations
 
 from phalanx.checkpoint.storage.checkpoint_store import Store
 from phalanx.checkpoint.storage.folder_store import LocalStore
+from phalanx.checkpoint.storage.latest import claim
 from phalanx.checkpoint.storage.object_store import ObjectStore
 from phalanx.core.errors import UserError
 from phalanx.core.points import NO_POINTS, Points
@@ -43,6 +44,21 @@ def open_store(url: str | Path, options: Mapping[str, Any] | None = None, points
         return LocalStore(Path(unquote(urlsplit(url).path)), points)
     _require(protocol, url)
     return ObjectStore(url, options, points)
+
+
+def claimed(url: str, options: Mapping[str, Any], at_least: int, report: Callable[[str], None]) -> int:
+    """Begin an attempt of a run at `url`; its number, see `phalanx.checkpoint.storage.latest.claim`.
+
+    Raises:
+        UserError: checkpoints cannot be written there.
+    """
+    try:
+        return claim(open_store(url, options), at_least, report)
+    except OSError as error:
+        mend = "see to bucket, credentials (in the environment) and network" if "://" in url else "make it writable"
+        cure = f"{mend}, or set checkpoint.folder to another place"
+        problem = f"checkpoints cannot be written there ({error})"
+        raise UserError(problem, cure=cure, field=_FIELD, value=url) from error
 
 
 def clean(store: Store, attempt: int) -> None:
