@@ -16,6 +16,7 @@ import click
 from phalanx import __version__
 from phalanx.cli.options import LazyGroup
 from phalanx.core.errors import UserError
+from phalanx.core.files import StoreFailedError
 
 # Subcommand -> one line of help. The code lies in `phalanx.cli.<name>`, in an object called `command`.
 COMMANDS: dict[str, str] = {
@@ -97,6 +98,9 @@ def _status_of(arguments: list[str] | None) -> int | str | None:
         return 128 + signal.SIGINT
     except UserError as error:
         _tell(str(error))
+        return 2
+    except StoreFailedError as error:
+        _tell(str(error.to_user()))
         return 2
     except OutputError as error:
         _tell(f"{error}; free some space, or write it elsewhere")

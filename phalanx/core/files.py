@@ -31,6 +31,38 @@ class OddFileError(OSError):
     """Where a file should be lies what is none, or what is larger than such a file can be; `strerror` says what."""
 
 
+class StoreFailedError(OSError):
+    """An object store gave no answer, or refused, or gave something else than was asked for.
+
+    That says nothing about what it holds: no object counts as missing or damaged for it.
+    """
+
+    def to_user(self) -> UserError:
+        """What a person is told of it; names the object."""
+        return UserError(
+            f"the store failed ({self.strerror})",
+            cure="nothing says that what lies there is damaged: start again when the store answers",
+            field=self.filename,
+        )
+
+
+class StoreRefusedError(StoreFailedError, PermissionError):
+    """It refused for want of a right."""
+
+
+@contextmanager
+def store_failures_told() -> Iterator[None]:
+    """What the block does with a store, with the store's failures as what a person is told.
+
+    Raises:
+        UserError: the store failed.
+    """
+    try:
+        yield
+    except StoreFailedError as error:
+        raise error.to_user() from error
+
+
 def open_regular(path: Path, most_bytes: int | None = None) -> BinaryIO:
     """Open a file for reading, without waiting for anybody, whatever lies there; links are followed.
 

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import fsspec
 import pytest
@@ -26,6 +26,8 @@ from phalanx.core.points import NO_POINTS, Points
 KINDS = ("folder", "memory", "s3")
 
 
+SLOW_DOWN = ("503 Slow Down", "SlowDown", "Please reduce your request rate.")
+"""S3's answer where more is asked for than it gives."""
 DENIED = ("403 Forbidden", "AccessDenied", "Access Denied")
 """S3's answer where something is forbidden."""
 FULL = ("507 Insufficient Storage", "XMinioStorageFull", "Storage backend has reached its minimum free drive threshold")
@@ -41,6 +43,9 @@ class Gate:
         delay_s: before each request, seconds.
         bytes_per_s: how fast bodies of requests are taken; 0: as fast as they come.
         refusal: status, code and message of the error that requests of `refused_methods` get; empty: none.
+        refused_name: part of the path of what is refused; empty: all.
+        ranges: how a part of an object is answered: "exact", "short" (by 50 bytes) or "ignored" (all of it comes).
+        loses: given method, path and query: whether all is done, and a failure answered all the same.
         watch: called with method and path of each request, in the thread that serves it, before anything is done.
     """
 
@@ -54,6 +59,9 @@ class Gate:
         self.bytes_per_s = 0.0
         self.refusal: tuple[str, str, str] | tuple[()] = ()
         self.refused_methods: tuple[str, ...] = ("PUT", "POST", "DELETE")
+        self.refused_name = ""
+        self.ranges: Literal["exact", "short", "ignored"] = "exact"
+        self.loses: Callable[[str, str, str], bool] = lambda method, path, query: False
         self.watch: Callable[[str, str], None] = lambda method, path: None
         self.requests = 0
         self.sent_bytes = 0
@@ -65,10 +73,15 @@ class Gate:
         self.watch(method, environ["PATH_INFO"])
         if self.fail_every and self.requests % self.fail_every == 0:
             return _refuse(environ, start_response, "503 Service Unavailable", b"")
-        if self.refusal and method in self.refused_methods:
+        if self.refusal and method in self.refused_methods and self.refused_name in environ["PATH_INFO"]:
             status, code, message = self.refusal
             body = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
             return _refuse(environ, start_response, status, body)
+        if "HTTP_RANGE" in environ and self.ranges == "short":
+            first, last = (int(number) for number in environ["HTTP_RANGE"].removeprefix("bytes=").split("-"))
+            environ["HTTP_RANGE"] = f"bytes={first}-{max(first, last - 50)}"
+        if self.ranges == "ignored":
+            environ.pop("HTTP_RANGE", None)
         if self.ignores_conditions:
             environ.pop("HTTP_IF_NONE_MATCH", None)
         if "HTTP_IF_NONE_MATCH" in environ:
@@ -77,6 +90,11 @@ class Gate:
         return self._counted(environ, start_response)
 
     def _counted(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> list[bytes]:
+        method, path, query = (environ.get(name, "") for name in ("REQUEST_METHOD", "PATH_INFO", "QUERY_STRING"))
+        if self.loses(method, path, query):
+            list(self._app(environ, lambda *_: lambda _: None))
+            start_response("500 Internal Server Error", [("Content-Length", "0")])
+            return [b""]
         answer = list(self._app(environ, start_response))
         if environ["REQUEST_METHOD"] == "GET" and "QUERY_STRING" in environ and not environ["QUERY_STRING"]:
             self.sent_bytes += sum(map(len, answer))

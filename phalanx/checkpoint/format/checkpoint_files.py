@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 
 from phalanx.checkpoint.format import manifest as manifests
 from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, DamagedCheckpointError, FileEntry, Manifest
-from phalanx.core.files import open_regular, read_regular
+from phalanx.core.files import StoreFailedError, open_regular, read_regular
 
 _MOST_BYTES = {"manifest.json": 4 << 30, "SHA256SUMS": 64 << 20, "evaluation.json": 1 << 20}
 _ELSE_BYTES = 1 << 30
@@ -48,7 +48,7 @@ class Span(NamedTuple):
 
 
 class Files(Protocol):
-    """The files of one checkpoint. Refusals are `OSError`s."""
+    """The files of one checkpoint. Refusals are `OSError`s; `StoreFailedError` says nothing about the file."""
 
     @property
     def name(self) -> str:
@@ -175,6 +175,9 @@ class Evaluation:
 def read_evaluation(files: Files, step: int, note: Callable[[str], None] = lambda _: None) -> Evaluation:
     """What lies beside the checkpoint of `step`; one that says nothing where there is none, or a damaged one.
 
+    Raises:
+        StoreFailedError: whether there is one cannot be found out.
+
     Args:
         files: of the checkpoint.
         step: of it.
@@ -190,6 +193,8 @@ def read_evaluation(files: Files, step: int, note: Callable[[str], None] = lambd
         return Evaluation(step, metrics, dict(tree["state"]))
     except FileNotFoundError:
         pass
+    except StoreFailedError:
+        raise
     except OSError as error:
         note(f"{EVALUATION} cannot be read ({error.strerror or error})")
     except (ValueError, ArithmeticError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -225,6 +230,7 @@ def examine(
     Raises:
         DamagedCheckpointError: with the first thing found wrong.
         UserError: the format is newer than this program.
+        StoreFailedError: the store does not give what has to be looked at.
     """
     files = files_of(place)
     _, manifest = read_manifest(files, manifest_sha256=manifest_sha256, spare=spare)
@@ -249,7 +255,7 @@ def read_manifest(files: Files, *, manifest_sha256: str = "", spare: Spare | Non
         spare: see `examine`.
 
     Raises:
-        DamagedCheckpointError, UserError: as `examine`.
+        DamagedCheckpointError, UserError, StoreFailedError: as `examine`.
     """
     content = _read(files, MANIFEST)
     digest = hashlib.sha256(content).hexdigest()
@@ -292,10 +298,13 @@ def check_file(place: Path | Files, file: FileEntry) -> None:
 
     Raises:
         DamagedCheckpointError: it is missing or its bytes are not those that were written.
+        StoreFailedError: the store does not give it.
     """
     files = files_of(place)
     try:
         digest = _digest(files, file.name)
+    except StoreFailedError:
+        raise
     except OSError as error:
         raise DamagedCheckpointError(files.url, f"{file.name} cannot be read ({_cause(error)})") from None
     if digest != file.sha256:
@@ -327,6 +336,8 @@ def _check_size(files: Files, file: FileEntry) -> None:
         size_bytes = files.size_bytes(file.name)
     except IsADirectoryError:
         raise DamagedCheckpointError(files.url, f"{file.name} is not a file") from None
+    except StoreFailedError:
+        raise
     except OSError as error:
         raise DamagedCheckpointError(files.url, f"{file.name} {_missing(error)}") from None
     if size_bytes != file.size_bytes:
@@ -336,6 +347,8 @@ def _check_size(files: Files, file: FileEntry) -> None:
 def _read(files: Files, name: str) -> bytes:
     try:
         return files.read(name)
+    except StoreFailedError:
+        raise
     except OSError as error:
         raise DamagedCheckpointError(files.url, f"{name} {_missing(error)}") from None
 

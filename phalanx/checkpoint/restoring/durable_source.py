@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import groupby, pairwise
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 
 import torch
 from typing_extensions import Buffer
@@ -28,7 +28,10 @@ from phalanx.checkpoint.restoring.source import Fault, Rate, Reading
 from phalanx.checkpoint.storage.checkpoint_store import Store, Stored
 from phalanx.checkpoint.storage.latest import Order
 from phalanx.core.errors import UserError
+from phalanx.core.files import StoreFailedError, store_failures_told
 from phalanx.core.peers import ALONE, Peers
+
+T = TypeVar("T")
 
 _HASH_BYTES = 1 << 20
 _NEXT = "; trying the one before it"
@@ -99,8 +102,8 @@ class DurableSource:
         runs = (run for part in wanted for run in self._runs(names[part.block.holder], part))
         with self._fetching(list(dict.fromkeys(runs))) as files:
             for number, group in groupby(wanted, key=lambda part: part.block.holder):
-                read = partial(self._read, files, names[number], list(group), reading)
-                self._attempt(reading, names[number], read)
+                read = partial(self._read, names[number], list(group), reading)
+                self._attempt(reading, files, names[number], read)
         return reading
 
     def _fetching(self, spans: Sequence[Span]) -> AbstractContextManager[Files]:
@@ -114,7 +117,7 @@ class DurableSource:
             for start in range(begin + first // RUN_BYTES * RUN_BYTES, begin + last, RUN_BYTES):
                 yield Span(file, start, min(start + RUN_BYTES, end))
 
-    def _through(self, names: Sequence[str], work: Callable[[Files, str], None]) -> Reading:
+    def _through(self, names: Sequence[str], work: Callable[[str, _Watched], None]) -> Reading:
         """Do `work` on this rank's share of some files."""
         sizes = {name: self._files[name].size_bytes for name in names} if self._verify else {}
         share = share_out(sizes, self._peers.size)[self._peers.rank] if sizes else []
@@ -124,20 +127,31 @@ class DurableSource:
         began_s = time.monotonic()
         with self._fetching([Span(name, 0, sizes[name]) for name in share]) as files:
             for name in share:
-                self._attempt(reading, name, partial(work, files, name))
+                self._attempt(reading, files, name, partial(work, name))
         seconds = time.monotonic() - began_s
         reading.add(Rate("durable", "durable", sum(sizes[name] for name in share), seconds))
         return reading
 
-    def _attempt(self, reading: Reading, file: str, work: Callable[[], None]) -> None:
+    def _attempt(self, reading: Reading, files: Files, file: str, work: Callable[[_Watched], None]) -> None:
+        """Do `work` on a file, and note the damage that it meets.
+
+        Raises:
+            UserError: the store fails to give the file, which is no damage.
+        """
+        failures: list[OSError] = []
         try:
-            work()
+            with files.open(file) as raw:
+                work(_Watched(raw, failures))
         except (MemoryError, torch.OutOfMemoryError, UserError):
             raise
         except BadSumError as error:
             self._note(reading, file, f"{file}: {error}")
         except _DAMAGES as error:
-            self._note(reading, file, f"{file} cannot be read ({_first_line(error)})")
+            # Readers of archives call any OSError a bad archive, so the file has kept what it was.
+            cause = failures[0] if failures else error
+            if isinstance(cause, StoreFailedError):
+                raise cause.to_user() from error
+            self._note(reading, file, f"{file} cannot be read ({_first_line(cause)})")
 
     def _note(self, reading: Reading, file: str, cause: str) -> None:
         if file in self._archives:
@@ -145,26 +159,23 @@ class DurableSource:
         else:
             reading.notes.append(remark(self.name, cause))
 
-    def _read_all(self, files: Files, name: str) -> None:
+    def _read_all(self, name: str, raw: _Watched) -> None:
         buffer = memoryview(bytearray(RUN_BYTES))
-        with files.open(name) as raw:
-            file = self._checked(raw, self._files[name])
-            while file.readinto(buffer):
-                pass
+        file = self._checked(raw, self._files[name])
+        while file.readinto(buffer):
+            pass
 
-    def _read(self, files: Files, name: str, wanted: list[Part], reading: Reading) -> None:
+    def _read(self, name: str, wanted: list[Part], reading: Reading, raw: _Watched) -> None:
         began_s = time.monotonic()
-        with files.open(name) as raw:
-            counted = _Counted(raw)
-            file = cast(BinaryIO, self._checked(cast(BinaryIO, counted), self._files[name]))
-            try:
-                for part in wanted:
-                    place = (part.block.start_bytes, part.block.length_bytes)
-                    read_box(file, place, (part.block.sizes, part.dtype), part.start, part.out)
-            finally:
-                reading.add(Rate("durable", "durable", counted.bytes_read, time.monotonic() - began_s))
+        file = cast(BinaryIO, self._checked(raw, self._files[name]))
+        try:
+            for part in wanted:
+                place = (part.block.start_bytes, part.block.length_bytes)
+                read_box(file, place, (part.block.sizes, part.dtype), part.start, part.out)
+        finally:
+            reading.add(Rate("durable", "durable", raw.bytes_read, time.monotonic() - began_s))
 
-    def _checked(self, raw: BinaryIO, entry: FileEntry) -> Any:
+    def _checked(self, raw: _Watched, entry: FileEntry) -> Any:
         if not self._verify or not entry.sums:
             return raw
         starts = run_starts(self._archives[entry.name], entry.size_bytes)
@@ -173,7 +184,9 @@ class DurableSource:
             held = self._names_at(entry.name, starts[number])
             return f"bytes {starts[number]} and following{held} do not match their checksum"
 
-        return CheckedFile(raw, starts, entry.size_bytes, [int(text, 16) for text in entry.sums], describe)
+        return CheckedFile(
+            cast(BinaryIO, raw), starts, entry.size_bytes, [int(text, 16) for text in entry.sums], describe
+        )
 
     def _names_at(self, file: str, start: int) -> str:
         for name, entry in self.manifest.tensors.items():
@@ -182,11 +195,10 @@ class DurableSource:
                     return f", of {name},"
         return ""
 
-    def _hash(self, files: Files, name: str) -> None:
+    def _hash(self, name: str, raw: _Watched) -> None:
         digest, buffer = hashlib.sha256(), bytearray(_HASH_BYTES)
-        with files.open(name) as raw:
-            while count := cast(io.BufferedReader, raw).readinto(buffer):
-                digest.update(memoryview(buffer)[:count])
+        while count := raw.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
         if digest.hexdigest() != self._files[name].sha256:
             raise BadSumError("does not match its checksum")
 
@@ -242,7 +254,7 @@ class Checkpoints:
             UserError: the storage cannot be read.
         """
         if self._found is None:
-            told = at_first(self._peers, self._look)
+            told = self._at_first(self._look)
             for line in told["lines"]:
                 self._tell(line)
             self._found = None if told["found"] is None else Found(*told["found"])
@@ -259,7 +271,7 @@ class Checkpoints:
             later = read_evaluation(files, found.step, notes.append).state
             return [pack(self._content.decode()), later, notes]
 
-        text, later, notes = at_first(self._peers, told)
+        text, later, notes = self._at_first(told)
         for cause in [*found.spared.values(), *notes]:
             self._note(remark(found.name, cause))
         manifest = self._manifest or manifests.decode(unpack(text).encode(), files.url)
@@ -273,7 +285,7 @@ class Checkpoints:
             self._refuse(self._identity, cause)
             return self._told()
 
-        for line in at_first(self._peers, refused):
+        for line in self._at_first(refused):
             self._tell(line)
 
     def unusable(self) -> list[str]:
@@ -284,7 +296,20 @@ class Checkpoints:
             damaged = [refusal(name, cause) for name, cause in known if cause is not None]
             return [line.removesuffix(_NEXT) for line in [*self._order.passed_over(), *damaged]]
 
-        return at_first(self._peers, told)
+        return self._at_first(told)
+
+    def _at_first(self, work: Callable[[], T]) -> T:
+        """Let rank 0 look at the storage; that the store fails is no damage, and ends the restore.
+
+        Raises:
+            UserError: the store failed, or as `at_first`.
+        """
+
+        def looked() -> T:
+            with store_failures_told():
+                return work()
+
+        return at_first(self._peers, looked)
 
     def _look(self) -> dict[str, Any]:
         found = self._first()
@@ -323,7 +348,8 @@ class Checkpoints:
         try:
             return self._order.names()
         except OSError as error:
-            problem = f"checkpoints cannot be listed ({error.strerror or error})"
+            where = f", at {error.filename}" if isinstance(error, StoreFailedError) else ""
+            problem = f"checkpoints cannot be listed ({error.strerror or error}{where})"
             cure = "make the storage readable, or give another"
             raise UserError(problem, cure=cure, field=self._store.url) from error
 
@@ -342,11 +368,11 @@ def remark(name: str, cause: str) -> str:
     return f"checkpoint {name}: {cause}; nothing is restored from that file, so the checkpoint is used all the same"
 
 
-class _Counted(io.RawIOBase):
-    """Counts what is read."""
+class _Watched(io.RawIOBase):
+    """Counts what is read, and keeps what failed."""
 
-    def __init__(self, raw: BinaryIO) -> None:
-        self._raw = cast(io.BufferedReader, raw)
+    def __init__(self, raw: BinaryIO, failures: list[OSError]) -> None:
+        self._raw, self._failures = cast(io.BufferedReader, raw), failures
         self.bytes_read = 0
 
     def readable(self) -> bool:
@@ -362,7 +388,11 @@ class _Counted(io.RawIOBase):
         return self._raw.tell()
 
     def readinto(self, buffer: Buffer) -> int:
-        count = self._raw.readinto(buffer)
+        try:
+            count = self._raw.readinto(buffer)
+        except OSError as error:
+            self._failures.append(error)
+            raise
         self.bytes_read += count
         return count
 

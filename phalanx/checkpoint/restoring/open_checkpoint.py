@@ -22,6 +22,7 @@ from phalanx.checkpoint.storage.checkpoint_store import Store
 from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.checkpoint.storage.location import clean
 from phalanx.core.errors import UserError
+from phalanx.core.files import store_failures_told
 from phalanx.core.layout import Shard
 from phalanx.core.peers import ALONE, Peers
 
@@ -122,7 +123,8 @@ class Checkpoint:
 
     def _require_same(self) -> None:
         try:
-            now = manifests.decode(self.files.read(MANIFEST), self.files.url)
+            with store_failures_told():
+                now = manifests.decode(self.files.read(MANIFEST), self.files.url)
             is_same = now.model_copy(update={"metrics": self.manifest.metrics}) == self.manifest
         except OSError:
             is_same = False
@@ -140,13 +142,14 @@ def open_checkpoint(place: Path | Files, *, verify: bool = True, manifest_sha256
 
     Raises:
         DamagedCheckpointError: torn, corrupted, or no checkpoint.
-        UserError: written by a newer version.
+        UserError: written by a newer version, or the store fails.
     """
     files = files_of(place)
     while True:
         identity = files.identity()
         try:
-            return Checkpoint(files, examine(files, checksums=verify, manifest_sha256=manifest_sha256), verify)
+            with store_failures_told():
+                return Checkpoint(files, examine(files, checksums=verify, manifest_sha256=manifest_sha256), verify)
         except DamagedCheckpointError:
             # Another process may have published a new checkpoint of this step over the one being read: look again.
             if files.identity() in (identity, "") or not identity:

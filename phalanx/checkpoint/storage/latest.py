@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 
 from phalanx.checkpoint.storage.checkpoint_store import Store, SupersededError, step_of
 from phalanx.core.errors import UserError
-from phalanx.core.files import OddFileError
+from phalanx.core.files import OddFileError, StoreFailedError
 
 _PREFIX = "latest-"
 _KEY = re.compile(r"latest-([0-9]{8,})\.json")
@@ -38,8 +38,8 @@ _LOOKS = 1000
 """Of one writer while others append, and come before it each time."""
 
 _STILL_LOOKS = 16
-"""That show the same row although nothing can be appended to it: with the pauses between, 10 s, which is more than a
-listing lags behind (NFS: 3 s)."""
+"""That show the same entry that counts although nothing can be appended after it: with the pauses between, 10 s, which
+is more than a listing lags behind (NFS: 3 s)."""
 
 _PAUSES_S = (0.01, 1.0)
 """After the first of them, doubled from then on, and the longest."""
@@ -107,6 +107,9 @@ def read_latest(store: Store, report: Callable[[str], None] = ignore) -> Latest 
     Args:
         store: where to look.
         report: is called with one line for each newer entry that cannot be read.
+
+    Raises:
+        OSError: storage refuses to list the entries; StoreFailedError: an object store does not give one.
     """
     return _look(store, report, forgive=True).entry
 
@@ -179,17 +182,19 @@ class _Row:
 
 def _rows(store: Store, pause: Pause, report: Callable[[str], None] = ignore) -> Iterator[_Row]:
     """What a writer sees each time it looks, for as long as there is hope that it may append: never for ever."""
-    highest, still = -1, 0
+    seen: Latest | None = None
+    still = 0
     for looks in range(_LOOKS):
         row = _look(store, ignore if looks else report, pause=pause)
-        still = still + 1 if row.highest == highest else 0
+        # Not the highest number: that grows also by what this writer appends and cannot read back.
+        still = still + 1 if looks and row.entry == seen else 0
         if still >= _STILL_LOOKS:
             break
         if still:
             pause(_after(still))
-        highest = row.highest
+        seen = row.entry
         yield row
-    raise _no_way(store, highest + 1, "no entry of the pointer can be made of this name, or read back")
+    raise _no_way(store, row.highest + 1, "no entry of the pointer can be made of this name, or read back")
 
 
 def _after(looks: int) -> float:
@@ -204,7 +209,8 @@ def _no_way(store: Store, number: int, why: str) -> UserError:
 
 def _look(store: Store, report: Callable[[str], None], *, forgive: bool = False, pause: Pause = time.sleep) -> _Row:
     """Where an entry cannot be read because storage fails, rather than because it is damaged, a writer must not go on:
-    it might be that of a higher attempt. A reader may (`forgive`)."""
+    it might be that of a higher attempt. A reader may (`forgive`) where it lies on a disk; an object store that fails
+    now may answer later, and the entry before is that of an older checkpoint."""
     number = 0
     for looks in range(_STILL_LOOKS):
         if looks:
@@ -218,7 +224,8 @@ def _look(store: Store, report: Callable[[str], None], *, forgive: bool = False,
                 break  # cleared up since it was listed, so newer ones are there
             except (OSError, ValueError) as error:
                 is_odd = isinstance(error, OddFileError)
-                if isinstance(error, OSError) and not (is_odd or forgive):
+                may_pass = is_odd or (forgive and not isinstance(error, StoreFailedError))
+                if isinstance(error, OSError) and not may_pass:
                     raise
                 unread += 1
                 why = f"{error.strerror}: remove it" if isinstance(error, OddFileError) else str(error)

@@ -20,6 +20,7 @@ from fsspec.exceptions import FSTimeoutError
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from phalanx.core.errors import UserError
+from phalanx.core.files import StoreFailedError, StoreRefusedError
 
 T = TypeVar("T")
 
@@ -50,7 +51,7 @@ def retried(path: str, work: Callable[[], T]) -> T:
     """Do `work` on the object at `path`, a few times if need be.
 
     Raises:
-        OSError: it failed for good; FileNotFoundError and the like at once. Names `path`.
+        StoreFailedError: it failed for good; FileNotFoundError and the like at once. Names `path`.
     """
     for wait_s in (*WAITS_S, None):
         try:
@@ -58,10 +59,11 @@ def retried(path: str, work: Callable[[], T]) -> T:
         except Exception as error:  # of the client library: most of its errors are no OSErrors
             final = next((kind for kind in _FINAL if isinstance(error, kind)), None)
             if final is not None:
-                raise final(_FINAL[final], _cause_at(path, error, _FINAL[final]), path) from error
+                kind = StoreRefusedError if final is PermissionError else final
+                raise kind(_FINAL[final], _cause_at(path, error, _FINAL[final]), path) from error
             if wait_s is None or status(error) == _PRECONDITION_FAILED:
                 number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
-                raise OSError(number, cause_of(error), path) from error
+                raise StoreFailedError(number, _answer(error) + cause_of(error), path) from error
             time.sleep(wait_s * random.uniform(0.5, 1.5))
     raise AssertionError("unreachable")
 
@@ -93,6 +95,18 @@ def _cause_at(path: str, error: BaseException, number: int) -> str:
     """What fsspec says is often the path and nothing else."""
     said = cause_of(error)
     return os.strerror(number) if said.strip("/") in path else said
+
+
+def _answer(error: BaseException) -> str:
+    """``503 SlowDown: `` of an error that is an HTTP answer, as far as its message does not say that already."""
+    number, code, said = status(error), "", cause_of(error)
+    cause: BaseException | None = error
+    while cause is not None and not code:
+        response = getattr(cause, "response", None)
+        code = str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
+        cause = cause.__cause__
+    words = [word for word in (str(number or ""), code) if word and word not in said]
+    return " ".join(dict.fromkeys(words)) + (": " if words else "")
 
 
 def status(error: BaseException | None) -> int:

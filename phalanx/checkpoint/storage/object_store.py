@@ -10,6 +10,7 @@ Nothing is ever written over, so what a leftover of an earlier attempt writes me
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from phalanx.checkpoint.storage import checkpoint_store
 from phalanx.checkpoint.storage.checkpoint_store import KEY_MOST_BYTES, Stored
 from phalanx.checkpoint.storage.object_requests import LISTING_S, bounded, creator, retried
 from phalanx.checkpoint.storage.object_streams import Ahead, RangeFile, Take, abandon, upload
-from phalanx.core.files import too_large
+from phalanx.core.files import StoreFailedError, too_large
 from phalanx.core.points import NO_POINTS, Points
 
 _S3 = ("s3://", "s3a://")
@@ -232,9 +233,26 @@ class ObjectStore:
             return f"{self._root}/{checkpoint_store.plain(name)}"  # the mark holds them
         return f"{self._root}/{_area_of(checkpoint_store.plain(name))}/{checkpoint_store.plain(file)}"
 
-    def _ask(self, path: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call a method of the file system: tried again, and never waited for for ever."""
-        return retried(path, lambda: bounded(self._fs, call, *args, **options))
+    def _ask(
+        self,
+        path: str,
+        call: Callable[..., Any],
+        *args: Any,
+        require: Callable[[Any], None] = lambda answer: None,
+        **options: Any,
+    ) -> Any:
+        """Call a method of the file system: tried again, and never waited for for ever.
+
+        Args:
+            require: raises where the answer is not what was asked for, and so is asked again.
+        """
+
+        def asked() -> Any:
+            answer = bounded(self._fs, call, *args, **options)
+            require(answer)
+            return answer
+
+        return retried(path, asked)
 
     def _list(self, name: str = "") -> list[dict[str, Any]]:
         path = f"{self._root}/{_area_of(name)}".rstrip("/")
@@ -257,7 +275,34 @@ class ObjectStore:
         return self._cat(path, 0, size_bytes) if size_bytes else b""
 
     def _cat(self, path: str, start: int, end: int) -> bytes:
-        return bytes(self._ask(path, self._fs.cat_file, path, start=start, end=end, size_bytes=end - start))
+        """Bytes ``[start, end)``, neither fewer nor more.
+
+        Raises:
+            StoreFailedError: something else came for good. OSError: the object is shorter than that.
+        """
+
+        def require_all(content: bytes) -> None:
+            if len(content) < end - start:
+                raise OSError(errno.EIO, f"{len(content)} of {end - start} bytes came", path)
+
+        where = {"start": start, "end": end, "size_bytes": end - start}
+        try:
+            content = bytes(self._ask(path, self._fs.cat_file, path, require=require_all, **where))
+        except StoreFailedError as error:
+            there = self._shortened(path, end) if error.errno in (errno.EIO, errno.EINVAL) else None
+            if there is None:
+                raise
+            problem = f"it has {there} bytes now, and bytes {start} to {end} are wanted"
+            raise OSError(errno.EIO, problem, path) from error
+        if len(content) > end - start:
+            problem = f"the store answers ranges with all of an object: {len(content)} bytes came, not {end - start}"
+            raise StoreFailedError(errno.EIO, problem, path)
+        return content
+
+    def _shortened(self, path: str, end: int) -> int | None:
+        """Length of an object that ends before `end`; None: it does not, so the store's answer was wrong."""
+        size_bytes = self._size(path)
+        return size_bytes if size_bytes < end else None
 
     def _rm(self, path: str) -> None:
         try:

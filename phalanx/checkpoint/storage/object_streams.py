@@ -390,10 +390,16 @@ class _Multipart:
         parts = [{"PartNumber": number, "ETag": self._tags[number]} for number in sorted(self._tags)]
         try:
             self._call("complete_multipart_upload", MultipartUpload={"Parts": parts})
-        except FileNotFoundError:
-            # No such upload: the answer to a try before this one may have been lost.
-            if self._fs.info(self._path)["size"] != self._size_bytes:
+        except OSError:
+            # The answer to a try may have been lost; a further one then finds no such upload.
+            if self._size_there() != self._size_bytes:
                 raise
+
+    def _size_there(self) -> int | None:
+        """Of the object; None: it is not there, as far as can be seen."""
+        with suppress(OSError):
+            return int(retried(self._path, lambda: bounded(self._fs, self._fs.info, self._path))["size"])
+        return None
 
     def _call(self, method: str, *, size_bytes: int = 0, **options: Any) -> Any:
         given = {**self._object, **options}

@@ -21,6 +21,7 @@ from phalanx.checkpoint.format.manifest import Chunk, Manifest, TensorEntry
 from phalanx.cli.checkpoints.places import Place, one_place, steps
 from phalanx.cli.tables import make_console, make_table
 from phalanx.core import units
+from phalanx.core.files import StoreFailedError
 
 if TYPE_CHECKING:
     from phalanx.checkpoint.format.stored_tensors import Health
@@ -262,6 +263,8 @@ def _verify_plain(place: Place) -> str:
     chunks = [chunk for tensor in index.tensors.values() for chunk in tensor.chunks]
     try:
         _check_archives(place, chunks)
+    except StoreFailedError:
+        raise
     except OSError as error:
         raise DamagedCheckpointError(place.url, f"{error.filename} cannot be read ({error.strerror})") from None
     return f"{len(chunks):,} chunks are where its index says; plain DCP has no checksums to compare with"
