@@ -15,13 +15,13 @@ from phalanx.core.config import load
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.predict import predict
 from phalanx.plan.report.as_json import prediction_json
-from phalanx.plan.report.model import Report
+from phalanx.plan.report.model import PredictionReport
 from phalanx.plan.report.page import prediction_figures, prediction_sections
 from phalanx.plan.report.page_blocks import write_page
 from phalanx.plan.report.text import prediction_text
 from phalanx.plan.score import score
-from phalanx.plan.search.constraints import Machine
-from phalanx.plan.search.frontier import Costs
+from phalanx.plan.search.constraints import SearchTarget
+from phalanx.plan.search.frontier import CostModel
 from phalanx.plan.search.search import reliefs
 from phalanx.plan.stages import Known
 from phalanx.plan.types import Job, Prediction
@@ -53,7 +53,7 @@ def predict_command(
     report = report_with(predict(planned.job, planned.strategy, machine), config.stem, planned, machine)
     if not report.fits:
         costs = costs_of(planned.job, machine)
-        report = replace(report, reliefs=reliefs(planned.job, planned.strategy, Machine.of(machine), costs))
+        report = replace(report, reliefs=reliefs(planned.job, planned.strategy, SearchTarget.of(machine), costs))
     if html is not None:
         write_page(html, f"{report.name} on {machine.name}", prediction_sections(report), prediction_figures(report))
     if as_json:
@@ -68,18 +68,18 @@ def predict_command(
         sys.exit(_DOES_NOT_FIT)
 
 
-def costs_of(job: Job, machine: Cluster) -> Costs:
+def costs_of(job: Job, machine: Cluster) -> CostModel:
     """Bounds and predictions of any layout of a job on a cluster; what predictions have in common is kept."""
     known: Known = {}
-    return Costs(
+    return CostModel(
         lambda strategy: score(job, strategy, machine),
         lambda strategy: predict(job, strategy, machine, known),
     )
 
 
-def report_with(prediction: Prediction, name: str, planned: Planned, cluster: Cluster) -> Report:
+def report_with(prediction: Prediction, name: str, planned: Planned, cluster: Cluster) -> PredictionReport:
     """A prediction with what a reader holds it against."""
-    return Report(
+    return PredictionReport(
         prediction=prediction,
         name=name,
         parameters=planned.parameters,

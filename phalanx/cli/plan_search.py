@@ -23,7 +23,7 @@ from phalanx.plan.report.page import (
 from phalanx.plan.report.page_blocks import Heading, write_page
 from phalanx.plan.report.search_text import search_text
 from phalanx.plan.report.text import run_line
-from phalanx.plan.search.constraints import Machine, parse
+from phalanx.plan.search.constraints import SearchTarget, parse
 from phalanx.plan.search.search import search
 from phalanx.train.config import RunConfig
 
@@ -50,7 +50,7 @@ def search_command(
     machine, said = cluster_of(loaded, cluster, devices)
     searched = as_efficient(as_program(job_to_search(loaded, machine), software), machine, efficiency)
     searched = replace(searched, remarks=(*said, *searched.remarks))
-    result = search(searched.job, Machine.of(machine), costs_of(searched.job, machine), asked, top)
+    result = search(searched.job, SearchTarget.of(machine), costs_of(searched.job, machine), asked, top)
     report = report_with(result.best[0], config.stem, searched, machine)
     title = (
         f"{config.stem}: {units.count(searched.parameters)} parameters on {machine.devices:,} x {machine.device.name} "

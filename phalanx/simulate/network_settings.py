@@ -7,7 +7,8 @@ it). What matters is not only whether the connection outlives the flap: with a l
 before anything is sent over it. Adaptive retransmission begins with a short timer and doubles it up to the configured
 one, within the same time in all (NVIDIA, Adaptive Retransmission: Parameters Control).
 
-`Settings` are those of switches and adapters that decide how queues build up and drain: PFC, ECN, DCQCN, Swift.
+`CongestionSettings` are those of switches and adapters that decide how queues build up and drain: PFC, ECN, DCQCN,
+Swift.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ _ASCENDING = (("ecn", "low_s", "high_s"), ("swift", "flow_low", "flow_high"))
 
 
 @dataclass(frozen=True)
-class Network:
+class NetworkDescription:
     """A cluster's network as its file has it.
 
     Attributes:
@@ -86,7 +87,7 @@ class Network:
     name: str
     described: bool
     fabric: Fabric
-    settings: Settings
+    settings: CongestionSettings
     retransmit: Retransmit
     queue_pairs: int
     reroute_s: float
@@ -96,7 +97,7 @@ class Network:
     numbers: Mapping[str, Number]
 
 
-def network_of(cluster: Cluster, fabric_file: Path | None = None) -> Network:
+def network_of(cluster: Cluster, fabric_file: Path | None = None) -> NetworkDescription:
     """The network that connects a cluster's hosts: of `fabric_file`, of the file of its name, or the default one.
 
     Raises:
@@ -107,7 +108,7 @@ def network_of(cluster: Cluster, fabric_file: Path | None = None) -> Network:
     numbers = {**numbers, **{key: cluster.number(key) for key in ("network.nic_bytes_per_s", "network.achieved_ratio")}}
     values = {key: number.value for key, number in numbers.items()}
     fabric = _fabric(cluster, shape, values)
-    return Network(
+    return NetworkDescription(
         name=cluster.name,
         described=file.name != _DEFAULT,
         fabric=fabric,
@@ -192,14 +193,14 @@ def _fabric(cluster: Cluster, shape: Mapping[str, int], values: Mapping[str, flo
     )
 
 
-def _congestion(values: Mapping[str, float], fabric: Fabric) -> Settings:
+def _congestion(values: Mapping[str, float], fabric: Fabric) -> CongestionSettings:
     switches = 2 * fabric.layers - 1
 
     def of(table: str) -> dict[str, float]:
         return {key: values[f"{table}.{key}"] for key in _TABLES[table]}
 
     dcqcn = of("dcqcn")
-    return Settings(
+    return CongestionSettings(
         round_trip_s=2 * (switches + 1) * fabric.hop_latency_s,
         switches=switches,
         mtu_bytes=values["fabric.mtu_bytes"],
@@ -366,7 +367,7 @@ class Swift:
 
 
 @dataclass(frozen=True)
-class Settings:
+class CongestionSettings:
     """All of it, for one fabric.
 
     Attributes:
