@@ -19,8 +19,17 @@ from typing import NamedTuple
 from support.months.rates import write_rates
 
 from phalanx.simulate import failure_trace
-from phalanx.simulate.failure_model import FOLDER, Checkpoints, Failures, Pool, Recovery, Story, Work, load_failures
-from phalanx.simulate.failure_simulation import Outcome, simulate, simulate_histories
+from phalanx.simulate.failure_model import (
+    FOLDER,
+    Checkpoints,
+    Failures,
+    FailureScenario,
+    Pool,
+    Recovery,
+    Work,
+    load_failures,
+)
+from phalanx.simulate.failure_simulation import RunsOutcome, simulate, simulate_histories
 
 TRACE = Path(__file__).parents[2] / "shared" / "data" / "faults" / "infinitehbd-fault-trace" / "fault_trace.json"
 
@@ -46,9 +55,9 @@ LAYOUTS = [
 ]
 
 
-def story_of(layout: Layout, failures: Failures, days: float) -> Story:
+def story_of(layout: Layout, failures: Failures, days: float) -> FailureScenario:
     """As in benchmarks/run_year.py: what recoveries take, and what else is done."""
-    return Story(
+    return FailureScenario(
         Work(layout.hosts, days=days),
         failures,
         Recovery(detection_s=5.0, restart_s=62.6, find_slow_s=1000.0, saves_first=False),
@@ -92,17 +101,17 @@ def main() -> None:
 def show_speed(months: int, seed: int) -> None:
     """Months of 12,288 GPUs with Meta's rate; in one of two everything happens: memory, shrinking, planned stops."""
     failures = load_failures("meta-rsc1")
-    plain = Story(Work(1536), failures, Recovery(60.0, 300.0), Checkpoints(1800.0, 5.0), Pool(spares=64))
-    rich = Story(
+    plain = FailureScenario(Work(1536), failures, Recovery(60.0, 300.0), Checkpoints(1800.0, 5.0), Pool(spares=64))
+    rich = FailureScenario(
         Work(1536),
         failures,
         Recovery(60.0, 300.0, spread=0.5, planned_per_day=0.9, planned_s=1800.0),
         Checkpoints(1800.0, 5.0, 100.0, memory_interval_s=10.0, memory_stall_s=0.05),
         Pool(spares=16, provision_s=900.0, when_missing="shrink", shrink_by=64),
     )
-    for name, story in (("spares that last", plain), ("all that there is", rich)):
+    for name, scenario in (("spares that last", plain), ("all that there is", rich)):
         began_s, used_s = time.perf_counter(), time.process_time()
-        outcome = simulate(story, months, seed)
+        outcome = simulate(scenario, months, seed)
         seconds, used_s = time.perf_counter() - began_s, time.process_time() - used_s
         ettr = f"ETTR {outcome.ettr.mean:.2%} ({outcome.ettr.low:.2%} to {outcome.ettr.high:.2%})"
         print(f"{months} months of 12,288 GPUs, {name}: {seconds:.1f} s, {used_s:.1f} s of CPU time; {ettr}")
@@ -122,15 +131,15 @@ def show_years(faults: list[failure_trace.Fault], arguments: argparse.Namespace)
     for layout in LAYOUTS:
         if layout.name not in arguments.layouts:
             continue
-        story = story_of(layout, rates, failure_trace.DAYS)
-        seen = {name: simulate_histories(story, [history], seed) for name, history in histories.items()}
-        seen["memoryless"] = simulate(story, runs, seed)
+        scenario = story_of(layout, rates, failure_trace.DAYS)
+        seen = {name: simulate_histories(scenario, [history], seed) for name, history in histories.items()}
+        seen["memoryless"] = simulate(scenario, runs, seed)
         year = seen["recorded"].ettr.mean
         cells = [f"{_interval(seen[name], year):>26}" for name in ("memoryless", "by hosts", "by blocks")]
         print(f"{layout.name:15} {layout.by_driver:8.2%} {year:9.2%} {' '.join(cells)}", flush=True)
 
 
-def _interval(outcome: Outcome, year: float) -> str:
+def _interval(outcome: RunsOutcome, year: float) -> str:
     ettr = outcome.ettr
     is_in = ettr.least <= year <= ettr.most
     return f"{ettr.mean:.2%} {ettr.least:.2%}–{ettr.most:.2%}{' ' if is_in else '*'}"

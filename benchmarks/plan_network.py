@@ -18,9 +18,9 @@ from support.network.fixed_points import dcqcn_rest, swift_rest
 from phalanx.plan.hardware.load import load_cluster
 from phalanx.simulate.congestion import Cases, run_hot_spot
 from phalanx.simulate.network_scenario import make_scenario, usual_scenarios
-from phalanx.simulate.network_settings import Control, Settings, network_of
+from phalanx.simulate.network_settings import CongestionSettings, Control, network_of
 from phalanx.simulate.network_simulation import expected_fullest, expected_share, what_if
-from phalanx.simulate.traffic import Layout, make_traffic
+from phalanx.simulate.traffic import TrafficLayout, make_traffic
 
 CAPACITY, NIC = 50e9, 25e9
 FLOWS = (3, 4, 8, 16, 32, 64)
@@ -45,7 +45,7 @@ def show_times(devices: list[int], draws: int) -> None:
     print(f"{'devices':>8} {'scenarios':>9} {'draws':>5} {'wall s':>8} {'this network':>13} {'scattered':>10}")
     for count in devices:
         network = network_of(load_cluster("megascale", count))
-        layout = Layout(175e9, 96, 12288, 2048, 6144, tensor=8, pipeline=8, data=count // 64, chunks=6)
+        layout = TrafficLayout(175e9, 96, 12288, 2048, 6144, tensor=8, pipeline=8, data=count // 64, chunks=6)
         base = make_scenario("this network", network, {})
         start = time.perf_counter()
         # A step's own time only decides how much is hidden; that of the largest is MegaScale's, scaled.
@@ -68,14 +68,14 @@ def show_fixed_points(control: Control, span_s: float) -> None:
         port_rate=CAPACITY * same,
         hot_links=4 * same,
     )
-    trace = run_hot_spot(cases, Settings(), NIC, span_s)
+    trace = run_hot_spot(cases, CongestionSettings(), NIC, span_s)
     found = trace.settled(trace.queue_bytes) / CAPACITY * 1e6
     print(f"\n{control}: µs of queue after {span_s:g} s at most, and at the fixed point")
     for flows, queue in zip(FLOWS, found, strict=True):
         rest = (
-            swift_rest(flows, CAPACITY, Settings())
+            swift_rest(flows, CAPACITY, CongestionSettings())
             if control == "swift"
-            else dcqcn_rest(flows, CAPACITY, NIC, Settings())
+            else dcqcn_rest(flows, CAPACITY, NIC, CongestionSettings())
         )
         aim = rest.queue_bytes / CAPACITY * 1e6
         print(f"{flows:>6} flows {queue:>8.2f} {aim:>8.2f} {queue / aim - 1:>+8.2%}")

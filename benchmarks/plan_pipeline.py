@@ -23,7 +23,7 @@ import numpy as np
 
 from phalanx.parallel.config import Schedule
 from phalanx.plan.pipeline import grid
-from phalanx.plan.pipeline.bounds import Passes, lower_bound
+from phalanx.plan.pipeline.bounds import StagePasses, lower_bound
 from phalanx.plan.pipeline.evaluate import StageCosts, evaluate
 from phalanx.plan.waiting import Spread, waiting
 
@@ -84,7 +84,7 @@ def bounds(layouts: int, repeats: int) -> None:
     seconds = random.uniform(0.1, 1, layouts)
     print(f"\nbounds of {layouts:,} layouts                   ms    below the exact step, mean and most")
     for schedule, chunks in CHUNKS.items():
-        middle, last = Passes(seconds, 2 * seconds), Passes(1.2 * seconds, 2.4 * seconds)
+        middle, last = StagePasses(seconds, 2 * seconds), StagePasses(1.2 * seconds, 2.4 * seconds)
         took = milliseconds(
             lambda: lower_bound(schedule, ranks, chunks, counts, middle, middle, last, 0.05 * seconds),  # noqa: B023
             repeats,
@@ -97,10 +97,10 @@ def gap(schedule: Schedule, ranks: int, chunks: int, count: int) -> float:
     """How far the bound is below the exact step, over messages that are hidden and that block."""
     stages, gaps = ranks * chunks, []
     split = schedule in ("interleaved_zero_bubble", "zbv")
-    middle = Passes(1.0, 1.0, 1.0) if split else Passes(1.0, 2.0)
+    middle = StagePasses(1.0, 1.0, 1.0) if split else StagePasses(1.0, 2.0)
     for head in (0.0, 0.2, 1.0):
         more = 1 + head
-        last = Passes(more, more, more) if split else Passes(more, 2 * more)
+        last = StagePasses(more, more, more) if split else StagePasses(more, 2 * more)
         for blocking in (False, True):
             span = evaluate(schedule, ranks, chunks, count, model(stages, head, blocking=blocking)).span_s
             low = lower_bound(schedule, ranks, chunks, count, middle, middle, last, 0.05, blocking=blocking)

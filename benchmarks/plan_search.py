@@ -26,8 +26,8 @@ from typing import Any
 from phalanx.plan.hardware import Cluster, load_cluster
 from phalanx.plan.predict import predict
 from phalanx.plan.score import score
-from phalanx.plan.search.constraints import Machine, parse
-from phalanx.plan.search.frontier import Costs
+from phalanx.plan.search.constraints import SearchTarget, parse
+from phalanx.plan.search.frontier import CostModel
 from phalanx.plan.search.search import search
 from phalanx.plan.stages import Known
 from phalanx.plan.types import Job, Model, Strategy
@@ -151,7 +151,7 @@ def _search(name: str, cluster_name: str, rounds: int) -> dict[str, Any]:
     job, devices, words = SEARCHES[name]
     cluster = load_cluster(cluster_name, devices)
     costs = costs_of(job, cluster)
-    found = [search(job, Machine.of(cluster), costs, parse(words)) for _ in range(rounds)]
+    found = [search(job, SearchTarget.of(cluster), costs, parse(words)) for _ in range(rounds)]
     seconds, one = statistics.median(each.seconds for each in found), found[0]
     print(
         f"search   {name:32} {seconds:8.2f} s    {one.candidates:,} layouts, {one.fitting:,} fit, "
@@ -168,10 +168,10 @@ def _search(name: str, cluster_name: str, rounds: int) -> dict[str, Any]:
     }
 
 
-def costs_of(job: Job, cluster: Cluster) -> Costs:
+def costs_of(job: Job, cluster: Cluster) -> CostModel:
     """The planner's own cost model."""
     known: Known = {}
-    return Costs(
+    return CostModel(
         score=lambda strategy: score(job, strategy, cluster),
         predict=lambda strategy: predict(job, strategy, cluster, known),
     )

@@ -24,8 +24,8 @@ from phalanx.cli.tables import make_console, make_table
 from phalanx.core import units
 from phalanx.core.errors import UserError
 from phalanx.launch.cores import allowed_cpus, local_shares, read_cores
-from phalanx.plan.calibrate.files import Machine, summary, write_cluster
-from phalanx.plan.calibrate.measure import Found, Place, Wanted, found_of, measure
+from phalanx.plan.calibrate.files import MeasuredMachine, summary, write_cluster
+from phalanx.plan.calibrate.measure import MeasurementPlan, Measurements, RankPlacement, found_of, measure
 
 _MOST_RANKS = 16
 
@@ -56,7 +56,7 @@ class Outcome:
     """
 
     files: tuple[Path, ...]
-    found: tuple[Found, ...]
+    found: tuple[Measurements, ...]
     seconds: float
     busy_share: float
 
@@ -69,8 +69,8 @@ def calibrate(request: Request, environment: Mapping[str, str], *, silent: bool)
     """
     _check_output(request.output)
     gpus = _gpus(request.device, environment)
-    wanted = Wanted("cuda" if gpus else "cpu", cast(tuple[Precision, ...], request.precisions), request.quick)
-    machine = Machine(socket.gethostname(), "gpu" if gpus else "cpu", datetime.date.today().isoformat())
+    wanted = MeasurementPlan("cuda" if gpus else "cpu", cast(tuple[Precision, ...], request.precisions), request.quick)
+    machine = MeasuredMachine(socket.gethostname(), "gpu" if gpus else "cpu", datetime.date.today().isoformat())
     console, began_s = make_console(), time.perf_counter()
     found = []
     with OtherWork() as other:
@@ -99,11 +99,11 @@ def counts_of(asked: tuple[int, ...], gpus: int) -> list[int]:
     return [gpus] if gpus else [1, max(2, min(_MOST_RANKS, cores))]
 
 
-def places_of(count: int, *, on_gpus: bool) -> list[Place]:
+def places_of(count: int, *, on_gpus: bool) -> list[RankPlacement]:
     """Where ranks compute, as `phalanx train` has it: one alone on all cores, several each on its share."""
     if count == 1 and not on_gpus:
-        return [Place((), len(allowed_cpus()))]
-    return [Place(tuple(sorted(share.cpus or ())), share.threads) for share in local_shares(count)]
+        return [RankPlacement((), len(allowed_cpus()))]
+    return [RankPlacement(tuple(sorted(share.cpus or ())), share.threads) for share in local_shares(count)]
 
 
 def show(outcome: Outcome, as_json: bool) -> None:
@@ -127,7 +127,7 @@ def show(outcome: Outcome, as_json: bool) -> None:
     console.print(f"next: phalanx plan CONFIG --cluster {escape(quote(str(path)))}", highlight=False, soft_wrap=True)
 
 
-def _heading(found: Found) -> str:
+def _heading(found: Measurements) -> str:
     threads = f"{found.threads} thread{'s' if found.threads > 1 else ''}"
     return f"1 process, {threads}" if found.ranks == 1 else f"each of {found.ranks}, {threads}"
 

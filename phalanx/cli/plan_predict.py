@@ -16,14 +16,14 @@ from phalanx.core.config import load
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.predict import predict
 from phalanx.plan.report.as_json import prediction_json, search_json
-from phalanx.plan.report.model import Report
+from phalanx.plan.report.model import PredictionReport
 from phalanx.plan.report.page import prediction_figures, prediction_sections, search_figures, search_sections
 from phalanx.plan.report.page_blocks import Heading, write_page
 from phalanx.plan.report.search_text import search_text
 from phalanx.plan.report.text import prediction_text, run_line
 from phalanx.plan.score import score
-from phalanx.plan.search.constraints import Machine, parse
-from phalanx.plan.search.frontier import Costs
+from phalanx.plan.search.constraints import SearchTarget, parse
+from phalanx.plan.search.frontier import CostModel
 from phalanx.plan.search.search import reliefs, search
 from phalanx.plan.stages import Known
 from phalanx.plan.types import Job, Prediction
@@ -55,7 +55,7 @@ def predict_command(
     report = report_with(predict(planned.job, planned.strategy, machine), config.stem, planned, machine)
     if not report.fits:
         costs = costs_of(planned.job, machine)
-        report = replace(report, reliefs=reliefs(planned.job, planned.strategy, Machine.of(machine), costs))
+        report = replace(report, reliefs=reliefs(planned.job, planned.strategy, SearchTarget.of(machine), costs))
     if html is not None:
         write_page(html, f"{report.name} on {machine.name}", prediction_sections(report), prediction_figures(report))
     if as_json:
@@ -70,18 +70,18 @@ def predict_command(
         sys.exit(_DOES_NOT_FIT)
 
 
-def costs_of(job: Job, machine: Cluster) -> Costs:
+def costs_of(job: Job, machine: Cluster) -> CostModel:
     """Bounds and predictions of any layout of a job on a cluster; what predictions have in common is kept."""
     known: Known = {}
-    return Costs(
+    return CostModel(
         lambda strategy: score(job, strategy, machine),
         lambda strategy: predict(job, strategy, machine, known),
     )
 
 
-def report_with(prediction: Prediction, name: str, planned: Planned, cluster: Cluster) -> Report:
+def report_with(prediction: Prediction, name: str, planned: Planned, cluster: Cluster) -> PredictionReport:
     """A prediction with what a reader holds it against."""
-    return Report(
+    return PredictionReport(
         prediction=prediction,
         name=name,
         parameters=planned.parameters,
@@ -115,7 +115,7 @@ def search_command(
     machine, said = cluster_of(loaded, cluster, devices)
     searched = as_efficient(as_program(job_to_search(loaded, machine), software), machine, efficiency)
     searched = replace(searched, remarks=(*said, *searched.remarks))
-    result = search(searched.job, Machine.of(machine), costs_of(searched.job, machine), asked, top)
+    result = search(searched.job, SearchTarget.of(machine), costs_of(searched.job, machine), asked, top)
     report = report_with(result.best[0], config.stem, searched, machine)
     title = (
         f"{config.stem}: {units.count(searched.parameters)} parameters on {machine.devices:,} x {machine.device.name} "

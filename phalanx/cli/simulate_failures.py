@@ -13,9 +13,9 @@ from phalanx.cli.options import AS_JSON, HTML, Decorator, group, in_words_of
 from phalanx.core.errors import UserError
 
 if TYPE_CHECKING:  # NumPy and rich take tenths of a second; help pages do without them
-    from phalanx.simulate.failure_model import Failures, Pool, Recovery, Story, Work
-    from phalanx.simulate.failure_report import MonthsReport
-    from phalanx.simulate.failure_simulation import Outcome
+    from phalanx.simulate.failure_model import Failures, FailureScenario, Pool, Recovery, Work
+    from phalanx.simulate.failure_report import FailureReport
+    from phalanx.simulate.failure_simulation import RunsOutcome
     from phalanx.simulate.failure_trace import Fault
 
 _EXAMPLES = """\b
@@ -109,13 +109,13 @@ def command(runs: int, seed: int, compare: bool, as_json: bool, html: Path | Non
     _refuse_contradictions(options, compare)
     with in_words_of(options, _FIELDS):
         faults = _recorded(options)
-        story = _story(options, faults)
+        scenario = _scenario(options, faults)
     console = make_console()
     with console.status(f"playing {runs:,} runs …", spinner="dots"):
-        outcome = _outcome(story, options, faults, runs, seed)
+        outcome = _outcome(scenario, options, faults, runs, seed)
         compared = max(runs // 5, 2) if compare else 0
         is_recorded = bool(faults) and options["years"] != "rates"
-        report = make_report(outcome, story.failures.source, compared, is_recorded=is_recorded)
+        report = make_report(outcome, scenario.failures.source, compared, is_recorded=is_recorded)
     _show(report, as_json, html)
 
 
@@ -171,9 +171,9 @@ def _days_of(faults: list[Fault]) -> float:
     return max(fault.ends_s for fault in faults) / 86_400
 
 
-def _story(options: dict[str, Any], faults: list[Fault]) -> Story:
+def _scenario(options: dict[str, Any], faults: list[Fault]) -> FailureScenario:
     """What the options say, with the best interval and number of spares where these are asked for."""
-    from phalanx.simulate.failure_model import Checkpoints, Story
+    from phalanx.simulate.failure_model import Checkpoints, FailureScenario
     from phalanx.simulate.failure_simulation import (
         best_interval,
         best_spares,
@@ -187,29 +187,29 @@ def _story(options: dict[str, Any], faults: list[Fault]) -> Story:
     at_least_s = interval_s or max(1800.0, persist_s, memory_s)
     saved = Checkpoints(at_least_s, options["stall_s"], persist_s, memory_s, options["memory_stall_s"])
     pool = _pool(options, spares or 0)
-    story = Story(_work(options, faults), _failures(options, faults), _recovery(options), saved, pool)
-    _check_sense(story)
-    require_playable(story, story.all_hosts)
+    scenario = FailureScenario(_work(options, faults), _failures(options, faults), _recovery(options), saved, pool)
+    _check_sense(scenario)
+    require_playable(scenario, scenario.all_hosts)
     if interval_s is None:
-        story = with_interval(story, best_interval(story))
+        scenario = with_interval(scenario, best_interval(scenario))
     if spares is None:
-        story = with_spares(story, best_spares(story))
-    if faults and options["years"] != "rates" and story.all_hosts > options["trace_hosts"]:
-        problem = f"{story.all_hosts} hosts are more than the {options['trace_hosts']} that were recorded"
+        scenario = with_spares(scenario, best_spares(scenario))
+    if faults and options["years"] != "rates" and scenario.all_hosts > options["trace_hosts"]:
+        problem = f"{scenario.all_hosts} hosts are more than the {options['trace_hosts']} that were recorded"
         raise UserError(problem, cure="take fewer devices and spares, or --years rates", field="--devices")
-    return story
+    return scenario
 
 
-def _check_sense(story: Story) -> None:
+def _check_sense(scenario: FailureScenario) -> None:
     """Whether the job is large enough to shrink, and a checkpoint is ever due, and durable, while it is watched."""
-    if story.pool.shrink_by > story.work.hosts:
-        cure = f"name a number up to {story.work.hosts}"
-        raise UserError("the job is not so large", cure=cure, field="shrink_by", value=story.pool.shrink_by)
-    saved, watched_s = story.checkpoints, story.work.days * 86_400
+    if scenario.pool.shrink_by > scenario.work.hosts:
+        cure = f"name a number up to {scenario.work.hosts}"
+        raise UserError("the job is not so large", cure=cure, field="shrink_by", value=scenario.pool.shrink_by)
+    saved, watched_s = scenario.checkpoints, scenario.work.days * 86_400
     field = "persist_s" if saved.persist_s > watched_s else "interval_s"
     if getattr(saved, field) > watched_s:
         cure = f"give a number below {watched_s:g}, or more --days"
-        problem = f"no checkpoint would be saved in {story.work.days:g} days"
+        problem = f"no checkpoint would be saved in {scenario.work.days:g} days"
         raise UserError(problem, cure=cure, field=field, value=getattr(saved, field))
 
 
@@ -274,13 +274,15 @@ def _pool(options: dict[str, Any], spares: int) -> Pool:
     return Pool(spares, smallest_hosts=options["smallest"], **{name: options[name] for name in names})
 
 
-def _outcome(story: Story, options: dict[str, Any], faults: list[Fault], runs: int, seed: int) -> Outcome:
+def _outcome(
+    scenario: FailureScenario, options: dict[str, Any], faults: list[Fault], runs: int, seed: int
+) -> RunsOutcome:
     from phalanx.simulate import failure_trace
     from phalanx.simulate.failure_simulation import simulate, simulate_histories
 
     years, hosts = options["years"] or "blocks", options["trace_hosts"]
     if not faults or years == "rates":
-        return simulate(story, runs, seed)
+        return simulate(scenario, runs, seed)
     if runs * len(faults) > _MOST_REPLAYED:
         cure = f"give {_MOST_REPLAYED // len(faults):,} at most, or --years rates"
         raise UserError(f"{len(faults):,} faults cannot be played so often", cure=cure, field="--runs", value=runs)
@@ -290,10 +292,10 @@ def _outcome(story: Story, options: dict[str, Any], faults: list[Fault], runs: i
         history = failure_trace.by_hosts(faults, runs, seed, hosts)
     else:
         history = failure_trace.by_blocks(faults, runs, seed, hosts, _days_of(faults))
-    return simulate_histories(story, [history], seed)
+    return simulate_histories(scenario, [history], seed)
 
 
-def _show(report: MonthsReport, as_json: bool, html: Path | None) -> None:
+def _show(report: FailureReport, as_json: bool, html: Path | None) -> None:
     from phalanx.cli.tables import make_console, tell_page
     from phalanx.simulate.failure_report import head_lines, months_json, months_text
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:  # NumPy, pydantic and rich take tenths of a second; help page
 
     from phalanx.plan.hardware.cluster import Cluster
     from phalanx.plan.types import Prediction
-    from phalanx.simulate.network_scenario import Scenario
-    from phalanx.simulate.network_settings import Network
+    from phalanx.simulate.network_scenario import NetworkScenario
+    from phalanx.simulate.network_settings import NetworkDescription
     from phalanx.simulate.traffic import Traffic
 
 _EXAMPLES = """\b
@@ -110,7 +110,7 @@ def _changes(options: dict[str, Any]) -> dict[str, Any]:
     return {_OPTION_KEYS.get(name, name): value for name, value in options.items() if value is not None}
 
 
-def _scenarios(base: Scenario, file: Path | None, alone: bool) -> tuple[Scenario, ...]:
+def _scenarios(base: NetworkScenario, file: Path | None, alone: bool) -> tuple[NetworkScenario, ...]:
     from phalanx.simulate.network_scenario import read_scenarios, usual_scenarios
 
     if file is not None:
@@ -172,7 +172,7 @@ def _usual(cluster: Cluster) -> Prediction:
     return predict(job, strategy, cluster)
 
 
-def _show(report: Any, network: Network, *, sources: bool, as_json: bool, html: Path | None) -> None:
+def _show(report: Any, network: NetworkDescription, *, sources: bool, as_json: bool, html: Path | None) -> None:
     if html is not None:
         from phalanx.plan.report.page_blocks import write_page
         from phalanx.simulate.network_report import network_figures, network_sections
@@ -191,7 +191,7 @@ def _show(report: Any, network: Network, *, sources: bool, as_json: bool, html: 
     tell_page(console, html)
 
 
-def _sources(network: Network) -> Table:
+def _sources(network: NetworkDescription) -> Table:
     from phalanx.cli.tables import make_table
 
     table = make_table("number", "value", "unit", "how known", "source", right=(1,), whole=(0,))

@@ -12,7 +12,7 @@ import click
 from phalanx.cli.options import AS_JSON, HTML, in_words_of
 
 if TYPE_CHECKING:  # NumPy and rich take tenths of a second; help pages do without them
-    from phalanx.simulate.stragglers import Question, Waits
+    from phalanx.simulate.stragglers import StragglerScenario, Waits
 
 _EXAMPLES = """\b
 Examples:
@@ -56,14 +56,14 @@ def command(cluster: str, as_json: bool, html: Path | None, **options: Any) -> N
     _show(question, waits_by_size(question), as_json, html)
 
 
-def _question(cluster: str, options: dict[str, Any]) -> Question:
+def _question(cluster: str, options: dict[str, Any]) -> StragglerScenario:
     """What the options say; what they leave open is the cluster's."""
     from dataclasses import replace
 
     from phalanx.plan.hardware.load import load_cluster
     from phalanx.plan.waiting import spread_of
     from phalanx.simulate.failure_model import require
-    from phalanx.simulate.stragglers import Question
+    from phalanx.simulate.stragglers import StragglerScenario
 
     machine = load_cluster(cluster)
     names = ("slow_share", "slow_excess", "lasting_sigma", "pass_sigma")
@@ -71,7 +71,7 @@ def _question(cluster: str, options: dict[str, Any]) -> Question:
     require("--slow-per-1000-host-days", options["slow_per_1000_host_days"], 0, 1e9)
     job = {name: options[name] for name in ("devices", "pipeline", "schedule", "compute_s", "find_s", "restart_s")}
     with in_words_of(options):
-        return Question(
+        return StragglerScenario(
             replace(spread_of(machine), **given),
             devices_per_host=machine.devices_per_host,
             tensor=options["tensor"] or min(machine.devices_per_host, options["devices"]),
@@ -82,7 +82,7 @@ def _question(cluster: str, options: dict[str, Any]) -> Question:
         )
 
 
-def _show(question: Question, rows: Sequence[Waits], as_json: bool, html: Path | None) -> None:
+def _show(question: StragglerScenario, rows: Sequence[Waits], as_json: bool, html: Path | None) -> None:
     from phalanx.cli.tables import make_console, tell_page
     from phalanx.simulate.stragglers import stragglers_json, stragglers_text
 

@@ -223,7 +223,7 @@ def sharded(job: Job, strategy: Strategy, cluster: Cluster, weights: Floats, com
 
 
 @dataclass(frozen=True)
-class Exchange:
+class DataExchange:
     """Seconds of what a rank exchanges for some of its weights.
 
     Attributes:
@@ -235,7 +235,9 @@ class Exchange:
     gather_s: Floats
 
 
-def exchange(job: Job, strategy: Strategy, cluster: Cluster, weights: Floats, ranks: Ints | None = None) -> Exchange:
+def exchange(
+    job: Job, strategy: Strategy, cluster: Cluster, weights: Floats, ranks: Ints | None = None
+) -> DataExchange:
     """Exchanges for `weights` elements of a rank, as one message each way.
 
     Gradients are summed over data-parallel and context ranks. Where state is split (ZeRO 1 and up) they are scattered
@@ -251,16 +253,16 @@ def exchange(job: Job, strategy: Strategy, cluster: Cluster, weights: Floats, ra
         sharded, copies = _fewer(sharded, copies, ranks)
     num_bytes = weights * job.software.reduce_bytes
     if strategy.zero == 0:
-        return Exchange(cluster.collective_s("all_reduce", num_bytes, sharded * copies, stride), 0.0 * weights)
+        return DataExchange(cluster.collective_s("all_reduce", num_bytes, sharded * copies, stride), 0.0 * weights)
     between: Floats = 0.0
     if not (isinstance(copies, int) and copies == 1):
         between = cluster.collective_s("all_reduce", num_bytes / sharded, copies, stride * sharded)
     if strategy.zero == 3:  # all else goes in every pass
-        return Exchange(between, 0.0 * weights)
+        return DataExchange(between, 0.0 * weights)
     scatter = cluster.collective_s("reduce_scatter", num_bytes, sharded, stride)
     gathered = weights * job.software.gather_bytes
     gather = cluster.collective_s("all_gather", gathered, sharded, stride)
-    return Exchange(scatter + between, gather)
+    return DataExchange(scatter + between, gather)
 
 
 def _fewer(sharded: Ints, copies: Ints, ranks: Ints) -> tuple[Ints, Ints]:

@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from phalanx.parallel.config import Schedule
-from phalanx.plan.communication import Exchange, exchange, gather_lead_s, reduce_tail_s, send_s
+from phalanx.plan.communication import DataExchange, exchange, gather_lead_s, reduce_tail_s, send_s
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.jobs import check
 from phalanx.plan.memory import rank_memory
@@ -25,7 +25,7 @@ from phalanx.plan.pipeline.evaluate import Array, StageCosts, StepTime, evaluate
 from phalanx.plan.stages import (
     Costs,
     Known,
-    Share,
+    RankShare,
     Stages,
     Weights,
     held_by,
@@ -99,7 +99,7 @@ def _fullest(stages: Stages, weights: Sequence[Weights]) -> Weights:
 
 
 @dataclass(frozen=True, eq=False)
-class Timeline:
+class StepTimeline:
     """One step in time, up to the last backward pass.
 
     Attributes:
@@ -115,12 +115,12 @@ class Timeline:
     stage_times: StageTimes | None = None
 
 
-def timeline(job: Job, strategy: Strategy, cluster: Cluster, costs: Costs, stages: Stages) -> Timeline:
+def timeline(job: Job, strategy: Strategy, cluster: Cluster, costs: Costs, stages: Stages) -> StepTimeline:
     """When every stage computes, exactly."""
     passes = [stage_passes(stage, costs) for stage in stages.different]
     micro_batches = strategy.micro_batches(job.global_batch)
     if strategy.pipeline == 1:
-        return Timeline(stages, passes, micro_batches, _alone(passes[0], micro_batches))
+        return StepTimeline(stages, passes, micro_batches, _alone(passes[0], micro_batches))
     send = float(send_s(job, strategy, cluster, costs.local))
     time = _evaluated(
         strategy.schedule,
@@ -132,7 +132,7 @@ def timeline(job: Job, strategy: Strategy, cluster: Cluster, costs: Costs, stage
         send,
         not job.software.pipeline_overlap,
     )
-    return Timeline(stages, passes, micro_batches, time, _stage_times(stages, passes, send, job))
+    return StepTimeline(stages, passes, micro_batches, time, _stage_times(stages, passes, send, job))
 
 
 def _stage_times(stages: Stages, passes: Sequence[Passes], send_s: float, job: Job) -> StageTimes:
@@ -206,7 +206,7 @@ class DataTime:
 
 
 def data_time(
-    job: Job, strategy: Strategy, line: Timeline, weights: Sequence[Weights], exchanges: Sequence[Exchange]
+    job: Job, strategy: Strategy, line: StepTimeline, weights: Sequence[Weights], exchanges: Sequence[DataExchange]
 ) -> DataTime:
     """Of the pipeline rank that is done with it last.
 
@@ -230,7 +230,7 @@ def data_time(
 
 
 def _not_covered(
-    job: Job, strategy: Strategy, line: Timeline, weights: Sequence[Weights], reduce_s: Array, gather_s: Array
+    job: Job, strategy: Strategy, line: StepTimeline, weights: Sequence[Weights], reduce_s: Array, gather_s: Array
 ) -> tuple[Array, Array]:
     """What first forward passes wait for weights, and how long gradients are reduced after the end, by rank.
 
@@ -250,22 +250,22 @@ def _not_covered(
     return gather_lead_s(gather_s, time.first_forward_begin_s.T), after_s
 
 
-def both(job: Job, strategy: Strategy, cluster: Cluster, weights: Weights) -> Exchange:
+def both(job: Job, strategy: Strategy, cluster: Cluster, weights: Weights) -> DataExchange:
     """Dense weights are shared by all data-parallel ranks, experts by those that hold the same ones."""
     dense = exchange(job, strategy, cluster, weights.dense)
     if not weights.experts:
         return dense
     ranks = strategy.data * strategy.context // strategy.expert
     experts = exchange(job, strategy, cluster, weights.experts, ranks)
-    return Exchange(dense.reduce_s + experts.reduce_s, dense.gather_s + experts.gather_s)
+    return DataExchange(dense.reduce_s + experts.reduce_s, dense.gather_s + experts.gather_s)
 
 
-def computed_s(share: Share, costs: Costs, micro_batches: int) -> dict[str, float]:
+def computed_s(share: RankShare, costs: Costs, micro_batches: int) -> dict[str, float]:
     """Exposed seconds by path of all passes on a rank."""
     return _summed(((cost.exposed, times) for cost, times in held_by(share, costs)), micro_batches)
 
 
-def hidden_s(share: Share, costs: Costs, micro_batches: int) -> dict[str, float]:
+def hidden_s(share: RankShare, costs: Costs, micro_batches: int) -> dict[str, float]:
     """Seconds by path that the passes on a rank cover."""
     return _summed(((cost.hidden, times) for cost, times in held_by(share, costs)), micro_batches)
 

@@ -19,8 +19,7 @@ from phalanx.plan.hardware.formula import distinct
 from phalanx.plan.memory import memory_bound
 from phalanx.plan.operations import Passes, local_of
 from phalanx.plan.overheads import constants, with_residual
-from phalanx.plan.pipeline.bounds import Passes as StagePasses
-from phalanx.plan.pipeline.bounds import lower_bound
+from phalanx.plan.pipeline.bounds import StagePasses, lower_bound
 from phalanx.plan.stages import Costs, Weights, costs, of_embedding, of_head, of_kind, stage_bounds
 from phalanx.plan.types import Floats, Ints, Job, Model, Strategy
 

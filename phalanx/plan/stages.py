@@ -44,7 +44,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """What one pipeline rank has of the model.
 
     Attributes:
@@ -60,9 +60,9 @@ class Share:
     at_end: bool
 
 
-def _share(chunks: Sequence[Stage], *, at_end: bool) -> Share:
+def _share(chunks: Sequence[Stage], *, at_end: bool) -> RankShare:
     layers = tuple(map(sum, zip(*(stage.layers for stage in chunks), strict=True)))
-    return Share(layers, any(stage.first for stage in chunks), any(stage.last for stage in chunks), at_end)
+    return RankShare(layers, any(stage.first for stage in chunks), any(stage.last for stage in chunks), at_end)
 
 
 class Stages(tuple[Stage, ...]):
@@ -102,7 +102,7 @@ class Stages(tuple[Stage, ...]):
         return places
 
     @cached_property
-    def shares(self) -> list[Share]:
+    def shares(self) -> list[RankShare]:
         """What every pipeline rank has of the model."""
         columns = [[self.different[number] for number in numbers] for numbers in self.places.T]
         return [_share(chunks, at_end=rank == len(columns) - 1) for rank, chunks in enumerate(columns)]
@@ -183,7 +183,7 @@ def stage_passes(stage: Stage, costs: Costs) -> Passes:
     return Passes.sum(cost.total * times for cost, times in held_by(stage, costs))
 
 
-def held_by(part: Stage | Share, costs: Costs) -> list[tuple[Cost, int]]:
+def held_by(part: Stage | RankShare, costs: Costs) -> list[tuple[Cost, int]]:
     """The pieces of a stage, or of a rank, and how many of each."""
     ends = [(costs.embedding, 1)] * part.first + [(costs.head, 1)] * part.last
     return [*((cost, times) for cost, times in zip(costs.layers, part.layers, strict=True) if times), *ends]

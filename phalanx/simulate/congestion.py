@@ -11,7 +11,7 @@ blocking). All ports are alike, so one is computed, and N and V enter as factors
 for 2,000. Arrays hold one entry for each case.
 
 Senders are fluid, too: their rate follows marks and delays, one entry for each class of equal senders. Of many hot
-links, `Table` computes each distinct one a single time, side by side with the others.
+links, `HotLinkTable` computes each distinct one a single time, side by side with the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.simulate.network_settings import Control, Dcqcn, Ecn, Settings, Swift
+from phalanx.simulate.network_settings import CongestionSettings, Control, Dcqcn, Ecn, Swift
 
 Floats = NDArray[np.float64]
 
@@ -69,7 +69,7 @@ class Cases:
 
 
 @dataclass(frozen=True)
-class Trace:
+class QueueTrace:
     """How it went; the last axis of arrays is time, in equal steps of `sample_s`.
 
     Attributes:
@@ -89,10 +89,10 @@ class Trace:
     sent_bytes: Floats
     left_bytes: Floats
 
-    def only(self, case: int) -> Trace:
+    def only(self, case: int) -> QueueTrace:
         """What happened in one case."""
         one = slice(case, case + 1)
-        return Trace(
+        return QueueTrace(
             self.cases.only(case),
             self.sample_s,
             self.delivered_bytes[:, one],
@@ -127,7 +127,7 @@ class Trace:
         return np.asarray(values[..., values.shape[-1] * 3 // 4 :].mean(axis=-1))
 
 
-def run_hot_spot(cases: Cases, settings: Settings, adapter_rate: float, span_s: float = SPAN_S) -> Trace:
+def run_hot_spot(cases: Cases, settings: CongestionSettings, adapter_rate: float, span_s: float = SPAN_S) -> QueueTrace:
     """Let all flows start at full rate at the same moment, and see, until nothing changes any more.
 
     Args:
@@ -142,7 +142,7 @@ def run_hot_spot(cases: Cases, settings: Settings, adapter_rate: float, span_s: 
     while len(series) * sample_s < span_s and not _is_settled(series):
         series.append(state.advance(sample_s, FINE_S if len(series) * sample_s < fine_span_s else COARSE_S))
     delivered, queues, pauses, marks = (np.stack(values, axis=-1) for values in zip(*series, strict=True))
-    return Trace(cases, sample_s, delivered, queues, pauses, marks, state.sent, state.waiting())
+    return QueueTrace(cases, sample_s, delivered, queues, pauses, marks, state.sent, state.waiting())
 
 
 _WINDOW = 12
@@ -169,7 +169,7 @@ def _is_steady(values: Sequence[Floats]) -> bool:
 class _State:
     """Queues, pauses, and what is under way back to the senders."""
 
-    def __init__(self, cases: Cases, settings: Settings, sender: Senders) -> None:
+    def __init__(self, cases: Cases, settings: CongestionSettings, sender: Senders) -> None:
         self.cases, self.settings, self.sender = cases, settings, sender
         shape = (2, len(cases.hot_flows))
         self.flows = np.stack([cases.hot_flows, cases.cold_flows])
@@ -314,7 +314,9 @@ class Senders:
     - ``none``: full rate.
     """
 
-    def __init__(self, control: Sequence[Control], line_rate: Floats, adapter_rate: float, settings: Settings) -> None:
+    def __init__(
+        self, control: Sequence[Control], line_rate: Floats, adapter_rate: float, settings: CongestionSettings
+    ) -> None:
         self._settings = settings
         kinds = np.asarray(control)
         self._by_rate, self._by_window = kinds == "dcqcn", (kinds == "swift") | (kinds == "mixed")
@@ -391,7 +393,7 @@ class HotLink:
 
 
 @dataclass(frozen=True)
-class Effect:
+class QueueEffect:
     """What congestion control does to a burst over a hot link.
 
     Attributes:
@@ -411,37 +413,37 @@ class Effect:
         return 1 / max(self.efficiency, 1e-6)
 
 
-NO_EFFECT = Effect()
+NO_EFFECT = QueueEffect()
 
 
-class Table:
+class HotLinkTable:
     """Traces of hot links."""
 
-    def __init__(self, links: Collection[HotLink], settings: Settings, adapter_rate: float) -> None:
+    def __init__(self, links: Collection[HotLink], settings: CongestionSettings, adapter_rate: float) -> None:
         # Each kind of control for itself: some settle long before others.
-        self._traces: dict[HotLink, Trace] = {}
+        self._traces: dict[HotLink, QueueTrace] = {}
         for control in dict.fromkeys(link.control for link in links):
             alike = [link for link in links if link.control == control]
             together = _run(alike, settings, adapter_rate)
             self._traces.update((link, together.only(place)) for place, link in enumerate(alike))
 
-    def effect(self, link: HotLink, burst_s: float) -> Effect:
+    def effect(self, link: HotLink, burst_s: float) -> QueueEffect:
         """What happens within a burst that fair rates would deliver in `burst_s`."""
         trace = self._traces[link]
         hot, bystander = trace.efficiency(burst_s)[:, 0]
-        return Effect(
+        return QueueEffect(
             efficiency=float(hot),
             bystander=float(bystander),
             queue_s=float(trace.mean_queue_s(burst_s)[0]),
             paused_s=float(trace.paused_s(burst_s)[0]),
         )
 
-    def trace(self, link: HotLink) -> Trace:
+    def trace(self, link: HotLink) -> QueueTrace:
         """How it went, over time."""
         return self._traces[link]
 
 
-def _run(links: list[HotLink], settings: Settings, adapter_rate: float) -> Trace:
+def _run(links: list[HotLink], settings: CongestionSettings, adapter_rate: float) -> QueueTrace:
     """Bystanders' links are one flow less full than the hot one, as the next fullest links of a fabric are."""
     paths = np.array([float(link.paths) for link in links])
     capacity = np.array([link.capacity for link in links])

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from phalanx.checkpoint.interval import daly, young
-from phalanx.simulate.failure_model import DAY_S, FailureClass, Story, require
+from phalanx.simulate.failure_model import DAY_S, FailureClass, FailureScenario, require
 
 _MOST_EXP = 700.0
 
@@ -92,7 +92,7 @@ def standby(hosts: int, ratio: float, level: float = 0.99) -> int:
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """What formulas say of a story.
+    """What formulas say of a scenario.
 
     Attributes:
         ettr: effective training time ratio, by ours.
@@ -116,20 +116,20 @@ class ClosedForm:
     away_hosts: float
 
 
-def closed_form(story: Story) -> ClosedForm:
-    """What formulas say of `story`."""
-    recovery, checkpoints = story.recovery, story.checkpoints
-    stops = story.failures.per_host_day("stops")
-    mtbf_s = mttf_s(story.work.hosts, stops)
-    durable_s = durable_mtbf_s(story)
-    away = away_ratio(story)
-    capacity, enough = capacity_of(story)
-    running = _running(story, mtbf_s, durable_s)
-    restart_s = _mean_restart_s(story)
+def closed_form(scenario: FailureScenario) -> ClosedForm:
+    """What formulas say of `scenario`."""
+    recovery, checkpoints = scenario.recovery, scenario.checkpoints
+    stops = scenario.failures.per_host_day("stops")
+    mtbf_s = mttf_s(scenario.work.hosts, stops)
+    durable_s = durable_mtbf_s(scenario)
+    away = away_ratio(scenario)
+    capacity, enough = capacity_of(scenario)
+    running = _running(scenario, mtbf_s, durable_s)
+    restart_s = _mean_restart_s(scenario)
     return ClosedForm(
         ettr=running * capacity,
         meta_ettr=meta_ettr(
-            story.work.hosts,
+            scenario.work.hosts,
             stops,
             checkpoints.interval_s,
             restart_s - recovery.queue_s,
@@ -142,7 +142,7 @@ def closed_form(story: Story) -> ClosedForm:
         running=running,
         enough_hosts=enough,
         capacity=capacity,
-        away_hosts=away * story.all_hosts,
+        away_hosts=away * scenario.all_hosts,
     )
 
 
@@ -150,115 +150,115 @@ def _daly_s(stall_s: float, mtbf_s: float) -> float:
     return math.inf if math.isinf(mtbf_s) else daly(stall_s, mtbf_s)
 
 
-def _stopping(story: Story) -> Sequence[FailureClass]:
-    return [c for c in story.failures.classes if c.effect == "stops" and c.per_host_day > 0]
+def _stopping(scenario: FailureScenario) -> Sequence[FailureClass]:
+    return [c for c in scenario.failures.classes if c.effect == "stops" and c.per_host_day > 0]
 
 
-def durable_mtbf_s(story: Story) -> float:
+def durable_mtbf_s(scenario: FailureScenario) -> float:
     """Mean time between failures that go back to durable storage."""
-    in_memory = story.checkpoints.memory_interval_s > 0
-    rate = math.fsum(c.per_host_day for c in _stopping(story) if not (in_memory and c.survives))
-    return mttf_s(story.work.hosts, rate)
+    in_memory = scenario.checkpoints.memory_interval_s > 0
+    rate = math.fsum(c.per_host_day for c in _stopping(scenario) if not (in_memory and c.survives))
+    return mttf_s(scenario.work.hosts, rate)
 
 
-def _mean_restart_s(story: Story) -> float:
+def _mean_restart_s(scenario: FailureScenario) -> float:
     """From a failure until steps are made again, on average over failures that stop the job."""
-    recovery, stopping = story.recovery, _stopping(story)
+    recovery, stopping = scenario.recovery, _stopping(scenario)
     rate = math.fsum(c.per_host_day for c in stopping)
     takes_s = 0.0
     for failure in stopping:
         noticed_s = recovery.detection_s if failure.detection_s is None else failure.detection_s
-        from_memory = failure.survives and story.checkpoints.memory_interval_s > 0
+        from_memory = failure.survives and scenario.checkpoints.memory_interval_s > 0
         load_s = recovery.memory_load_s if from_memory else recovery.load_s
         takes_s += failure.per_host_day / rate * (noticed_s + recovery.queue_s + recovery.restart_s + load_s)
     return takes_s
 
 
-def _running(story: Story, mtbf_s: float, durable_s: float) -> float:
+def _running(scenario: FailureScenario, mtbf_s: float, durable_s: float) -> float:
     """Training that counts over all time, while there are enough hosts."""
-    checkpoints = story.checkpoints
+    checkpoints = scenario.checkpoints
     period_s = checkpoints.interval_s / checkpoints.memory_ratio + checkpoints.stall_s
     pace = checkpoints.interval_s / period_s
-    gently = pace * (1 - _slow_share(story)) / (1 + _gentle_share(story))
+    gently = pace * (1 - _slow_share(scenario)) / (1 + _gentle_share(scenario))
     if math.isinf(mtbf_s):
         return gently
-    restart = _mean_restart_s(story) / mtbf_s
+    restart = _mean_restart_s(scenario) / mtbf_s
     if restart > _MOST_EXP:
         return 0.0
-    lost_s = _lost_durable_s(story, durable_s, period_s) * mtbf_s / durable_s
+    lost_s = _lost_durable_s(scenario, durable_s, period_s) * mtbf_s / durable_s
     if checkpoints.memory_interval_s:
-        lost_s += _lost_memory_s(story, mtbf_s) * (1 - mtbf_s / durable_s)
+        lost_s += _lost_memory_s(scenario, mtbf_s) * (1 - mtbf_s / durable_s)
     return max(gently * (1 - lost_s / (pace * mtbf_s)), 0.0) / math.exp(restart)
 
 
-def _lost_durable_s(story: Story, mtbf_s: float, period_s: float) -> float:
+def _lost_durable_s(scenario: FailureScenario, mtbf_s: float, period_s: float) -> float:
     """Training lost by a failure that goes back to durable storage."""
     if math.isinf(mtbf_s):
         return 0.0
-    checkpoints = story.checkpoints
+    checkpoints = scenario.checkpoints
     if period_s / mtbf_s > _MOST_EXP:
         return mtbf_s * checkpoints.interval_s / period_s
     kept_s = checkpoints.interval_s * math.exp(-checkpoints.persist_s / mtbf_s) / math.expm1(period_s / mtbf_s)
     return mtbf_s * checkpoints.interval_s / period_s - kept_s
 
 
-def _lost_memory_s(story: Story, mtbf_s: float) -> float:
+def _lost_memory_s(scenario: FailureScenario, mtbf_s: float) -> float:
     """Training lost by a failure that snapshots in memory outlive."""
-    checkpoints = story.checkpoints
+    checkpoints = scenario.checkpoints
     going_s = checkpoints.memory_ratio * mtbf_s
     steps = checkpoints.memory_interval_s / going_s
     return going_s if steps > _MOST_EXP else going_s - checkpoints.memory_interval_s / math.expm1(steps)
 
 
-def _gentle_share(story: Story) -> float:
+def _gentle_share(scenario: FailureScenario) -> float:
     """Time of stops that can wait for a checkpoint, over the time between them."""
-    recovery, checkpoints = story.recovery, story.checkpoints
+    recovery, checkpoints = scenario.recovery, scenario.checkpoints
     each_s = recovery.queue_s + recovery.restart_s
     each_s += recovery.memory_load_s if checkpoints.memory_interval_s else recovery.load_s
     lost_s = (checkpoints.memory_interval_s or checkpoints.interval_s) / 2
     each_s += checkpoints.stall_s if recovery.saves_first else lost_s
-    replaced = story.failures.per_host_day("slow") + story.failures.per_host_day("taken out")
-    per_day = story.work.hosts * replaced + recovery.planned_per_day
+    replaced = scenario.failures.per_host_day("slow") + scenario.failures.per_host_day("taken out")
+    per_day = scenario.work.hosts * replaced + recovery.planned_per_day
     return (per_day * each_s + recovery.planned_per_day * recovery.planned_s) / DAY_S
 
 
-def _slow_share(story: Story) -> float:
+def _slow_share(scenario: FailureScenario) -> float:
     """Of running time, that slow hosts take: there may be more than one at a time, and the slowest counts."""
     healthy = 1.0
-    for failure in story.failures.classes:
+    for failure in scenario.failures.classes:
         if failure.effect == "slow":
-            found_s = story.recovery.find_slow_s if failure.detection_s is None else failure.detection_s
-            at_once = story.work.hosts * failure.per_host_day * found_s / DAY_S
+            found_s = scenario.recovery.find_slow_s if failure.detection_s is None else failure.detection_s
+            at_once = scenario.work.hosts * failure.per_host_day * found_s / DAY_S
             healthy *= 1 - (1 - 1 / failure.slowdown) * -math.expm1(-at_once)
     return 1 - healthy
 
 
-def away_ratio(story: Story) -> float:
+def away_ratio(scenario: FailureScenario) -> float:
     """How likely it is that a host is away."""
     each = [
-        c.per_host_day * (c.repair.mean_s + story.pool.provision_s) / DAY_S
-        for c in story.failures.classes
+        c.per_host_day * (c.repair.mean_s + scenario.pool.provision_s) / DAY_S
+        for c in scenario.failures.classes
         if c.repair.mean_s > 0
     ]
     away = math.fsum(each)
     return away / (1 + away)
 
 
-def capacity_of(story: Story) -> tuple[float, float]:
+def capacity_of(scenario: FailureScenario) -> tuple[float, float]:
     """Hosts that take part over those of the job, and the share of the time in which the job can run at all."""
-    hosts, pool = story.work.hosts, story.pool
+    hosts, pool = scenario.work.hosts, scenario.pool
     capacity = enough = 0.0
-    for missing, chance in enumerate(binomial(story.all_hosts, away_ratio(story))):
-        size = _size_with(story, story.all_hosts - missing) if pool.when_missing == "shrink" else hosts
-        if story.all_hosts - missing < hosts and pool.when_missing == "wait":
+    for missing, chance in enumerate(binomial(scenario.all_hosts, away_ratio(scenario))):
+        size = _size_with(scenario, scenario.all_hosts - missing) if pool.when_missing == "shrink" else hosts
+        if scenario.all_hosts - missing < hosts and pool.when_missing == "wait":
             size = 0
         capacity += chance * size / hosts
         enough += chance * (size > 0)
     return min(capacity, 1.0), min(enough, 1.0)
 
 
-def _size_with(story: Story, good: int) -> int:
+def _size_with(scenario: FailureScenario, good: int) -> int:
     """The largest number of hosts that a job which may shrink runs on, with so many good ones."""
-    missing = -(-max(story.work.hosts - good, 0) // story.pool.shrink_by) * story.pool.shrink_by
-    size = story.work.hosts - missing
-    return size if size >= story.smallest_hosts else 0
+    missing = -(-max(scenario.work.hosts - good, 0) // scenario.pool.shrink_by) * scenario.pool.shrink_by
+    size = scenario.work.hosts - missing
+    return size if size >= scenario.smallest_hosts else 0

@@ -335,7 +335,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Story:
+class FailureScenario:
     """All of it together.
 
     Raises:

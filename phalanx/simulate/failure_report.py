@@ -21,11 +21,11 @@ from phalanx.figures.simulate import choice_lines, run_histogram, time_shares
 from phalanx.figures.style import Figure
 from phalanx.plan.report.page_blocks import Block, Bullets, Cards, Cell, FigurePlace, Heading, PageTable, numbers, soft
 from phalanx.simulate.failure_formulas import ClosedForm, away_ratio, closed_form, standby
-from phalanx.simulate.failure_model import DAY_S, HOUR_S, Story
+from phalanx.simulate.failure_model import DAY_S, HOUR_S, FailureScenario
 from phalanx.simulate.failure_simulation import (
-    Choice,
     Estimate,
-    Outcome,
+    PlayedChoice,
+    RunsOutcome,
     best_interval,
     best_spares,
     play_intervals,
@@ -45,28 +45,28 @@ class Tried:
         why: what speaks for it.
         value: seconds between checkpoints, or spares.
         ettr, goodput: with it.
-        played: the same choice with the same failures as the story, where that was asked for.
+        played: the same choice with the same failures as the scenario, where that was asked for.
     """
 
     why: str
     value: float
     ettr: float
     goodput: float
-    played: Choice | None = None
+    played: PlayedChoice | None = None
 
 
 @dataclass(frozen=True)
-class MonthsReport:
-    """All that is told of a story.
+class FailureReport:
+    """All that is told of a scenario.
 
     Attributes:
         form: formulas, for failures without memory, in the long run.
-        intervals, spares: choices, those of the story first.
+        intervals, spares: choices, those of the scenario first.
         source: where the failures come from.
         is_recorded: they are recorded ones, or drawn from them with what came together.
     """
 
-    outcome: Outcome
+    outcome: RunsOutcome
     form: ClosedForm
     intervals: tuple[Tried, ...]
     spares: tuple[Tried, ...]
@@ -74,75 +74,79 @@ class MonthsReport:
     is_recorded: bool = False
 
     @property
-    def story(self) -> Story:
+    def scenario(self) -> FailureScenario:
         """What was played."""
-        return self.outcome.story
+        return self.outcome.scenario
 
 
-def make_report(outcome: Outcome, source: str, compare_runs: int = 0, *, is_recorded: bool = False) -> MonthsReport:
+def make_report(
+    outcome: RunsOutcome, source: str, compare_runs: int = 0, *, is_recorded: bool = False
+) -> FailureReport:
     """What is told of `outcome`.
 
     Args:
         source: of the failures, for people.
         compare_runs: of every other choice, to be played with the same failures; 0: formulas only.
     """
-    story = outcome.story
-    intervals, spares = list(_intervals(story)), list(_spares(story))
+    scenario = outcome.scenario
+    intervals, spares = list(_intervals(scenario)), list(_spares(scenario))
     if compare_runs:
-        intervals = _with_neighbours(story, intervals)
-        played = play_intervals(story, [tried.value for tried in intervals], compare_runs, outcome.seed)
+        intervals = _with_neighbours(scenario, intervals)
+        played = play_intervals(scenario, [tried.value for tried in intervals], compare_runs, outcome.seed)
         intervals = [_with(tried, choice) for tried, choice in zip(intervals, played, strict=True)]
-        played = play_spares(story, [int(tried.value) for tried in spares], compare_runs, outcome.seed)
+        played = play_spares(scenario, [int(tried.value) for tried in spares], compare_runs, outcome.seed)
         spares = [_with(tried, choice) for tried, choice in zip(spares, played, strict=True)]
-    return MonthsReport(outcome, closed_form(story), tuple(intervals), tuple(spares), source, is_recorded)
+    return FailureReport(outcome, closed_form(scenario), tuple(intervals), tuple(spares), source, is_recorded)
 
 
-def _with(tried: Tried, choice: Choice) -> Tried:
+def _with(tried: Tried, choice: PlayedChoice) -> Tried:
     return Tried(tried.why, tried.value, tried.ettr, tried.goodput, choice)
 
 
-def _interval(story: Story, why: str, interval_s: float) -> Tried:
-    form = closed_form(with_interval(story, interval_s))
-    return Tried(why, interval_s, form.ettr, form.ettr * story.work.hosts / (story.work.hosts + story.pool.spares))
+def _interval(scenario: FailureScenario, why: str, interval_s: float) -> Tried:
+    form = closed_form(with_interval(scenario, interval_s))
+    return Tried(
+        why, interval_s, form.ettr, form.ettr * scenario.work.hosts / (scenario.work.hosts + scenario.pool.spares)
+    )
 
 
-def _possible(story: Story, interval_s: float) -> float:
+def _possible(scenario: FailureScenario, interval_s: float) -> float:
     """The nearest interval that there can be."""
-    least_s = max(story.checkpoints.persist_s, story.checkpoints.memory_interval_s, story.work.step_s)
-    return min(max(interval_s, least_s), max(story.work.days * DAY_S, least_s))
+    least_s = max(scenario.checkpoints.persist_s, scenario.checkpoints.memory_interval_s, scenario.work.step_s)
+    return min(max(interval_s, least_s), max(scenario.work.days * DAY_S, least_s))
 
 
-def _intervals(story: Story) -> Iterator[Tried]:
-    """The story's own, Young's, Daly's, and the best by the exact formula; intervals that can be."""
-    form = closed_form(story)
-    yield _interval(story, "this one", story.checkpoints.interval_s)
+def _intervals(scenario: FailureScenario) -> Iterator[Tried]:
+    """The scenario's own, Young's, Daly's, and the best by the exact formula; intervals that can be."""
+    form = closed_form(scenario)
+    yield _interval(scenario, "this one", scenario.checkpoints.interval_s)
     for why, interval_s in (("Young 1974", form.young_s), ("Daly 2006", form.daly_s)):
-        if math.isfinite(interval_s) and interval_s > 0 and _possible(story, interval_s) == interval_s:
-            yield _interval(story, why, interval_s)
-    yield _interval(story, "best", best_interval(story))
+        if math.isfinite(interval_s) and interval_s > 0 and _possible(scenario, interval_s) == interval_s:
+            yield _interval(scenario, why, interval_s)
+    yield _interval(scenario, "best", best_interval(scenario))
 
 
-def _with_neighbours(story: Story, intervals: list[Tried]) -> list[Tried]:
+def _with_neighbours(scenario: FailureScenario, intervals: list[Tried]) -> list[Tried]:
     """Shorter and longer ones than the best, too."""
     best = intervals[-1].value
-    others = [_possible(story, best * factor) for factor in _FACTORS]
-    return [*intervals, *(_interval(story, f"best x {f:g}", s) for f, s in zip(_FACTORS, others, strict=True))]
+    others = [_possible(scenario, best * factor) for factor in _FACTORS]
+    return [*intervals, *(_interval(scenario, f"best x {f:g}", s) for f, s in zip(_FACTORS, others, strict=True))]
 
 
-def _spares(story: Story) -> Iterator[Tried]:
-    almost_always = standby(story.all_hosts, away_ratio(story), 0.99)
-    numbers = {"this many": story.pool.spares, "none": 0, "enough for 99 %": almost_always}
+def _spares(scenario: FailureScenario) -> Iterator[Tried]:
+    almost_always = standby(scenario.all_hosts, away_ratio(scenario), 0.99)
+    numbers = {"this many": scenario.pool.spares, "none": 0, "enough for 99 %": almost_always}
     try:
-        best = best_spares(story)
+        best = best_spares(scenario)
     except UserError:  # no number is enough
-        best = story.pool.spares
+        best = scenario.pool.spares
     else:
         numbers |= {"half of the best": best // 2, "best": best, "twice the best": 2 * best}
     seen = set()
     for why, number in numbers.items():
         if number not in seen or why == "best":
-            form = closed_form(with_spares(story, number))
-            yield Tried(why, number, form.ettr, form.ettr * story.work.hosts / (story.work.hosts + number))
+            form = closed_form(with_spares(scenario, number))
+            yield Tried(why, number, form.ettr, form.ettr * scenario.work.hosts / (scenario.work.hosts + number))
             seen.add(number)
 
 
@@ -150,20 +154,20 @@ VERSION = 1
 """Grows when a key goes or changes its meaning; new keys leave it as it is."""
 
 
-def months_json(report: MonthsReport) -> dict[str, Any]:
-    """Everything that is known of a story. `shares` sum to 1."""
-    outcome, story = report.outcome, report.story
+def months_json(report: FailureReport) -> dict[str, Any]:
+    """Everything that is known of a scenario. `shares` sum to 1."""
+    outcome, scenario = report.outcome, report.scenario
     plain = {
         "version": VERSION,
         "runs": len(outcome.samples.wall_s),
         "seed": outcome.seed,
         "failures_source": report.source,
         "failures_are_recorded": report.is_recorded,
-        "work": asdict(story.work),
-        "recovery": asdict(story.recovery),
-        "checkpoints": asdict(story.checkpoints),
-        "pool": asdict(story.pool),
-        "failure_classes": [_class(c) for c in (asdict(c) for c in story.failures.classes)],
+        "work": asdict(scenario.work),
+        "recovery": asdict(scenario.recovery),
+        "checkpoints": asdict(scenario.checkpoints),
+        "pool": asdict(scenario.pool),
+        "failure_classes": [_class(c) for c in (asdict(c) for c in scenario.failures.classes)],
         "ettr_ratio": asdict(outcome.ettr),
         "goodput_ratio": asdict(outcome.goodput),
         "days": asdict(outcome.days),
@@ -196,7 +200,7 @@ def _class(failure: dict[str, Any]) -> dict[str, Any]:
     return {**failure, "repair_mean_s": repair["mean_s"]}
 
 
-def _formulas(report: MonthsReport) -> dict[str, Any]:
+def _formulas(report: FailureReport) -> dict[str, Any]:
     form = report.form
     return {
         "ettr_ratio": form.ettr,
@@ -225,7 +229,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _FIGURE_POINTS = 60
 
 
-def months_text(report: MonthsReport) -> RenderableType:
+def months_text(report: FailureReport) -> RenderableType:
     """All of a report."""
     pieces: list[RenderableType] = [*_head(report), "", _heading("what comes of it"), _results(report)]
     pieces += ["", _heading("where the time goes"), _parts(report.outcome)]
@@ -248,10 +252,10 @@ def percent(ratio: float, digits: int = 2) -> str:
     return f"{100 * ratio + 0.0:.{digits}f} %"
 
 
-def head_lines(report: MonthsReport) -> list[str]:
+def head_lines(report: FailureReport) -> list[str]:
     """What is played, in three lines."""
-    story = report.story
-    work, pool, form = story.work, story.pool, report.form
+    scenario = report.scenario
+    work, pool, form = scenario.work, scenario.pool, report.form
     beside = "".join([f", {pool.spares:,} spare" if pool.spares else "", f", {pool.cold:,} cold" if pool.cold else ""])
     goal = f"{work.steps:,} steps of {work.step_s:g} s" if work.steps else f"{work.days:g} days"
     often = "nothing stops it" if math.isinf(form.mtbf_s) else f"stopped once in {units.duration(form.mtbf_s)}"
@@ -260,13 +264,13 @@ def head_lines(report: MonthsReport) -> list[str]:
         f"{work.hosts * work.devices_per_host:,} devices on {work.hosts:,} hosts{beside}: {goal}, {runs:,} runs, "
         f"seed {report.outcome.seed}",
         f"failures: {report.source}; {often}",
-        checkpoint_line(story),
+        checkpoint_line(scenario),
     ]
 
 
-def checkpoint_line(story: Story) -> str:
+def checkpoint_line(scenario: FailureScenario) -> str:
     """When state is saved and what follows a failure, in a line."""
-    saved, recovery = story.checkpoints, story.recovery
+    saved, recovery = scenario.checkpoints, scenario.recovery
     memory = f", in memory every {units.duration(saved.memory_interval_s)}" if saved.memory_interval_s else ""
     return (
         f"checkpoints: every {units.duration(saved.interval_s)} (stall {units.duration(saved.stall_s)}){memory}; "
@@ -275,9 +279,9 @@ def checkpoint_line(story: Story) -> str:
     )
 
 
-def notes(report: MonthsReport) -> Iterator[str]:
+def notes(report: FailureReport) -> Iterator[str]:
     """Limits that a reader should know of."""
-    outcome, work = report.outcome, report.story.work
+    outcome, work = report.outcome, report.scenario.work
     yield "formulas are of the long run, of failures without memory; Meta's has enough hosts, and is linear in the rate"
     if report.is_recorded:
         yield "formulas and other choices know the rates of what was recorded, and not that much of it came together"
@@ -294,7 +298,7 @@ def notes(report: MonthsReport) -> Iterator[str]:
         yield "less than half of the time trains: save more often, restart faster, or have more spares"
 
 
-def _head(report: MonthsReport) -> list[RenderableType]:
+def _head(report: FailureReport) -> list[RenderableType]:
     first, *rest = head_lines(report)
     lines = Table.grid(padding=(0, 1, 0, 0))
     for line in rest:
@@ -314,8 +318,8 @@ def _table(*columns: tuple[str, str]) -> Table:
     return table
 
 
-def _results(report: MonthsReport) -> Table:
-    outcome, work = report.outcome, report.story.work
+def _results(report: FailureReport) -> Table:
+    outcome, work = report.outcome, report.scenario.work
     table = _table(("", "left"), ("mean", "right"), ("± 95 %", "right"), ("95 % of the runs", "left"))
     _add(table, "effective time (ETTR)", outcome.ettr, lambda value: percent(value))
     _add(table, "goodput, of all paid", outcome.goodput, lambda value: percent(value))
@@ -341,7 +345,7 @@ def _add(table: Table, name: str, estimate: Estimate, shown: FormatNumber) -> No
     table.add_row(name, shown(estimate.mean), around, f"{shown(estimate.least)} … {shown(estimate.most)}")
 
 
-def _parts(outcome: Outcome) -> Table:
+def _parts(outcome: RunsOutcome) -> Table:
     table = _table(("", "left"), ("share", "right"), ("hours", "right"), ("95 % of the runs", "right"), ("", "left"))
     wall_h = float(outcome.samples.wall_s.mean()) / HOUR_S
     for name, share in outcome.shares.items():
@@ -358,7 +362,7 @@ def bar(share: float) -> str:
     return "█" * (eighths // 8) + (_EIGHTHS[eighths % 8].strip() if eighths % 8 else "")
 
 
-def _counts(outcome: Outcome) -> Table:
+def _counts(outcome: RunsOutcome) -> Table:
     table = _table(("", "left"), ("mean", "right"), ("95 % of the runs", "left"))
     for name, count in {**outcome.counts, "hosts away at once, at most": outcome.most_out}.items():
         if count.most > 0:
@@ -383,7 +387,7 @@ def _choices(tried: tuple[Tried, ...], shown: FormatNumber) -> Table:
     return table
 
 
-def months_sections(report: MonthsReport) -> list[Block]:
+def months_sections(report: FailureReport) -> list[Block]:
     """A report as blocks of a page; `months_figures` has the figures that belong into it."""
     outcome, (first, *rest) = report.outcome, head_lines(report)
     cards = [
@@ -391,9 +395,9 @@ def months_sections(report: MonthsReport) -> list[Block]:
         (percent(outcome.goodput.mean, 1), "of all that is paid"),
         (percent(report.form.ettr, 1), "ETTR by formula"),
     ]
-    if report.story.work.steps:
+    if report.scenario.work.steps:
         cards.append((_number(outcome.days.median), "days to finish, median"))
-    if report.story.work.price_per_device_hour:
+    if report.scenario.work.price_per_device_hour:
         cards.append((f"{outcome.cost.mean:,.0f}", "cost"))
     return [
         Heading(first, 1),
@@ -404,7 +408,7 @@ def months_sections(report: MonthsReport) -> list[Block]:
         _estimates(outcome.shares, "part", lambda value: percent(value)),
         Heading("Runs"),
         FigurePlace("runs"),
-        *([FigurePlace("days")] if report.story.work.steps else []),
+        *([FigurePlace("days")] if report.scenario.work.steps else []),
         _estimates(outcome.counts, "in a run", lambda value: f"{value:,.1f}"),
         Heading("Interval between checkpoints"),
         FigurePlace("intervals"),
@@ -417,9 +421,9 @@ def months_sections(report: MonthsReport) -> list[Block]:
     ]
 
 
-def months_figures(report: MonthsReport) -> dict[str, Figure]:
+def months_figures(report: FailureReport) -> dict[str, Figure]:
     """The figures of a report, by the id of their place."""
-    outcome, story = report.outcome, report.story
+    outcome, scenario = report.outcome, report.scenario
     shares = [
         {"part": name, "share": share.mean, "least": share.least, "most": share.most}
         for name, share in outcome.shares.items()
@@ -429,44 +433,44 @@ def months_figures(report: MonthsReport) -> dict[str, Figure]:
         "parts": time_shares(shares),
         "runs": run_histogram(ettr, "Effective time of the runs", "per cent of the time", 100 * report.form.ettr),
         "intervals": choice_lines(
-            list(_formula_rows(story, _interval_values(report), with_interval)),
+            list(_formula_rows(scenario, _interval_values(report), with_interval)),
             list(_played(report.intervals)),
             "How often to save",
             "seconds of training between durable checkpoints",
             is_log=True,
         ),
         "spares": choice_lines(
-            list(_formula_rows(story, _spare_values(report), lambda one, value: with_spares(one, int(value)))),
+            list(_formula_rows(scenario, _spare_values(report), lambda one, value: with_spares(one, int(value)))),
             list(_played(report.spares)),
             "How many hosts to keep ready",
             "spares",
         ),
     }
     finished = outcome.samples.wall_s[outcome.samples.finished] / DAY_S
-    if story.work.steps:
+    if scenario.work.steps:
         figures["days"] = run_histogram(finished.tolist(), "When the work is done", "days")
     return figures
 
 
-def _interval_values(report: MonthsReport) -> list[float]:
+def _interval_values(report: FailureReport) -> list[float]:
     """Around all that were tried, as far as they can be."""
     values = [tried.value for tried in report.intervals]
-    checkpoints = report.story.checkpoints
+    checkpoints = report.scenario.checkpoints
     low = max(min(values) / 4, checkpoints.persist_s, checkpoints.memory_interval_s, 1e-3)
     high = max(max(values) * 4, low)
     return [low * (high / low) ** (k / _FIGURE_POINTS) for k in range(_FIGURE_POINTS + 1)]
 
 
-def _spare_values(report: MonthsReport) -> list[float]:
+def _spare_values(report: FailureReport) -> list[float]:
     most = max(tried.value for tried in report.spares)
     return [float(k) for k in sorted({round(k * max(most, 8) / _FIGURE_POINTS) for k in range(_FIGURE_POINTS + 1)})]
 
 
 def _formula_rows(
-    story: Story, values: Sequence[float], changed: Callable[[Story, float], Story]
+    scenario: FailureScenario, values: Sequence[float], changed: Callable[[FailureScenario, float], FailureScenario]
 ) -> Iterator[dict[str, float]]:
     for value in values:
-        other = changed(story, value)
+        other = changed(scenario, value)
         form = closed_form(other)
         paid = other.work.hosts + other.pool.spares
         yield {"value": value, "ettr": form.ettr, "goodput": form.ettr * other.work.hosts / paid}

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from phalanx.core.errors import UserError
 from phalanx.simulate import host_events
 from phalanx.simulate.failure_formulas import away_ratio, capacity_of, closed_form, durable_mtbf_s
-from phalanx.simulate.failure_model import DAY_S, HOUR_S, Story, require
+from phalanx.simulate.failure_model import DAY_S, HOUR_S, FailureScenario, require
 from phalanx.simulate.run_state import (
     COUNTS,
     DONE,
@@ -26,7 +26,7 @@ from phalanx.simulate.run_state import (
     TRAINING,
     WAIT,
     History,
-    State,
+    RunState,
     draw,
     draw_lemons,
 )
@@ -36,10 +36,10 @@ _EVENTS_AT_ONCE = 2_000_000
 _HOSTS_AT_ONCE = 4_000_000
 
 
-def simulate(story: Story, runs: int = 1000, seed: int = 0, hosts_drawn: int = 0) -> Outcome:
+def simulate(scenario: FailureScenario, runs: int = 1000, seed: int = 0, hosts_drawn: int = 0) -> RunsOutcome:
     """What is to be expected, by playing `runs` runs.
 
-    The same seed gives the same figures. Two stories are comparable run by run if they have the same failures,
+    The same seed gives the same figures. Two scenarios are comparable run by run if they have the same failures,
     `Recovery.spread` and `hosts_drawn`.
 
     Args:
@@ -49,56 +49,56 @@ def simulate(story: Story, runs: int = 1000, seed: int = 0, hosts_drawn: int = 0
         UserError: there are too many failures to play; of such a job nothing would come.
     """
     require("runs", runs, 1, 1_000_000)
-    hosts = max(hosts_drawn, story.all_hosts)
-    require_playable(story, hosts)
+    hosts = max(hosts_drawn, scenario.all_hosts)
+    require_playable(scenario, hosts)
     at_once = max(min(runs, _HOSTS_AT_ONCE // hosts), 1)
     sizes = [min(at_once, runs - first) for first in range(0, runs, at_once)]
-    played = [_play_batch(story, size, hosts, (seed, number)) for number, size in enumerate(sizes)]
-    return summarise(story, seed, Runs.joined(played))
+    played = [_play_batch(scenario, size, hosts, (seed, number)) for number, size in enumerate(sizes)]
+    return summarise(scenario, seed, RunSamples.joined(played))
 
 
-def require_playable(story: Story, hosts: int) -> None:
+def require_playable(scenario: FailureScenario, hosts: int) -> None:
     """Refuse more failures of so many hosts than can be played.
 
     Raises:
         UserError: there are too many; of such a job nothing would come.
     """
-    per_day = _events_per_day(story, hosts)
-    if per_day * story.work.days > _MOST_EVENTS:
+    per_day = _events_per_day(scenario, hosts)
+    if per_day * scenario.work.days > _MOST_EVENTS:
         cure = f"watch {_MOST_EVENTS / per_day:.3g} days at most, or look at the rates"
         raise UserError(f"{per_day:.3g} failures a day are too many to play", cure=cure, field="days")
 
 
-def simulate_histories(story: Story, histories: list[History], seed: int = 0) -> Outcome:
+def simulate_histories(scenario: FailureScenario, histories: list[History], seed: int = 0) -> RunsOutcome:
     """What comes of histories that are given, such as a trace's; each may have several runs."""
     played = []
     for history in histories:
-        state = State(story, history.runs)
-        play(state, history, story.work.days * DAY_S)
-        played.append(Runs.of(state))
-    return summarise(story, seed, Runs.joined(played))
+        state = RunState(scenario, history.runs)
+        play(state, history, scenario.work.days * DAY_S)
+        played.append(RunSamples.of(state))
+    return summarise(scenario, seed, RunSamples.joined(played))
 
 
-def _events_per_day(story: Story, hosts: int) -> float:
-    return story.failures.per_host_day() * hosts + story.recovery.planned_per_day
+def _events_per_day(scenario: FailureScenario, hosts: int) -> float:
+    return scenario.failures.per_host_day() * hosts + scenario.recovery.planned_per_day
 
 
-def _play_batch(story: Story, runs: int, hosts: int, seeds: tuple[int, int]) -> Runs:
+def _play_batch(scenario: FailureScenario, runs: int, hosts: int, seeds: tuple[int, int]) -> RunSamples:
     """Failures are drawn for some time at once, as far as memory allows, while there are runs that go on."""
-    state = State(story, runs)
-    end_s = story.work.days * DAY_S
-    days_at_once = _EVENTS_AT_ONCE / (runs * max(_events_per_day(story, hosts), 1e-9))
-    if math.isfinite(story.work.goal_s):  # most runs are over long before the limit
-        days_at_once = min(days_at_once, 2 * story.work.goal_s / DAY_S)
-    lemons = draw_lemons(story.failures.lemon_share, runs, hosts, np.random.default_rng((*seeds, 0)))
+    state = RunState(scenario, runs)
+    end_s = scenario.work.days * DAY_S
+    days_at_once = _EVENTS_AT_ONCE / (runs * max(_events_per_day(scenario, hosts), 1e-9))
+    if math.isfinite(scenario.work.goal_s):  # most runs are over long before the limit
+        days_at_once = min(days_at_once, 2 * scenario.work.goal_s / DAY_S)
+    lemons = draw_lemons(scenario.failures.lemon_share, runs, hosts, np.random.default_rng((*seeds, 0)))
     begins_s, number = 0.0, 0
     while begins_s < end_s and (state.phase != DONE).any():
         number += 1
         ends_s = min(begins_s + days_at_once * DAY_S, end_s)
         random = np.random.default_rng((*seeds, number))
-        play(state, draw(story, lemons, begins_s, ends_s, random), ends_s)
+        play(state, draw(scenario, lemons, begins_s, ends_s, random), ends_s)
         begins_s = ends_s
-    return Runs.of(state)
+    return RunSamples.of(state)
 
 
 Floats = NDArray[np.float64]
@@ -107,7 +107,7 @@ Ints = NDArray[np.int64]
 _FINISH, _SLOT, _READY, _FAILURE, _END = range(5)
 
 
-def play(state: State, history: History, until_s: float) -> None:
+def play(state: RunState, history: History, until_s: float) -> None:
     """Let all runs that are not done go on until then, through what their histories say."""
     cursor = np.zeros(history.runs, dtype=np.int64)
     runs = np.flatnonzero(state.phase != DONE)
@@ -125,9 +125,9 @@ def play(state: State, history: History, until_s: float) -> None:
         runs = _do(state, history, runs, columns, kinds, cursor)
 
 
-def _finish(state: State, runs: Ints) -> Floats:
+def _finish(state: RunState, runs: Ints) -> Floats:
     """When the work will be done if nothing happens; where no steps are made, never."""
-    if not np.isfinite(state.story.work.goal_s):
+    if not np.isfinite(state.scenario.work.goal_s):
         return np.full(len(runs), np.inf)
     ends_s = np.full(len(runs), np.inf)
     is_running = state.phase[runs] == RUN
@@ -136,7 +136,7 @@ def _finish(state: State, runs: Ints) -> Floats:
     return ends_s
 
 
-def _pass(state: State, runs: Ints, until_s: Floats) -> None:
+def _pass(state: RunState, runs: Ints, until_s: Floats) -> None:
     until_s = np.maximum(until_s, state.now_s[runs])
     is_running = state.phase[runs] == RUN
     running = runs[is_running]
@@ -145,7 +145,7 @@ def _pass(state: State, runs: Ints, until_s: Floats) -> None:
     state.now_s[runs] = until_s
 
 
-def _do(state: State, history: History, runs: Ints, columns: Ints, kinds: Ints, cursor: Ints) -> Ints:
+def _do(state: RunState, history: History, runs: Ints, columns: Ints, kinds: Ints, cursor: Ints) -> Ints:
     """What is due in each run; those that go on."""
     due = runs[kinds == _SLOT]
     if len(due):
@@ -160,7 +160,7 @@ def _do(state: State, history: History, runs: Ints, columns: Ints, kinds: Ints, 
     return going
 
 
-def _ready(state: State, runs: Ints) -> None:
+def _ready(state: RunState, runs: Ints) -> None:
     """What was waited for is over: patience, or a restart."""
     if not len(runs):
         return
@@ -207,7 +207,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Runs:
+class RunSamples:
     """What became of each run, in arrays.
 
     Attributes:
@@ -224,12 +224,12 @@ class Runs:
     most_out: NDArray[np.int64]
 
     @classmethod
-    def of(cls, state: State) -> Runs:
+    def of(cls, state: RunState) -> RunSamples:
         """What they have come to by now."""
         return cls(state.now_s, state.parts_s, state.counts, state.phase == DONE, state.most_out)
 
     @classmethod
-    def joined(cls, parts: list[Runs]) -> Runs:
+    def joined(cls, parts: list[RunSamples]) -> RunSamples:
         """All of them."""
         names = ("wall_s", "parts_s", "counts", "finished", "most_out")
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
@@ -241,7 +241,7 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunsOutcome:
     """What is to be expected.
 
     Attributes:
@@ -258,7 +258,7 @@ class Outcome:
         samples: the runs themselves.
     """
 
-    story: Story
+    scenario: FailureScenario
     seed: int
     ettr: Estimate
     goodput: Estimate
@@ -270,20 +270,20 @@ class Outcome:
     counts: Mapping[str, Estimate]
     finished: float
     most_out: Estimate
-    samples: Runs
+    samples: RunSamples
 
 
-def summarise(story: Story, seed: int, runs: Runs) -> Outcome:
+def summarise(scenario: FailureScenario, seed: int, runs: RunSamples) -> RunsOutcome:
     """The figures of these runs."""
-    work = story.work
-    paid_hosts = work.hosts + story.pool.spares
+    work = scenario.work
+    paid_hosts = work.hosts + scenario.pool.spares
     device_hours = runs.wall_s / HOUR_S * paid_hosts * work.devices_per_host
     days = runs.wall_s / DAY_S
     if work.steps:
         days = np.where(runs.finished, days, np.inf)
     wall_s = np.maximum(runs.wall_s, 1e-300)
-    return Outcome(
-        story=story,
+    return RunsOutcome(
+        scenario=scenario,
         seed=seed,
         ettr=Estimate.of(runs.ettr),
         goodput=Estimate.of(runs.ettr * work.hosts / paid_hosts),
@@ -303,42 +303,42 @@ _MOST_SPARES = 4096
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlayedChoice:
     """One of the values that were tried.
 
     Attributes:
         value: seconds between checkpoints, or spares.
-        gain: how much more of what is wanted it brings than the value that the story had, in the same runs.
+        gain: how much more of what is wanted it brings than the value that the scenario had, in the same runs.
     """
 
     value: float
-    outcome: Outcome
+    outcome: RunsOutcome
     gain: Estimate
 
 
-def with_interval(story: Story, interval_s: float) -> Story:
-    """The same story with another interval between durable checkpoints."""
-    return replace(story, checkpoints=replace(story.checkpoints, interval_s=interval_s))
+def with_interval(scenario: FailureScenario, interval_s: float) -> FailureScenario:
+    """The same scenario with another interval between durable checkpoints."""
+    return replace(scenario, checkpoints=replace(scenario.checkpoints, interval_s=interval_s))
 
 
-def with_spares(story: Story, spares: int) -> Story:
-    """The same story with another number of spares."""
-    return replace(story, pool=replace(story.pool, spares=spares))
+def with_spares(scenario: FailureScenario, spares: int) -> FailureScenario:
+    """The same scenario with another number of spares."""
+    return replace(scenario, pool=replace(scenario.pool, spares=spares))
 
 
-def best_interval(story: Story) -> float:
+def best_interval(scenario: FailureScenario) -> float:
     """The interval, whole steps, with which the closed form has the highest ETTR.
 
     No shorter than persisting takes, nor than snapshots in memory are apart; no longer than all of the time.
     """
-    step_s, checkpoints = story.work.step_s, story.checkpoints
+    step_s, checkpoints = scenario.work.step_s, scenario.checkpoints
     least = max(math.ceil(max(checkpoints.persist_s, checkpoints.memory_interval_s) / step_s - 1e-9), 1)
     # Much longer than that, next to nothing is left, and roundings would decide.
-    longest_s = min(story.work.days * DAY_S, 10 * durable_mtbf_s(story))
+    longest_s = min(scenario.work.days * DAY_S, 10 * durable_mtbf_s(scenario))
     most = max(int(longest_s / step_s), least)
 
     def lost(steps: int) -> float:
-        return -closed_form(with_interval(story, steps * step_s)).running
+        return -closed_form(with_interval(scenario, steps * step_s)).running
 
     return _lowest(lost, least, most) * step_s
 
@@ -357,16 +357,16 @@ def _lowest(cost: Callable[[int], float], low: int, high: int) -> int:
     return min(range(low, high + 1), key=cost)
 
 
-def best_spares(story: Story) -> int:
+def best_spares(scenario: FailureScenario) -> int:
     """The number of spares with the highest goodput by the closed form: training, over all hosts that are paid.
 
     Raises:
         UserError: so many hosts are away that no number is enough.
     """
-    hosts, first = story.work.hosts, _first_to_try(story)
+    hosts, first = scenario.work.hosts, _first_to_try(scenario)
     best, highest, without_gain = first, -1.0, 0
     for spares in range(first, _MOST_SPARES + 1):
-        capacity, _ = capacity_of(with_spares(story, spares))
+        capacity, _ = capacity_of(with_spares(scenario, spares))
         goodput = capacity * hosts / (hosts + spares)
         if goodput > highest:
             best, highest, without_gain = spares, goodput, 0
@@ -377,46 +377,50 @@ def best_spares(story: Story) -> int:
     return best
 
 
-def _first_to_try(story: Story) -> int:
+def _first_to_try(scenario: FailureScenario) -> int:
     """Fewer spares than that are never enough for a job that waits for all of its hosts."""
-    if story.pool.when_missing == "shrink":
+    if scenario.pool.when_missing == "shrink":
         return 0
-    away = away_ratio(story)
-    needed = story.work.hosts * away / max(1 - away, 1e-9)
+    away = away_ratio(scenario)
+    needed = scenario.work.hosts * away / max(1 - away, 1e-9)
     if needed > _MOST_SPARES:
         cure = f"look at rates and repairs, or give a number of spares up to {_MOST_SPARES}"
         raise UserError(f"{away:.1%} of all hosts are away on average", cure=cure, field="spares", value="best")
-    return max(int(needed - 8 * math.sqrt(needed + 1)) - story.pool.cold, 0)
+    return max(int(needed - 8 * math.sqrt(needed + 1)) - scenario.pool.cold, 0)
 
 
-def play_intervals(story: Story, intervals_s: Sequence[float], runs: int = 200, seed: int = 0) -> list[Choice]:
+def play_intervals(
+    scenario: FailureScenario, intervals_s: Sequence[float], runs: int = 200, seed: int = 0
+) -> list[PlayedChoice]:
     """Each interval with the same failures; `gain` is in ETTR."""
-    stories = [(interval_s, with_interval(story, interval_s)) for interval_s in intervals_s]
-    return _play(story, stories, runs, seed, lambda outcome: outcome.samples.ettr)
+    scenarios = [(interval_s, with_interval(scenario, interval_s)) for interval_s in intervals_s]
+    return _play(scenario, scenarios, runs, seed, lambda outcome: outcome.samples.ettr)
 
 
-def play_spares(story: Story, numbers: Sequence[int], runs: int = 200, seed: int = 0) -> list[Choice]:
+def play_spares(
+    scenario: FailureScenario, numbers: Sequence[int], runs: int = 200, seed: int = 0
+) -> list[PlayedChoice]:
     """Each number of spares with the same failures; `gain` is in goodput."""
     for number in numbers:
         require("spares", number, 0, _MOST_SPARES)
 
-    def goodput(outcome: Outcome) -> np.ndarray:
-        work = outcome.story.work
-        return np.asarray(outcome.samples.ettr * work.hosts / (work.hosts + outcome.story.pool.spares))
+    def goodput(outcome: RunsOutcome) -> np.ndarray:
+        work = outcome.scenario.work
+        return np.asarray(outcome.samples.ettr * work.hosts / (work.hosts + outcome.scenario.pool.spares))
 
-    return _play(story, [(number, with_spares(story, number)) for number in numbers], runs, seed, goodput)
+    return _play(scenario, [(number, with_spares(scenario, number)) for number in numbers], runs, seed, goodput)
 
 
 def _play(
-    story: Story,
-    stories: Sequence[tuple[float, Story]],
+    scenario: FailureScenario,
+    scenarios: Sequence[tuple[float, FailureScenario]],
     runs: int,
     seed: int,
-    wanted: Callable[[Outcome], np.ndarray],
-) -> list[Choice]:
-    if not stories:
+    wanted: Callable[[RunsOutcome], np.ndarray],
+) -> list[PlayedChoice]:
+    if not scenarios:
         raise UserError("there is nothing to try", cure="give one value at least", field="values")
-    drawn = max(other.all_hosts for other in (story, *(other for _, other in stories)))
-    now = wanted(simulate(story, runs, seed, drawn))
-    outcomes = [(value, simulate(other, runs, seed, drawn)) for value, other in stories]
-    return [Choice(value, outcome, Estimate.of(wanted(outcome) - now)) for value, outcome in outcomes]
+    drawn = max(other.all_hosts for other in (scenario, *(other for _, other in scenarios)))
+    now = wanted(simulate(scenario, runs, seed, drawn))
+    outcomes = [(value, simulate(other, runs, seed, drawn)) for value, other in scenarios]
+    return [PlayedChoice(value, outcome, Estimate.of(wanted(outcome) - now)) for value, outcome in outcomes]

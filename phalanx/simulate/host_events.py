@@ -37,7 +37,7 @@ from phalanx.simulate.run_state import (
     WAIT,
     WANTED,
     History,
-    State,
+    RunState,
 )
 
 Floats = NDArray[np.float64]
@@ -64,14 +64,14 @@ class Hits:
         return self.history.stretch[self.runs, self.columns]
 
 
-def happen(state: State, history: History, runs: Ints, columns: Ints) -> None:
+def happen(state: RunState, history: History, runs: Ints, columns: Ints) -> None:
     """Each run has its next event of the history."""
     hits = Hits(history, runs, columns)
     is_planned = hits.hosts == PLANNED_STOP
     hits = _each(state, hits, is_planned, _planned)
-    hits = hits.where(hits.hosts < state.story.all_hosts)
+    hits = hits.where(hits.hosts < state.scenario.all_hosts)
     hits = hits.where(~(history.is_extra[hits.runs, hits.columns] & state.is_cured[hits.runs, hits.hosts]))
-    places = state.shelves.where[hits.runs, hits.hosts]
+    places = state.host_groups.where[hits.runs, hits.hosts]
     is_away, in_job = places == AWAY, places == JOB
     _each(state, hits, in_job & state.classes.stops[hits.classes], _stopped)
     _each(state, hits, in_job & ~state.classes.stops[hits.classes], _unseen)
@@ -79,7 +79,7 @@ def happen(state: State, history: History, runs: Ints, columns: Ints) -> None:
     _each(state, hits, ~in_job & ~is_away, _idle)
 
 
-def _each(state: State, hits: Hits, chosen: Flags, do: Callable[[State, Hits], None]) -> Hits:
+def _each(state: RunState, hits: Hits, chosen: Flags, do: Callable[[RunState, Hits], None]) -> Hits:
     """Do this with the chosen ones, if there are any; the others."""
     if chosen.any():
         do(state, hits.where(chosen))
@@ -87,7 +87,7 @@ def _each(state: State, hits: Hits, chosen: Flags, do: Callable[[State, Hits], N
     return hits
 
 
-def _planned(state: State, hits: Hits) -> None:
+def _planned(state: RunState, hits: Hits) -> None:
     """Planned work is done while the job stands still anyway, if it does."""
     hits = hits.where(state.phase[hits.runs] == RUN)
     stop_gently(state, hits.runs, hits.repairs_s)
@@ -95,19 +95,19 @@ def _planned(state: State, hits: Hits) -> None:
     begin(state, hits.runs)
 
 
-def _until(state: State, hits: Hits) -> Floats:
+def _until(state: RunState, hits: Hits) -> Floats:
     return state.now_s[hits.runs] + hits.repairs_s
 
 
-def _idle(state: State, hits: Hits) -> None:
+def _idle(state: RunState, hits: Hits) -> None:
     luck = hits.history.luck[hits.runs, hits.columns]
-    hits = hits.where((luck < state.story.failures.idle_ratio) & (hits.repairs_s > 0))
+    hits = hits.where((luck < state.scenario.failures.idle_ratio) & (hits.repairs_s > 0))
     leave(state, hits.runs, hits.hosts)
     state.count(LOST, hits.runs)
     go_out(state, hits.runs, hits.hosts, _until(state, hits))
 
 
-def _away(state: State, hits: Hits) -> None:
+def _away(state: RunState, hits: Hits) -> None:
     """Failures of a trace add up; a host that is coming does not come."""
     found, columns = state.slots.find(hits.runs, hits.hosts)
     assert found.all()
@@ -119,7 +119,7 @@ def _away(state: State, hits: Hits) -> None:
     go_out(state, hits.runs, hits.hosts, np.maximum(until_s, _until(state, hits)))
 
 
-def _stopped(state: State, hits: Hits) -> None:
+def _stopped(state: RunState, hits: Hits) -> None:
     runs, survives = hits.runs, state.classes.survives[hits.classes]
     state.count(FAILED, runs)
     repairs_s = _with_lemons(state, hits)
@@ -136,7 +136,7 @@ def _stopped(state: State, hits: Hits) -> None:
     begin_or_wait(state, stands)
 
 
-def _end_of(state: State, hits: Hits, repairs_s: Floats) -> Floats:
+def _end_of(state: RunState, hits: Hits, repairs_s: Floats) -> Floats:
     """When these hosts are good again; where failures add up, not before the last is over."""
     ends_s = state.now_s[hits.runs] + repairs_s
     if hits.history.is_fixed:
@@ -146,9 +146,9 @@ def _end_of(state: State, hits: Hits, repairs_s: Floats) -> Floats:
     return ends_s
 
 
-def _with_lemons(state: State, hits: Hits) -> Floats:
+def _with_lemons(state: RunState, hits: Hits) -> Floats:
     """How long the hosts are away: one that has failed too often for good, until another stands in for it."""
-    failures = state.story.failures
+    failures = state.scenario.failures
     if not failures.evict_after:
         return hits.repairs_s
     fails = state.fails[hits.runs, hits.hosts] + 1
@@ -159,7 +159,7 @@ def _with_lemons(state: State, hits: Hits) -> Floats:
     return np.where(is_lemon, failures.replace_s, hits.repairs_s)
 
 
-def _unseen(state: State, hits: Hits) -> None:
+def _unseen(state: RunState, hits: Hits) -> None:
     """The job goes on, slower or not, until the host is found; one that is known to be bad gets no second record."""
     found, columns = state.slots.find(hits.runs, hits.hosts)
     if hits.history.is_fixed:
@@ -176,7 +176,7 @@ def _unseen(state: State, hits: Hits) -> None:
     refresh_speed(state, runs)
 
 
-def come_due(state: State, runs: Ints, columns: Ints) -> None:
+def come_due(state: RunState, runs: Ints, columns: Ints) -> None:
     """Each run has a slot whose time has come."""
     kinds = state.slots.kinds[runs, columns]
     is_over = state.slots.end_s[runs, columns] <= state.now_s[runs]
@@ -192,57 +192,57 @@ def come_due(state: State, runs: Ints, columns: Ints) -> None:
             do(state, runs[chosen], columns[chosen])
 
 
-def allowed(state: State, hosts: Ints) -> Ints:
+def allowed(state: RunState, hosts: Ints) -> Ints:
     """The largest number of hosts that the job may run on with so many; 0: none."""
-    work, pool = state.story.work, state.story.pool
+    work, pool = state.scenario.work, state.scenario.pool
     if pool.when_missing == "wait":
         return np.where(hosts >= work.hosts, work.hosts, 0)
     missing = -(-np.maximum(work.hosts - hosts, 0) // pool.shrink_by) * pool.shrink_by
-    return np.where(work.hosts - missing >= state.story.smallest_hosts, work.hosts - missing, 0)
+    return np.where(work.hosts - missing >= state.scenario.smallest_hosts, work.hosts - missing, 0)
 
 
-def is_complete(state: State, runs: Ints) -> Flags:
+def is_complete(state: RunState, runs: Ints) -> Flags:
     """Whether the job can start on just the hosts that it has, without having shrunk further."""
     now = state.job_hosts[runs]
     complete: Flags = (now > 0) & (now >= state.size[runs]) & (allowed(state, now) == now)
     return complete
 
 
-def fill(state: State, runs: Ints) -> None:
+def fill(state: RunState, runs: Ints) -> None:
     """Take spares into the job, as many as there are and as it can use."""
-    runs = runs[(state.spares[runs] > 0) & (state.job_hosts[runs] < state.story.work.hosts)]
+    runs = runs[(state.spares[runs] > 0) & (state.job_hosts[runs] < state.scenario.work.hosts)]
     if not len(runs):
         return
     goal = np.zeros_like(state.coming)
     available = state.job_hosts[runs] + state.spares[runs]
-    waits = state.story.pool.when_missing == "wait"
-    goal[runs] = np.minimum(available, state.story.work.hosts) if waits else allowed(state, available)
+    waits = state.scenario.pool.when_missing == "wait"
+    goal[runs] = np.minimum(available, state.scenario.work.hosts) if waits else allowed(state, available)
     runs = runs[state.job_hosts[runs] < goal[runs]]
     while len(runs):
-        state.shelves.put(JOB, runs, state.shelves.take(SPARE, runs))
+        state.host_groups.put(JOB, runs, state.host_groups.take(SPARE, runs))
         runs = runs[state.job_hosts[runs] < goal[runs]]
 
 
-def ask(state: State, runs: Ints) -> None:
+def ask(state: RunState, runs: Ints) -> None:
     """Ask for cold hosts: as many as are missing in the job and beside it, and one for each that should leave."""
-    runs = runs[state.shelves.counts[COLD, runs] > 0]
+    runs = runs[state.host_groups.counts[COLD, runs] > 0]
     while len(runs):
         leaving = (state.slots.kinds[runs] == WANTED).sum(axis=1)
-        wanted = state.story.work.hosts + state.story.pool.spares + leaving
+        wanted = state.scenario.work.hosts + state.scenario.pool.spares + leaving
         missing = wanted - state.job_hosts[runs] - state.spares[runs] - state.coming[runs]
         runs = runs[missing > 0]
         if len(runs):
-            _come(state, runs, state.shelves.take(COLD, runs))
-        runs = runs[state.shelves.counts[COLD, runs] > 0]
+            _come(state, runs, state.host_groups.take(COLD, runs))
+        runs = runs[state.host_groups.counts[COLD, runs] > 0]
 
 
-def _come(state: State, runs: Ints, hosts: Ints) -> None:
-    state.slots.put(COMING, runs, hosts, state.now_s[runs] + state.story.pool.provision_s)
+def _come(state: RunState, runs: Ints, hosts: Ints) -> None:
+    state.slots.put(COMING, runs, hosts, state.now_s[runs] + state.scenario.pool.provision_s)
     state.coming[runs] += 1
 
 
-def go_out(state: State, runs: Ints, hosts: Ints, until_s: Floats) -> None:
-    """Hosts that are on no shelf are repaired until then."""
+def go_out(state: RunState, runs: Ints, hosts: Ints, until_s: Floats) -> None:
+    """Hosts that are in no group are repaired until then."""
     if not len(runs):
         return
     has_slot, columns = state.slots.find(runs, hosts)
@@ -254,34 +254,34 @@ def go_out(state: State, runs: Ints, hosts: Ints, until_s: Floats) -> None:
     ask(state, runs)
 
 
-def refresh_speed(state: State, runs: Ints) -> None:
+def refresh_speed(state: RunState, runs: Ints) -> None:
     """The job is as slow as its slowest host."""
     state.slowdown[runs] = state.slots.slowdown[runs].max(axis=1)
 
 
-def repaired(state: State, runs: Ints, columns: Ints) -> None:
+def repaired(state: RunState, runs: Ints, columns: Ints) -> None:
     """Hosts are good again, and are asked for if they are wanted."""
     hosts = state.slots.hosts[runs, columns]
     state.slots.clear(runs, columns)
-    state.shelves.put(COLD, runs, hosts)
+    state.host_groups.put(COLD, runs, hosts)
     ask(state, runs)
 
 
-def arrived(state: State, runs: Ints, columns: Ints) -> None:
+def arrived(state: RunState, runs: Ints, columns: Ints) -> None:
     """Hosts are ready."""
     hosts = state.slots.hosts[runs, columns]
     state.slots.clear(runs, columns)
     state.coming[runs] -= 1
-    state.shelves.put(SPARE, runs, hosts)
+    state.host_groups.put(SPARE, runs, hosts)
     use_spares(state, runs)
 
 
-def use_spares(state: State, runs: Ints) -> None:
+def use_spares(state: RunState, runs: Ints) -> None:
     """There may be spares that the job needs: missing hosts, or ones for hosts that should leave."""
     runs = runs[state.spares[runs] > 0]
     if not len(runs):
         return
-    lacks = state.job_hosts[runs] < state.story.work.hosts
+    lacks = state.job_hosts[runs] < state.scenario.work.hosts
     before = state.job_hosts[runs]
     is_running = state.phase[runs] == RUN
     fill(state, runs[lacks & ~is_running])
@@ -298,13 +298,13 @@ def use_spares(state: State, runs: Ints) -> None:
     state.slots.at_s[others[is_wanted], columns[is_wanted]] = state.now_s[others[is_wanted]]
 
 
-def stop_gently(state: State, runs: Ints, planned_s: Floats) -> None:
+def stop_gently(state: RunState, runs: Ints, planned_s: Floats) -> None:
     """Stop the job where it can wait for that, save first if it does so, then stand still for `planned_s`."""
-    now_s, recovery = state.now_s[runs], state.story.recovery
+    now_s, recovery = state.now_s[runs], state.scenario.recovery
     saving_s = np.zeros(len(runs))
     if recovery.saves_first:
         save(state, runs)
-        saving_s += state.story.checkpoints.stall_s
+        saving_s += state.scenario.checkpoints.stall_s
     else:
         lose(state, runs, np.ones(len(runs), dtype=bool))
     state.segments_s[runs] = (now_s + saving_s)[:, None]
@@ -313,7 +313,7 @@ def stop_gently(state: State, runs: Ints, planned_s: Floats) -> None:
     state.phase[runs] = RECOVER
 
 
-def stop_hard(state: State, runs: Ints, detection_s: Floats, stretch: Floats, survives: Flags) -> None:
+def stop_hard(state: RunState, runs: Ints, detection_s: Floats, stretch: Floats, survives: Flags) -> None:
     """Ranks are gone: what was not saved is lost. It takes so long until that is noticed."""
     lose(state, runs, survives)
     now_s = state.now_s[runs]
@@ -325,15 +325,15 @@ def stop_hard(state: State, runs: Ints, detection_s: Floats, stretch: Floats, su
     state.phase[runs] = RECOVER
 
 
-def _start_takes(state: State, runs: Ints, stretch: Floats, survives: Flags) -> None:
-    recovery = state.story.recovery
-    from_memory = survives & (state.story.checkpoints.memory_interval_s > 0)
+def _start_takes(state: RunState, runs: Ints, stretch: Floats, survives: Flags) -> None:
+    recovery = state.scenario.recovery
+    from_memory = survives & (state.scenario.checkpoints.memory_interval_s > 0)
     load_s = np.where(from_memory, recovery.memory_load_s, recovery.load_s)
     state.queue_s[runs] = recovery.queue_s * stretch
     state.start_s[runs] = (recovery.restart_s + load_s) * stretch
 
 
-def begin(state: State, runs: Ints) -> None:
+def begin(state: RunState, runs: Ints) -> None:
     """Start the job on the hosts that it has, when what comes before is over."""
     if not len(runs):
         return
@@ -341,7 +341,7 @@ def begin(state: State, runs: Ints) -> None:
     segments[:, 2] = np.maximum(segments[:, 2], state.now_s[runs])
     segments[:, 3] = segments[:, 2] + state.queue_s[runs]
     segments[:, 4] = segments[:, 3] + state.start_s[runs]
-    # Waiting for hosts lies between what was done before it and the queue; see `State.account`.
+    # Waiting for hosts lies between what was done before it and the queue; see `RunState.account`.
     state.segments_s[runs] = segments
     state.ready_s[runs] = segments[:, 4]
     state.phase[runs] = RECOVER
@@ -350,7 +350,7 @@ def begin(state: State, runs: Ints) -> None:
     state.size[runs] = state.job_hosts[runs]
 
 
-def begin_or_wait(state: State, runs: Ints) -> None:
+def begin_or_wait(state: RunState, runs: Ints) -> None:
     """Fill the job from the spares and start it, or wait for hosts."""
     fill(state, runs)
     complete = is_complete(state, runs)
@@ -359,12 +359,12 @@ def begin_or_wait(state: State, runs: Ints) -> None:
     if not len(waiting):
         return
     state.phase[waiting] = WAIT
-    pool = state.story.pool
+    pool = state.scenario.pool
     patience_s = pool.patience_s if pool.when_missing == "shrink" else np.inf
     state.ready_s[waiting] = np.maximum(state.segments_s[waiting, 2], state.now_s[waiting] + patience_s)
 
 
-def shrink(state: State, runs: Ints) -> None:
+def shrink(state: RunState, runs: Ints) -> None:
     """Nobody came: start with as many hosts as are allowed, or go on waiting."""
     state.ready_s[runs] = np.inf
     goal = np.zeros_like(state.coming)
@@ -373,24 +373,24 @@ def shrink(state: State, runs: Ints) -> None:
     runs = runs[goal[runs] > 0]
     surplus = runs[state.job_hosts[runs] > goal[runs]]
     while len(surplus):
-        state.shelves.put(SPARE, surplus, state.shelves.take(JOB, surplus))
+        state.host_groups.put(SPARE, surplus, state.host_groups.take(JOB, surplus))
         surplus = surplus[state.job_hosts[surplus] > goal[surplus]]
     fill(state, runs)
     begin(state, runs)
 
 
-def leave(state: State, runs: Ints, hosts: Ints) -> None:
-    """Hosts are on no shelf any more, whichever they were on."""
-    for shelf in (JOB, SPARE, COLD):
-        ours = state.shelves.where[runs, hosts] == shelf
+def leave(state: RunState, runs: Ints, hosts: Ints) -> None:
+    """Hosts are in no group any more, whichever they were in."""
+    for group in (JOB, SPARE, COLD):
+        ours = state.host_groups.where[runs, hosts] == group
         if ours.any():
-            state.shelves.remove(shelf, runs[ours], hosts[ours])
+            state.host_groups.remove(group, runs[ours], hosts[ours])
 
 
-def replace_found(state: State, runs: Ints, columns: Ints) -> None:
+def replace_found(state: RunState, runs: Ints, columns: Ints) -> None:
     """A host that should leave was found, or another is there for it now; else it stays until one is."""
     hosts = state.slots.hosts[runs, columns]
-    in_job = state.shelves.where[runs, hosts] == JOB
+    in_job = state.host_groups.where[runs, hosts] == JOB
     in_place = state.slots.length_s[runs, columns] <= 0
     can = ~in_job | in_place | (state.spares[runs] > 0)
     state.slots.kinds[runs[~can], columns[~can]] = WANTED
@@ -411,22 +411,22 @@ def replace_found(state: State, runs: Ints, columns: Ints) -> None:
     begin(state, stops)
 
 
-def good_again(state: State, runs: Ints, columns: Ints) -> None:
+def good_again(state: RunState, runs: Ints, columns: Ints) -> None:
     """Hosts that were never taken out got well by themselves."""
     state.slots.clear(runs, columns)
     refresh_speed(state, runs)
 
 
-def speed(state: State, runs: Ints) -> Floats:
+def speed(state: RunState, runs: Ints) -> Floats:
     """Training per second of running, over that of all hosts, healthy and without snapshots in memory."""
-    shrunk = state.job_hosts[runs] / state.story.work.hosts
-    ratio: Floats = state.story.checkpoints.memory_ratio * shrunk / state.slowdown[runs]
+    shrunk = state.job_hosts[runs] / state.scenario.work.hosts
+    ratio: Floats = state.scenario.checkpoints.memory_ratio * shrunk / state.slowdown[runs]
     return ratio
 
 
-def train(state: State, runs: Ints, seconds: Floats) -> None:
+def train(state: RunState, runs: Ints, seconds: Floats) -> None:
     """Let these runs make steps for so long, with checkpoints when they are due."""
-    checkpoints = state.story.checkpoints
+    checkpoints = state.scenario.checkpoints
     rate = speed(state, runs)
     stalled = np.minimum(seconds, state.stall_left_s[runs])
     is_saved = (state.stall_left_s[runs] > 0) & (stalled == state.stall_left_s[runs])
@@ -449,12 +449,12 @@ def train(state: State, runs: Ints, seconds: Floats) -> None:
     _count(state, runs, seconds - running, np.maximum(running, 0.0))
 
 
-def _count(state: State, runs: Ints, stalled: Floats, running: Floats) -> None:
+def _count(state: RunState, runs: Ints, stalled: Floats, running: Floats) -> None:
     """Running time is training as far as no snapshot, slow host or missing host takes from it."""
-    ratio = state.story.checkpoints.memory_ratio
+    ratio = state.scenario.checkpoints.memory_ratio
     healthy = running * ratio
     as_slow = healthy / state.slowdown[runs]
-    useful = as_slow * (state.job_hosts[runs] / state.story.work.hosts)
+    useful = as_slow * (state.job_hosts[runs] / state.scenario.work.hosts)
     parts = state.parts_s
     parts[runs, SAVING] += stalled + running - healthy
     parts[runs, SLOW] += healthy - as_slow
@@ -462,10 +462,10 @@ def _count(state: State, runs: Ints, stalled: Floats, running: Floats) -> None:
     parts[runs, TRAINING] += useful
 
 
-def until_done(state: State, runs: Ints) -> Floats:
+def until_done(state: RunState, runs: Ints) -> Floats:
     """Seconds until all the work is done, if nothing happens."""
-    checkpoints = state.story.checkpoints
-    left = np.maximum(state.story.work.goal_s - state.parts_s[runs, TRAINING], 0.0)
+    checkpoints = state.scenario.checkpoints
+    left = np.maximum(state.scenario.work.goal_s - state.parts_s[runs, TRAINING], 0.0)
     is_stalled = state.stall_left_s[runs] > 0
     since = np.where(is_stalled, 0.0, state.since_save_s[runs])
     stalls = np.ceil(np.maximum(left - (checkpoints.interval_s - since), 0.0) / checkpoints.interval_s)
@@ -473,9 +473,9 @@ def until_done(state: State, runs: Ints) -> Floats:
     return seconds
 
 
-def lose(state: State, runs: Ints, survives: Flags) -> None:
+def lose(state: RunState, runs: Ints, survives: Flags) -> None:
     """Go back to the newest snapshot in memory, where it survives, else to the newest durable checkpoint."""
-    checkpoints = state.story.checkpoints
+    checkpoints = state.scenario.checkpoints
     since = state.since_save_s[runs]
     has_memory = survives & (checkpoints.memory_interval_s > 0)
     kept = np.where(has_memory, _kept_in_memory(since, checkpoints.memory_interval_s), 0.0)
@@ -493,7 +493,7 @@ def _kept_in_memory(since: Floats, interval_s: float) -> Floats:
     return np.floor(since / interval_s * (1 + 1e-12)) * interval_s if interval_s else np.zeros_like(since)
 
 
-def save(state: State, runs: Ints) -> None:
+def save(state: RunState, runs: Ints) -> None:
     """All that was done is safe; the time that it takes is the caller's to say."""
     state.since_save_s[runs] = 0.0
     state.stall_left_s[runs] = 0.0

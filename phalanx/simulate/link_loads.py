@@ -28,7 +28,7 @@ Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Shape:
+class PhaseShape:
     """Who sends to whom, whatever the bytes.
 
     Attributes:
@@ -45,7 +45,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Load:
+class LinkLoad:
     """The fullest link of a phase in which every rank sends one byte.
 
     Attributes:
@@ -69,21 +69,23 @@ class Load:
         return self.seconds / self.sending_seconds if self.sending_seconds else 0.0
 
 
-NOTHING = Load(0.0, 0.0, "none", 0.0, 1.0, 0.0)
+NOTHING = LinkLoad(0.0, 0.0, "none", 0.0, 1.0, 0.0)
 """A phase that stays inside hosts."""
 
 
-def shape_of(phase: Phase, traffic: Traffic, devices: int, devices_per_host: int) -> Shape:
+def shape_of(phase: Phase, traffic: Traffic, devices: int, devices_per_host: int) -> PhaseShape:
     """The shape of a phase of `traffic`."""
     pipelines = [other for other in traffic.phases if other.pattern == "neighbours"]
     last = max(pipelines, key=lambda other: other.stride, default=None)
     whole_hosts = last is not None and last.stride % devices_per_host == 0
     stages, stage_hosts = (last.ranks, last.stride // devices_per_host) if last and whole_hosts else (1, 1)
-    return Shape(phase.pattern, phase.ranks, phase.stride, devices, devices_per_host, stages, stage_hosts)
+    return PhaseShape(phase.pattern, phase.ranks, phase.stride, devices, devices_per_host, stages, stage_hosts)
 
 
 @lru_cache(maxsize=4096)
-def measure(shape: Shape, fabric: Fabric, hashing: Hashing, placement: Placement, queue_pairs: int, seed: int) -> Load:
+def measure(
+    shape: PhaseShape, fabric: Fabric, hashing: Hashing, placement: Placement, queue_pairs: int, seed: int
+) -> LinkLoad:
     """The fullest link, for the hashes and the places that `seed` gives."""
     moved = place_flows(shape, fabric, placement, seed)
     if not len(moved):
@@ -99,19 +101,19 @@ def measure(shape: Shape, fabric: Fabric, hashing: Hashing, placement: Placement
     return _fullest(fabric, loads / capacity, capacity, paths)
 
 
-def place_flows(shape: Shape, fabric: Fabric, placement: Placement, seed: int) -> Flows:
+def place_flows(shape: PhaseShape, fabric: Fabric, placement: Placement, seed: int) -> Flows:
     """The flows of a phase in which every rank sends one byte, between the places where hosts stand."""
     flows = _flows(shape, fabric.nics_per_host)
     return flows.moved(_positions(shape, fabric, placement, seed))
 
 
 @lru_cache(maxsize=64)
-def _flows(shape: Shape, nics_per_host: int) -> Flows:
+def _flows(shape: PhaseShape, nics_per_host: int) -> Flows:
     phase = Phase("", shape.pattern, shape.ranks, shape.stride, rank_bytes=1.0)
     return make_flows(phase, shape.devices, shape.devices_per_host, nics_per_host)
 
 
-def _positions(shape: Shape, fabric: Fabric, placement: Placement, seed: int) -> Indices:
+def _positions(shape: PhaseShape, fabric: Fabric, placement: Placement, seed: int) -> Indices:
     """Where each host of the job stands; a fabric may have more."""
     hosts = shape.devices // shape.devices_per_host
     if placement == "scattered":
@@ -138,7 +140,7 @@ def _nic_bytes(fabric: Fabric, flows: Flows) -> Floats:
     return add_up(np.stack([sends, receives], axis=1), flows.num_bytes, fabric.num_links)
 
 
-def _fullest(fabric: Fabric, seconds: Floats, capacity: Floats, paths: Indices | None) -> Load:
+def _fullest(fabric: Fabric, seconds: Floats, capacity: Floats, paths: Indices | None) -> LinkLoad:
     worst = int(seconds.argmax())
     sending_s = float(seconds[: fabric.offsets[1]].max())
     crossing = capacity[worst] / fabric.nic_bytes_per_s * seconds[worst] / sending_s
@@ -147,7 +149,7 @@ def _fullest(fabric: Fabric, seconds: Floats, capacity: Floats, paths: Indices |
     kind = sum(worst >= first for first in fabric.offsets[1:-1])
     start, end = fabric.offsets[kind], fabric.offsets[kind + 1]
     hot = np.flatnonzero(seconds[start:end] > sending_s * (1 + 1e-9))
-    return Load(
+    return LinkLoad(
         seconds=float(seconds[worst]),
         sending_seconds=sending_s,
         kind=fabric.kind_of(worst),
@@ -178,7 +180,7 @@ _MOST_FLOWS = 200_000
 
 
 def flow_shares(
-    shape: Shape, fabric: Fabric, hashing: Hashing, placement: Placement, queue_pairs: int
+    shape: PhaseShape, fabric: Fabric, hashing: Hashing, placement: Placement, queue_pairs: int
 ) -> Mapping[str, float]:
     """Mean, lowest, 1st and 50th percentile of fair rates over what a flow gets alone, of two draws of the hashes.
 
@@ -190,7 +192,7 @@ def flow_shares(
 
 
 def _shares(
-    shape: Shape, fabric: Fabric, hashing: Hashing, placement: Placement, queue_pairs: int, seed: int
+    shape: PhaseShape, fabric: Fabric, hashing: Hashing, placement: Placement, queue_pairs: int, seed: int
 ) -> np.ndarray:
     flows = place_flows(shape, fabric, placement, seed)
     if len(flows) * queue_pairs > _MOST_FLOWS:  # whole groups, as many as there is room for

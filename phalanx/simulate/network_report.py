@@ -12,7 +12,7 @@ from phalanx.figures.simulate import lost_bars, queue_lines
 from phalanx.figures.style import Figure
 from phalanx.plan.report.page_blocks import Block, Cell, FigurePlace, Heading, PageTable, numbers, soft
 from phalanx.simulate.fabric import Fabric
-from phalanx.simulate.network_simulation import CAUSES, Conflicts, Outcome, PhaseOutcome, Report
+from phalanx.simulate.network_simulation import CAUSES, Conflicts, NetworkReport, PhaseOutcome, ScenarioOutcome
 
 _BAR = 10
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -22,7 +22,7 @@ _NARROW = 100
 _WIDE = 130
 
 
-def report_text(report: Report, *, width: int = 100) -> RenderableType:
+def report_text(report: NetworkReport, *, width: int = 100) -> RenderableType:
     """All of a report: the fabric, each scenario with what it costs and why, the phases of the first, collisions."""
     pieces: list[RenderableType] = [*_head(report), "", _scenarios(report, width), ""]
     pieces += [_phases(report.outcomes[0])]
@@ -48,7 +48,7 @@ def _many(count: int, what: str) -> str:
     return f"{count:,} {what}{'s' * (count != 1)}"
 
 
-def _head(report: Report) -> Iterator[RenderableType]:
+def _head(report: NetworkReport) -> Iterator[RenderableType]:
     fabric = report.outcomes[0].scenario.fabric
     hosts = report.devices // report.devices_per_host
     of_all = f" of {fabric.hosts:,}" if fabric.hosts > hosts else ""
@@ -59,7 +59,7 @@ def _head(report: Report) -> Iterator[RenderableType]:
     yield lines
 
 
-def _scenarios(report: Report, width: int) -> Table:
+def _scenarios(report: NetworkReport, width: int) -> Table:
     """What is asked, how long a step takes, what of it is lost, and why."""
     table = Table(title="what if", title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column("scenario", no_wrap=width >= _NARROW)
@@ -80,7 +80,7 @@ def _scenarios(report: Report, width: int) -> Table:
     return table
 
 
-def _cells(report: Report, outcome: Outcome, most: float) -> tuple[str | Text, ...]:
+def _cells(report: NetworkReport, outcome: ScenarioOutcome, most: float) -> tuple[str | Text, ...]:
     name = Text(outcome.scenario.name)
     if outcome.ends_job:
         return name, "never", "ends", Text("█" * _BAR, style="red"), "", outcome.why
@@ -91,7 +91,7 @@ def _cells(report: Report, outcome: Outcome, most: float) -> tuple[str | Text, .
     return name, f"{outcome.step_s:.3f}", f"{100 * longer:+.2f} %", bar, spread, outcome.why
 
 
-def _longer(report: Report, outcome: Outcome) -> float:
+def _longer(report: NetworkReport, outcome: ScenarioOutcome) -> float:
     return round(outcome.step_s / report.ideal_step_s - 1, 9) + 0.0
 
 
@@ -101,7 +101,7 @@ def _bar(share: float) -> str:
     return "█" * full + (_EIGHTHS[rest] if rest else "")
 
 
-def _phases(outcome: Outcome) -> Table:
+def _phases(outcome: ScenarioOutcome) -> Table:
     table = Table(
         title=f"phases of: {outcome.scenario.name}", title_justify="left", title_style="bold", box=None, pad_edge=False
     )
@@ -144,12 +144,12 @@ def _conflict_lines(conflicts: Conflicts) -> Iterator[Text]:
     yield Text(f"{alone}: {mean} of a NIC's rate, {low} at the 1st percentile, {lowest} the slowest (max-min fair)")
 
 
-def _foot(report: Report) -> str:
+def _foot(report: NetworkReport) -> str:
     draws = f"{report.draws} draw{'s' * (report.draws > 1)} of hashes and places"
     return f"{draws}; a step waits for its slowest message; computed in {report.wall_s:.1f} s"
 
 
-def network_sections(report: Report) -> list[Block]:
+def network_sections(report: NetworkReport) -> list[Block]:
     """A report as blocks of a page; `network_figures` has the figures that belong into it."""
     first = report.outcomes[0].scenario
     hosts = report.devices // report.devices_per_host
@@ -168,7 +168,7 @@ def network_sections(report: Report) -> list[Block]:
     return [*blocks, *map(soft, report.notes)]
 
 
-def _scenario_table(report: Report) -> PageTable:
+def _scenario_table(report: NetworkReport) -> PageTable:
     rows = []
     for outcome in report.outcomes:
         longer = 100 * (outcome.step_s / report.ideal_step_s - 1)
@@ -187,7 +187,7 @@ def _phase_table(phases: Sequence[PhaseOutcome]) -> PageTable:
     return PageTable(heads, rows, stacked=True)
 
 
-def network_figures(report: Report) -> dict[str, Figure]:
+def network_figures(report: NetworkReport) -> dict[str, Figure]:
     """The figures of `network_sections`."""
     # Seconds of a link that is down would leave nothing to be seen of milliseconds beside them.
     whole = [_lost_row(outcome) for outcome in report.outcomes if not outcome.scenario.flap_s]
@@ -199,7 +199,7 @@ def network_figures(report: Report) -> dict[str, Figure]:
     return figures
 
 
-def _lost_row(outcome: Outcome) -> dict[str, object]:
+def _lost_row(outcome: ScenarioOutcome) -> dict[str, object]:
     """Seconds of each cause; none of the flap where it ends the job."""
     lost: dict[str, object] = dict(outcome.lost_s)
     if outcome.ends_job:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from phalanx.core.errors import UserError
 from phalanx.plan.toml_tree import read_tree
 from phalanx.simulate.fabric import Fabric, Hashing
-from phalanx.simulate.network_settings import Control, Network, Retransmit, check_control
+from phalanx.simulate.network_settings import Control, NetworkDescription, Retransmit, check_control
 
 Placement = Literal["packed", "pipeline_first", "scattered"]
 """Where ranks sit: in the order of their numbers, so that data-parallel neighbours share ToRs; hosts of one pipeline
@@ -24,7 +24,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Scenario:
+class NetworkScenario:
     """A fabric and what happens on it.
 
     Attributes:
@@ -86,13 +86,13 @@ KEYS = (*_OWN_KEYS, *_FABRIC_KEYS, *_TIMER_KEYS)
 """What a scenario file, or an option, may change."""
 
 
-def make_scenario(name: str, network: Network, changes: Mapping[str, Any]) -> Scenario:
+def make_scenario(name: str, network: NetworkDescription, changes: Mapping[str, Any]) -> NetworkScenario:
     """The network as it is, but for `changes`.
 
     Raises:
         UserError: a key is unknown, or a value is out of bounds.
     """
-    base = Scenario(
+    base = NetworkScenario(
         name=name,
         fabric=network.fabric,
         queue_pairs=network.queue_pairs,
@@ -102,7 +102,7 @@ def make_scenario(name: str, network: Network, changes: Mapping[str, Any]) -> Sc
     return changed(base, name, changes)
 
 
-def changed(base: Scenario, name: str, changes: Mapping[str, Any]) -> Scenario:
+def changed(base: NetworkScenario, name: str, changes: Mapping[str, Any]) -> NetworkScenario:
     """`base` under another name, but for `changes`.
 
     Raises:
@@ -160,7 +160,7 @@ USUAL: tuple[tuple[str, Mapping[str, Any]], ...] = (
 """Questions for a fabric, each a change of one or two things."""
 
 
-def usual_scenarios(base: Scenario) -> tuple[Scenario, ...]:
+def usual_scenarios(base: NetworkScenario) -> tuple[NetworkScenario, ...]:
     """`base`, and what if: all of `USUAL` that changes something and is possible."""
     found = [base]
     for name, changes in USUAL:
@@ -170,14 +170,14 @@ def usual_scenarios(base: Scenario) -> tuple[Scenario, ...]:
     return tuple(found)
 
 
-def _possible(base: Scenario, name: str, changes: Mapping[str, Any]) -> Scenario | None:
+def _possible(base: NetworkScenario, name: str, changes: Mapping[str, Any]) -> NetworkScenario | None:
     try:
         return changed(base, name, changes)
     except UserError:  # such as no room for all pods; the question is then left out
         return None
 
 
-def read_scenarios(path: Path, base: Scenario) -> tuple[Scenario, ...]:
+def read_scenarios(path: Path, base: NetworkScenario) -> tuple[NetworkScenario, ...]:
     """`base`, and the ``[[scenario]]`` of a TOML file: ``name`` and what is changed.
 
     Raises:

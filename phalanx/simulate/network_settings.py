@@ -7,7 +7,8 @@ it). What matters is not only whether the connection outlives the flap: with a l
 before anything is sent over it. Adaptive retransmission begins with a short timer and doubles it up to the configured
 one, within the same time in all (NVIDIA, Adaptive Retransmission: Parameters Control).
 
-`Settings` are those of switches and adapters that decide how queues build up and drain: PFC, ECN, DCQCN, Swift.
+`CongestionSettings` are those of switches and adapters that decide how queues build up and drain: PFC, ECN, DCQCN,
+Swift.
 """
 
 from __future__ import annotations
@@ -16,64 +17,137 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, Field, PlainValidator
 
 from phalanx.core.errors import UserError
 from phalanx.plan.hardware.cluster import Cluster
-from phalanx.plan.hardware.load import Section, read
+from phalanx.plan.hardware.schema import Measured, SourceTexts, Table, read_file, refusal
 from phalanx.plan.types import Number
 from phalanx.simulate.fabric import Fabric
 
 _FABRICS = Path(__file__).parent / "fabrics"
 _DEFAULT = "default.toml"
 _MOST_PORTS = 65_536
-_MOMENT = (1e-9, 1.0)  # of timers and delays, seconds
-_TABLES: Mapping[str, Mapping[str, tuple[float, float]]] = {
-    "fabric": {
-        "port_bytes_per_s": (1e5, 1e15),
-        "uplink_split": (1, 64),
-        "tor_oversubscription_ratio": (0.01, 100),
-        "aggregation_oversubscription_ratio": (0.01, 100),
-        "hop_latency_s": _MOMENT,
-        "buffer_bytes": (1e3, 1e12),
-        "queue_pairs": (1, 64),
-        "mtu_bytes": (64, 1e6),
-    },
-    "pfc": {"threshold_ratio": (0.001, 100), "resume_ratio": (0.01, 1)},
-    "ecn": {"low_s": _MOMENT, "high_s": _MOMENT, "mark_ratio": (1e-6, 1)},
-    "dcqcn": {
-        "gain_ratio": (1e-6, 1),
-        "notification_s": _MOMENT,
-        "alpha_timer_s": _MOMENT,
-        "increase_timer_s": _MOMENT,
-        "increase_counter_bytes": (64, 1e12),
-        "fast_recovery": (1, 100),
-        "increase_ratio": (1e-9, 1),
-    },
-    "swift": {
-        "base_target_s": _MOMENT,
-        "hop_target_s": _MOMENT,
-        "increase": (1e-6, 1e6),
-        "decrease_ratio": (1e-6, 1),
-        "largest_decrease_ratio": (1e-6, 1),
-        "flow_range_s": _MOMENT,
-        "flow_low": (1e-6, 1e6),
-        "flow_high": (1e-6, 1e6),
-    },
-    "retransmit": {
-        "timeout_exponent": (1, 31),
-        "retries": (1, 7),
-        "adaptive_first_s": (4e-6, 1e4),
-        "reroute_s": (0, 1e6),
-    },
-}
-"""Each number that a file may have, and between which values it can be computed with."""
-_WHOLE = ("uplink_split", "queue_pairs", "timeout_exponent", "retries")
+
+
+def _within(least: float, most: float, *, whole: bool = False) -> AfterValidator:
+    """Between which values a number can be computed with."""
+
+    def check(number: Number) -> Number:
+        if not least <= number.value <= most or (whole and number.value != int(number.value)):
+            cure = f"give a {'whole ' * whole}number from {least:g} to {most:g}"
+            raise refusal("cannot be computed with", cure, number.value)
+        return number
+
+    return AfterValidator(check)
+
+
+def _size(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST_PORTS:
+        raise refusal("is no such value", f"write a whole number up to {_MOST_PORTS:,}", value)
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise refusal("is no such value", "write true or false", value)
+    return value
+
+
+Size = Annotated[int, PlainValidator(_size)]
+Flag = Annotated[bool, PlainValidator(_flag)]
+Moment = Annotated[Measured, _within(1e-9, 1.0)]  # of timers and delays, seconds
+Oversubscription = Annotated[Measured, _within(0.01, 100)]
+Ratio = Annotated[Measured, _within(1e-6, 1)]
+Amount = Annotated[Measured, _within(1e-6, 1e6)]
+
+
+class FabricTable(Table):
+    """Switches and links."""
+
+    port_bytes_per_s: Annotated[Measured, _within(1e5, 1e15)] | None = None
+    uplink_split: Annotated[Measured, _within(1, 64, whole=True)] | None = None
+    tor_oversubscription_ratio: Oversubscription | None = None
+    aggregation_oversubscription_ratio: Oversubscription | None = None
+    hop_latency_s: Moment | None = None
+    buffer_bytes: Annotated[Measured, _within(1e3, 1e12)] | None = None
+    queue_pairs: Annotated[Measured, _within(1, 64, whole=True)] | None = None
+    mtu_bytes: Annotated[Measured, _within(64, 1e6)] | None = None
+
+
+class PfcTable(Table):
+    """Pauses."""
+
+    threshold_ratio: Annotated[Measured, _within(0.001, 100)] | None = None
+    resume_ratio: Annotated[Measured, _within(0.01, 1)] | None = None
+
+
+class EcnTable(Table):
+    """Marks."""
+
+    low_s: Moment | None = None
+    high_s: Moment | None = None
+    mark_ratio: Ratio | None = None
+
+
+class DcqcnTable(Table):
+    """Congestion control by marks."""
+
+    gain_ratio: Ratio | None = None
+    notification_s: Moment | None = None
+    alpha_timer_s: Moment | None = None
+    increase_timer_s: Moment | None = None
+    increase_counter_bytes: Annotated[Measured, _within(64, 1e12)] | None = None
+    fast_recovery: Annotated[Measured, _within(1, 100)] | None = None
+    increase_ratio: Annotated[Measured, _within(1e-9, 1)] | None = None
+
+
+class SwiftTable(Table):
+    """Congestion control by delay."""
+
+    base_target_s: Moment | None = None
+    hop_target_s: Moment | None = None
+    increase: Amount | None = None
+    decrease_ratio: Ratio | None = None
+    largest_decrease_ratio: Ratio | None = None
+    flow_range_s: Moment | None = None
+    flow_low: Amount | None = None
+    flow_high: Amount | None = None
+
+
+class RetransmitTable(Table):
+    """Timers of adapters."""
+
+    timeout_exponent: Annotated[Measured, _within(1, 31, whole=True)] | None = None
+    retries: Annotated[Measured, _within(1, 7, whole=True)] | None = None
+    adaptive_first_s: Annotated[Measured, _within(4e-6, 1e4)] | None = None
+    reroute_s: Annotated[Measured, _within(0, 1e6)] | None = None
+
+
+class FabricFile(Table):
+    """A file of ``fabrics/``; what it leaves out is as in default.toml."""
+
+    layers: Size | None = None
+    radix: Size | None = None
+    rail_optimised: Flag | None = None
+    fabric: FabricTable = FabricTable()
+    pfc: PfcTable = PfcTable()
+    ecn: EcnTable = EcnTable()
+    dcqcn: DcqcnTable = DcqcnTable()
+    swift: SwiftTable = SwiftTable()
+    retransmit: RetransmitTable = RetransmitTable()
+    sources: SourceTexts = Field(default_factory=dict)
+
+
+_SHAPE = ("layers", "radix", "rail_optimised")
+_TABLES = ("fabric", "pfc", "ecn", "dcqcn", "swift", "retransmit")
 _ASCENDING = (("ecn", "low_s", "high_s"), ("swift", "flow_low", "flow_high"))
 
 
 @dataclass(frozen=True)
-class Network:
+class NetworkDescription:
     """A cluster's network as its file has it.
 
     Attributes:
@@ -86,7 +160,7 @@ class Network:
     name: str
     described: bool
     fabric: Fabric
-    settings: Settings
+    settings: CongestionSettings
     retransmit: Retransmit
     queue_pairs: int
     reroute_s: float
@@ -96,7 +170,7 @@ class Network:
     numbers: Mapping[str, Number]
 
 
-def network_of(cluster: Cluster, fabric_file: Path | None = None) -> Network:
+def network_of(cluster: Cluster, fabric_file: Path | None = None) -> NetworkDescription:
     """The network that connects a cluster's hosts: of `fabric_file`, of the file of its name, or the default one.
 
     Raises:
@@ -107,7 +181,7 @@ def network_of(cluster: Cluster, fabric_file: Path | None = None) -> Network:
     numbers = {**numbers, **{key: cluster.number(key) for key in ("network.nic_bytes_per_s", "network.achieved_ratio")}}
     values = {key: number.value for key, number in numbers.items()}
     fabric = _fabric(cluster, shape, values)
-    return Network(
+    return NetworkDescription(
         name=cluster.name,
         described=file.name != _DEFAULT,
         fabric=fabric,
@@ -133,44 +207,21 @@ def _named(name: str) -> Path:
 
 def _read(path: Path) -> tuple[dict[str, int], dict[str, Number]]:
     """Shape and numbers of a file; what it leaves out is as in default.toml."""
-    default = read(_FABRICS / _DEFAULT)
-    given = read(path)
-    shape = {key: _whole(given if given.has(key) else default, key) for key in ("layers", "radix", "rail_optimised")}
-    numbers = {}
-    for table, keys in _TABLES.items():
-        own = given.sub(table) if given.has(table) else None
-        for key, bounds in keys.items():
-            section = own if own is not None and own.has(key) else default.sub(table)
-            numbers[f"{table}.{key}"] = _within(section, key, *bounds)
-        if own is not None:
-            own.done()
-    given.done()
+    files = read_file(FabricFile, _FABRICS / _DEFAULT), read_file(FabricFile, path)
+    shape = {key: getattr(one, key) for one in files for key in _SHAPE if getattr(one, key) is not None}
+    numbers = {
+        f"{table}.{key}": number
+        for one in files
+        for table in _TABLES
+        for key, number in getattr(one, table).numbers().items()
+    }
     for table, low, high in _ASCENDING:
         least, value = (numbers[f"{table}.{key}"].value for key in (low, high))
         if least >= value:
             cure = f"give more than {low}, {least:g}"
-            raise UserError(
-                "is no more than where it begins", cure=cure, field=given.where(f"{table}.{high}"), value=value
-            )
+            field = f"{path.name}: {table}.{high}"
+            raise UserError("is no more than where it begins", cure=cure, field=field, value=value)
     return shape, numbers
-
-
-def _within(section: Section, key: str, least: float, most: float) -> Number:
-    number = section.number(key)
-    whole = key in _WHOLE
-    if not least <= number.value <= most or (whole and number.value != int(number.value)):
-        cure = f"give a {'whole ' * whole}number from {least:g} to {most:g}"
-        raise section.refusal("cannot be computed with", cure, key, number.value)
-    return number
-
-
-def _whole(section: Section, key: str) -> int:
-    value = section.raw(key)
-    is_flag = key == "rail_optimised"
-    if not isinstance(value, int) or isinstance(value, bool) is not is_flag or not 0 <= value <= _MOST_PORTS:
-        cure = "write true or false" if is_flag else f"write a whole number up to {_MOST_PORTS:,}"
-        raise section.refusal("is no such value", cure, key, value)
-    return value
 
 
 def _fabric(cluster: Cluster, shape: Mapping[str, int], values: Mapping[str, float]) -> Fabric:
@@ -192,14 +243,14 @@ def _fabric(cluster: Cluster, shape: Mapping[str, int], values: Mapping[str, flo
     )
 
 
-def _congestion(values: Mapping[str, float], fabric: Fabric) -> Settings:
+def _congestion(values: Mapping[str, float], fabric: Fabric) -> CongestionSettings:
     switches = 2 * fabric.layers - 1
 
     def of(table: str) -> dict[str, float]:
-        return {key: values[f"{table}.{key}"] for key in _TABLES[table]}
+        return {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{table}.")}
 
     dcqcn = of("dcqcn")
-    return Settings(
+    return CongestionSettings(
         round_trip_s=2 * (switches + 1) * fabric.hop_latency_s,
         switches=switches,
         mtu_bytes=values["fabric.mtu_bytes"],
@@ -366,7 +417,7 @@ class Swift:
 
 
 @dataclass(frozen=True)
-class Settings:
+class CongestionSettings:
     """All of it, for one fabric.
 
     Attributes:

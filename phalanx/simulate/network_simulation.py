@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import UserError
-from phalanx.simulate.congestion import NO_EFFECT, Effect, HotLink, Table
-from phalanx.simulate.link_loads import Load, flow_shares, measure, shape_of
-from phalanx.simulate.network_scenario import Scenario
-from phalanx.simulate.network_settings import Control, Network, shortest_timeout
+from phalanx.simulate.congestion import NO_EFFECT, HotLink, HotLinkTable, QueueEffect
+from phalanx.simulate.link_loads import LinkLoad, flow_shares, measure, shape_of
+from phalanx.simulate.network_scenario import NetworkScenario
+from phalanx.simulate.network_settings import Control, NetworkDescription, shortest_timeout
 from phalanx.simulate.traffic import Phase, Traffic
 
 Stage = Literal["ideal", "oversubscription", "hashing", "placement"]
@@ -33,11 +33,11 @@ _MOST_DRAWS = 1000
 class _Job:
     """One question with everything that it needs."""
 
-    network: Network
+    network: NetworkDescription
     traffic: Traffic
-    scenario: Scenario
+    scenario: NetworkScenario
 
-    def load(self, phase: Phase, stage: Stage, draw: int) -> Load:
+    def load(self, phase: Phase, stage: Stage, draw: int) -> LinkLoad:
         """The fullest link of a phase with all circumstances up to `stage`."""
         shape = shape_of(phase, self.traffic, self.network.devices, self.network.devices_per_host)
         scenario = self.scenario
@@ -51,13 +51,13 @@ class _Job:
         pairs = scenario.queue_pairs if hashing != "ideal" else 1
         return measure(shape, fabric, hashing, placement, pairs, seed)
 
-    def time_s(self, phase: Phase, load: Load) -> float:
+    def time_s(self, phase: Phase, load: LinkLoad) -> float:
         """Of a phase without queues: bytes over the fullest link, and latencies of sends that wait for one another."""
         if not load.seconds:
             return 0.0
         return phase.rank_bytes * load.seconds + phase.times * phase.hops * self.network.latency_s
 
-    def hot_link(self, load: Load) -> HotLink | None:
+    def hot_link(self, load: LinkLoad) -> HotLink | None:
         """What congestion control has to deal with; None where no link is asked for more than it carries."""
         if load.overload <= _HOT:
             return None
@@ -65,8 +65,13 @@ class _Job:
 
 
 def what_if(
-    network: Network, traffic: Traffic, scenarios: Sequence[Scenario], draws: int = 8, *, curves: bool = False
-) -> Report:
+    network: NetworkDescription,
+    traffic: Traffic,
+    scenarios: Sequence[NetworkScenario],
+    draws: int = 8,
+    *,
+    curves: bool = False,
+) -> NetworkReport:
     """The step of every scenario.
 
     Args:
@@ -85,9 +90,9 @@ def what_if(
     jobs = [_Job(network, traffic, scenario) for scenario in scenarios]
     links = _hot_links(jobs, draws)
     shown = _by_control(links) if curves else []
-    table = Table(list(dict.fromkeys([*links, *shown])), network.settings, network.fabric.nic_bytes_per_s)
+    table = HotLinkTable(list(dict.fromkeys([*links, *shown])), network.settings, network.fabric.nic_bytes_per_s)
     outcomes = tuple(_outcome(job, table, draws) for job in jobs)
-    return Report(
+    return NetworkReport(
         cluster=network.name,
         devices=network.devices,
         devices_per_host=network.devices_per_host,
@@ -102,7 +107,7 @@ def what_if(
     )
 
 
-def _check_hosts(network: Network, scenarios: Sequence[Scenario]) -> None:
+def _check_hosts(network: NetworkDescription, scenarios: Sequence[NetworkScenario]) -> None:
     for scenario in scenarios:
         if scenario.fabric.hosts < network.fabric.hosts:
             cure = f"write {network.fabric.hosts:,} or more, or take fewer devices"
@@ -129,7 +134,7 @@ def _by_control(links: Sequence[HotLink]) -> list[HotLink]:
     return [replace(fullest, control=control) for control in get_args(Control)]
 
 
-def _queue_curve(table: Table, link: HotLink) -> QueueCurve:
+def _queue_curve(table: HotLinkTable, link: HotLink) -> QueueCurve:
     trace = table.trace(link)
     queue_s = trace.queue_bytes[0] / link.capacity
     times_s = trace.sample_s * np.arange(1, len(queue_s) + 1)
@@ -141,11 +146,11 @@ class _Drawn:
     """One phase in one draw: its time after each stage, and with congestion."""
 
     times_s: Mapping[str, float]
-    load: Load
-    effect: Effect
+    load: LinkLoad
+    effect: QueueEffect
 
 
-def _outcome(job: _Job, table: Table, draws: int) -> Outcome:
+def _outcome(job: _Job, table: HotLinkTable, draws: int) -> ScenarioOutcome:
     drawn = [_draw(job, table, draw) for draw in range(draws)]
     waits = np.array([[_exposed_s(job, phases, stage) for stage in (*_STAGES, "congestion")] for phases in drawn])
     stall_s = job.scenario.stall_s
@@ -157,10 +162,10 @@ def _outcome(job: _Job, table: Table, draws: int) -> Outcome:
     phases = tuple(
         _phase(job, phase, [each[place] for each in drawn]) for place, phase in enumerate(job.traffic.phases)
     )
-    return Outcome(job.scenario, float(steps.mean()), float(low), float(high), lost_s, phases, ends)
+    return ScenarioOutcome(job.scenario, float(steps.mean()), float(low), float(high), lost_s, phases, ends)
 
 
-def _draw(job: _Job, table: Table, draw: int) -> list[_Drawn]:
+def _draw(job: _Job, table: HotLinkTable, draw: int) -> list[_Drawn]:
     """All phases of one draw; each is also held up at ports that the hot links of others have stopped."""
     phases = job.traffic.phases
     alone = [_draw_alone(job, table, phase, draw) for phase in phases]
@@ -173,8 +178,8 @@ def _draw(job: _Job, table: Table, draw: int) -> list[_Drawn]:
     return drawn
 
 
-def _draw_alone(job: _Job, table: Table, phase: Phase, draw: int) -> _Drawn:
-    loads: dict[str, Load] = {stage: job.load(phase, stage, draw) for stage in _STAGES}
+def _draw_alone(job: _Job, table: HotLinkTable, phase: Phase, draw: int) -> _Drawn:
+    loads: dict[str, LinkLoad] = {stage: job.load(phase, stage, draw) for stage in _STAGES}
     times_s = {stage: job.time_s(phase, load) for stage, load in loads.items()}
     return _Drawn(times_s, loads["placement"], _effect(job, table, phase, loads["placement"]))
 
@@ -185,7 +190,7 @@ def _holds_up(job: _Job, drawn: _Drawn) -> float:
     return running * (1 / max(drawn.effect.bystander, 1e-6) - 1)
 
 
-def _effect(job: _Job, table: Table, phase: Phase, load: Load) -> Effect:
+def _effect(job: _Job, table: HotLinkTable, phase: Phase, load: LinkLoad) -> QueueEffect:
     link = job.hot_link(load)
     return NO_EFFECT if link is None else table.effect(link, phase.rank_bytes * load.seconds / phase.times)
 
@@ -247,7 +252,7 @@ def _conflicts(job: _Job) -> Conflicts | None:
     )
 
 
-def _notes(network: Network, traffic: Traffic) -> tuple[str, ...]:
+def _notes(network: NetworkDescription, traffic: Traffic) -> tuple[str, ...]:
     notes = []
     if not network.described:
         notes.append(f"nothing is known of {network.name}'s fabric: a usual CLOS of three layers is assumed (--fabric)")
@@ -365,7 +370,7 @@ class PhaseOutcome:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ScenarioOutcome:
     """A scenario's step.
 
     Attributes:
@@ -375,7 +380,7 @@ class Outcome:
         ends_job: whether the flap outlasts all retries.
     """
 
-    scenario: Scenario
+    scenario: NetworkScenario
     step_s: float
     low_s: float
     high_s: float
@@ -403,23 +408,23 @@ class Outcome:
         return _REASONS[cause](self)
 
 
-def _hottest(outcome: Outcome) -> PhaseOutcome:
+def _hottest(outcome: ScenarioOutcome) -> PhaseOutcome:
     return max(outcome.phases, key=lambda phase: phase.exposed_s - phase.ideal_exposed_s)
 
 
-def _because_of_links(outcome: Outcome) -> str:
+def _because_of_links(outcome: ScenarioOutcome) -> str:
     phase = _hottest(outcome)
     stretch = phase.now_s / phase.ideal_s if phase.ideal_s else 1.0
     return f"{phase.name} {stretch:.2f} x as long: {phase.paths:.0f} connections on one link, {phase.hottest}"
 
 
-def _because_of_control(outcome: Outcome) -> str:
+def _because_of_control(outcome: ScenarioOutcome) -> str:
     phase = _hottest(outcome)
     lost = f"{phase.name}: {1 - phase.efficiency:.1%} below fair rates".replace("%", " %")
     return f"{lost}, {phase.queue_s * 1e6:.0f} µs in queues, ports paused {phase.paused_ratio:.1%}".replace("%", " %")
 
 
-def _because_of_flap(outcome: Outcome) -> str:
+def _because_of_flap(outcome: ScenarioOutcome) -> str:
     scenario = outcome.scenario
     which = "NIC" if scenario.flap_link == "nic" else "uplink"
     return f"{which} silent for {outcome.lost_s['flap']:.2f} s, until a retransmission finds the link up"
@@ -460,7 +465,7 @@ class QueueCurve:
 
 
 @dataclass(frozen=True)
-class Report:
+class NetworkReport:
     """All that was asked.
 
     Attributes:
@@ -477,7 +482,7 @@ class Report:
     devices_per_host: int
     traffic_source: str
     ideal_step_s: float
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[ScenarioOutcome, ...]
     conflicts: Conflicts | None
     queues: tuple[QueueCurve, ...]
     draws: int

@@ -1,6 +1,6 @@
 """The state of all simulated runs at once, one number or one row for each, and the failures that are to come.
 
-`State` holds clocks, counts and hosts. Where each host stands is kept in arrays: shelves of hosts, and slots for those
+`RunState` holds clocks, counts and hosts. `HostGroups` holds where each host is (job, spare, cold), and `Slots` those
 that come back later. Every function on them takes `runs`, the numbers of different runs, and changes one host in each.
 
 `History` is drawn at random from rates before anything is decided. What happens to a host does not depend on what the
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.simulate.failure_model import DAY_S, Duration, Failures, Recovery, Story
+from phalanx.simulate.failure_model import DAY_S, Duration, Failures, FailureScenario, Recovery
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -57,9 +57,9 @@ class Classes(NamedTuple):
     survives: NDArray[np.bool_]
 
 
-def classes_of(story: Story) -> Classes:
-    """What the story says of each class."""
-    recovery, classes = story.recovery, story.failures.classes
+def classes_of(scenario: FailureScenario) -> Classes:
+    """What the scenario says of each class."""
+    recovery, classes = scenario.recovery, scenario.failures.classes
     usual = {"stops": recovery.detection_s, "slow": recovery.find_slow_s, "taken out": 0.0}
     noticed = [usual[c.effect] if c.detection_s is None else c.detection_s for c in classes]
     return Classes(
@@ -70,7 +70,7 @@ def classes_of(story: Story) -> Classes:
     )
 
 
-class State:
+class RunState:
     """All runs.
 
     Attributes:
@@ -85,11 +85,11 @@ class State:
         is_cured: hosts that are lemons no more.
     """
 
-    def __init__(self, story: Story, runs: int) -> None:
-        self.story = story
-        self.classes = classes_of(story)
-        pool = story.pool
-        self.shelves = Shelves(runs, (story.work.hosts, pool.spares, pool.cold))
+    def __init__(self, scenario: FailureScenario, runs: int) -> None:
+        self.scenario = scenario
+        self.classes = classes_of(scenario)
+        pool = scenario.pool
+        self.host_groups = HostGroups(runs, (scenario.work.hosts, pool.spares, pool.cold))
         self.slots = Slots(runs)
         self.phase = np.full(runs, RUN, dtype=np.int8)
         self.now_s = np.zeros(runs)
@@ -103,22 +103,22 @@ class State:
         self.stall_left_s = np.zeros(runs)
         self.persisting_s = np.full(runs, np.inf)
         self.slowdown = np.ones(runs)
-        self.size = np.full(runs, story.work.hosts, dtype=np.int64)
+        self.size = np.full(runs, scenario.work.hosts, dtype=np.int64)
         self.coming = np.zeros(runs, dtype=np.int64)
-        self.fails = np.zeros(self.shelves.where.shape, dtype=np.uint8)
-        self.is_cured = np.zeros(self.shelves.where.shape, dtype=bool)
+        self.fails = np.zeros(self.host_groups.where.shape, dtype=np.uint8)
+        self.is_cured = np.zeros(self.host_groups.where.shape, dtype=bool)
         self.most_out = np.zeros(runs, dtype=np.int64)
 
     @property
     def job_hosts(self) -> Ints:
         """Hosts in the job, by run."""
-        hosts: Ints = self.shelves.counts[JOB]
+        hosts: Ints = self.host_groups.counts[JOB]
         return hosts
 
     @property
     def spares(self) -> Ints:
         """Hosts that are ready beside it, by run."""
-        hosts: Ints = self.shelves.counts[SPARE]
+        hosts: Ints = self.host_groups.counts[SPARE]
         return hosts
 
     def count(self, what: int, runs: Ints) -> None:
@@ -142,11 +142,11 @@ JOB, SPARE, COLD, AWAY = 0, 1, 2, 3
 """In the job; ready beside it; could be asked for; out, or coming."""
 
 
-class Shelves:
-    """The hosts in the job, the spares and the cold ones; a host is on one of the shelves, or away.
+class HostGroups:
+    """The hosts in the job, the spares and the cold ones; a host is in one of the groups, or away.
 
     Args:
-        counts: hosts on each shelf at first; they are numbered in this order.
+        counts: hosts in each group at first; they are numbered in this order.
     """
 
     def __init__(self, runs: int, counts: tuple[int, int, int]) -> None:
@@ -156,35 +156,35 @@ class Shelves:
         self._place = (np.arange(total, dtype=np.int32) - starts.astype(np.int32))[None].repeat(runs, axis=0)
         self._items = np.zeros((3, runs, total), dtype=np.int32)
         self.counts: Ints = np.zeros((3, runs), dtype=np.int64)
-        for shelf, count in enumerate(counts):
-            first = sum(counts[:shelf])
-            self._items[shelf, :, :count] = np.arange(first, first + count)
-            self.counts[shelf] = count
+        for group, count in enumerate(counts):
+            first = sum(counts[:group])
+            self._items[group, :, :count] = np.arange(first, first + count)
+            self.counts[group] = count
 
-    def put(self, shelf: int, runs: Ints, hosts: Ints) -> None:
+    def put(self, group: int, runs: Ints, hosts: Ints) -> None:
         """Hosts that were away."""
-        last = self.counts[shelf, runs]
-        self._items[shelf, runs, last] = hosts
+        last = self.counts[group, runs]
+        self._items[group, runs, last] = hosts
         self._place[runs, hosts] = last
-        self.where[runs, hosts] = shelf
-        self.counts[shelf, runs] = last + 1
+        self.where[runs, hosts] = group
+        self.counts[group, runs] = last + 1
 
-    def remove(self, shelf: int, runs: Ints, hosts: Ints) -> None:
-        """These hosts, which are on that shelf, are away from now on; the last one takes their place."""
-        last = self.counts[shelf, runs] - 1
-        moved = self._items[shelf, runs, last]
+    def remove(self, group: int, runs: Ints, hosts: Ints) -> None:
+        """These hosts, which are in that group, are away from now on; the last one takes their place."""
+        last = self.counts[group, runs] - 1
+        moved = self._items[group, runs, last]
         place = self._place[runs, hosts]
-        self._items[shelf, runs, place] = moved
+        self._items[group, runs, place] = moved
         self._place[runs, moved] = place
         self.where[runs, hosts] = AWAY
-        self.counts[shelf, runs] = last
+        self.counts[group, runs] = last
 
-    def take(self, shelf: int, runs: Ints) -> Ints:
-        """The last host of a shelf that is not empty; it is away from now on."""
-        last = self.counts[shelf, runs] - 1
-        hosts: Ints = self._items[shelf, runs, last].astype(np.int64)
+    def take(self, group: int, runs: Ints) -> Ints:
+        """The last host of a group that is not empty; it is away from now on."""
+        last = self.counts[group, runs] - 1
+        hosts: Ints = self._items[group, runs, last].astype(np.int64)
         self.where[runs, hosts] = AWAY
-        self.counts[shelf, runs] = last
+        self.counts[group, runs] = last
         return hosts
 
 
@@ -309,23 +309,25 @@ def draw_lemons(share: float, runs: int, hosts: int, random: np.random.Generator
     return random.random((runs, hosts)) < share if share else np.zeros((runs, hosts), dtype=bool)
 
 
-def draw(story: Story, lemons: Flags, begins_s: float, ends_s: float, random: np.random.Generator) -> History:
+def draw(
+    scenario: FailureScenario, lemons: Flags, begins_s: float, ends_s: float, random: np.random.Generator
+) -> History:
     """Everything that happens from `begins_s` to `ends_s`, in as many runs and hosts as `lemons` has."""
     runs, hosts = lemons.shape
     days = (ends_s - begins_s) / DAY_S
     usual, extra, planned, rest = random.spawn(4)
-    rate = story.failures.per_host_day() * story.failures.usual_ratio * days
+    rate = scenario.failures.per_host_day() * scenario.failures.usual_ratio * days
     usual_counts: Ints = usual.poisson(rate * hosts, (runs,))
-    more = np.asarray(rate * (story.failures.lemon_times - 1) * lemons.sum(axis=1), dtype=np.float64)
+    more = np.asarray(rate * (scenario.failures.lemon_times - 1) * lemons.sum(axis=1), dtype=np.float64)
     extra_counts: Ints = extra.poisson(more, (runs,))
-    planned_counts: Ints = planned.poisson(story.recovery.planned_per_day * days, (runs,))
+    planned_counts: Ints = planned.poisson(scenario.recovery.planned_per_day * days, (runs,))
     events = [
         _hits(usual_counts, usual.integers(0, hosts, usual_counts.sum()), False),
         _hits(extra_counts, _lemons_hit(lemons, extra_counts, extra), True),
         _hits(planned_counts, np.full(planned_counts.sum(), PLANNED_STOP), False),
     ]
     runs_hit, hosts_hit, are_extra = (np.concatenate(column) for column in zip(*events, strict=True))
-    return _arranged(story, runs, runs_hit, hosts_hit, are_extra, (begins_s, ends_s), rest)
+    return _arranged(scenario, runs, runs_hit, hosts_hit, are_extra, (begins_s, ends_s), rest)
 
 
 def _hits(counts: Ints, hosts: Ints, is_extra: bool) -> tuple[Ints, Ints, Flags]:
@@ -345,7 +347,7 @@ def _lemons_hit(lemons: Flags, counts: Ints, random: np.random.Generator) -> Int
 
 
 def _arranged(
-    story: Story,
+    scenario: FailureScenario,
     runs: int,
     runs_hit: Ints,
     hosts_hit: Ints,
@@ -358,7 +360,7 @@ def _arranged(
     times_s, classes, repairs, stretch, luck = random.spawn(5)
     when_s = times_s.uniform(*between_s, count)
     is_planned = hosts_hit == PLANNED_STOP
-    kinds = np.where(is_planned, PLANNED_STOP, _classes(story.failures, classes, count))
+    kinds = np.where(is_planned, PLANNED_STOP, _classes(scenario.failures, classes, count))
     return laid_out(
         runs,
         runs_hit,
@@ -366,8 +368,8 @@ def _arranged(
             when_s,
             hosts_hit,
             kinds,
-            _repairs(story.failures, story.recovery, kinds, repairs),
-            draw_stretch(story.recovery.spread, stretch, count),
+            _repairs(scenario.failures, scenario.recovery, kinds, repairs),
+            draw_stretch(scenario.recovery.spread, stretch, count),
             luck.random(count),
             are_extra,
         ),

@@ -31,7 +31,7 @@ from phalanx.simulate.failure_model import DAY_S, require
 
 
 @dataclass(frozen=True)
-class Question:
+class StragglerScenario:
     """A job whose hosts are not alike.
 
     Attributes:
@@ -122,14 +122,14 @@ class Waits:
         return 1 - (1 + self.found) / (1 + self.unfound) / (1 - self.restarts)
 
 
-def waits_by_size(question: Question) -> tuple[Waits, ...]:
+def waits_by_size(question: StragglerScenario) -> tuple[Waits, ...]:
     """One pipeline, four, sixteen … side by side, and all of the job last; micro-batches of each as many."""
     most = question.devices // question.block
     groups = [*(4**k for k in range(14) if 4**k < most), most]
     return tuple(_waits(question, number) for number in groups)
 
 
-def _waits(question: Question, groups: int) -> Waits:
+def _waits(question: StragglerScenario, groups: int) -> Waits:
     devices = groups * question.block
     hosts = -(-devices // question.devices_per_host)
     spread = question.spread
@@ -148,7 +148,7 @@ def _waits(question: Question, groups: int) -> Waits:
     )
 
 
-def _of_steps(question: Question, hosts: int) -> float:
+def _of_steps(question: StragglerScenario, hosts: int) -> float:
     """The share of slow hosts that steps see: fewer steps are made while one is slow."""
     some = 1 - (1 - question.share_found) ** hosts
     slowed = some / (1 + question.spread.slow_excess)
@@ -156,7 +156,7 @@ def _of_steps(question: Question, hosts: int) -> float:
     return float(-math.expm1(math.log1p(-of_steps) / hosts)) if of_steps < 1 else 1.0
 
 
-def _waiting(question: Question, spread: Spread, groups: int) -> Waiting:
+def _waiting(question: StragglerScenario, spread: Spread, groups: int) -> Waiting:
     devices = groups * question.block
     return waiting(
         spread,
@@ -175,7 +175,7 @@ VERSION = 1
 """Grows when a key goes or changes its meaning; new keys leave it as it is."""
 
 
-def title_of(question: Question) -> str:
+def title_of(question: StragglerScenario) -> str:
     """What is asked."""
     hosts = -(-question.devices // question.devices_per_host)
     many = f"{question.micro_batches} micro-batch{'es' * (question.micro_batches > 1)}"
@@ -185,7 +185,7 @@ def title_of(question: Question) -> str:
     )
 
 
-def stragglers_json(question: Question, rows: Sequence[Waits]) -> dict[str, Any]:
+def stragglers_json(question: StragglerScenario, rows: Sequence[Waits]) -> dict[str, Any]:
     """Plain values, with units in their names."""
     plain = asdict(question)
     return {"version": VERSION, **plain, "share_found_ratio": question.share_found, "by_size": rows_of(rows)}
@@ -209,7 +209,7 @@ def rows_of(rows: Sequence[Waits]) -> list[dict[str, float]]:
     ]
 
 
-def lines_of(question: Question, rows: Sequence[Waits]) -> list[str]:
+def lines_of(question: StragglerScenario, rows: Sequence[Waits]) -> list[str]:
     """What is assumed, and what comes of it."""
     spread, own = question.spread, rows[-1]
     step_s = question.compute_s
@@ -226,7 +226,7 @@ def lines_of(question: Question, rows: Sequence[Waits]) -> list[str]:
     ]
 
 
-def stragglers_text(question: Question, rows: Sequence[Waits]) -> RenderableType:
+def stragglers_text(question: StragglerScenario, rows: Sequence[Waits]) -> RenderableType:
     """For a person at a terminal."""
     *assumed, result, differs = lines_of(question, rows)
     note = (
@@ -250,7 +250,7 @@ def _table(rows: Sequence[Waits]) -> Table:
     return table
 
 
-def stragglers_sections(question: Question, rows: Sequence[Waits]) -> list[Block]:
+def stragglers_sections(question: StragglerScenario, rows: Sequence[Waits]) -> list[Block]:
     """What waiting costs, as blocks of a page; `stragglers_figures` has the figure that belongs into it."""
     lines = map(soft, lines_of(question, rows))
     return [Heading(title_of(question), 1), *lines, FigurePlace("stragglers"), _page_table(rows)]

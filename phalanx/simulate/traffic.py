@@ -111,7 +111,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TrafficLayout:
     """A model spread over devices, as far as its messages depend on it; ranks are numbered tensor, data, pipeline.
 
     Attributes:
@@ -145,7 +145,7 @@ _BACKWARD = 2 / 3
 """Share of a step's computing that is backward, without recomputing."""
 
 
-def make_traffic(layout: Layout, step_s: float, source: str) -> Traffic:
+def make_traffic(layout: TrafficLayout, step_s: float, source: str) -> Traffic:
     """What a step of that layout sends between hosts, and how much of it is hidden, by rules of thumb.
 
     Gradients of a chunk are reduced, and weights gathered, while the chunks after it are at work on as many
@@ -155,7 +155,7 @@ def make_traffic(layout: Layout, step_s: float, source: str) -> Traffic:
     return Traffic((*_data_phases(layout, step_s), *_pipeline_phases(layout, step_s)), step_s, source)
 
 
-def _data_phases(layout: Layout, step_s: float) -> tuple[Phase, ...]:
+def _data_phases(layout: TrafficLayout, step_s: float) -> tuple[Phase, ...]:
     """Reduce-scatter of gradients and all-gather of weights, once for each model chunk."""
     if layout.data == 1:
         return ()
@@ -175,7 +175,7 @@ def _data_phases(layout: Layout, step_s: float) -> tuple[Phase, ...]:
     )
 
 
-def _pipeline_phases(layout: Layout, step_s: float) -> tuple[Phase, ...]:
+def _pipeline_phases(layout: TrafficLayout, step_s: float) -> tuple[Phase, ...]:
     """Activations to the next stage and gradients back; each tensor rank sends its part."""
     if layout.pipeline == 1:
         return ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.plan.report.model import Report
+from phalanx.plan.report.model import PredictionReport
 from phalanx.plan.types import Job, Model, Part, Prediction, RankMemory, StageTimes, Strategy
 
 GIB = float(2**30)
@@ -66,5 +66,7 @@ def stage_times(count: int) -> StageTimes:
     return StageTimes(*((seconds,) * count for seconds in (0.01, 0.02, 0.01, 0.01)), 0.001, False)
 
 
-def report(ranks: int = 8, fullest: float = 51.0) -> Report:
-    return Report(prediction(ranks, fullest), "gpt-175b", 175_206_838_272, "A100 80 GB SXM", 80e9, 300_000_000_000, 2.0)
+def report(ranks: int = 8, fullest: float = 51.0) -> PredictionReport:
+    return PredictionReport(
+        prediction(ranks, fullest), "gpt-175b", 175_206_838_272, "A100 80 GB SXM", 80e9, 300_000_000_000, 2.0
+    )

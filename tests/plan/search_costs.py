@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.plan.search.frontier import Costs
+from phalanx.plan.search.frontier import CostModel
 from phalanx.plan.types import Job, Model, Part, Prediction, RankMemory, Strategy
 
 GPT3 = Model(layers=96, hidden=12288, heads=96, vocab_rows=51200, max_sequence=2048)
@@ -28,8 +28,8 @@ class FakeCosts:
     predicted: list[Strategy] = field(default_factory=list)
 
     @property
-    def costs(self) -> Costs:
-        return Costs(self.score, self.predict)
+    def costs(self) -> CostModel:
+        return CostModel(self.score, self.predict)
 
     def times(self, s: Strategy) -> dict[str, Any]:
         passes = s.micro_batches(self.job.global_batch)

@@ -18,7 +18,7 @@ from phalanx.cli import calibration
 from phalanx.cli.main import group
 from phalanx.core.errors import UserError
 from phalanx.plan.calibrate import measure
-from phalanx.plan.calibrate.measure import Place, Wanted
+from phalanx.plan.calibrate.measure import MeasurementPlan, RankPlacement
 from phalanx.plan.hardware.load import load_cluster
 
 
@@ -56,18 +56,18 @@ def test_this_machine_is_measured_and_a_run_on_it_predicted(
 
 @pytest.mark.slow
 def test_a_process_that_dies_is_named_and_the_others_end(started: list[subprocess.Popen[bytes]]) -> None:
-    places = [Place((), 1), Place((), 1)]
+    places = [RankPlacement((), 1), RankPlacement((), 1)]
     kill = threading.Timer(0.5, lambda: os.kill(started[0].pid, signal.SIGKILL))
     kill.start()
     with pytest.raises(UserError, match="status -9"):
-        measure.measure(places, Wanted(quick=True))
+        measure.measure(places, MeasurementPlan(quick=True))
     kill.join()
     assert [process.poll() for process in started] == [-9, -9]
 
 
 def test_the_time_limit_ends_all(started: list[subprocess.Popen[bytes]]) -> None:
     with pytest.raises(UserError, match=r"more than 0\.1 s"):
-        measure.measure([Place((), 1)], Wanted(quick=True, limit_s=0.1))
+        measure.measure([RankPlacement((), 1)], MeasurementPlan(quick=True, limit_s=0.1))
     assert [process.returncode for process in started] == [-9]
 
 
@@ -104,8 +104,8 @@ def test_processes_are_placed_as_training_places_them(monkeypatch: pytest.Monkey
     assert calibration.counts_of((), 0) == [1, 4]
     assert calibration.counts_of((4, 2, 2), 0) == [2, 4]
     assert calibration.counts_of((), 8) == [8]
-    assert calibration.places_of(1, on_gpus=False) == [Place((), 4)]
-    assert calibration.places_of(2, on_gpus=False) == [Place((0, 1), 2), Place((2, 3), 2)]
+    assert calibration.places_of(1, on_gpus=False) == [RankPlacement((), 4)]
+    assert calibration.places_of(2, on_gpus=False) == [RankPlacement((0, 1), 2), RankPlacement((2, 3), 2)]
     with pytest.raises(UserError, match="this host has 8 GPUs"):
         calibration.counts_of((16,), 8)
 

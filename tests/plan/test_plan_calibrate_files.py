@@ -11,8 +11,8 @@ import pytest
 from phalanx.checks.calibration.contract import LAYERS, TINY, Timing
 from phalanx.core.errors import UserError
 from phalanx.model.shapes import mean_keys
-from phalanx.plan.calibrate.files import Machine, described, quoted, write_cluster
-from phalanx.plan.calibrate.measure import Found, found_of
+from phalanx.plan.calibrate.files import MeasuredMachine, described, quoted, write_cluster
+from phalanx.plan.calibrate.measure import Measurements, found_of
 from phalanx.plan.calibrate.ratios import _layer, host_launch_s, ratios
 from phalanx.plan.hardware.device import Device
 from phalanx.plan.hardware.load import load_cluster, load_device
@@ -22,18 +22,18 @@ from phalanx.plan.overheads import update_s
 from phalanx.plan.predict import predict
 from phalanx.plan.types import Job, Model, Software, Strategy
 
-MACHINE = Machine('node "7"\\x', "cpu", "2026-11-22")
+MACHINE = MeasuredMachine('node "7"\\x', "cpu", "2026-11-22")
 
 
-def one() -> Found:
+def one() -> Measurements:
     return found_of([samples.answer()], 4)
 
 
-def two() -> Found:
+def two() -> Measurements:
     return found_of([samples.answer(2, slower=0.99), samples.answer(2, slower=1.01)], 2)
 
 
-def device_of(found: Found, folder: Path) -> Device:
+def device_of(found: Measurements, folder: Path) -> Device:
     path = folder / "some.toml"
     path.write_text(described(found, MACHINE), encoding="utf-8")
     return load_device(path)
@@ -81,12 +81,12 @@ def test_the_host_has_what_whole_layers_take_beside_their_kernels(tmp_path: Path
     assert host_launch_s(with_layers(replace(short, seconds=0.0), long), device) == pytest.approx(host_s)
 
 
-def with_layers(*timings: Timing) -> Found:
+def with_layers(*timings: Timing) -> Measurements:
     answer = samples.answer()
     return found_of([replace(answer, timings=(*answer.timings, *timings))], 4)
 
 
-def of_gpu(kernel_s: float, compiled_s: float, layer_s: float, compiled_layer_s: float) -> Found:
+def of_gpu(kernel_s: float, compiled_s: float, layer_s: float, compiled_layer_s: float) -> Measurements:
     """What a GPU would answer: each kernel between products takes so long as written, and so long compiled."""
     answer = samples.answer(seconds_of=lambda name: kernel_s)
     sizes = [timing for timing in answer.timings if timing.what.partition("_forward")[0] in COMPILED]
@@ -105,7 +105,7 @@ COMPILED = ("rms_norm", "layer_norm", "swiglu", "gelu", "rotary")
 GPU = replace(MACHINE, kind="gpu")
 
 
-def gpu_of(found: Found, folder: Path) -> Device:
+def gpu_of(found: Measurements, folder: Path) -> Device:
     path = folder / "gpu.toml"
     path.write_text(described(found, GPU), encoding="utf-8")
     return load_device(path)

@@ -7,7 +7,7 @@ import pytest
 from phalanx.figures.simulate import choice_lines, run_histogram, straggler_lines, time_shares
 from phalanx.figures.style import Figure
 from phalanx.plan.report.page_blocks import html_of
-from phalanx.simulate.failure_model import Pool, Story, Work, load_failures
+from phalanx.simulate.failure_model import FailureScenario, Pool, Work, load_failures
 from phalanx.simulate.failure_report import make_report, months_figures, months_sections
 from phalanx.simulate.failure_simulation import simulate
 
@@ -53,7 +53,7 @@ def test_stragglers_by_hosts() -> None:
 
 def test_a_page_of_months_has_a_place_for_every_figure() -> None:
     work = Work(16, step_s=10, steps=2000, days=5, price_per_device_hour=1)
-    outcome = simulate(Story(work, load_failures("minder").scaled(0.1), pool=Pool(spares=2)), 6)
+    outcome = simulate(FailureScenario(work, load_failures("minder").scaled(0.1), pool=Pool(spares=2)), 6)
     report = make_report(outcome, "Minder", compare_runs=3)
     text = html_of(months_sections(report))
     for name, figure in months_figures(report).items():

@@ -17,9 +17,9 @@ from phalanx.simulate.failure_model import (
     Duration,
     FailureClass,
     Failures,
+    FailureScenario,
     Pool,
     Recovery,
-    Story,
     Work,
     load_failures,
 )
@@ -48,13 +48,13 @@ def daly_wall_s(work_s: float, interval_s: float, stall_s: float, restart_s: flo
 def test_time_to_finish_is_dalys_exact_expectation(interval_s: float, stall_s: float, restart_s: float) -> None:
     rate = DAY_S / 10_000
     intervals, runs = 20, 1000
-    story = Story(
+    scenario = FailureScenario(
         Work(1, step_s=1, steps=int(intervals * interval_s), days=3000),
         Failures((FailureClass("f", rate),)),
         Recovery(0, restart_s),
         Checkpoints(interval_s, stall_s),
     )
-    outcome = simulate(story, runs, seed=3)
+    outcome = simulate(scenario, runs, seed=3)
     # The last interval ends with the work, without a checkpoint.
     each_s = daly_wall_s(interval_s, interval_s, stall_s, restart_s, 10_000)
     last_s = daly_wall_s(interval_s, interval_s, 0, restart_s, 10_000)
@@ -75,37 +75,37 @@ REPAIRS = [
 def test_waiting_for_hosts_is_binomial_whatever_the_repairs(repair: Duration) -> None:
     """Hosts fail and are repaired, each on its own: how many are away is binomial (Palm, Takács)."""
     failures = Failures((FailureClass("f", 0.5, repair=repair),))
-    story = Story(Work(8, days=60), failures, Recovery(0, 0), Checkpoints(600, 0), Pool(spares=1))
+    scenario = FailureScenario(Work(8, days=60), failures, Recovery(0, 0), Checkpoints(600, 0), Pool(spares=1))
     away = 0.5 * repair.mean_s / DAY_S
     p = away / (1 + away)
     waiting = 1 - (1 - p) ** 9 - 9 * p * (1 - p) ** 8
-    outcome = simulate(story, 100, seed=1)
+    outcome = simulate(scenario, 100, seed=1)
     # It begins with all hosts there; the sixty days forget that soon.
     assert outcome.shares["waiting for hosts"].mean == pytest.approx(waiting, rel=0.08)
-    assert closed_form(story).enough_hosts == pytest.approx(1 - waiting)
+    assert closed_form(scenario).enough_hosts == pytest.approx(1 - waiting)
 
 
 @pytest.mark.slow
 def test_fewer_hosts_are_the_mean_of_a_binomial() -> None:
     failures = Failures((FailureClass("f", 0.5, repair=Duration.exponential(4 * HOUR_S)),))
     pool = Pool(when_missing="shrink", smallest_hosts=1)
-    story = Story(Work(10, days=60), failures, Recovery(0, 0), Checkpoints(600, 0), pool)
-    outcome = simulate(story, 60, seed=1)
+    scenario = FailureScenario(Work(10, days=60), failures, Recovery(0, 0), Checkpoints(600, 0), pool)
+    outcome = simulate(scenario, 60, seed=1)
     there = 1 / (1 + 0.5 / 6)
     kept = 1 - outcome.shares["made again"].mean
     assert outcome.ettr.mean == pytest.approx(there * kept, abs=0.004)
-    assert closed_form(story).capacity == pytest.approx(there)
+    assert closed_form(scenario).capacity == pytest.approx(there)
 
 
 @pytest.mark.slow
 def test_slow_hosts_take_their_share_of_the_time() -> None:
     """Any of ten slow ones, each a tenth of the time: the job is at half its pace unless none is."""
     slow = FailureClass("s", 1.0, "slow", detection_s=HOUR_S, slowdown=2.0)
-    story = Story(Work(10, days=60), Failures((slow,)), Recovery(0, 0), Checkpoints(600, 0))
-    outcome = simulate(story, 60, seed=1)
+    scenario = FailureScenario(Work(10, days=60), Failures((slow,)), Recovery(0, 0), Checkpoints(600, 0))
+    outcome = simulate(scenario, 60, seed=1)
     rate = 10 * HOUR_S / DAY_S  # a host that is slow already does not get slower
     assert outcome.shares["slow hosts"].mean == pytest.approx((1 - math.exp(-rate)) / 2, abs=0.01)
-    assert closed_form(story).ettr == pytest.approx(outcome.ettr.mean, abs=0.01)
+    assert closed_form(scenario).ettr == pytest.approx(outcome.ettr.mean, abs=0.01)
 
 
 FULL = Failures(
@@ -118,9 +118,9 @@ FULL = Failures(
 )
 MEMORY = Checkpoints(1800, 20, 100, memory_interval_s=60, memory_stall_s=0.5)
 STORIES = {
-    "plain": Story(Work(1000), FULL, Recovery(60, 300), Checkpoints(1800, 5), Pool(spares=40)),
-    "memory": Story(Work(1000), FULL, Recovery(60, 300, 200, 20, 60), MEMORY, Pool(spares=30)),
-    "shrinks": Story(
+    "plain": FailureScenario(Work(1000), FULL, Recovery(60, 300), Checkpoints(1800, 5), Pool(spares=40)),
+    "memory": FailureScenario(Work(1000), FULL, Recovery(60, 300, 200, 20, 60), MEMORY, Pool(spares=30)),
+    "shrinks": FailureScenario(
         Work(1000),
         FULL,
         Recovery(60, 300, spread=0.5, planned_per_day=0.9, planned_s=1800),
@@ -128,8 +128,10 @@ STORIES = {
         Pool(spares=4, when_missing="shrink", shrink_by=16, provision_s=900),
     ),
     # Where spares hardly last, it takes months until as many hosts are away as in the long run.
-    "few spares": Story(Work(200, days=300), FULL, Recovery(60, 300), Checkpoints(600, 5), Pool(spares=4)),
-    "small": Story(Work(8, days=300), FULL.scaled(0.05), Recovery(60, 300), Checkpoints(600, 5), Pool(spares=2)),
+    "few spares": FailureScenario(Work(200, days=300), FULL, Recovery(60, 300), Checkpoints(600, 5), Pool(spares=4)),
+    "small": FailureScenario(
+        Work(8, days=300), FULL.scaled(0.05), Recovery(60, 300), Checkpoints(600, 5), Pool(spares=2)
+    ),
 }
 
 
@@ -184,8 +186,8 @@ def test_runs_of_thousands_of_gpus_exceed_nine_tenths_with_hourly_checkpoints() 
 @pytest.mark.slow
 def test_metas_formula_is_within_five_per_cent_of_played_months_at_8000_gpus() -> None:
     failures = Failures((FailureClass("host", RSC1),))
-    story = Story(Work(1000, days=14), failures, Recovery(0, 300), Checkpoints(3600, 0))
-    ettr = simulate(story, 60, seed=4).ettr.mean
+    scenario = FailureScenario(Work(1000, days=14), failures, Recovery(0, 300), Checkpoints(3600, 0))
+    ettr = simulate(scenario, 60, seed=4).ettr.mean
     assert meta_ettr(1000, RSC1, 3600, 300) == pytest.approx(ettr, rel=0.05)
 
 
@@ -225,13 +227,15 @@ def test_warm_standby_of_byterobust() -> None:
 def test_megascale_and_llama_3_lose_less_than_a_tenth() -> None:
     """MegaScale: over 10,000 GPUs, some weeks, over 100 restarts; found in under 10 minutes, caught up in under 15."""
     recovery = Recovery(detection_s=480, restart_s=240, spread=0.5)
-    megascale = Story(Work(1280), load_failures("llama3"), recovery, Checkpoints(1200, 10), Pool(spares=32))
+    megascale = FailureScenario(Work(1280), load_failures("llama3"), recovery, Checkpoints(1200, 10), Pool(spares=32))
     outcome = simulate(megascale, 30, seed=1)
     assert outcome.counts["restarts"].least > 100
     assert outcome.ettr.low > 0.9
     # What Llama 3's recoveries took was not published: with a few minutes each it is as they say.
     recovery = Recovery(60, 300, planned_per_day=47 / 54)
-    llama = Story(Work(2048, days=54), load_failures("llama3"), recovery, Checkpoints(600, 5), Pool(spares=64))
+    llama = FailureScenario(
+        Work(2048, days=54), load_failures("llama3"), recovery, Checkpoints(600, 5), Pool(spares=64)
+    )
     outcome = simulate(llama, 20, seed=1)
     assert outcome.counts["failures"].mean == pytest.approx(419, rel=0.06)
     assert outcome.ettr.least > 0.9
@@ -242,5 +246,7 @@ def test_byterobust_keeps_97_per_cent() -> None:
     """9,600 GPUs for three months: a step's loss at most, hosts standing by, failures found within seconds."""
     memory = Checkpoints(1800, 5, 60, memory_interval_s=15, memory_stall_s=0.13)  # "< 0.9 %" of each step
     recovery = Recovery(detection_s=60, restart_s=240, memory_load_s=30)
-    outcome = simulate(Story(Work(1200, days=90), load_failures("llama3"), recovery, memory, Pool(spares=40)), 10)
+    outcome = simulate(
+        FailureScenario(Work(1200, days=90), load_failures("llama3"), recovery, memory, Pool(spares=40)), 10
+    )
     assert outcome.ettr.mean == pytest.approx(0.97, abs=0.01)

@@ -12,7 +12,7 @@ import pytest
 
 from phalanx.core.errors import UserError
 from phalanx.simulate import failure_trace
-from phalanx.simulate.failure_model import DAY_S, Checkpoints, Pool, Recovery, Story, Work, load_failures
+from phalanx.simulate.failure_model import DAY_S, Checkpoints, FailureScenario, Pool, Recovery, Work, load_failures
 from phalanx.simulate.failure_simulation import simulate, simulate_histories
 from phalanx.simulate.failure_trace import Fault, by_blocks, by_hosts, rates_of, read_trace, replay
 
@@ -98,14 +98,14 @@ def test_years_drawn_by_blocks_have_as_many_faults_on_average() -> None:
 def test_two_faults_of_one_host_add_up() -> None:
     """One from the first to the third day, one from the second to the fifth: away for four days."""
     faults = [Fault("a", DAY_S, 3 * DAY_S, "fails"), Fault("a", 2 * DAY_S, 5 * DAY_S, "fails")]
-    story = Story(Work(2, days=10), rates_of(faults, 2, 10), Recovery(0, 0), Checkpoints(600, 0))
-    outcome = simulate_histories(story, [replay(faults, 3, nodes=2)])
+    scenario = FailureScenario(Work(2, days=10), rates_of(faults, 2, 10), Recovery(0, 0), Checkpoints(600, 0))
+    outcome = simulate_histories(scenario, [replay(faults, 3, nodes=2)])
     assert outcome.shares["waiting for hosts"].mean == pytest.approx(0.4, abs=0.001)
 
 
-def layout(hosts: int, spares: int, shrinks: bool) -> Story:
+def layout(hosts: int, spares: int, shrinks: bool) -> FailureScenario:
     """As in benchmarks/run_year.py."""
-    return Story(
+    return FailureScenario(
         Work(hosts, days=failure_trace.DAYS),
         rates_of(read_trace(YEAR)),
         Recovery(5, 62.6, find_slow_s=1000, saves_first=False),
@@ -130,9 +130,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_recorded_year_lies_where_years_drawn_by_blocks_do(name: str) -> None:
     hosts, spares, shrinks, by_driver = LAYOUTS[name]
-    story, faults = layout(hosts, spares, shrinks), read_trace(YEAR)
-    recorded = simulate_histories(story, [replay(faults, 4, seed=1)]).ettr
-    drawn = simulate_histories(story, [by_blocks(faults, 60, seed=1)]).ettr
+    scenario, faults = layout(hosts, spares, shrinks), read_trace(YEAR)
+    recorded = simulate_histories(scenario, [replay(faults, 4, seed=1)]).ettr
+    drawn = simulate_histories(scenario, [by_blocks(faults, 60, seed=1)]).ettr
     assert drawn.least <= recorded.mean <= drawn.most
     assert recorded.mean == pytest.approx(by_driver, abs=0.015)
 
@@ -162,5 +162,5 @@ def test_the_file_of_rates_is_the_year() -> None:
 
 
 def test_a_recorded_year_can_be_watched_for_less() -> None:
-    story = Story(Work(2, days=2), rates_of(FAULTS, 5, 10), Recovery(0, 0), Checkpoints(600, 0), Pool(3))
-    assert simulate_histories(replace(story), [replay(FAULTS, 20, nodes=5)]).counts["hosts lost"].most <= 2
+    scenario = FailureScenario(Work(2, days=2), rates_of(FAULTS, 5, 10), Recovery(0, 0), Checkpoints(600, 0), Pool(3))
+    assert simulate_histories(replace(scenario), [replay(FAULTS, 20, nodes=5)]).counts["hosts lost"].most <= 2

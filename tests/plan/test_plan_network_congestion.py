@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.network.fixed_points import dcqcn_rest, swift_rest
 
-from phalanx.simulate.congestion import Cases, HotLink, Table, Trace, run_hot_spot
-from phalanx.simulate.network_settings import Control, Dcqcn, Ecn, Pfc, Settings, Swift
+from phalanx.simulate.congestion import Cases, HotLink, HotLinkTable, QueueTrace, run_hot_spot
+from phalanx.simulate.network_settings import CongestionSettings, Control, Dcqcn, Ecn, Pfc, Swift
 
 CAPACITY, NIC = 50e9, 25e9
 FLOWS = (3, 4, 8, 16, 32, 64)
@@ -28,30 +28,30 @@ def make_cases(control: Control, flows: tuple[int, ...], *, hot_links: float = 4
 
 
 @pytest.fixture(scope="module")
-def dcqcn() -> Trace:
-    return run_hot_spot(make_cases("dcqcn", FLOWS), Settings(), NIC, span_s=0.06)
+def dcqcn() -> QueueTrace:
+    return run_hot_spot(make_cases("dcqcn", FLOWS), CongestionSettings(), NIC, span_s=0.06)
 
 
 @pytest.fixture(scope="module")
-def swift() -> Trace:
-    return run_hot_spot(make_cases("swift", FLOWS), Settings(), NIC, span_s=0.01)
+def swift() -> QueueTrace:
+    return run_hot_spot(make_cases("swift", FLOWS), CongestionSettings(), NIC, span_s=0.01)
 
 
 @pytest.fixture(scope="module")
-def pauses_only() -> Trace:
-    return run_hot_spot(make_cases("none", FLOWS[:4]), Settings(), NIC, span_s=0.02)
+def pauses_only() -> QueueTrace:
+    return run_hot_spot(make_cases("none", FLOWS[:4]), CongestionSettings(), NIC, span_s=0.02)
 
 
 @pytest.mark.slow
-def test_dcqcn_comes_to_rest_at_its_published_fixed_point(dcqcn: Trace) -> None:
+def test_dcqcn_comes_to_rest_at_its_published_fixed_point(dcqcn: QueueTrace) -> None:
     """Zhu et al. 2016, theorem 1: the queue, and with it the marks, depend on the number of flows alone."""
     for place, flows in enumerate(FLOWS):
-        rest = dcqcn_rest(flows, CAPACITY, NIC, Settings())
+        rest = dcqcn_rest(flows, CAPACITY, NIC, CongestionSettings())
         assert dcqcn.settled(dcqcn.queue_bytes)[place] == pytest.approx(rest.queue_bytes, rel=0.01)
         assert dcqcn.settled(dcqcn.marked_ratio)[place] == pytest.approx(rest.marked, rel=0.08)
 
 
-def dcqcn_marked(senders: int, capacity: float, adapter_rate: float, settings: Settings) -> float:
+def dcqcn_marked(senders: int, capacity: float, adapter_rate: float, settings: CongestionSettings) -> float:
     control, mtu = settings.dcqcn, settings.mtu_bytes
     rate, increase = capacity / senders / mtu, control.increase_ratio * adapter_rate / mtu
     often = mtu / control.increase_counter_bytes + 1 / (control.increase_timer_s * rate)
@@ -62,7 +62,7 @@ def test_dcqcn_s_fixed_point_has_the_published_closed_form_for_few_marks() -> No
     """``p = cbrt(R_AI N²/(τ' C²) (1/B + N/(T C))²)`` (Zhu et al. 2016): first order in p τ R, so best for few marks."""
     ratios = []
     for increase in (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8):
-        slow = replace(Settings(), dcqcn=replace(Dcqcn(), increase_ratio=increase))
+        slow = replace(CongestionSettings(), dcqcn=replace(Dcqcn(), increase_ratio=increase))
         ratios.append(dcqcn_marked(8, CAPACITY, NIC, slow) / dcqcn_rest(8, CAPACITY, NIC, slow).marked)
     assert all(a > b > 0.99 for a, b in itertools.pairwise(ratios))
     assert ratios[-1] == pytest.approx(1.0, abs=0.03)
@@ -71,7 +71,7 @@ def test_dcqcn_s_fixed_point_has_the_published_closed_form_for_few_marks() -> No
 def test_dcqcn_of_the_paper_s_own_settings() -> None:
     """40 Gb/s, K 5 and 200 KB, 1 % of marks at most, R_AI 40 Mb/s, packets of 1 KB: as in Zhu et al. 2015 and 2016."""
     capacity = 5e9
-    paper = Settings(mtu_bytes=1000, ecn=Ecn(5e3 / capacity, 200e3 / capacity, 0.01))
+    paper = CongestionSettings(mtu_bytes=1000, ecn=Ecn(5e3 / capacity, 200e3 / capacity, 0.01))
     rests = [dcqcn_rest(flows, capacity, capacity, paper) for flows in (2, 8, 10, 64)]
     queues = [rest.queue_bytes for rest in rests]
     assert queues == sorted(queues)
@@ -86,25 +86,25 @@ def test_dcqcn_of_the_paper_s_own_settings() -> None:
 
 
 def test_more_flows_than_marks_can_hold_back_have_no_fixed_point() -> None:
-    few_marks = replace(Settings(), ecn=Ecn(mark_ratio=1e-4))
+    few_marks = replace(CongestionSettings(), ecn=Ecn(mark_ratio=1e-4))
     assert dcqcn_rest(64, CAPACITY, NIC, few_marks).queue_bytes == float("inf")
 
 
 @pytest.mark.slow
-def test_swift_comes_to_rest_at_its_target_delay(swift: Trace) -> None:
+def test_swift_comes_to_rest_at_its_target_delay(swift: QueueTrace) -> None:
     for place, flows in enumerate(FLOWS):
-        rest = swift_rest(flows, CAPACITY, Settings())
+        rest = swift_rest(flows, CAPACITY, CongestionSettings())
         assert swift.settled(swift.queue_bytes)[place] == pytest.approx(rest.queue_bytes, rel=0.01)
 
 
 def test_swift_s_target_is_what_its_algorithm_says() -> None:
     """Windows above `flow_high` are allowed base and hops; below it up to `flow_range_s` more, by 1/√window."""
-    wide = swift_rest(2, CAPACITY, Settings())
+    wide = swift_rest(2, CAPACITY, CongestionSettings())
     aim = 20e-6 + 5 * 3.05e-6
     assert wide.queue_bytes == pytest.approx(CAPACITY * (aim - 12e-6))
-    narrow = swift_rest(1_000_000, CAPACITY, Settings())
+    narrow = swift_rest(1_000_000, CAPACITY, CongestionSettings())
     assert narrow.queue_bytes == pytest.approx(CAPACITY * (aim + 100e-6 - 12e-6))
-    middle = swift_rest(64, CAPACITY, Settings())
+    middle = swift_rest(64, CAPACITY, CongestionSettings())
     delay = middle.queue_bytes / CAPACITY + 12e-6
     window = CAPACITY * delay / 64 / 4096
     slope = 100e-6 / (0.1**-0.5 - 100**-0.5)
@@ -112,7 +112,7 @@ def test_swift_s_target_is_what_its_algorithm_says() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_lost_or_made(dcqcn: Trace, swift: Trace, pauses_only: Trace) -> None:
+def test_nothing_is_lost_or_made(dcqcn: QueueTrace, swift: QueueTrace, pauses_only: QueueTrace) -> None:
     for trace in (dcqcn, swift, pauses_only):
         arrived = trace.delivered_bytes[..., -1] + trace.left_bytes
         assert arrived == pytest.approx(trace.sent_bytes, rel=1e-9)
@@ -124,7 +124,7 @@ def test_nothing_is_lost_or_made(dcqcn: Trace, swift: Trace, pauses_only: Trace)
 
 
 @pytest.mark.slow
-def test_pauses_alone_hold_bystanders_down_to_the_pace_of_the_hot_flows(pauses_only: Trace) -> None:
+def test_pauses_alone_hold_bystanders_down_to_the_pace_of_the_hot_flows(pauses_only: QueueTrace) -> None:
     """Head-of-line blocking in closed form: behind a first-in-first-out port both go at C/N, where C/V would be fair.
 
     And ports stand still in all the time that they could have sent more: 1 - 2 C/N / C of it.
@@ -158,7 +158,7 @@ def packets_through_fifo_ports(flows: int, cold: int, slots: int) -> tuple[float
 
 
 @pytest.mark.slow
-def test_single_packets_are_blocked_as_the_fluid_is(pauses_only: Trace) -> None:
+def test_single_packets_are_blocked_as_the_fluid_is(pauses_only: QueueTrace) -> None:
     """Behind full buffers, bystanders go at the pace of the hot flows, though their own links are half empty."""
     for place, flows in enumerate(FLOWS[1:3], start=1):
         hot, cold = packets_through_fifo_ports(flows, 2, 4000)
@@ -169,7 +169,9 @@ def test_single_packets_are_blocked_as_the_fluid_is(pauses_only: Trace) -> None:
 
 
 @pytest.mark.slow
-def test_congestion_control_spares_bystanders_and_pauses(dcqcn: Trace, swift: Trace, pauses_only: Trace) -> None:
+def test_congestion_control_spares_bystanders_and_pauses(
+    dcqcn: QueueTrace, swift: QueueTrace, pauses_only: QueueTrace
+) -> None:
     for trace in (dcqcn, swift):
         assert trace.settled(trace.paused_ratio).max() == 0
         assert trace.efficiency(10.0)[1].min() > 0.99
@@ -182,7 +184,7 @@ def test_both_together_pause_no_longer_than_either_alone() -> None:
     flows = (16, 48, 128)
     effects = {}
     for control in ("dcqcn", "swift", "mixed"):
-        trace = run_hot_spot(make_cases(control, flows, hot_links=16), Settings(), NIC, span_s=0.01)
+        trace = run_hot_spot(make_cases(control, flows, hot_links=16), CongestionSettings(), NIC, span_s=0.01)
         effects[control] = trace.paused_s(0.01), trace.efficiency(0.01)[0]
     assert (effects["mixed"][0] <= effects["swift"][0] + 1e-9).all()
     assert (effects["mixed"][0] < effects["dcqcn"][0]).all()
@@ -191,7 +193,7 @@ def test_both_together_pause_no_longer_than_either_alone() -> None:
 
 
 def test_a_link_that_carries_all_has_no_queue() -> None:
-    trace = run_hot_spot(make_cases("dcqcn", (2, 4), line=12e9), Settings(), NIC, span_s=0.005)
+    trace = run_hot_spot(make_cases("dcqcn", (2, 4), line=12e9), CongestionSettings(), NIC, span_s=0.005)
     assert trace.queue_bytes.max() < 1e-3 * CAPACITY * 1e-6
     assert trace.efficiency(0.005) == pytest.approx(np.ones((2, 2)), rel=1e-3)
 
@@ -207,7 +209,7 @@ def test_a_link_that_carries_all_has_no_queue() -> None:
 def test_whatever_the_case_bytes_add_up_and_shares_are_shares(
     control: Control, flows: int, line: float, hot_links: int, buffer_bytes: float
 ) -> None:
-    switches = replace(Settings(), pfc=Pfc(buffer_bytes=buffer_bytes))
+    switches = replace(CongestionSettings(), pfc=Pfc(buffer_bytes=buffer_bytes))
     trace = run_hot_spot(
         make_cases(control, (flows,), hot_links=hot_links, line=line * NIC), switches, NIC, span_s=2e-3
     )
@@ -223,8 +225,8 @@ def test_whatever_the_case_bytes_add_up_and_shares_are_shares(
 
 
 def test_cases_side_by_side_are_as_they_are_alone() -> None:
-    together = run_hot_spot(make_cases("swift", (4, 20)), Settings(), NIC, span_s=1e-3)
-    alone = run_hot_spot(make_cases("swift", (20,)), Settings(), NIC, span_s=1e-3)
+    together = run_hot_spot(make_cases("swift", (4, 20)), CongestionSettings(), NIC, span_s=1e-3)
+    alone = run_hot_spot(make_cases("swift", (20,)), CongestionSettings(), NIC, span_s=1e-3)
     common = min(alone.queue_bytes.shape[1], together.queue_bytes.shape[1])  # one of them may settle sooner
     assert together.only(1).queue_bytes[:, :common] == pytest.approx(alone.queue_bytes[:, :common])
     assert together.only(1).efficiency(5e-4) == pytest.approx(alone.efficiency(5e-4))
@@ -234,7 +236,7 @@ def test_cases_side_by_side_are_as_they_are_alone() -> None:
 def test_a_table_has_each_link_once() -> None:
     links = [HotLink.of("swift", 8, 2.0, CAPACITY, 3.0), HotLink.of("dcqcn", 8, 2.0, CAPACITY, 3.0)]
     assert links[0].line_rate == pytest.approx(2 * CAPACITY / 8)
-    table = Table(links, replace(Settings(), swift=Swift()), NIC)
+    table = HotLinkTable(links, replace(CongestionSettings(), swift=Swift()), NIC)
     effects = [table.effect(link, 0.02) for link in links]
     assert effects[0].efficiency > effects[1].efficiency
     assert effects[0].stretch == pytest.approx(1 / effects[0].efficiency)

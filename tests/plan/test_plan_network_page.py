@@ -14,12 +14,12 @@ from phalanx.plan.report.page_blocks import html_of
 from phalanx.simulate.network_report import fabric_line, network_figures, network_sections
 from phalanx.simulate.network_scenario import changed, make_scenario
 from phalanx.simulate.network_settings import network_of
-from phalanx.simulate.network_simulation import CAUSES, Report, what_if
+from phalanx.simulate.network_simulation import CAUSES, NetworkReport, what_if
 from phalanx.simulate.traffic import Phase, Traffic
 
 
 @pytest.fixture(scope="module")
-def report() -> Report:
+def report() -> NetworkReport:
     network = network_of(load_cluster("megascale", 1024))
     base = make_scenario("<base>", network, {"placement": "scattered", "congestion": "swift"})
     gone = changed(base, "gone", {"flap_s": 1000.0})
@@ -27,7 +27,7 @@ def report() -> Report:
     return what_if(network, traffic, [base, gone], draws=1, curves=True)
 
 
-def test_figures_are_plotly_s(report: Report) -> None:
+def test_figures_are_plotly_s(report: NetworkReport) -> None:
     graph_objects = pytest.importorskip("plotly.graph_objects")
     figures = network_figures(report)
     assert set(figures) == {"lost", "down", "queues"}
@@ -36,7 +36,7 @@ def test_figures_are_plotly_s(report: Report) -> None:
         json.dumps(figure, allow_nan=False)
 
 
-def test_bars_add_up_to_what_is_lost(report: Report) -> None:
+def test_bars_add_up_to_what_is_lost(report: NetworkReport) -> None:
     figures = network_figures(report)
     lost, down = (sum(trace["x"][0] for trace in figures[name]["data"]) for name in ("lost", "down"))
     assert lost == pytest.approx(report.outcomes[0].step_s - report.ideal_step_s)
@@ -58,7 +58,7 @@ def test_queues_are_drawn_in_microseconds_over_milliseconds() -> None:
     assert "9 connections" in figure["layout"]["title"]["text"]
 
 
-def test_the_page_says_what_the_table_says_and_hides_nothing_in_markup(report: Report) -> None:
+def test_the_page_says_what_the_table_says_and_hides_nothing_in_markup(report: NetworkReport) -> None:
     page = html_of(network_sections(report))
     assert "&lt;base&gt;" in page
     assert "<base>" not in page

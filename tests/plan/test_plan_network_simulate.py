@@ -16,31 +16,33 @@ from phalanx.core.errors import UserError
 from phalanx.plan.hardware.load import load_cluster
 from phalanx.simulate.link_loads import measure, shape_of
 from phalanx.simulate.network_scenario import changed, make_scenario, read_scenarios, usual_scenarios
-from phalanx.simulate.network_settings import Network, network_of
-from phalanx.simulate.network_simulation import CAUSES, Outcome, Report, expected_fullest, what_if
-from phalanx.simulate.traffic import Layout, Phase, Traffic, make_traffic
+from phalanx.simulate.network_settings import NetworkDescription, network_of
+from phalanx.simulate.network_simulation import CAUSES, NetworkReport, ScenarioOutcome, expected_fullest, what_if
+from phalanx.simulate.traffic import Phase, Traffic, TrafficLayout, make_traffic
 
 RING = Phase("data", "ring", 128, 8, 1e9, exposed_ratio=0.5)
 
 
 @pytest.fixture(scope="module")
-def network() -> Network:
+def network() -> NetworkDescription:
     return network_of(load_cluster("megascale", 1024))
 
 
-def run(network: Network, *changes: dict[str, object], phase: Phase = RING, draws: int = 2) -> list[Outcome]:
+def run(
+    network: NetworkDescription, *changes: dict[str, object], phase: Phase = RING, draws: int = 2
+) -> list[ScenarioOutcome]:
     scenarios = [make_scenario(str(number), network, change) for number, change in enumerate(changes)]
     return list(what_if(network, Traffic((phase,), 1.0, "by hand"), scenarios, draws).outcomes)
 
 
-def test_nothing_is_lost_on_an_ideal_network(network: Network) -> None:
+def test_nothing_is_lost_on_an_ideal_network(network: NetworkDescription) -> None:
     (outcome,) = run(network, {"hashing": "ideal"})
     assert outcome.step_s == pytest.approx(1.0)
     assert all(seconds == pytest.approx(0, abs=1e-12) for seconds in outcome.lost_s.values())
     assert outcome.why == "nothing is in the way of its messages"
 
 
-def test_packed_rings_have_no_conflicts(network: Network) -> None:
+def test_packed_rings_have_no_conflicts(network: NetworkDescription) -> None:
     """MegaScale 3.6: what sends most sits under the same ToRs; one hop of each ring leaves them."""
     packed, scattered = run(network, {}, {"placement": "scattered"})
     assert packed.step_s == pytest.approx(1.0)
@@ -67,7 +69,7 @@ def test_packed_rings_have_no_conflicts(network: Network) -> None:
 )
 def test_causes_add_up_to_what_a_step_loses(changes: dict[str, object]) -> None:
     network = network_of(load_cluster("megascale", 256))
-    layout = Layout(7e9, 32, 4096, 2048, 128, tensor=8, pipeline=2, data=16, chunks=2)
+    layout = TrafficLayout(7e9, 32, 4096, 2048, 128, tensor=8, pipeline=2, data=16, chunks=2)
     traffic = make_traffic(layout, 1.0, "")
     scenario = changed(make_scenario("x", network, {}), "x", {**changes, "congestion": "swift"})
     outcome = what_if(network, traffic, [scenario], draws=2).outcomes[0]
@@ -81,7 +83,7 @@ def test_causes_add_up_to_what_a_step_loses(changes: dict[str, object]) -> None:
         assert 0 <= phase.efficiency <= 1
 
 
-def test_each_of_two_changes_for_the_better_helps(network: Network) -> None:
+def test_each_of_two_changes_for_the_better_helps(network: NetworkDescription) -> None:
     scattered = {"placement": "scattered"}
     slow, plain, sprayed = run(
         network, {**scattered, "uplink_split": 2}, scattered, {**scattered, "hashing": "ideal"}, draws=4
@@ -91,7 +93,7 @@ def test_each_of_two_changes_for_the_better_helps(network: Network) -> None:
     assert one.step_s > four.step_s
 
 
-def test_hosts_that_are_scattered_over_a_larger_fabric_share_fewer_tors(network: Network) -> None:
+def test_hosts_that_are_scattered_over_a_larger_fabric_share_fewer_tors(network: NetworkDescription) -> None:
     own, wide = run(network, {"placement": "scattered"}, {"placement": "scattered", "hosts": 2048}, draws=4)
     assert wide.lost_s["placement"] < own.lost_s["placement"]
     with pytest.raises(UserError, match="more hosts"):
@@ -133,7 +135,7 @@ def test_the_fullest_of_many_links_is_fuller_than_that_of_one_switch() -> None:
     assert sum(fullest) / 6 > expected_fullest(57, 32)
 
 
-def test_an_incast_queues_at_its_receiver(network: Network) -> None:
+def test_an_incast_queues_at_its_receiver(network: NetworkDescription) -> None:
     phase = Phase("load", "incast", 64, 8, 1e6)
     dcqcn, swift = run(network, {"congestion": "dcqcn"}, {"congestion": "swift"}, phase=phase)
     for outcome in (dcqcn, swift):
@@ -144,7 +146,7 @@ def test_an_incast_queues_at_its_receiver(network: Network) -> None:
     assert swift.phases[0].queue_s < dcqcn.phases[0].queue_s
 
 
-def test_a_flap_holds_the_step_up_or_ends_the_job(network: Network) -> None:
+def test_a_flap_holds_the_step_up_or_ends_the_job(network: NetworkDescription) -> None:
     fixed, adaptive, old, uplink = run(
         network,
         {"flap_s": 3.0},
@@ -160,7 +162,7 @@ def test_a_flap_holds_the_step_up_or_ends_the_job(network: Network) -> None:
     assert math.isfinite(old.step_s)
 
 
-def test_the_usual_questions_change_something_each(network: Network) -> None:
+def test_the_usual_questions_change_something_each(network: NetworkDescription) -> None:
     base = make_scenario("base", network, {})
     names = [scenario.name for scenario in usual_scenarios(base)]
     assert names[0] == "base"
@@ -169,7 +171,7 @@ def test_the_usual_questions_change_something_each(network: Network) -> None:
     assert "hosts scattered" not in scattered
 
 
-def test_a_file_asks_its_own_questions(network: Network, tmp_path: Path) -> None:
+def test_a_file_asks_its_own_questions(network: NetworkDescription, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('[[scenario]]\nname = "slow timers"\nretransmit_timeout = 22\nflap_s = 1.0\n')
     base = make_scenario("base", network, {"hashing": "adaptive"})
@@ -192,7 +194,7 @@ def test_a_file_asks_its_own_questions(network: Network, tmp_path: Path) -> None
         ("[[scenario]\n", "mine.toml"),
     ],
 )
-def test_wrong_questions_are_refused(network: Network, tmp_path: Path, text: str, named: str) -> None:
+def test_wrong_questions_are_refused(network: NetworkDescription, tmp_path: Path, text: str, named: str) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(text)
     with pytest.raises(UserError) as caught:
@@ -201,14 +203,14 @@ def test_wrong_questions_are_refused(network: Network, tmp_path: Path, text: str
     assert caught.value.cure
 
 
-def test_draws_are_a_number(network: Network) -> None:
+def test_draws_are_a_number(network: NetworkDescription) -> None:
     with pytest.raises(UserError, match="draws"):
         run(network, {}, draws=0)
 
 
 @dataclass(frozen=True)
 class Timed:
-    report: Report
+    report: NetworkReport
     cpu_s: float
 
 
@@ -216,14 +218,14 @@ class Timed:
 def timed() -> Timed:
     start = time.process_time()
     network = network_of(load_cluster("megascale", 12288))
-    layout = Layout(175e9, 96, 12288, 2048, 6144, tensor=8, pipeline=8, data=192, chunks=6)
+    layout = TrafficLayout(175e9, 96, 12288, 2048, 6144, tensor=8, pipeline=8, data=192, chunks=6)
     base = make_scenario("this network", network, {})
     report = what_if(network, make_traffic(layout, 6.34, "175B"), usual_scenarios(base), draws=4, curves=True)
     return Timed(report, time.process_time() - start)
 
 
 @pytest.fixture(scope="module")
-def megascale(timed: Timed) -> Report:
+def megascale(timed: Timed) -> NetworkReport:
     return timed.report
 
 
@@ -235,7 +237,7 @@ def test_all_questions_about_12288_devices_are_answered_within_a_minute(timed: T
 
 
 @pytest.mark.slow
-def test_megascale_s_choices_come_out_as_its_paper_has_them(megascale: Report) -> None:
+def test_megascale_s_choices_come_out_as_its_paper_has_them(megascale: NetworkReport) -> None:
     """Section 3.6: fast uplinks and neighbours under one ToR mean few conflicts; both signals at a time few pauses."""
     by_name = {outcome.scenario.name: outcome for outcome in megascale.outcomes}
     own = by_name["this network"]
@@ -248,7 +250,7 @@ def test_megascale_s_choices_come_out_as_its_paper_has_them(megascale: Report) -
 
 
 @pytest.mark.slow
-def test_a_report_is_json(megascale: Report) -> None:
+def test_a_report_is_json(megascale: NetworkReport) -> None:
     tree = json.loads(json.dumps(megascale.as_json(), allow_nan=False))
     assert tree["outcomes"][0]["scenario"]["fabric"]["radix"] == 64
     assert tree["outcomes"][0]["why"]
@@ -256,7 +258,7 @@ def test_a_report_is_json(megascale: Report) -> None:
     assert 0 < tree["conflicts"]["shares"]["lowest"] <= tree["conflicts"]["shares"]["mean"] <= 1
 
 
-def test_the_slowest_flow_is_as_much_slower_as_the_phase_is_longer(network: Network) -> None:
+def test_the_slowest_flow_is_as_much_slower_as_the_phase_is_longer(network: NetworkDescription) -> None:
     """Two ways to the same number: fair rates of all flows, and bytes over the fullest link."""
     base = make_scenario("x", network, {"placement": "scattered", "congestion": "none"})
     report = what_if(network, Traffic((RING,), 1.0, ""), [base], draws=2)

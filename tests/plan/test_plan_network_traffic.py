@@ -16,7 +16,7 @@ from phalanx.plan.types import Job, Model, Strategy
 from phalanx.simulate.network_scenario import make_scenario
 from phalanx.simulate.network_settings import network_of
 from phalanx.simulate.network_simulation import what_if
-from phalanx.simulate.traffic import Layout, Phase, Traffic, make_traffic, read_traffic, traffic_of
+from phalanx.simulate.traffic import Phase, Traffic, TrafficLayout, make_traffic, read_traffic, traffic_of
 
 RING = Phase("data", "ring", 8, 8, 1e9)
 TOML = """
@@ -125,7 +125,7 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, before: str, after: st
 
 def test_a_layout_s_rings_take_as_long_as_bytes_over_a_nic() -> None:
     """175B over 12,288 devices: 2.73e9 weights a rank, (d - 1)/d of them four bytes each, over 200 Gb/s."""
-    layout = Layout(175e9, 96, 12288, 2048, 6144, tensor=8, pipeline=8, data=192, chunks=6)
+    layout = TrafficLayout(175e9, 96, 12288, 2048, 6144, tensor=8, pipeline=8, data=192, chunks=6)
     reduce, gather, pipeline = make_traffic(layout, 6.3, "").phases
     assert reduce.rank_bytes == pytest.approx(175e9 / 64 * 4 * 191 / 192)
     assert gather.rank_bytes == pytest.approx(reduce.rank_bytes / 2)
@@ -142,7 +142,7 @@ def test_a_layout_s_rings_take_as_long_as_bytes_over_a_nic() -> None:
 
 def test_one_rank_of_each_kind_sends_nothing() -> None:
     with pytest.raises(UserError, match="nothing is sent"):
-        make_traffic(Layout(1e9, 8, 512, 512, 8, tensor=8, pipeline=1, data=1), 1.0, "")
+        make_traffic(TrafficLayout(1e9, 8, 512, 512, 8, tensor=8, pipeline=1, data=1), 1.0, "")
 
 
 def test_an_ideal_network_takes_as_long_as_predicted() -> None:

@@ -14,7 +14,7 @@ from pipeline_simulation import SCHEDULES, Case, simulate
 from phalanx.core.errors import UserError
 from phalanx.parallel.config import Schedule
 from phalanx.parallel.pipeline.schedules import Table, _one_forward_one_backward, placement_of
-from phalanx.plan.pipeline.bounds import Passes, lower_bound
+from phalanx.plan.pipeline.bounds import StagePasses, lower_bound
 from phalanx.plan.pipeline.evaluate import StageCosts, evaluate, evaluate_few, even_span
 
 SPLITS = ("interleaved_zero_bubble", "zbv")
@@ -40,7 +40,10 @@ class Ends:
                 self.ranks,
                 self.chunks,
                 self.micro_batches,
-                *(Passes(f, i, w) if self.schedule in SPLITS else Passes(f, i + w) for f, i, w in self.passes),
+                *(
+                    StagePasses(f, i, w) if self.schedule in SPLITS else StagePasses(f, i + w)
+                    for f, i, w in self.passes
+                ),
                 self.send_s,
                 blocking=self.blocking,
             )
@@ -134,17 +137,17 @@ def test_the_closed_form_is_that_of_the_papers() -> None:
 
 def test_arrays_give_what_their_elements_give() -> None:
     ranks, counts = np.array([[1], [2], [4], [8]]), np.array([8, 16, 20])
-    layer = Passes(1.0 / ranks, 2.0 / ranks)
-    table = lower_bound("interleaved_1f1b", ranks, 2, counts, layer, Passes(1.1 / ranks, 2.1 / ranks), layer, 0.01)
+    layer = StagePasses(1.0 / ranks, 2.0 / ranks)
+    table = lower_bound("interleaved_1f1b", ranks, 2, counts, layer, StagePasses(1.1 / ranks, 2.1 / ranks), layer, 0.01)
     assert table.shape == (4, 3)
     for row, rank in enumerate((1, 2, 4, 8)):
         for column, count in enumerate((8, 16, 20)):
-            one, first = Passes(1.0 / rank, 2.0 / rank), Passes(1.1 / rank, 2.1 / rank)
+            one, first = StagePasses(1.0 / rank, 2.0 / rank), StagePasses(1.1 / rank, 2.1 / rank)
             assert table[row, column] == lower_bound("interleaved_1f1b", rank, 2, count, one, first, one, 0.01)
 
 
 def test_layouts_that_cannot_be_take_for_ever() -> None:
-    one = Passes(1.0, 2.0)
+    one = StagePasses(1.0, 2.0)
     assert lower_bound("1f1b", 4, np.array([1, 2]), 8, one, one, one).tolist() == [33.0, np.inf]
     assert lower_bound("1f1b", 4, 1, np.array([3, 4]), one, one, one).tolist() == [np.inf, 21.0]
     assert lower_bound("zbv", 2, np.array([1, 3]), 8, one, one, one).tolist() == [np.inf, np.inf]
@@ -161,7 +164,7 @@ def test_hundreds_of_thousands_take_less_than_a_second_or_two(schedule: Schedule
     ranks = random.integers(1, 65, 300_000)
     counts = ranks * random.integers(1, 200, 300_000)
     forward = random.uniform(0.1, 1, 300_000)
-    middle, last = Passes(forward, 2 * forward), Passes(1.3 * forward, 2.6 * forward)
+    middle, last = StagePasses(forward, 2 * forward), StagePasses(1.3 * forward, 2.6 * forward)
     chunks = {"1f1b": 1, "zbv": 2}.get(schedule, 6)
     begin = time.process_time()
     bounds = lower_bound(schedule, ranks, chunks, counts, middle, middle, last, 0.05 * forward)

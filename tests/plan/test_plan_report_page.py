@@ -17,7 +17,7 @@ from phalanx.core.errors import UserError
 from phalanx.parallel.config import Schedule
 from phalanx.plan.hardware.load import load_cluster
 from phalanx.plan.predict import predict
-from phalanx.plan.report.model import Report
+from phalanx.plan.report.model import PredictionReport
 from phalanx.plan.report.page import prediction_figures, prediction_sections, step_timeline
 from phalanx.plan.report.page_blocks import html_of, write_page
 from phalanx.plan.software import MEGATRON_2022, PHALANX
@@ -118,7 +118,7 @@ def test_what_is_drawn_of_a_pipeline_is_what_the_step_was_predicted_of(
     line = step_timeline(prediction)
     idle_s = [line.length - sum(end - begin for _, begin, end in row) for row in line.ranks]
     assert min(idle_s) == pytest.approx(waits_s, rel=1e-9)
-    figure = prediction_figures(Report(prediction, "x", 1, "a100", 80e9))["pipeline"]
+    figure = prediction_figures(PredictionReport(prediction, "x", 1, "a100", 80e9))["pipeline"]
     assert f"({100 * waits_s / prediction.step_s:.1f} %)" in figure["layout"]["title"]["text"]
     drawn, unit_s = figure["data"][0], line.length / figure["layout"]["xaxis"]["range"][1]
     of_ranks = [row.count(0) * drawn["dx"] * unit_s for row in drawn["z"]]

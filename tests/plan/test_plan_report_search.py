@@ -28,15 +28,15 @@ from phalanx.plan.report.search_text import (
     split_columns,
     thinned,
 )
-from phalanx.plan.search.constraints import Machine, parse
-from phalanx.plan.search.search import Outcome, SearchResult, search
+from phalanx.plan.search.constraints import SearchTarget, parse
+from phalanx.plan.search.search import ChoiceOutcome, SearchResult, search
 from phalanx.plan.types import Job, Prediction, Strategy
 
 
 @cache
 def _result() -> SearchResult:
     job = Job(GPT3, 2048, 64)
-    return search(job, Machine(32, 8, 2.0), FakeCosts(job).costs, parse(["context=1", "chunks<=4"]), 6)
+    return search(job, SearchTarget(32, 8, 2.0), FakeCosts(job).costs, parse(["context=1", "chunks<=4"]), 6)
 
 
 def _text(width: int) -> str:
@@ -122,10 +122,10 @@ def test_values_with_which_nothing_fits_are_told_together() -> None:
     best = _result().best[0]
     slower, nothing = replace(best, step_s=1.031 * best.step_s), float("inf")
     outcomes = [
-        Outcome(8, None, nothing, True, 1e12, None),
-        Outcome(2, slower, slower.step_s, True, 1e10, None),
-        Outcome(16, None, nothing, True, 1e12, None),
-        Outcome(4, None, 1.2 * best.step_s, False, 1e10, None),
+        ChoiceOutcome(8, None, nothing, True, 1e12, None),
+        ChoiceOutcome(2, slower, slower.step_s, True, 1e10, None),
+        ChoiceOutcome(16, None, nothing, True, 1e12, None),
+        ChoiceOutcome(4, None, 1.2 * best.step_s, False, 1e10, None),
     ]
     told = "2: +3.1 %, 4: at least +20.0 %, if it fits, do not fit: 8, 16"
     assert others_text("tensor", outcomes, best.step_s) == told

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from search_costs import GPT3, FakeCosts, FakeScores
 
 from phalanx.plan.report.model import limits_of
-from phalanx.plan.search.constraints import CHOICES, Machine, parse
-from phalanx.plan.search.frontier import Costs, scored
+from phalanx.plan.search.constraints import CHOICES, SearchTarget, parse
+from phalanx.plan.search.frontier import CostModel, scored
 from phalanx.plan.search.search import SearchResult, memory_bytes, search
 from phalanx.plan.search.space import NUMERIC, layouts
 from phalanx.plan.types import Job, Model, Part, Prediction, Strategy
@@ -31,7 +31,7 @@ def job_of(batch: int = 32, model: Model = MODEL) -> Job:
     return Job(model, 4096, batch)
 
 
-def every(job: Job, machine: Machine, words: list[str], fake: FakeCosts) -> list[Prediction]:
+def every(job: Job, machine: SearchTarget, words: list[str], fake: FakeCosts) -> list[Prediction]:
     """Each layout predicted, fitting or not."""
     space = layouts(job, machine, parse(words))
     found = [space.strategy(index, int(row)) for index, group in enumerate(space.groups) for row in group.rows]
@@ -54,7 +54,7 @@ def steps(predictions: Any) -> list[float]:
 def test_the_best_are_those_of_brute_force(
     devices: int, batch: int, memory: float, slack: float, top: int, words: list[str]
 ) -> None:
-    job, machine = job_of(batch), Machine(devices, 8, memory)
+    job, machine = job_of(batch), SearchTarget(devices, 8, memory)
     fake = FakeCosts(job, slack)
     all_of_them = every(job, machine, words, fake)
     limit = parse(words).memory_bytes(memory)
@@ -131,7 +131,7 @@ def value(prediction: Prediction, name: str) -> Any:
 
 def test_changing_one_choice_alone_leaves_the_others() -> None:
     job = job_of(64)
-    result = search(job, Machine(16, 8, 30.0), FakeCosts(job).costs)
+    result = search(job, SearchTarget(16, 8, 30.0), FakeCosts(job).costs)
     best = result.best[0].strategy
     for name in ("micro_batch", "recompute", "tensor_overlap"):
         sensitivity = next(one for one in result.sensitivities if one.choice == name)
@@ -143,7 +143,7 @@ def test_changing_one_choice_alone_leaves_the_others() -> None:
 def test_175_billion_are_searched_with_few_predictions() -> None:
     job = Job(GPT3, 2048, 1536)
     fake = FakeCosts(job, slack=0.01)
-    result = search(job, Machine(12_288, 8, 0.2), fake.costs)
+    result = search(job, SearchTarget(12_288, 8, 0.2), fake.costs)
     assert result.candidates >= 300_000 and 0 < result.fitting < result.candidates
     assert result.proven and result.predicted == len(fake.predicted) < result.candidates / 50
     assert len(set(map(repr, fake.predicted))) == len(fake.predicted)
@@ -154,16 +154,16 @@ def test_175_billion_are_searched_with_few_predictions() -> None:
 
 def test_a_limited_search_says_what_is_not_certain() -> None:
     job = job_of(64)
-    exact = search(job, Machine(16, 8, 6.0), FakeCosts(job, slack=0.4).costs)
-    limited = search(job, Machine(16, 8, 6.0), FakeCosts(job, slack=0.4).costs, max_predictions=20)
+    exact = search(job, SearchTarget(16, 8, 6.0), FakeCosts(job, slack=0.4).costs)
+    limited = search(job, SearchTarget(16, 8, 6.0), FakeCosts(job, slack=0.4).costs, max_predictions=20)
     assert exact.proven and not limited.proven and limited.predicted == 20
     assert limited.best[0].step_s >= exact.best[0].step_s >= limited.lower_s
 
 
 def test_little_effort_leaves_intervals_that_hold() -> None:
     job = job_of(64)
-    exact = search(job, Machine(16, 8, 6.0), FakeCosts(job, slack=0.3).costs, effort=10_000)
-    quick = search(job, Machine(16, 8, 6.0), FakeCosts(job, slack=0.3).costs, effort=2)
+    exact = search(job, SearchTarget(16, 8, 6.0), FakeCosts(job, slack=0.3).costs, effort=10_000)
+    quick = search(job, SearchTarget(16, 8, 6.0), FakeCosts(job, slack=0.3).costs, effort=2)
     assert quick.proven and not quick.all_proven and exact.all_proven and quick.predicted < exact.predicted
     assert steps(quick.best) == steps(exact.best)
     outcomes = {(one.choice, outcome.value): outcome for one in exact.sensitivities for outcome in one.outcomes}
@@ -177,7 +177,7 @@ def test_little_effort_leaves_intervals_that_hold() -> None:
 
 def test_several_processes_score_as_one_does() -> None:
     job = job_of(64)
-    space, costs = layouts(job, Machine(16, 8, 6.0), parse([])), FakeCosts(job).costs
+    space, costs = layouts(job, SearchTarget(16, 8, 6.0), parse([])), FakeCosts(job).costs
     alone, shared = scored(space, costs, 1), scored(space, costs, 3)
     for name in ("lower_s", "memory_bytes", "group", "row"):
         assert np.array_equal(getattr(alone, name), getattr(shared, name))
@@ -186,7 +186,7 @@ def test_several_processes_score_as_one_does() -> None:
 
 def test_what_fails_in_another_process_is_raised() -> None:
     job = job_of(64)
-    space, mine = layouts(job, Machine(16, 8, 6.0), parse([])), os.getpid()
+    space, mine = layouts(job, SearchTarget(16, 8, 6.0), parse([])), os.getpid()
 
     def score(strategy: Strategy) -> FakeScores:
         if os.getpid() != mine:
@@ -194,12 +194,12 @@ def test_what_fails_in_another_process_is_raised() -> None:
         return FakeCosts(job).score(strategy)
 
     with pytest.raises(RuntimeError, match="only there"):
-        scored(space, Costs(score, FakeCosts(job).predict), 2)
+        scored(space, CostModel(score, FakeCosts(job).predict), 2)
 
 
 def test_nothing_is_proven_by_bounds_that_do_not_hold() -> None:
     job = job_of()
-    result = search(job, Machine(4, 8, 30.0), FakeCosts(job, slack=-0.1).costs)
+    result = search(job, SearchTarget(4, 8, 30.0), FakeCosts(job, slack=-0.1).costs)
     assert not result.proven and not result.all_proven and result.best
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from phalanx.core.errors import UserError
-from phalanx.plan.search.constraints import Constraints, Machine, options_of, parse
+from phalanx.plan.search.constraints import Constraints, SearchTarget, options_of, parse
 from phalanx.plan.types import Job, Model, Software
 
 SMALL = Model(layers=2, hidden=64, heads=4, vocab_rows=256, max_sequence=64)
@@ -107,9 +107,9 @@ def test_what_cannot_be_meant_is_refused_with_its_cure(word: str, says: str) -> 
 
 def test_what_is_tried_by_default_is_what_train_runs() -> None:
     job = Job(SMALL, 64, 8)
-    options = options_of(job, Machine(8, 8, 1e9), Constraints())
+    options = options_of(job, SearchTarget(8, 8, 1e9), Constraints())
     assert options["recompute"] == ("none", "elementwise", "mlp", "full") and options["sequence_parallel"] == (True,)
     assert "fused" in options["tensor_overlap"]
-    assert "fused" not in options_of(job, Machine(8, 8, 1e9, "cpu"), Constraints())["tensor_overlap"]
+    assert "fused" not in options_of(job, SearchTarget(8, 8, 1e9, "cpu"), Constraints())["tensor_overlap"]
     plain = Job(SMALL, 64, 8, software=Software(fused_attention=False))
-    assert "attention" in options_of(plain, Machine(8, 8, 1e9), Constraints())["recompute"]
+    assert "attention" in options_of(plain, SearchTarget(8, 8, 1e9), Constraints())["recompute"]

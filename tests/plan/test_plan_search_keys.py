@@ -12,7 +12,7 @@ from phalanx.parallel.choose import Machines, choose_layout
 from phalanx.parallel.feasible import Task
 from phalanx.plan.jobs import make_strategy
 from phalanx.plan.report.model import foreign, toml_keys
-from phalanx.plan.search.constraints import Machine, parse
+from phalanx.plan.search.constraints import SearchTarget, parse
 from phalanx.plan.search.search import search
 from phalanx.plan.types import Job, Model, Strategy
 from phalanx.train.config import RunConfig
@@ -26,7 +26,7 @@ JOB = Job(Model.of(CONFIG), 4096, 64)
     [[], ["pipeline=2", "schedule=zbv"], ["pipeline=4", "schedule=interleaved_1f1b"], ["tensor=2", "context=2"]],
 )
 def test_what_is_pasted_is_what_was_found(words: list[str]) -> None:
-    result = search(JOB, Machine(16, 8, 6.0), FakeCosts(JOB).costs, parse(words))
+    result = search(JOB, SearchTarget(16, 8, 6.0), FakeCosts(JOB).costs, parse(words))
     for found in result.best:
         tree = tomllib.loads(toml_keys(JOB, found.strategy))
         config = RunConfig.model_validate({"train": {"steps": 1, **tree.pop("train")}, **tree})

@@ -6,7 +6,7 @@ import pytest
 from search_costs import GPT3, FakeCosts
 
 from phalanx.core.errors import UserError
-from phalanx.plan.search.constraints import Machine, parse
+from phalanx.plan.search.constraints import SearchTarget, parse
 from phalanx.plan.search.search import search
 from phalanx.plan.types import Job, Model
 
@@ -16,7 +16,7 @@ SMALL = Model(layers=4, hidden=64, heads=4, vocab_rows=256, max_sequence=2048)
 def refused(words: list[str], devices: int = 16, batch: int = 16, memory: float = 80.0, model: Model = GPT3) -> str:
     job = Job(model, 2048, batch)
     with pytest.raises(UserError) as caught:
-        search(job, Machine(devices, 8, memory), FakeCosts(job).costs, parse(words))
+        search(job, SearchTarget(devices, 8, memory), FakeCosts(job).costs, parse(words))
     return str(caught.value)
 
 

@@ -12,10 +12,10 @@ import pytest
 from phalanx.plan.hardware import load_cluster
 from phalanx.plan.predict import predict
 from phalanx.plan.score import score
-from phalanx.plan.search.constraints import Machine, parse
-from phalanx.plan.search.frontier import Costs
+from phalanx.plan.search.constraints import SearchTarget, parse
+from phalanx.plan.search.frontier import CostModel
 from phalanx.plan.search.search import memory_bytes, search
-from phalanx.plan.search.space import Space, layouts
+from phalanx.plan.search.space import SearchSpace, layouts
 from phalanx.plan.types import Job, Model, Strategy
 
 SMALL = Model(layers=24, hidden=2048, heads=16, vocab_rows=51200, max_sequence=4096)
@@ -28,12 +28,14 @@ CASES = {
 }
 
 
-def costs_of(job: Job, devices: int) -> tuple[Costs, Machine]:
+def costs_of(job: Job, devices: int) -> tuple[CostModel, SearchTarget]:
     cluster = load_cluster("megascale", devices)
-    return Costs(partial(score, job, cluster=cluster), partial(predict, job, cluster=cluster)), Machine.of(cluster)
+    return CostModel(partial(score, job, cluster=cluster), partial(predict, job, cluster=cluster)), SearchTarget.of(
+        cluster
+    )
 
 
-def some(space: Space, count: int, seed: int) -> list[Strategy]:
+def some(space: SearchSpace, count: int, seed: int) -> list[Strategy]:
     """Layouts drawn from all groups."""
     draw = random.Random(seed)
     found = []

@@ -18,8 +18,8 @@ from phalanx.plan.report.page import prediction_sections
 from phalanx.plan.report.page_blocks import html_of
 from phalanx.plan.report.text import prediction_text
 from phalanx.plan.score import score
-from phalanx.plan.search.constraints import Machine
-from phalanx.plan.search.frontier import Costs
+from phalanx.plan.search.constraints import SearchTarget
+from phalanx.plan.search.frontier import CostModel
 from phalanx.plan.search.search import reliefs
 from phalanx.plan.types import Job, Model, Prediction, Strategy
 
@@ -30,8 +30,8 @@ TIGHT = Strategy(shard=2, tensor=8, micro_batch=8, zero=1)
 
 
 def _offered(job: Job, strategy: Strategy) -> tuple[Prediction, ...]:
-    costs = Costs(lambda one: score(job, one, CLUSTER), lambda one: predict(job, one, CLUSTER))
-    return reliefs(job, strategy, Machine.of(CLUSTER), costs)
+    costs = CostModel(lambda one: score(job, one, CLUSTER), lambda one: predict(job, one, CLUSTER))
+    return reliefs(job, strategy, SearchTarget.of(CLUSTER), costs)
 
 
 def _fullest(prediction: Prediction) -> float:

@@ -19,8 +19,8 @@ from phalanx.model.config import ModelConfig
 from phalanx.parallel.choose import Machines, choose_layout
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.feasible import Task
-from phalanx.plan.search.constraints import Machine, parse
-from phalanx.plan.search.space import NUMERIC, Space, layouts
+from phalanx.plan.search.constraints import SearchTarget, parse
+from phalanx.plan.search.space import NUMERIC, SearchSpace, layouts
 from phalanx.plan.types import Job, Model
 
 EVERYTHING = ["context_tokens=any", "imbalance=any", "inside_host=none", "recompute=none"]
@@ -28,7 +28,7 @@ FIELDS = (*NUMERIC, "schedule", "zero", "tensor_overlap", "context_method")
 Row = tuple[Any, ...]
 
 
-def rows(space: Space) -> list[Row]:
+def rows(space: SearchSpace) -> list[Row]:
     found = []
     for group in space.groups:
         strategies = space.strategies(group)
@@ -120,14 +120,14 @@ def test_the_search_offers_exactly_what_train_accepts(
         window=2 if window else 0,
     )
     job = Job(Model.of(model), sequence, batch, optimizer="muon" if muon else "adamw")
-    offered = rows(layouts(job, Machine(devices, 8, 1e9), parse(EVERYTHING)))
+    offered = rows(layouts(job, SearchTarget(devices, 8, 1e9), parse(EVERYTHING)))
     assert len(set(offered)) == len(offered)
     assert set(offered) == set(accepted(model, sequence, batch, devices, "muon" if muon else ""))
 
 
 @pytest.mark.parametrize("batch", [1536, 3072, 6144])
 def test_175_billion_on_12288_devices_have_300000_layouts(batch: int) -> None:
-    space = layouts(Job(GPT3, 2048, batch), Machine(12_288, 8, 80e9), parse([]))
+    space = layouts(Job(GPT3, 2048, batch), SearchTarget(12_288, 8, 80e9), parse([]))
     assert space.count >= 300_000
     sizes = {len(group.rows) for group in space.groups}
     assert sum(len(group.rows) for group in space.groups) == space.count and min(sizes) > 0
@@ -138,7 +138,7 @@ def test_175_billion_on_12288_devices_have_300000_layouts(batch: int) -> None:
 
 
 def test_every_rule_says_how_much_it_took() -> None:
-    space = layouts(Job(GPT3, 2048, 6144), Machine(12_288, 8, 80e9), parse(["pipeline<=16", "zero=1,2"]))
+    space = layouts(Job(GPT3, 2048, 6144), SearchTarget(12_288, 8, 80e9), parse(["pipeline<=16", "zero=1,2"]))
     rules = {removed.rule: removed for removed in space.removed}
     assert any(rule.startswith("pipeline<=16") for rule in rules)
     assert rules["tensor inside a host of 8 devices"].removed > 0
@@ -149,7 +149,7 @@ def test_every_rule_says_how_much_it_took() -> None:
 
 def test_constraints_hold_for_every_layout() -> None:
     words = ["tensor=4,8", "micro_batch>=2", "stages<=16", "schedule=zbv", "recompute!=none", "context=1", "data<100"]
-    space = layouts(Job(GPT3, 2048, 6144), Machine(1024, 8, 80e9), parse(words))
+    space = layouts(Job(GPT3, 2048, 6144), SearchTarget(1024, 8, 80e9), parse(words))
     assert space.count
     for group in space.groups:
         some = space.strategies(group)
@@ -160,28 +160,28 @@ def test_constraints_hold_for_every_layout() -> None:
 
 
 def test_groups_stay_inside_a_host_unless_they_may_span() -> None:
-    job, machine = Job(GPT3, 32_768, 1024), Machine(256, 8, 80e9)
+    job, machine = Job(GPT3, 32_768, 1024), SearchTarget(256, 8, 80e9)
     near = layouts(job, machine, parse(["inside_host=tensor,context"]))
     assert np.max(near.columns["tensor"] * near.columns["context"]) == 8
     wide = layouts(job, machine, parse(["inside_host=none", "context=1"]))
     assert np.max(wide.columns["tensor"]) == 32
     # Fewer devices than a host has are all in one.
-    few = layouts(Job(replace(GPT3, vocab_rows=51_216), 2048, 6), Machine(6, 8, 80e9), parse(["context=1"]))
+    few = layouts(Job(replace(GPT3, vocab_rows=51_216), 2048, 6), SearchTarget(6, 8, 80e9), parse(["context=1"]))
     assert np.max(few.columns["tensor"]) == 6
 
 
 def test_experts_are_spread_over_data_parallel_ranks() -> None:
     mixture = Model(layers=8, hidden=512, heads=8, vocab_rows=1024, max_sequence=512, experts=12)
-    space = layouts(Job(mixture, 512, 64), Machine(16, 8, 80e9), parse([]))
+    space = layouts(Job(mixture, 512, 64), SearchTarget(16, 8, 80e9), parse([]))
     expert, data = space.columns["expert"], space.columns["data"]
     assert set(np.unique(expert)) == {1, 2, 4}
     assert np.all(data % expert == 0) and np.all(12 % expert == 0)
-    dense = layouts(Job(GPT3, 2048, 64), Machine(16, 8, 80e9), parse([]))
+    dense = layouts(Job(GPT3, 2048, 64), SearchTarget(16, 8, 80e9), parse([]))
     assert np.all(dense.columns["expert"] == 1)
 
 
 def test_more_choices_are_tried_where_they_are_asked_for() -> None:
-    job, machine = Job(GPT3, 2048, 64), Machine(16, 8, 80e9)
+    job, machine = Job(GPT3, 2048, 64), SearchTarget(16, 8, 80e9)
     words = ["recompute=attention", "sequence_parallel=true,false", "bucket_bytes=25MB,0", "tensor_overlap=none"]
     space = layouts(job, machine, parse(words))
     assert {group.settings["recompute"] for group in space.groups} == {"attention"}

@@ -25,7 +25,7 @@ from phalanx.plan.validate.assumptions import (
     SETTINGS,
 )
 from phalanx.plan.validate.compare import published_flops
-from phalanx.plan.validate.left_out import INTERVAL_SHARE, Judged, Rows, judge, learn, own_spread, rows_of
+from phalanx.plan.validate.left_out import INTERVAL_SHARE, Judged, JudgedRows, judge, learn, own_spread, rows_of
 from phalanx.plan.validate.published import TABLES, Row, cluster_of, job_of, read_table, strategy_of
 
 LIMITS = {
@@ -51,12 +51,12 @@ LIMITS = {
 
 
 @pytest.fixture(scope="module")
-def rows() -> Rows:
+def rows() -> JudgedRows:
     return rows_of()
 
 
 @pytest.fixture(scope="module")
-def errors(rows: Rows) -> dict[str, np.ndarray]:
+def errors(rows: JudgedRows) -> dict[str, np.ndarray]:
     """Predicted over measured seconds, less one, of every table."""
     found = np.exp(-rows.log_error(LEARNT.kernels)) - 1
     return {setting.table: found[rows.table == setting.table] for setting in LATER}
@@ -91,11 +91,11 @@ def test_nearer_scales_of_one_run_are_met_alike(errors: dict[str, np.ndarray]) -
 
 
 @pytest.fixture(scope="module")
-def judged(rows: Rows) -> list[Judged]:
+def judged(rows: JudgedRows) -> list[Judged]:
     return judge(rows)
 
 
-def test_the_residual_is_what_these_tables_say(rows: Rows) -> None:
+def test_the_residual_is_what_these_tables_say(rows: JudgedRows) -> None:
     learnt = learn(rows)
     assert pytest.approx(learnt.kernels, rel=0.005) == LEARNT.kernels
     assert pytest.approx(learnt.spread, abs=0.001) == LEARNT.spread
@@ -114,7 +114,7 @@ def test_tables_left_out_are_met_within_the_bars(judged: list[Judged]) -> None:
     assert 0.75 <= inside <= 0.9
 
 
-def test_a_table_that_is_left_out_has_no_part_in_its_prediction(rows: Rows) -> None:
+def test_a_table_that_is_left_out_has_no_part_in_its_prediction(rows: JudgedRows) -> None:
     """Its times changed at will, what the others say of it stays the same to the last bit."""
     for table in ("foundry_a100", "llama3_405b"):
         own = rows.table == table
@@ -127,7 +127,7 @@ def test_a_table_that_is_left_out_has_no_part_in_its_prediction(rows: Rows) -> N
         assert learn(changed, publication) == learn(rows, publication)
 
 
-def test_between_the_values_that_are_predicted_seconds_are_as_good_as_predicted(rows: Rows) -> None:
+def test_between_the_values_that_are_predicted_seconds_are_as_good_as_predicted(rows: JudgedRows) -> None:
     places = range(0, len(rows.table), 17)
     pairs = [(setting, row) for setting in LATER for row in read_table(TABLES / f"{setting.table}.csv")]
     for place in places:

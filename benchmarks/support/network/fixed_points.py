@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.simulate.congestion import Cuts, Rises, target_delay_s
-from phalanx.simulate.network_settings import Settings
+from phalanx.simulate.network_settings import CongestionSettings
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class FixedPoint:
     queue_bytes: float
 
 
-def dcqcn_rest(senders: int, capacity: float, adapter_rate: float, settings: Settings) -> FixedPoint:
+def dcqcn_rest(senders: int, capacity: float, adapter_rate: float, settings: CongestionSettings) -> FixedPoint:
     """The only fixed point of DCQCN's fluid equations (Zhu et al. 2016, theorem 1), by bisection on the marks.
 
     All senders have the same rate; the mean of marks, the distance to the target rate and the marks follow.
@@ -45,7 +45,7 @@ def dcqcn_rest(senders: int, capacity: float, adapter_rate: float, settings: Set
     return FixedPoint(marked, _queue_bytes(marked, capacity, settings))
 
 
-def swift_rest(senders: int, capacity: float, settings: Settings) -> FixedPoint:
+def swift_rest(senders: int, capacity: float, settings: CongestionSettings) -> FixedPoint:
     """Where Swift's delay is its target: ``d = target(C d/(N packets))``; the queue is what is above the round trip."""
 
     def excess(delay_s: float) -> float:
@@ -56,7 +56,7 @@ def swift_rest(senders: int, capacity: float, settings: Settings) -> FixedPoint:
     return FixedPoint(0.0, capacity * max(0.0, delay_s - settings.round_trip_s))
 
 
-def _queue_bytes(marked: float, capacity: float, settings: Settings) -> float:
+def _queue_bytes(marked: float, capacity: float, settings: CongestionSettings) -> float:
     """The queue at which so many packets are marked."""
     ecn = settings.ecn
     if marked > ecn.mark_ratio:

@@ -16,7 +16,7 @@ from phalanx.checks.calibration.contract import Precision, Timing
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_bytes
 from phalanx.model.shapes import mean_keys
-from phalanx.plan.calibrate.measure import Found, at, sizes_of
+from phalanx.plan.calibrate.measure import Measurements, at, sizes_of
 from phalanx.plan.calibrate.ratios import host_compiled_launch_s, host_launch_s, ratios
 from phalanx.plan.hardware.device import Device
 from phalanx.plan.hardware.load import load_cluster, load_device
@@ -24,7 +24,7 @@ from phalanx.plan.types import Mark
 
 
 @dataclass(frozen=True)
-class Machine:
+class MeasuredMachine:
     """What was measured, in words for the sources of numbers.
 
     Attributes:
@@ -37,7 +37,7 @@ class Machine:
     kind: str
     date: str
 
-    def where(self, found: Found) -> str:
+    def where(self, found: Measurements) -> str:
         """The source of numbers."""
         texts = found.answer.texts
         ranks = "1 process" if found.ranks == 1 else f"{found.ranks} processes at once"
@@ -46,7 +46,7 @@ class Machine:
         return f"phalanx plan calibrate on {self.host}, {name}, {ranks} of {threads}"
 
 
-def write_cluster(path: Path, found: Sequence[Found], machine: Machine) -> list[Path]:
+def write_cluster(path: Path, found: Sequence[Measurements], machine: MeasuredMachine) -> list[Path]:
     """Write the file of the cluster to `path` and the others beside it; each takes the place of an older one at once.
 
     Args:
@@ -76,7 +76,7 @@ def write_cluster(path: Path, found: Sequence[Found], machine: Machine) -> list[
     return [path.with_name(name) for name in texts]
 
 
-def described(found: Found, machine: Machine) -> str:
+def described(found: Measurements, machine: MeasuredMachine) -> str:
     """The text of a device's file."""
     where = machine.where(found)
     plain = _loaded(device_text(found, machine.kind, where, machine.date))
@@ -125,7 +125,7 @@ _READ_BYTES_PER_S = 1e9
 _ASSUMED_LATENCY_S, _ASSUMED_BYTES_PER_S = 10e-6, 20e9
 
 
-def links_text(found: Sequence[Found], where: str, date: str) -> str:
+def links_text(found: Sequence[Measurements], where: str, date: str) -> str:
     """The file of the links between the ranks of a host.
 
     Args:
@@ -140,7 +140,7 @@ def links_text(found: Sequence[Found], where: str, date: str) -> str:
     return "\n".join([*parts, *(_curves(kind, found) for kind in _KINDS)])
 
 
-def cluster_text(devices: Mapping[int, str], links: str, found: Found, where: str, date: str) -> str:
+def cluster_text(devices: Mapping[int, str], links: str, found: Measurements, where: str, date: str) -> str:
     """The file of the host as a cluster of one host.
 
     Args:
@@ -202,7 +202,7 @@ def _cluster_line(key: str, value: float, mark: Mark = "measured", name: str = _
     return marked(key, value, mark, name)
 
 
-def _curves(kind: str, found: Sequence[Found]) -> str:
+def _curves(kind: str, found: Sequence[Measurements]) -> str:
     """Times over the bytes of the whole message, a row for each number of ranks."""
     sizes = sizes_of(found[0].all(kind), "num_bytes")
     rows = [[at(each.all(kind), {"num_bytes": size}).seconds for size in sizes] for each in found]
@@ -230,7 +230,7 @@ _FORMATS: Mapping[Precision, str] = {"fp32": "fp32", "bf16": "half"}
 
 
 def device_text(
-    found: Found,
+    found: Measurements,
     kind: str,
     where: str,
     date: str,
@@ -263,7 +263,7 @@ def _device_line(key: str, value: float | Sequence[float] | Sequence[Sequence[fl
     return marked(key, value, "measured", _DEVICE_HERE)
 
 
-def _numbers(found: Found, kind: str, host: Mapping[str, float | None]) -> str:
+def _numbers(found: Measurements, kind: str, host: Mapping[str, float | None]) -> str:
     """Plain numbers; a CPU launches nothing ahead, so the host's time is all that a kernel takes beside its work."""
     numbers = {
         "memory_bytes": found.answer.numbers["memory_bytes"] / (found.ranks if kind == "cpu" else 1),
@@ -278,13 +278,13 @@ def _numbers(found: Found, kind: str, host: Mapping[str, float | None]) -> str:
     return "\n".join(_device_line(key, value) for key, value in numbers.items()) + "\n"
 
 
-def _peak(found: Found, precision: Precision) -> float:
+def _peak(found: Measurements, precision: Precision) -> float:
     """The best rate of any product; where a precision is slow, that of the one product that was tried in it."""
     rates = [product_flops(timing) / timing.seconds for timing in found.all("product", precision)]
     return max(rates) if rates else found.answer.numbers[f"{precision}_flops_per_s"]
 
 
-def _products(found: Found, precision: Precision) -> str:
+def _products(found: Measurements, precision: Precision) -> str:
     products, gradients = (found.all(what, precision) for what in ("product", "weight_gradient"))
     lines = [
         f"[gemm.{_FORMATS[precision]}]",
@@ -312,7 +312,7 @@ def product_flops(timing: Timing) -> float:
     return 2.0 * timing.sizes["tokens"] * timing.sizes["rows"] * timing.sizes["columns"]
 
 
-def _attention(found: Found, precision: Precision) -> str:
+def _attention(found: Measurements, precision: Precision) -> str:
     forward, backward = (found.all(f"attention_{each}", precision) for each in ("forward", "backward"))
     lines = [
         f"[attention.{_FORMATS[precision]}]",
@@ -338,7 +338,7 @@ def attention_flops(timing: Timing) -> float:
     return 4.0 * rows * mean_keys(int(sizes["queries"]), None)
 
 
-def _stream(found: Found) -> str:
+def _stream(found: Measurements) -> str:
     """Rates of adding two tensors, by bytes read and written."""
     rates = _sum_rates(found)
     lines = [
@@ -350,7 +350,7 @@ def _stream(found: Found) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _sum_rates(found: Found) -> dict[float, float]:
+def _sum_rates(found: Measurements) -> dict[float, float]:
     """Bytes to rates, ascending; without the host's time, which is counted for each kernel anyway."""
     host_s = found.answer.numbers["host_launch_s"] if found.answer.numbers["kernel_s"] == 0 else 0.0
     rates = {}
@@ -378,12 +378,12 @@ class Line:
     text: str
 
 
-def summary(found: Found) -> list[Line]:
+def summary(found: Measurements) -> list[Line]:
     """The lines of one number of ranks; each is per rank."""
     return list(_lines(found))
 
 
-def _lines(found: Found) -> Iterator[Line]:
+def _lines(found: Measurements) -> Iterator[Line]:
     for precision in found.precisions:
         for what in ("product", "weight_gradient"):
             rates = [product_flops(timing) / timing.seconds for timing in found.all(what, precision)]

@@ -24,7 +24,7 @@ _WORKER = "phalanx.checks.calibration.worker"
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlacement:
     """Where one rank computes.
 
     Attributes:
@@ -37,7 +37,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class MeasurementPlan:
     """How to measure.
 
     Attributes:
@@ -51,7 +51,7 @@ class Wanted:
     limit_s: float = 1800.0
 
 
-def measure(places: Sequence[Place], wanted: Wanted) -> list[Answer]:
+def measure(places: Sequence[RankPlacement], wanted: MeasurementPlan) -> list[Answer]:
     """What as many ranks as `places` find, all measuring at the same time; leaves no process.
 
     Raises:
@@ -118,7 +118,7 @@ def _read(process: subprocess.Popen[bytes], limit_s: float) -> Answer:
 
 
 @dataclass(frozen=True)
-class Found:
+class Measurements:
     """What ranks that measured at the same time found, the mean of them.
 
     Attributes:
@@ -150,9 +150,9 @@ class Found:
         return list(dict.fromkeys(timing.what for timing in self.answer.timings))
 
 
-def found_of(answers: Sequence[Answer], threads: int) -> Found:
+def found_of(answers: Sequence[Answer], threads: int) -> Measurements:
     """The mean of the answers of all ranks."""
-    return Found(len(answers), threads, together(answers), _apart(answers))
+    return Measurements(len(answers), threads, together(answers), _apart(answers))
 
 
 def sizes_of(timings: Sequence[Timing], name: str) -> list[float]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from phalanx.checks.calibration.contract import TINY, Precision, Timing
 from phalanx.optim.config import Kind as Optimizer
-from phalanx.plan.calibrate.measure import Found, at
+from phalanx.plan.calibrate.measure import Measurements, at
 from phalanx.plan.hardware.device import Device
 from phalanx.plan.layer import embedding, head, layer
 from phalanx.plan.operations import Local, Operation, Stream, local_of, timed
@@ -31,7 +31,7 @@ _Pair = tuple[str, float, float]
 """Name, seconds as measured, seconds as the model has them without a ratio."""
 
 
-def ratios(found: Found, device: Device) -> dict[str, float]:
+def ratios(found: Measurements, device: Device) -> dict[str, float]:
     """Ratios by kernel and pass, out of the sums over all sizes, so that long ones count most.
 
     Those of bf16 have names that end in ``_half``, as files of devices call it.
@@ -49,7 +49,7 @@ def ratios(found: Found, device: Device) -> dict[str, float]:
     return {**{name: min(max(ratio, _LEAST), _MOST) for name, ratio in raw.items()}, "gradient_clear": 0.0}
 
 
-def _pairs(found: Found, device: Device) -> Iterator[_Pair]:
+def _pairs(found: Measurements, device: Device) -> Iterator[_Pair]:
     for precision in found.precisions:
         suffix = "_half" if precision == "bf16" else ""
         for name, seconds, model_s in _of_layers(found, device, precision):
@@ -57,7 +57,7 @@ def _pairs(found: Found, device: Device) -> Iterator[_Pair]:
     yield from _updates(found, device)
 
 
-def _of_layers(found: Found, device: Device, precision: Precision) -> Iterator[_Pair]:
+def _of_layers(found: Measurements, device: Device, precision: Precision) -> Iterator[_Pair]:
     for kernel, compiled in itertools.product(_BETWEEN, (False, True)):
         what = f"{kernel}_compiled" if compiled else kernel
         for timing in found.all(f"{what}_forward", precision):
@@ -72,7 +72,7 @@ def _of_layers(found: Found, device: Device, precision: Precision) -> Iterator[_
 
 
 def _both(
-    kernel: str, operations: Sequence[Operation], found: Found, device: Device, forward: Timing, backward: Timing
+    kernel: str, operations: Sequence[Operation], found: Measurements, device: Device, forward: Timing, backward: Timing
 ) -> Iterator[_Pair]:
     """Both passes of one kernel, without a ratio."""
     one = _named(operations, kernel)
@@ -82,7 +82,7 @@ def _both(
     yield f"{kernel}_backward", backward.seconds - host_s * one.backward_launches, float(passes.backward_input)
 
 
-def _losses(found: Found, device: Device, precision: Precision) -> Iterator[_Pair]:
+def _losses(found: Measurements, device: Device, precision: Precision) -> Iterator[_Pair]:
     """The head without its products: both passes have one ratio, since gradients are made in the forward pass."""
     for timing in found.all("head", precision):
         products_s = at(found.all("head_products", precision), timing.sizes).seconds
@@ -93,7 +93,7 @@ def _losses(found: Found, device: Device, precision: Precision) -> Iterator[_Pai
             yield f"loss_{each}", (timing.seconds - products_s - launches_s) / 2, model_s / 2
 
 
-def _updates(found: Found, device: Device) -> Iterator[_Pair]:
+def _updates(found: Measurements, device: Device) -> Iterator[_Pair]:
     for kind in _OPTIMIZERS:
         for timing in found.all(kind):
             job, weights = _job(timing, optimizer=kind), timing.sizes["parameters"]
@@ -107,12 +107,12 @@ def _named(operations: Sequence[Operation], kernel: str) -> Stream:
     return next(each for each in operations if isinstance(each, Stream) and each.kernel == kernel)
 
 
-def _host_s(found: Found, device: Device) -> float:
+def _host_s(found: Measurements, device: Device) -> float:
     """Of each operator that was measured by itself, where nothing of it is hidden."""
     return found.answer.numbers["host_launch_s"] if device.kind == "cpu" else 0.0
 
 
-def host_launch_s(found: Found, device: Device) -> float:
+def host_launch_s(found: Measurements, device: Device) -> float:
     """Seconds of the host for each kernel that the model counts: what whole layers take beside their kernels.
 
     Of several layers, it is what leaves the least relative squared error in the time of all. At least the host's time
@@ -136,7 +136,7 @@ def host_launch_s(found: Found, device: Device) -> float:
     return max(least_s, products / squares) if squares else least_s
 
 
-def host_compiled_launch_s(found: Found, device: Device) -> float | None:
+def host_compiled_launch_s(found: Measurements, device: Device) -> float | None:
     """The same for each kernel of a compiled layer, which one call of the host launches; None: not measured."""
     layer_s = found.answer.numbers.get("compiled_layer_host_s")
     if layer_s is None:

@@ -18,7 +18,6 @@ from phalanx.plan.memory.rank import (
     Counts,
     Kind,
     Pieces,
-    Share,
     complete,
     held,
     kinds_of,
@@ -30,6 +29,7 @@ from phalanx.plan.memory.rank import (
     warmup,
     weights_done,
 )
+from phalanx.plan.stages import RankShare
 from phalanx.plan.types import Floats, Ints, Job, Strategy
 
 Bytes = NDArray[np.float64]
@@ -145,7 +145,7 @@ def _total(job: Job, strategy: Strategy, layers: Counts, end: _End) -> Floats:
     Args:
         layers: (strategies, chunks, kinds).
     """
-    share = Share(tuple(layers.sum(axis=1).T), not end.at_end, end.has_head, end.at_end)
+    share = RankShare(tuple(layers.sum(axis=1).T), not end.at_end, end.has_head, end.at_end)
     # Who shares state among data-parallel ranks changes nothing of what is kept: one in ten is all that differs.
     axes = [getattr(strategy, axis) for axis in _AXES if axis not in ("replicate", "shard")]
     some, of_each = distinct(np.asarray(strategy.data), *axes)

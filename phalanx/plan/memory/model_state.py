@@ -19,7 +19,7 @@ from phalanx.plan.types import BYTES, Floats, Ints, Job, Model, Strategy
 
 
 @dataclass(frozen=True)
-class State:
+class ModelState:
     """Bytes.
 
     Attributes:
@@ -33,7 +33,7 @@ class State:
     optimizer: Floats
 
 
-def state(job: Job, strategy: Strategy, held: Held) -> State:
+def state(job: Job, strategy: Strategy, held: HeldWeights) -> ModelState:
     """What a rank that holds `held` keeps of it."""
     return _phalanx(job, strategy, held) if job.software.is_phalanx else _megatron(job, strategy, held)
 
@@ -50,7 +50,7 @@ def matrix_bytes(job: Job, strategy: Strategy) -> Floats:
     return where(alone, 4, BYTES[job.precision])
 
 
-def _megatron(job: Job, strategy: Strategy, held: Held) -> State:
+def _megatron(job: Job, strategy: Strategy, held: HeldWeights) -> ModelState:
     software, width = job.software, job.model.hidden
     dense = (held.rows + held.ends) * width + held.vectors
     experts = held.expert_rows * width
@@ -63,7 +63,7 @@ def _megatron(job: Job, strategy: Strategy, held: Held) -> State:
 
     master = split(1) * software.master_bytes
     gradients = split(2) * software.gradient_bytes
-    return State(
+    return ModelState(
         parameters=split(3) * software.weight_bytes,
         gradients=gradients,
         gradients_first=gradients,
@@ -71,7 +71,7 @@ def _megatron(job: Job, strategy: Strategy, held: Held) -> State:
     )
 
 
-def _phalanx(job: Job, strategy: Strategy, held: Held) -> State:
+def _phalanx(job: Job, strategy: Strategy, held: HeldWeights) -> ModelState:
     """Flat buckets of rows: matrices in the type that is multiplied, all else in fp32; masters apart where not fp32."""
     width = job.model.hidden
     alone = strategy.world_size == 1
@@ -95,7 +95,7 @@ def _phalanx(job: Job, strategy: Strategy, held: Held) -> State:
     kept = (strategy.zero < 2) | ~splits
     first = where(alone, 0, where(kept, between, summed))
     elements = matrices + experts + ends + vectors
-    return State(parameters, between, first, _moments(job, strategy, held, ways, expert_ways, elements))
+    return ModelState(parameters, between, first, _moments(job, strategy, held, ways, expert_ways, elements))
 
 
 def _casts(job: Job, alone: Any, blocks: Floats) -> Floats:
@@ -104,7 +104,7 @@ def _casts(job: Job, alone: Any, blocks: Floats) -> Floats:
     return where(alone, each, 0) * (blocks + job.model.vocab_rows * job.model.hidden) if each < 4 else 0.0
 
 
-def apart(job: Job, strategy: Strategy, held: Held, at_end: Any) -> Floats:
+def apart(job: Job, strategy: Strategy, held: HeldWeights, at_end: Any) -> Floats:
     """Gradients of matrices that Phalanx put off, tensors of their own from the first one until the next backward pass.
 
     So it is with one chunk at a time, and with two on the last rank, which puts them off longest.
@@ -115,7 +115,9 @@ def apart(job: Job, strategy: Strategy, held: Held, at_end: Any) -> Floats:
     return counted_twice * chunks * 4 * (held.rows + held.expert_rows) * job.model.hidden
 
 
-def _moments(job: Job, strategy: Strategy, held: Held, ways: Ints, expert_ways: Ints, elements: Floats) -> Floats:
+def _moments(
+    job: Job, strategy: Strategy, held: HeldWeights, ways: Ints, expert_ways: Ints, elements: Floats
+) -> Floats:
     """State of the optimizer: split over ranks from ZeRO-1 on, but for CAME's factors of columns.
 
     It is fp32, but AdamW's moments of matrices, which have `state_bits`.
@@ -146,7 +148,7 @@ def _came_buffer(job: Job, strategy: Strategy) -> Floats:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldWeights:
     """Parameters on one tensor-parallel rank.
 
     Attributes:
@@ -165,14 +167,14 @@ class Held:
     vectors: Floats = 0.0
     vector_rows: Floats = 0.0
 
-    def __add__(self, other: Held) -> Held:
-        return Held(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+    def __add__(self, other: HeldWeights) -> HeldWeights:
+        return HeldWeights(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
-    def __mul__(self, times: Floats) -> Held:
-        return Held(*(getattr(self, f.name) * times for f in fields(self)))
+    def __mul__(self, times: Floats) -> HeldWeights:
+        return HeldWeights(*(getattr(self, f.name) * times for f in fields(self)))
 
 
-def of_layer(local: Local, is_mixture: bool) -> Held:
+def of_layer(local: Local, is_mixture: bool) -> HeldWeights:
     """One layer."""
     model = local.model
     attention = local.projection_rows + local.query_rows
@@ -180,27 +182,27 @@ def of_layer(local: Local, is_mixture: bool) -> Held:
     vectors, stored = sum(norms) + sum(biases), _rows_of(norms, model) + _rows_of(biases, model)
     matrices = 3 if model.gated else 2
     if not is_mixture:
-        return Held(attention + local.dense_inner * matrices, 0.0, 0.0, 4 + matrices, vectors, stored)
+        return HeldWeights(attention + local.dense_inner * matrices, 0.0, 0.0, 4 + matrices, vectors, stored)
     shared = local.inner * matrices * model.shared_experts
     experts = model.experts / local.expert_ranks
     count = 5 + matrices * (experts + model.shared_experts)
     routed = experts * local.inner * matrices
-    return Held(attention + shared + model.experts, routed, 0.0, count, vectors, stored)
+    return HeldWeights(attention + shared + model.experts, routed, 0.0, count, vectors, stored)
 
 
-def of_embedding(model: Model, tensor: Ints) -> Held:
+def of_embedding(model: Model, tensor: Ints) -> HeldWeights:
     """The embedding, and learned positions, which are not split."""
     positions = model.max_sequence if model.position == "learned" else 0
-    return Held(ends=model.vocab_rows / tensor + positions, matrices=2 if positions else 1)
+    return HeldWeights(ends=model.vocab_rows / tensor + positions, matrices=2 if positions else 1)
 
 
-def of_head(model: Model, tensor: Ints, beside_embedding: bool) -> Held:
+def of_head(model: Model, tensor: Ints, beside_embedding: bool) -> HeldWeights:
     """The last norm, and the head: a copy of the embedding where both are tied and that is on another rank."""
     norms = _norm(model)
-    vectors = Held(vectors=sum(norms), vector_rows=_rows_of(norms, model))
+    vectors = HeldWeights(vectors=sum(norms), vector_rows=_rows_of(norms, model))
     if model.tie_embeddings and beside_embedding:
         return vectors
-    return vectors + Held(ends=model.vocab_rows / tensor, matrices=1)
+    return vectors + HeldWeights(ends=model.vocab_rows / tensor, matrices=1)
 
 
 def _norm(model: Model) -> list[Floats]:

@@ -23,14 +23,23 @@ from phalanx.parallel.config import Schedule
 from phalanx.plan.hardware.formula import largest, least, where
 from phalanx.plan.memory import activations
 from phalanx.plan.memory.activations import Head, Kept, embedding_mask, head
-from phalanx.plan.memory.model_state import Held, apart, matrix_bytes, of_embedding, of_head, of_layer, state, ways_of
+from phalanx.plan.memory.model_state import (
+    HeldWeights,
+    apart,
+    matrix_bytes,
+    of_embedding,
+    of_head,
+    of_layer,
+    state,
+    ways_of,
+)
 from phalanx.plan.operations import Local, local_of
 from phalanx.plan.pipeline.evaluate import Array
 from phalanx.plan.pipeline.grid import BACKWARD, FORWARD, WEIGHTS, make_orders
-from phalanx.plan.stages import Share, Stages, stages_of
+from phalanx.plan.stages import RankShare, Stages, stages_of
 from phalanx.plan.types import Floats, Ints, Job, Model, Number, RankMemory, Strategy, layer_kinds
 
-__all__ = ["Parts", "Share", "complete", "parts_of", "rank_memory"]
+__all__ = ["MemoryParts", "complete", "parts_of", "rank_memory"]
 
 
 def rank_memory(job: Job, strategy: Strategy) -> tuple[RankMemory, ...]:
@@ -46,7 +55,7 @@ def rank_memory(job: Job, strategy: Strategy) -> tuple[RankMemory, ...]:
     stages, passes = stages_held(job, strategy, pieces.kinds), _passes(job, strategy)
     activations = _fullest(pieces, stages, passes).tolist()
     first_passes = passes.live[:, :, 0].max(axis=1).tolist()
-    moving, standing = _moving(pieces), dict[Share, Parts]()
+    moving, standing = _moving(pieces), dict[RankShare, MemoryParts]()
     found = []
     for rank, share in enumerate(stages.shares):
         if share not in standing:
@@ -75,7 +84,7 @@ def _passes(job: Job, strategy: Strategy) -> InFlight:
 
 
 @dataclass(frozen=True)
-class Parts:
+class MemoryParts:
     """Bytes of a rank whatever is under way; arrays where the strategy has them.
 
     Attributes:
@@ -110,24 +119,24 @@ def _moving(pieces: Pieces) -> _Moving:
     return _Moving(pieces.widest() + exchanged(pieces), messages(pieces) + gathered(pieces))
 
 
-def _plain(parts: Parts) -> Parts:
+def _plain(parts: MemoryParts) -> MemoryParts:
     """The same in floats, where some may be whole numbers, or of NumPy."""
-    return Parts(*map(float, vars(parts).values()))
+    return MemoryParts(*map(float, vars(parts).values()))
 
 
-def parts_of(pieces: Pieces, share: Share) -> Parts:
+def parts_of(pieces: Pieces, share: RankShare) -> MemoryParts:
     """What a rank with this share of the model holds."""
     return _parts(pieces, share, _moving(pieces))
 
 
-def _parts(pieces: Pieces, share: Share, moving: _Moving) -> Parts:
+def _parts(pieces: Pieces, share: RankShare, moving: _Moving) -> MemoryParts:
     job, strategy = pieces.job, pieces.strategy
     weights = pieces.held(share.layers, share.first, share.last)
     kept = state(job, strategy, weights)
     several = strategy.micro_batches(job.global_batch) > 1
     head = pieces.head.kept if share.last else 0.0
     aside = apart(job, strategy, weights, share.at_end)
-    return Parts(
+    return MemoryParts(
         parameters=kept.parameters,
         gradients=where(several, kept.gradients, kept.gradients_first) + aside,
         all_gradients=kept.gradients + aside,
@@ -139,7 +148,7 @@ def _parts(pieces: Pieces, share: Share, moving: _Moving) -> Parts:
     )
 
 
-def complete(pieces: Pieces, parts: Parts, activations: Floats, first_passes: Ints) -> dict[str, Floats]:
+def complete(pieces: Pieces, parts: MemoryParts, activations: Floats, first_passes: Ints) -> dict[str, Floats]:
     """The parts of `RankMemory` by name, but its rank.
 
     Args:
@@ -186,7 +195,7 @@ class Pieces:
     local: Local
     kinds: tuple[Kind, ...]
     kept: tuple[Kept, ...]
-    weights: tuple[Held, ...]
+    weights: tuple[HeldWeights, ...]
     head: Head
     mask: Floats
     closing: Floats
@@ -206,14 +215,14 @@ class Pieces:
         total = sum(count * kept.waiting for count, kept in zip(layers, self.kept, strict=True))
         return total + 2 * self.head.stream * self.job.software.is_phalanx + self._masks(layers)
 
-    def held(self, layers: Sequence[Ints], first: bool, last: bool) -> Held:
+    def held(self, layers: Sequence[Ints], first: bool, last: bool) -> HeldWeights:
         """Parameters of a rank with so many layers of each kind, in all its chunks."""
         pieces = [weights * count for count, weights in zip(layers, self.weights, strict=True)]
         if first:
             pieces.append(of_embedding(self.job.model, self.strategy.tensor))
         if last:
             pieces.append(of_head(self.job.model, self.strategy.tensor, first))
-        total: Held = sum(pieces[1:], pieces[0])
+        total: HeldWeights = sum(pieces[1:], pieces[0])
         return total
 
     def widest(self) -> Floats:

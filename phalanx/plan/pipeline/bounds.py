@@ -1,4 +1,4 @@
-"""What a step in a pipeline takes at least, for hundreds of thousands of layouts at once. Torch-free.
+"""What a step in a pipeline takes at least, for hundreds of thousands of layouts at once.
 
 Every bound is the length of some paths through the step, in which each action follows one on the same rank or one
 that it needs; the step takes as long as the longest of all paths. Those taken here are the longest where stages are
@@ -28,7 +28,7 @@ _BLOCK = 8192
 
 
 @dataclass(frozen=True, eq=False)
-class Passes:
+class StagePasses:
     """Seconds of one micro-batch on one stage, for one layout or for many.
 
     Attributes:
@@ -45,9 +45,9 @@ class Passes:
         """Of all passes."""
         return self.forward_s + self.backward_s + self.weights_s
 
-    def plus(self, forward_s: Floats, backward_s: Floats) -> Passes:
+    def plus(self, forward_s: Floats, backward_s: Floats) -> StagePasses:
         """The same with more to do."""
-        return Passes(self.forward_s + forward_s, self.backward_s + backward_s, self.weights_s)
+        return StagePasses(self.forward_s + forward_s, self.backward_s + backward_s, self.weights_s)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,9 +57,9 @@ class _Pipe:
     ranks: Floats
     chunks: Floats
     micro_batches: Floats
-    middle: Passes
-    first: Passes
-    last: Passes
+    middle: StagePasses
+    first: StagePasses
+    last: StagePasses
     delay_s: Floats
     held_s: Floats
 
@@ -74,9 +74,9 @@ def lower_bound(
     ranks: Ints,
     chunks: Ints,
     micro_batches: Ints,
-    middle: Passes,
-    first: Passes,
-    last: Passes,
+    middle: StagePasses,
+    first: StagePasses,
+    last: StagePasses,
     send_s: Floats = 0.0,
     *,
     blocking: bool = False,
@@ -104,13 +104,13 @@ def lower_bound(
     return bounds
 
 
-def _three(passes: Passes) -> tuple[Floats, Floats, Floats]:
+def _three(passes: StagePasses) -> tuple[Floats, Floats, Floats]:
     return passes.forward_s, passes.backward_s, passes.weights_s
 
 
 def _bounds(schedule: Schedule, numbers: Sequence[Array], *, blocking: bool) -> Array:
     ranks, chunks, micro_batches, *seconds, send = numbers
-    middle, first, last = (Passes(*seconds[begin : begin + 3]) for begin in (0, 3, 6))
+    middle, first, last = (StagePasses(*seconds[begin : begin + 3]) for begin in (0, 3, 6))
     held = send if blocking else 0.0
     pipe = _Pipe(
         ranks=ranks,
@@ -151,7 +151,7 @@ def _one_forward_one_backward(pipe: _Pipe) -> list[Floats]:
     return paths
 
 
-def _trips(micro_batches: Floats, passes: Passes, after: Floats, more_s: Floats) -> Floats:
+def _trips(micro_batches: Floats, passes: StagePasses, after: Floats, more_s: Floats) -> Floats:
     """The most of a rank's work alone, with one trip, with two, and with as many as there are micro-batches for.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from typing import Any
 
-from phalanx.plan.report.model import MEMORY_KINDS, Report, changed_settings, foreign, limits_of, toml_keys
+from phalanx.plan.report.model import MEMORY_KINDS, PredictionReport, changed_settings, foreign, limits_of, toml_keys
 from phalanx.plan.search.frontier import memory_bytes
 from phalanx.plan.search.search import SearchResult, Sensitivity
 from phalanx.plan.types import INTERVAL_SHARE, Model, Part, Prediction, RankMemory, Strategy
@@ -14,7 +14,7 @@ VERSION = 1
 """Grows when a key goes or changes its meaning; new keys leave it as it is."""
 
 
-def prediction_json(report: Report) -> dict[str, Any]:
+def prediction_json(report: PredictionReport) -> dict[str, Any]:
     """Everything that is known of a prediction. `parts` sum to `step_s`; `hidden` is beside that sum."""
     prediction = report.prediction
     return {
@@ -48,7 +48,7 @@ def prediction_json(report: Report) -> dict[str, Any]:
     }
 
 
-def _relief(report: Report, one: Prediction) -> dict[str, Any]:
+def _relief(report: PredictionReport, one: Prediction) -> dict[str, Any]:
     settings = changed_settings(report.prediction.strategy, one.strategy)
     fullest = max(float(rank.total) for rank in one.memory)
     return {"settings": settings, "step_s": one.step_s, "fullest_bytes": fullest}
@@ -76,7 +76,7 @@ def model_json(model: Model) -> dict[str, Any]:
     return asdict(model)
 
 
-def _job(report: Report) -> dict[str, Any]:
+def _job(report: PredictionReport) -> dict[str, Any]:
     job = report.prediction.job
     return {
         "model": model_json(job.model),

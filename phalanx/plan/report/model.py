@@ -1,8 +1,8 @@
 """What reports say, however they are rendered: a prediction and what a reader compares it with.
 
-`Report` is the prediction with its device, prices and remarks; `make_tree` the parts of a step as a tree whose numbers
-add up as they are printed; `toml_keys` a layout as text to paste into a config, and `foreign` what such a config cannot
-say; `limits_of` what keeps a layout from being faster. `text`, `as_json` and `page` render them.
+`PredictionReport` is a prediction with its device, prices and remarks; `make_tree` the parts of a step as a tree whose
+numbers add up as they are printed; `toml_keys` a layout as text to paste into a config, and `foreign` what such a
+config cannot say; `limits_of` what keeps a layout from being faster. `text`, `as_json` and `page` render them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from phalanx.plan.types import Job, Mark, Part, Prediction, RankMemory, Strategy
 
 
 @dataclass(frozen=True)
-class Report:
+class PredictionReport:
     """A prediction, and what it is held against.
 
     Attributes:
@@ -299,7 +299,7 @@ _FULL = 0.85
 
 
 @dataclass(frozen=True)
-class Limit:
+class StepLimit:
     """One thing that limits a layout.
 
     Attributes:
@@ -313,7 +313,7 @@ class Limit:
     share: float
 
 
-def limits_of(prediction: Prediction, limit_bytes: float, count: int = 3) -> tuple[Limit, ...]:
+def limits_of(prediction: Prediction, limit_bytes: float, count: int = 3) -> tuple[StepLimit, ...]:
     """The `count` largest parts of a step besides computing, and memory where little is left of it; largest first."""
     seconds: dict[str, float] = defaultdict(float)
     for part in prediction.parts:
@@ -321,18 +321,18 @@ def limits_of(prediction: Prediction, limit_bytes: float, count: int = 3) -> tup
     seconds.pop(_NAMES["compute"], None)
     largest = sorted(seconds.items(), key=lambda item: -item[1])[:count]
     parts = [
-        Limit(f"{name} {value:.3g} s of {prediction.step_s:.3g} s", value, value / prediction.step_s)
+        StepLimit(f"{name} {value:.3g} s of {prediction.step_s:.3g} s", value, value / prediction.step_s)
         for name, value in largest
         if value > 0
     ]
     return (*parts, *_memory(prediction, limit_bytes))
 
 
-def _memory(prediction: Prediction, limit_bytes: float) -> tuple[Limit, ...]:
+def _memory(prediction: Prediction, limit_bytes: float) -> tuple[StepLimit, ...]:
     used = memory_bytes(prediction)
     if used < _FULL * limit_bytes:
         return ()
-    return (Limit(f"memory {used / 2**30:.3g} of {limit_bytes / 2**30:.3g} GiB", 0.0, used / limit_bytes),)
+    return (StepLimit(f"memory {used / 2**30:.3g} of {limit_bytes / 2**30:.3g} GiB", 0.0, used / limit_bytes),)
 
 
 def _name(path: str) -> str:

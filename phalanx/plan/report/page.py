@@ -16,7 +16,15 @@ from phalanx.figures.plan import (
 from phalanx.figures.style import Figure
 from phalanx.parallel.pipeline.schedules import make_table
 from phalanx.parallel.pipeline.timeline import Lengths, Timeline, simulate
-from phalanx.plan.report.model import MEMORY_KINDS, Report, changed_settings, foreign, make_tree, printed, toml_keys
+from phalanx.plan.report.model import (
+    MEMORY_KINDS,
+    PredictionReport,
+    changed_settings,
+    foreign,
+    make_tree,
+    printed,
+    toml_keys,
+)
 from phalanx.plan.report.page_blocks import (
     Block,
     Bullets,
@@ -74,7 +82,7 @@ from phalanx.plan.validate.left_out import Judged
 _MOST_PASSES = 50_000
 
 
-def prediction_sections(report: Report, heading: str = "") -> list[Block]:
+def prediction_sections(report: PredictionReport, heading: str = "") -> list[Block]:
     """A prediction as blocks; `prediction_figures` has the figures that belong into it.
 
     Args:
@@ -98,7 +106,7 @@ def prediction_sections(report: Report, heading: str = "") -> list[Block]:
     return [*blocks, Heading("What the numbers rest on"), sources.listed()]
 
 
-def prediction_figures(report: Report) -> dict[str, Figure]:
+def prediction_figures(report: PredictionReport) -> dict[str, Figure]:
     """The figures of a prediction, by the id of their place."""
     prediction = report.prediction
     figures = {"step": step_breakdown(list(part_rows(prediction)))}
@@ -156,7 +164,7 @@ def step_timeline(prediction: Prediction) -> Timeline:
     return simulate(table, Lengths(lambda action: seconds[action.kind][action.stage], times.send_s, times.blocking))
 
 
-def _head(report: Report, heading: str) -> list[Block]:
+def _head(report: PredictionReport, heading: str) -> list[Block]:
     prediction = report.prediction
     on = f"{prediction.devices:,} × {report.device}, cluster {prediction.cluster}"
     title = f"{report.name}: {units.count(report.parameters)} parameters on {on}"
@@ -167,7 +175,7 @@ def _head(report: Report, heading: str) -> list[Block]:
     ]
 
 
-def _cards(report: Report) -> list[Block]:
+def _cards(report: PredictionReport) -> list[Block]:
     prediction = report.prediction
     cards = [(seconds_text(prediction.step_s), "a step")]
     if prediction.interval_s:
@@ -223,7 +231,7 @@ def _list_table(parts: Iterable[Part], sources: _SourceNumbers) -> PageTable:
     return PageTable([Cell("part"), Cell("time", "n"), Cell("how known")], rows)
 
 
-def _reliefs_table(report: Report) -> PageTable:
+def _reliefs_table(report: PredictionReport) -> PageTable:
     """Settings that make it fit, with what they cost."""
     rows = []
     for one in report.reliefs:

@@ -13,7 +13,7 @@ from phalanx.core.layout import Layout
 from phalanx.plan.report.model import foreign, limits_of, toml_keys
 from phalanx.plan.report.text import make_columns, seconds_text, title, wrapped
 from phalanx.plan.search.frontier import memory_bytes
-from phalanx.plan.search.search import Outcome, SearchResult, Sensitivity
+from phalanx.plan.search.search import ChoiceOutcome, SearchResult, Sensitivity
 from phalanx.plan.types import Prediction, Strategy
 
 _MOST_PARETO = 10
@@ -121,7 +121,7 @@ def limits_text(prediction: Prediction, limit_bytes: float, count: int) -> str:
     return ", ".join(f"{_LIMITS.get(name, name)} {100 * share:.1f} %" for name, share in limits)
 
 
-def outcome_text(outcome: Outcome, best_s: float) -> str:
+def outcome_text(outcome: ChoiceOutcome, best_s: float) -> str:
     """``+3.1 %``: how much longer a step takes with a value, everything else being at its best."""
     if outcome.best is None:
         return f"at least {100 * max(outcome.lower_s / best_s - 1, 0.0):+.1f} %, if it fits"
@@ -130,7 +130,7 @@ def outcome_text(outcome: Outcome, best_s: float) -> str:
     return "same" if abs(more) < 5e-4 else f"{about}{100 * more:+.1f} %"
 
 
-def others_text(name: str, outcomes: Sequence[Outcome], best_s: float) -> str:
+def others_text(name: str, outcomes: Sequence[ChoiceOutcome], best_s: float) -> str:
     """What other values of a choice cost, and last, together, those with which nothing fits."""
     known = [each for each in outcomes if each.best is not None or not each.proven]
     words = [f"{value_text(name, each.value)}: {outcome_text(each, best_s)}" for each in known]
@@ -270,7 +270,7 @@ def _sensitivities(result: SearchResult, width: int) -> Table:
     return table
 
 
-def _nearest(choice: Sensitivity) -> list[Outcome]:
+def _nearest(choice: Sensitivity) -> list[ChoiceOutcome]:
     """The other values, those nearest to the best's where they are many."""
     here = next((place for place, outcome in enumerate(choice.outcomes) if outcome.value == choice.value), 0)
     places = [place for place in range(len(choice.outcomes)) if choice.outcomes[place].value != choice.value]

@@ -14,7 +14,7 @@ from phalanx.core import units
 from phalanx.plan.report.model import (
     MEMORY_KINDS,
     Node,
-    Report,
+    PredictionReport,
     changed_settings,
     make_tree,
     marks_of,
@@ -33,7 +33,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _UNIT = re.compile(r"(\d) (s|ms|µs|%|GiB|MiB|TiB|KiB|days|tokens/s)(?!\w)")
 
 
-def prediction_text(report: Report, *, width: int = 80, sources: bool = False) -> RenderableType:
+def prediction_text(report: PredictionReport, *, width: int = 80, sources: bool = False) -> RenderableType:
     """All of a prediction.
 
     Args:
@@ -87,7 +87,7 @@ def batch_line(prediction: Prediction) -> str:
     )
 
 
-def step_line(report: Report) -> str:
+def step_line(report: PredictionReport) -> str:
     """``step 6.54 s · 240,500 tokens/s · MFU 53.1 %``."""
     prediction = report.prediction
     speed = f"{prediction.tokens_per_s:,.0f} tokens/s · MFU {100 * prediction.mfu:.1f} %"
@@ -104,7 +104,7 @@ def interval_line(prediction: Prediction) -> str:
     return f"{INTERVAL_SHARE * 10:.0f} of 10 such steps: {low} to {high}, {known}"
 
 
-def run_line(report: Report) -> str:
+def run_line(report: PredictionReport) -> str:
     """``300B tokens: 14.4 days · 355,000 device-hours · 710,000 USD at 2.00 USD an hour``; empty where not known."""
     if report.run_s is None or report.device_hours is None:
         return ""
@@ -120,7 +120,7 @@ def hours_text(hours: float) -> str:
     return f"{hours:,.0f}" if hours >= 100 else f"{hours:.2g}"
 
 
-def verdict_line(report: Report) -> str:
+def verdict_line(report: PredictionReport) -> str:
     """Whether it fits, and how full the fullest rank is."""
     full, limit = report.fullest, report.device_memory_bytes
     of = f"{units.size(full.total)} of {units.size(limit)} on the fullest rank"
@@ -170,7 +170,7 @@ def wrapped(text: str, width: int, indent: str = "") -> str:
     return textwrap.fill(kept, width, subsequent_indent=indent, break_on_hyphens=False).replace("\u00a0", " ")
 
 
-def _head(report: Report, width: int) -> Iterator[Text]:
+def _head(report: PredictionReport, width: int) -> Iterator[Text]:
     prediction = report.prediction
     name = (
         f"{report.name}: {units.count(report.parameters)} parameters on {prediction.devices:,} x {report.device} "
@@ -222,17 +222,17 @@ def _hidden_table(parts: tuple[Part, ...], width: int) -> Table:
     return table
 
 
-def _memory_title(report: Report) -> str:
+def _memory_title(report: PredictionReport) -> str:
     by_rank = " by pipeline rank" if len(report.prediction.memory) > 1 else ""
     return f"memory{by_rank}, {_memory_unit(report)[0]}"
 
 
-def _memory_unit(report: Report) -> tuple[str, int]:
+def _memory_unit(report: PredictionReport) -> tuple[str, int]:
     """The unit that suits the fullest rank, and its bytes."""
     return ("GiB", 2**30) if report.fullest.total >= 2**30 else ("MiB", 2**20)
 
 
-def _memory_table(report: Report) -> Table:
+def _memory_table(report: PredictionReport) -> Table:
     ranks = report.prediction.memory
     shown = pipeline_ranks_shown(ranks)
     unit = _memory_unit(report)[1]
@@ -249,7 +249,7 @@ def _memory_table(report: Report) -> Table:
     return table
 
 
-def _relief_table(report: Report) -> Table:
+def _relief_table(report: PredictionReport) -> Table:
     """Settings that make it fit, with what they cost."""
     table = make_columns(("GiB", "right"), ("step s", "right"), ("longer", "right"), ("settings", "left"))
     table.columns[-1].no_wrap = False

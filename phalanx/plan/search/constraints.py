@@ -5,7 +5,7 @@ at all; ``memory`` is how much of a device a layout may fill; ``inside_host`` wh
 Several words about one number all hold. What is not asked for has the defaults of `Constraints`; a word about a number
 that has a default bound replaces it, and ``NAME=any`` only removes it.
 
-`Machine` says where layouts are searched.
+`SearchTarget` says where layouts are searched.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ _BUCKET_BYTES = 25_000_000
 
 
 @dataclass(frozen=True)
-class Machine:
+class SearchTarget:
     """Devices that a job is to be spread over.
 
     Attributes:
@@ -266,13 +266,13 @@ class Machine:
     kind: Literal["gpu", "cpu"] = "gpu"
 
     @classmethod
-    def of(cls, cluster: Cluster) -> Machine:
+    def of(cls, cluster: Cluster) -> SearchTarget:
         """All devices of `cluster`."""
         device = cluster.device
         return cls(cluster.devices, cluster.devices_per_host, device.memory_bytes, device.kind)
 
 
-def options_of(job: Job, machine: Machine, asked: Constraints) -> Mapping[str, tuple[Any, ...]]:
+def options_of(job: Job, machine: SearchTarget, asked: Constraints) -> Mapping[str, tuple[Any, ...]]:
     """What is tried of each choice: what `asked` names, else all that `phalanx train` can run on `machine`.
 
     A program other than ours is searched with the same choices, and with recomputed attention alone, where it does not

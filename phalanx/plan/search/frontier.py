@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.plan.search.space import Group, Mask, Space
+from phalanx.plan.search.space import Group, Mask, SearchSpace
 from phalanx.plan.types import Floats, Prediction, Strategy
 
 # A bound and a prediction are sums in another order: equal ones may differ in the last bits.
@@ -74,7 +74,7 @@ class Frontier:
         budget: predictions that may be made in all.
     """
 
-    def __init__(self, space: Space, costs: Costs, budget: int) -> None:
+    def __init__(self, space: SearchSpace, costs: CostModel, budget: int) -> None:
         self.space = space
         self._predict, self._budget = costs.predict, budget
         unsorted = scored(space, costs)
@@ -193,7 +193,7 @@ class Scores(Protocol):
 
 
 @dataclass(frozen=True)
-class Costs:
+class CostModel:
     """The cost model that a search asks.
 
     Attributes:
@@ -219,7 +219,7 @@ class Scored:
         return Scored(self.lower_s[order], self.memory_bytes[order], self.group[order], self.row[order])
 
 
-def scored(space: Space, costs: Costs, processes: int | None = None) -> Scored:
+def scored(space: SearchSpace, costs: CostModel, processes: int | None = None) -> Scored:
     """Of every layout a lower bound and the memory; block by block, so that little is held in between.
 
     Args:
@@ -235,7 +235,7 @@ def scored(space: Space, costs: Costs, processes: int | None = None) -> Scored:
     )
 
 
-def _of_group(space: Space, costs: Costs, group: Group, memory_bytes: Bounds) -> Part:
+def _of_group(space: SearchSpace, costs: CostModel, group: Group, memory_bytes: Bounds) -> Part:
     """Step times and memory; `memory_bytes` has what is known of the space's rows already, and takes what is new."""
     lower_s = np.empty(len(group.rows))
     for begin in range(0, len(group.rows), _BLOCK):
@@ -247,13 +247,13 @@ def _of_group(space: Space, costs: Costs, group: Group, memory_bytes: Bounds) ->
     return lower_s, memory_bytes[group.rows]
 
 
-def _worth(space: Space) -> int:
+def _worth(space: SearchSpace) -> int:
     """Processes that are worth it; a fork is safe where this one has no other threads."""
     safe = sys.platform == "linux" and threading.active_count() == 1
     return len(os.sched_getaffinity(0)) if safe and space.count >= _FEW else 1
 
 
-def _in_processes(space: Space, costs: Costs, processes: int) -> list[Part]:
+def _in_processes(space: SearchSpace, costs: CostModel, processes: int) -> list[Part]:
     """Every group, dealt out to this process and forked ones; these end when they have said what they found."""
     context = multiprocessing.get_context("fork")
     others = []
@@ -271,7 +271,7 @@ def _in_processes(space: Space, costs: Costs, processes: int) -> list[Part]:
     return [parts[at] for at in range(len(space.groups))]
 
 
-def _dealt(space: Space, costs: Costs, first: int, processes: int) -> dict[int, Part]:
+def _dealt(space: SearchSpace, costs: CostModel, first: int, processes: int) -> dict[int, Part]:
     """What one of so many processes works out, by group: sets of groups that need the same memory."""
     sets: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for at, group in enumerate(space.groups):
@@ -283,7 +283,7 @@ def _dealt(space: Space, costs: Costs, first: int, processes: int) -> dict[int, 
     return found
 
 
-def _say(space: Space, costs: Costs, first: int, processes: int, writer: Connection) -> None:
+def _say(space: SearchSpace, costs: CostModel, first: int, processes: int, writer: Connection) -> None:
     with writer, contextlib.suppress(BrokenPipeError):  # whoever asked may be gone
         try:
             writer.send(_dealt(space, costs, first, processes))

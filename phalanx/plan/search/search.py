@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from phalanx.core import units
 from phalanx.core.errors import UserError
-from phalanx.plan.search.constraints import CHOICES, Constraints, Machine, parse
-from phalanx.plan.search.frontier import Best, Costs, Frontier, memory_bytes, scored
-from phalanx.plan.search.space import NUMERIC, Mask, Removed, Space, layouts
+from phalanx.plan.search.constraints import CHOICES, Constraints, SearchTarget, parse
+from phalanx.plan.search.frontier import Best, CostModel, Frontier, memory_bytes, scored
+from phalanx.plan.search.space import NUMERIC, Mask, Removed, SearchSpace, layouts
 from phalanx.plan.types import Job, Prediction, Strategy
 
 _BUDGET = 20_000
@@ -33,8 +33,8 @@ _EFFORT = 10
 
 def search(
     job: Job,
-    machine: Machine,
-    costs: Costs,
+    machine: SearchTarget,
+    costs: CostModel,
     asked: Constraints | None = None,
     top: int = 10,
     max_predictions: int = _BUDGET,
@@ -110,7 +110,7 @@ def _too_full(may_fit: Mask, limit_bytes: float) -> list[Removed]:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ChoiceOutcome:
     """What one value of a choice comes to.
 
     Attributes:
@@ -143,7 +143,7 @@ class Sensitivity:
 
     choice: str
     value: Any
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[ChoiceOutcome, ...]
 
     @property
     def spread_s(self) -> float:
@@ -175,7 +175,7 @@ class SearchResult:
         seconds: that the search took.
     """
 
-    machine: Machine
+    machine: SearchTarget
     asked: Constraints
     best: tuple[Prediction, ...]
     shapes: tuple[Prediction, ...]
@@ -313,12 +313,12 @@ def _nearest(near: NDArray[np.int64], changed: NDArray[np.int8], column: NDArray
 
 def _outcome(
     frontier: Frontier, value: Any, has: Mask, limit_bytes: float, near: NDArray[np.int64], effort: int
-) -> Outcome:
+) -> ChoiceOutcome:
     free = frontier.best(has, limit_bytes=limit_bytes, max_predictions=effort)
     only = np.zeros(len(frontier), dtype=np.bool_)
     only[near] = True
     alone = frontier.best(only, max_predictions=effort)
-    return Outcome(
+    return ChoiceOutcome(
         value=value,
         best=frontier.prediction(free.places[0]) if free.places else None,
         lower_s=free.lower_s,
@@ -332,7 +332,9 @@ _AXES = ("pipeline", "replicate", "shard", "context", "tensor", "expert")
 _ANY = ("inside_host=none", "context_tokens=any", "imbalance=any")
 
 
-def reliefs(job: Job, strategy: Strategy, machine: Machine, costs: Costs, most: int = 3) -> tuple[Prediction, ...]:
+def reliefs(
+    job: Job, strategy: Strategy, machine: SearchTarget, costs: CostModel, most: int = 3
+) -> tuple[Prediction, ...]:
     """The fastest layouts that fit and share the devices as `strategy` does; none where none fits.
 
     They differ from it in the micro-batch, in what is computed again, and in what of the state is split.
@@ -361,7 +363,7 @@ _TOO_MANY = 2_000_000
 _NEAR = 128
 
 
-def nothing_left(job: Job, machine: Machine, asked: Constraints, space: Space) -> UserError:
+def nothing_left(job: Job, machine: SearchTarget, asked: Constraints, space: SearchSpace) -> UserError:
     """The error for a space that is empty by its rules."""
     problem = _problem(job, machine, _said(space.removed))
     for cure, other in _relaxations(asked):
@@ -371,7 +373,9 @@ def nothing_left(job: Job, machine: Machine, asked: Constraints, space: Space) -
     return UserError(problem, cure=f"take {near} devices" if near else _last_cure(space.removed))
 
 
-def nothing_fits(job: Job, machine: Machine, costs: Costs, asked: Constraints, least_bytes: float) -> UserError:
+def nothing_fits(
+    job: Job, machine: SearchTarget, costs: CostModel, asked: Constraints, least_bytes: float
+) -> UserError:
     """The error where the leanest layout, of `least_bytes`, is too large for a device."""
     limit_bytes = asked.memory_bytes(machine.memory_bytes)
     problem = (
@@ -404,7 +408,7 @@ def _relaxations(asked: Constraints) -> Iterator[tuple[str, Constraints]]:
             yield f"leave out {bound.text}", replace(asked, bounds=without[bound])
 
 
-def _near(job: Job, machine: Machine, asked: Constraints) -> Iterator[int]:
+def _near(job: Job, machine: SearchTarget, asked: Constraints) -> Iterator[int]:
     """The nearest numbers of devices, below and above, for which layouts are left."""
     below = range(machine.devices - 1, max(machine.devices - _NEAR, 0), -1)
     for numbers in (below, range(machine.devices + 1, machine.devices + _NEAR)):
@@ -412,7 +416,7 @@ def _near(job: Job, machine: Machine, asked: Constraints) -> Iterator[int]:
         yield from itertools.islice(there, 1)
 
 
-def _problem(job: Job, machine: Machine, said: str) -> str:
+def _problem(job: Job, machine: SearchTarget, said: str) -> str:
     return (
         f"no layout of {machine.devices:,} device{'s' * (machine.devices > 1)} is left for {job.model.layers} layers, "
         f"{job.model.kv_heads} key/value heads, sequences of {job.sequence:,} tokens and a global batch of "

@@ -1,9 +1,9 @@
 """The layouts that are searched: rows of numbers times the choices that each of them can have.
 
 `numeric_layouts` enumerates all ways to share devices, batch and layers by the rules that `phalanx train` keeps: those
-of `phalanx.parallel.choose`, on columns of numbers; tests hold the two side by side. `Table` holds the rows as columns:
-rows are added by what can follow them, and taken away by rules that count how many. Choices, such as the schedule, are
-`Option`s, which `layouts` combines with the rows.
+of `phalanx.parallel.choose`, on columns of numbers; tests hold the two side by side. `LayoutTable` holds the rows as
+columns: rows are added by what can follow them, and taken away by rules that count how many. Choices, such as the
+schedule, are `Option`s, which `layouts` combines with the rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.layout import divisors
-from phalanx.plan.search.constraints import HOST_AXES, NUMBERS, Bound, Constraints, Machine, options_of
+from phalanx.plan.search.constraints import HOST_AXES, NUMBERS, Bound, Constraints, SearchTarget, options_of
 from phalanx.plan.types import Job, Strategy
 
 NUMERIC = ("pipeline", "replicate", "shard", "context", "tensor", "expert", "micro_batch", "chunks")
@@ -47,7 +47,7 @@ class Group:
 
 
 @dataclass(frozen=True, eq=False)
-class Space:
+class SearchSpace:
     """Every layout that the rules leave.
 
     Attributes:
@@ -82,7 +82,7 @@ class Space:
         return Strategy(**numbers, **self.groups[group].settings)
 
 
-def layouts(job: Job, machine: Machine, asked: Constraints) -> Space:
+def layouts(job: Job, machine: SearchTarget, asked: Constraints) -> SearchSpace:
     """Every layout of `job` on `machine` that `asked` allows; each said in one way only.
 
     A choice that changes nothing has one value: without a pipeline the schedule is 1f1b, without ranks that could split
@@ -93,7 +93,7 @@ def layouts(job: Job, machine: Machine, asked: Constraints) -> Space:
     for make in _DIMENSIONS if len(table) else ():
         _keep_possible(table, make(table, job, options))
     dimensions = [make(table, job, options) for make in _DIMENSIONS] if len(table) else []
-    return Space(table.columns, tuple(_groups(dimensions)), tuple(table.removed))
+    return SearchSpace(table.columns, tuple(_groups(dimensions)), tuple(table.removed))
 
 
 def _groups(dimensions: list[list[Option]]) -> list[Group]:
@@ -108,7 +108,7 @@ def _groups(dimensions: list[list[Option]]) -> list[Group]:
     return found
 
 
-def _keep_possible(table: Table, options: list[Option]) -> None:
+def _keep_possible(table: LayoutTable, options: list[Option]) -> None:
     """Take away the rows that no value of a choice suits."""
     names = " and ".join(options[0].settings)
     what = ", ".join(" ".join(str(value) for value in option.settings.values()) for option in options)
@@ -116,7 +116,7 @@ def _keep_possible(table: Table, options: list[Option]) -> None:
     table.keep(possible, f"a {names} that fits, of {what}", ROWS_UNIT, f"allow another {names}")
 
 
-def _schedules(table: Table, job: Job, allowed: Mapping[str, tuple[Any, ...]]) -> list[Option]:
+def _schedules(table: LayoutTable, job: Job, allowed: Mapping[str, tuple[Any, ...]]) -> list[Option]:
     """As `phalanx.parallel.pipeline.schedules` has them: chunks, and micro-batches in equal rounds."""
     alone = table["pipeline"] == 1
     pipeline, chunks, passes = table["pipeline"], table["chunks"], table["micro_batches"]
@@ -132,18 +132,18 @@ def _schedules(table: Table, job: Job, allowed: Mapping[str, tuple[Any, ...]]) -
     return [Option({"schedule": name}, mask | (alone & (name == "1f1b"))) for name, mask in asked]
 
 
-def _zeros(table: Table, job: Job, allowed: Mapping[str, tuple[Any, ...]]) -> list[Option]:
+def _zeros(table: LayoutTable, job: Job, allowed: Mapping[str, tuple[Any, ...]]) -> list[Option]:
     """Ranks of `shard` and of `context` split state; where there is one of them, nothing can be split."""
     splits = table["shard"] * table["context"] > 1
     return [Option({"zero": zero}, splits if zero else ~splits) for zero in allowed["zero"]]
 
 
-def _recomputes(table: Table, job: Job, allowed: Mapping[str, tuple[Any, ...]]) -> list[Option]:
+def _recomputes(table: LayoutTable, job: Job, allowed: Mapping[str, tuple[Any, ...]]) -> list[Option]:
     every = np.ones(len(table), dtype=np.bool_)
     return [Option({"recompute": kind}, every) for kind in allowed["recompute"]]
 
 
-def _tensor_styles(table: Table, job: Job, allowed: Mapping[str, tuple[Any, ...]]) -> list[Option]:
+def _tensor_styles(table: LayoutTable, job: Job, allowed: Mapping[str, tuple[Any, ...]]) -> list[Option]:
     """Sequence parallel splits the rows of a micro-batch; only its collectives can be overlapped."""
     many = table["tensor"] > 1
     rows = table["micro_batch"] * job.sequence // table["context"]
@@ -158,7 +158,7 @@ def _tensor_styles(table: Table, job: Job, allowed: Mapping[str, tuple[Any, ...]
     return _joined([alone, *found])
 
 
-def _context_methods(table: Table, job: Job, allowed: Mapping[str, tuple[Any, ...]]) -> list[Option]:
+def _context_methods(table: LayoutTable, job: Job, allowed: Mapping[str, tuple[Any, ...]]) -> list[Option]:
     """A ring balances causal work by two pieces a rank, Ulysses exchanges heads."""
     context = table["context"]
     many = context > 1
@@ -172,7 +172,7 @@ def _context_methods(table: Table, job: Job, allowed: Mapping[str, tuple[Any, ..
     return _joined([Option({"context_method": "ring"}, ~many), *found])
 
 
-def _buckets(table: Table, job: Job, allowed: Mapping[str, tuple[Any, ...]]) -> list[Option]:
+def _buckets(table: LayoutTable, job: Job, allowed: Mapping[str, tuple[Any, ...]]) -> list[Option]:
     """Sizes matter where gradients are reduced."""
     reduced = table["data"] * table["context"] > 1
     first, *others = allowed["bucket_bytes"]
@@ -192,7 +192,7 @@ def _joined(options: list[Option]) -> list[Option]:
     return found
 
 
-_DIMENSIONS: tuple[Callable[[Table, Job, Mapping[str, tuple[Any, ...]]], list[Option]], ...] = (
+_DIMENSIONS: tuple[Callable[[LayoutTable, Job, Mapping[str, tuple[Any, ...]]], list[Option]], ...] = (
     _schedules,
     _zeros,
     _recomputes,
@@ -218,10 +218,10 @@ class Rule:
 
     name: str
     cure: str
-    holds: Callable[[Table], Mask]
+    holds: Callable[[LayoutTable], Mask]
 
 
-def numeric_layouts(job: Job, machine: Machine, asked: Constraints) -> Table:
+def numeric_layouts(job: Job, machine: SearchTarget, asked: Constraints) -> LayoutTable:
     """Every way to share devices over axes, sequences over micro-batches, and layers over chunks; a row for each.
 
     Columns are the axes, `data`, `expert`, `context_tokens`, `micro_batch`, `micro_batches`, `chunks`, `stages`. The
@@ -238,7 +238,7 @@ def numeric_layouts(job: Job, machine: Machine, asked: Constraints) -> Table:
     return table
 
 
-def _axes(job: Job, devices: int) -> Table:
+def _axes(job: Job, devices: int) -> LayoutTable:
     """All factorisations of `devices`, and of the experts over data-parallel ranks."""
     table = one_row({"rest": devices})
     for axis in ("tensor", "context", "pipeline", "replicate"):
@@ -252,7 +252,7 @@ def _axes(job: Job, devices: int) -> Table:
     return table
 
 
-def _add_batches(table: Table, job: Job) -> None:
+def _add_batches(table: LayoutTable, job: Job) -> None:
     """Micro-batches that divide what a data-parallel rank has, and chunks that leave each stage a layer."""
     table.extend("micro_batch", job.global_batch // table["data"], divisors)
     table.columns["micro_batches"] = job.global_batch // (table["data"] * table["micro_batch"])
@@ -273,7 +273,7 @@ def _bound_rule(bound: Bound) -> Rule:
     # What is asked of a split says nothing where there is none.
     neutral = {"context_tokens": "context", "imbalance": "stages"}.get(bound.name)
 
-    def holds(table: Table) -> Mask:
+    def holds(table: LayoutTable) -> Mask:
         allowed: Mask = bound.allows(table[bound.name] / scale)
         return allowed | (table[neutral] == 1) if neutral else allowed
 
@@ -282,7 +282,7 @@ def _bound_rule(bound: Bound) -> Rule:
     return Rule(f"{bound.text} ({NUMBERS[bound.name]}){default}", lift, holds)
 
 
-def _axis_rules(job: Job, machine: Machine, asked: Constraints) -> list[Rule]:
+def _axis_rules(job: Job, machine: SearchTarget, asked: Constraints) -> list[Rule]:
     model = job.model
     widths = sorted({model.mlp_width, model.dense_mlp_width} if model.experts else {model.mlp_width})
     return [
@@ -301,11 +301,11 @@ def _axis_rules(job: Job, machine: Machine, asked: Constraints) -> list[Rule]:
     ]
 
 
-def _inside_host(machine: Machine, asked: Constraints) -> Rule:
+def _inside_host(machine: SearchTarget, asked: Constraints) -> Rule:
     """Neighbours share a host as far as it has room: a group stays in one if all up to it divide what a host has."""
     reach = max((HOST_AXES.index(axis) + 1 for axis in asked.inside_host), default=0)
 
-    def holds(table: Table) -> Mask:
+    def holds(table: LayoutTable) -> Mask:
         if machine.devices <= machine.devices_per_host:
             return np.ones(len(table), dtype=np.bool_)
         span = math.prod((table[axis] for axis in HOST_AXES[:reach]), start=np.ones_like(table["tensor"]))
@@ -377,7 +377,7 @@ class Removed:
 
 
 @dataclass
-class Table:
+class LayoutTable:
     """Columns of equal length, one row for each layout, and what was taken away from them so far."""
 
     columns: dict[str, Column]
@@ -411,6 +411,6 @@ class Table:
         self.columns = {name: column[mask] for name, column in self.columns.items()}
 
 
-def one_row(values: Mapping[str, int]) -> Table:
+def one_row(values: Mapping[str, int]) -> LayoutTable:
     """A table of one row."""
-    return Table({name: np.array([value], dtype=np.int64) for name, value in values.items()})
+    return LayoutTable({name: np.array([value], dtype=np.int64) for name, value in values.items()})

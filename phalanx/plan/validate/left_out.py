@@ -34,7 +34,7 @@ _AGAIN: Mapping[Recompute, float] = {"full": 1 / 3, "alternate": 1 / 9}
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class JudgedRows:
     """All rows of some tables.
 
     Attributes:
@@ -107,7 +107,7 @@ class Judged:
     inside_alone: float
 
 
-def rows_of(settings: Sequence[Setting] = LATER, folder: Path = TABLES) -> Rows:
+def rows_of(settings: Sequence[Setting] = LATER, folder: Path = TABLES) -> JudgedRows:
     """Every row of some tables, predicted for every value of `Residual.kernels`."""
     pairs = [(setting, row) for setting in settings for row in read_table(folder / f"{setting.table}.csv")]
     cases = [(job_of(row, s), strategy_of(row, s), cluster_of(row, s)) for s, row in pairs]
@@ -122,7 +122,7 @@ def rows_of(settings: Sequence[Setting] = LATER, folder: Path = TABLES) -> Rows:
         published_flops(job) / float(strategy.world_size * machine.device.peak_flops_per_s(job.precision))
         for job, strategy, machine in cases
     ]
-    return Rows(
+    return JudgedRows(
         table=np.array([setting.table for setting, _ in pairs]),
         publication=np.array([setting.publication for setting, _ in pairs]),
         measured_s=np.array([row.step_s for _, row in pairs]),
@@ -132,7 +132,7 @@ def rows_of(settings: Sequence[Setting] = LATER, folder: Path = TABLES) -> Rows:
     )
 
 
-def learn(rows: Rows, among: NDArray[np.bool_] | None = None) -> Residual:
+def learn(rows: JudgedRows, among: NDArray[np.bool_] | None = None) -> Residual:
     """What the rows `among` all say: the number for which logarithms of errors are least squares, and its interval.
 
     The interval is as wide as errors are on publications left out in turn (split conformal over publications).
@@ -148,7 +148,7 @@ def learn(rows: Rows, among: NDArray[np.bool_] | None = None) -> Residual:
     return Residual(_kernels(rows, among), spread=_quantile(np.abs(errors[among]), weights[among], level))
 
 
-def own_spread(rows: Rows) -> float:
+def own_spread(rows: JudgedRows) -> float:
     """How far steps lie around the middle of the others of their publication: logarithm, 80 % of them."""
     everything = np.ones(len(rows.table), bool)
     errors, own = rows.log_error(_kernels(rows, everything)), np.zeros(len(rows.table))
@@ -159,12 +159,12 @@ def own_spread(rows: Rows) -> float:
     return _quantile(np.abs(own), rows.weights(everything), INTERVAL_SHARE)
 
 
-def judge(rows: Rows, settings: Sequence[Setting] = LATER) -> list[Judged]:
+def judge(rows: JudgedRows, settings: Sequence[Setting] = LATER) -> list[Judged]:
     """Every table, left out."""
     return [_judged(rows, setting) for setting in settings]
 
 
-def _judged(rows: Rows, setting: Setting) -> Judged:
+def _judged(rows: JudgedRows, setting: Setting) -> Judged:
     own = rows.table == setting.table
     others = ~own
     apart = rows.publication != setting.publication
@@ -185,11 +185,11 @@ def _judged(rows: Rows, setting: Setting) -> Judged:
     )
 
 
-def _kernels(rows: Rows, among: NDArray[np.bool_]) -> float:
+def _kernels(rows: JudgedRows, among: NDArray[np.bool_]) -> float:
     return float(_GRID[int((rows.squares @ rows.weights(among)).argmin())])
 
 
-def _constant(rows: Rows, own: NDArray[np.bool_], peak_s: Array) -> float:
+def _constant(rows: JudgedRows, own: NDArray[np.bool_], peak_s: Array) -> float:
     """Mean absolute error of `own` rows by one share of the peak, the mean over the other tables."""
     share = peak_s / rows.measured_s
     tables = np.unique(rows.table[~own])
