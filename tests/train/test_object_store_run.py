@@ -20,7 +20,7 @@ from test_background_runs import Runner, SharedRun, end_killed, until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
 
-from storage_helpers import DENIED, Server, s3_server_fixture  # noqa: F401
+from storage_helpers import DENIED, SLOW_DOWN, Server, s3_server_fixture  # noqa: F401
 
 from phalanx.checkpoint.format.checkpoint_files import examine
 from phalanx.checkpoint.restoring.open_checkpoint import newest
@@ -134,6 +134,35 @@ def test_killed_with_its_keeper_while_it_uploads_it_goes_on_from_what_is_durable
         latest = latest_of(store)
         assert (latest.step, latest.attempt) == (STEPS, 2)
         assert not [key for key in everything(runner, url) if key.startswith(second)], "what the killed writer left"
+
+
+@pytest.mark.slow
+def test_a_server_that_fails_to_give_the_latest_ends_the_start_and_not_the_checkpoint(
+    runner: StoredRunner, url: str
+) -> None:
+    """Training never goes on from an older one for it, and the pointer stays."""
+    gate = runner.server.gate
+    with runner.kept(runner.stored("slowed-down", url)) as run:
+        store = runner.store(run)
+        runner.end(runner.start(run), run)
+        names, latest = store.names(), latest_of(store)
+        assert len(names) > 1 and latest.step == STEPS
+        kill([*run.processes(KEEPER), *run.processes(PERSISTER)])
+        file = f"{latest.name}/__0_0.distcp"
+        gate.refusal, gate.refused_methods, gate.refused_name = SLOW_DOWN, ("GET",), file
+        run.changes["train.steps"] = STEPS + 5  # type: ignore[index]
+        process = runner.start(run)
+        process.join(GUARD_S)
+        said = run.log.read_text()
+        assert process.exitcode == 2, said[-4000:]
+        [line] = [line for line in said.splitlines() if line.startswith("error: ")]
+        assert file in line and "503 SlowDown" in line and "start again" in line
+        assert "damaged (" not in said and "Traceback" not in said
+        assert run.last_step() == STEPS
+        gate.reset()
+        assert store.names() == names
+        runner.end(runner.start(run), run)
+        assert f"going on from {url}/{latest.name}" in run.log.read_text()
 
 
 @pytest.mark.slow
