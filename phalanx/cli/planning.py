@@ -16,7 +16,7 @@ from phalanx.plan.hardware.device import Device
 from phalanx.plan.hardware.load import cluster_names, load_cluster
 from phalanx.plan.jobs import MODEL
 from phalanx.plan.overheads import residual_of
-from phalanx.plan.software import software_named
+from phalanx.plan.software import PHALANX, software_named
 from phalanx.plan.types import Job, Model, Precision, Strategy
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.figures import complete_model, cpu_micro_batch, derive
@@ -186,7 +186,7 @@ def as_program(planned: Planned, name: str | None) -> Planned:
     Raises:
         UserError: no such program is known.
     """
-    if name is None:
+    if name in (None, PHALANX.name):  # which the config describes more closely than a name
         return planned
     return replace(planned, job=replace(planned.job, software=software_named(name)))
 

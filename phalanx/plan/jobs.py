@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -68,18 +68,35 @@ def software_of(
         on_cpu: it runs on a CPU.
         documents: attention stops at their borders (`data.document_mask`).
     """
-    residual_bytes = BYTES[precision] if model.residual == "compute" else 4
-    return Software(
+    plain = phalanx_software(precision, residual=model.residual, compiled=compiled, on_cpu=on_cpu)
+    return replace(
+        plain,
         fused_attention=model.attention_backend != "math",
+        reduce_bytes=2 if parallel.reduce_dtype == "bf16" else 4,
+        document_masks=documents,
+    )
+
+
+def phalanx_software(
+    precision: Precision, *, residual: Literal["float32", "compute"] = "float32", compiled: bool, on_cpu: bool
+) -> Software:
+    """Phalanx with its defaults.
+
+    Args:
+        residual: precision of the stream between the layers, as `model.residual`.
+        compiled: torch.compile fuses element-wise operations.
+        on_cpu: it runs on a CPU.
+    """
+    residual_bytes = BYTES[precision] if residual == "compute" else 4
+    return Software(
         fused_elementwise=compiled,
         compiled=compiled,
         residual_bytes=residual_bytes,
         sent_bytes=residual_bytes,
-        reduce_bytes=2 if parallel.reduce_dtype == "bf16" else 4,
         gather_bytes=BYTES[precision],  # matrices travel as they are multiplied; embedding and head in fp32
         data_overlap=not on_cpu,  # the cores that would compute copy messages meanwhile
         on_cpu=on_cpu,
-        document_masks=documents,
+        document_masks=True,
     )
 
 

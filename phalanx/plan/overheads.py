@@ -182,7 +182,7 @@ OWN_SPREAD = 0.056
 _DEVICES = frozenset(("a100_sxm_80gb", "h100_sxm", "h200_sxm"))
 """What it is learnt on, and the one whose cores are the same. Devices that were measured have no such residual."""
 
-_LEAST, _MOST = 0.1, 2.0
+LEAST_EFFICIENCY, MOST_EFFICIENCY = 0.1, 2.0
 
 
 def with_residual(job: Job, cluster: Cluster) -> Job:
@@ -205,10 +205,10 @@ def residual_of(cluster: Cluster, efficiency: float | None = None) -> Residual:
         if EFFICIENCY not in cluster.numbers:
             return learnt
         efficiency = cluster.value(EFFICIENCY)
-    if not _LEAST <= efficiency <= _MOST:
+    if not LEAST_EFFICIENCY <= efficiency <= MOST_EFFICIENCY:
         raise UserError(
             "is no share of the predicted speed",
-            cure=f"give predicted over measured seconds, from {_LEAST} to {_MOST:g}, such as 0.93 "
+            cure=f"give predicted over measured seconds, from {LEAST_EFFICIENCY} to {MOST_EFFICIENCY:g}, such as 0.93 "
             "(phalanx plan validate --tables FILE says it of your own steps)",
             field="--efficiency",
             value=efficiency,

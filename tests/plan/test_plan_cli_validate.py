@@ -162,3 +162,88 @@ def test_what_a_row_of_ones_own_needs_is_said(tmp_path: Path) -> None:
     assert (
         isinstance(error, UserError) and "row a: precision = 'fp7': is not known" in str(error) and "bf16" in error.cure
     )
+
+
+LLAMA_7B = """
+[data]
+sequence_length = 2048
+[model]
+vocab_size = 32000
+layers = 32
+hidden = 4096
+heads = 32
+mlp_hidden = 11008
+activation = "swiglu"
+residual = "{residual}"
+[train]
+tokens = 1e11
+global_batch = 512
+precision = "bf16"
+micro_batch = 2
+recompute = "none"
+compile = {compile}
+[parallel]
+shard = 8
+zero = 1
+"""
+"""The row of the test below, as a config."""
+
+
+@pytest.mark.parametrize(("residual", "compiled"), [("float32", True), ("compute", True), ("float32", False)])
+def test_a_row_that_says_what_a_config_says_is_predicted_like_it(tmp_path: Path, residual: str, compiled: bool) -> None:
+    """So a run that goes exactly as `phalanx plan` says has the efficiency 1."""
+    config = tmp_path / "llama.toml"
+    config.write_text(LLAMA_7B.format(residual=residual, compile=str(compiled).lower()))
+    words = [str(config), "--cluster", "h100_400g", "--json"]
+    told = [json.loads(CliRunner().invoke(plan, [*words, *more]).output) for more in ((), ("--software", "phalanx"))]
+    assert told[0]["step_s"] == told[1]["step_s"]
+    row = f"a,32,4096,32,32,11008,32000,2048,512,2,8,1,1,1,8,none,yes,{told[0]['step_s']},llama"
+    file = tmp_path / "mine.csv"
+    head = "row_id,layers,hidden,heads,kv_heads,ffn,vocab,seq,global_batch,micro_batch,n_gpus,tp,pp,vpp,dp,recompute"
+    file.write_text(
+        f"{head},seq_parallel,iter_time_s,model,residual,compile\n{row},{residual},{'yes' if compiled else 'no'}\n"
+    )
+    found = json.loads(_validate("--tables", str(file), "--cluster", "h100_400g", "--json").output)
+    assert found["efficiency_ratio"] == pytest.approx(1.0, rel=1e-9) and found["rows"][0]["inside"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("128,1,64", "129,1,64"), ["global_batch 129 sequences", "a multiple of dp is 128"]),
+        (("128,1,64", "128,3,64"), ["micro_batch = 3", "one of 1, 2, 4, 8, 16"]),
+        (("1.0", "1e300"), ["iter_time_s = '1e300': is no time"]),
+        (("1.0", "1,0"), ["more cells than there are columns"]),
+    ],
+)
+def test_a_bad_row_is_told_in_the_words_of_its_columns(
+    tmp_path: Path, change: tuple[str, str], said: list[str]
+) -> None:
+    file = _own(tmp_path, f"{FIRST},1.0".replace(*change, 1))
+    error = _validate("--tables", str(file), "--cluster", "selene").exception
+    assert isinstance(error, UserError) and all(words in str(error) for words in said), str(error)
+
+
+def test_a_column_that_would_be_passed_over_is_refused(tmp_path: Path) -> None:
+    error = _validate("--tables", str(_own(tmp_path, f"{FIRST},1.0,8", more=",kv_head")), "--cluster", "selene")
+    assert isinstance(error.exception, UserError) and "name it kv_heads" in str(error.exception)
+    noted = _validate("--tables", str(_own(tmp_path, f"{FIRST},1.0,mine", more=",note")), "--cluster", "selene")
+    assert noted.exit_code == 0
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    file.write_bytes("größe,1\n".encode("latin-1"))
+    error = _validate("--tables", str(file), "--cluster", "selene").exception
+    assert isinstance(error, UserError) and "UTF-8" in str(error)
+
+
+def test_milliseconds_are_not_taken_for_an_efficiency(tmp_path: Path) -> None:
+    shown = _validate("--tables", str(_own(tmp_path, f"{FIRST},9000.0")), "--cluster", "selene").output
+    assert "iter_time_s is in seconds" in " ".join(shown.split()) and "give --efficiency" not in shown
+
+
+def test_a_step_that_does_not_fit_is_remarked(tmp_path: Path) -> None:
+    file = _own(tmp_path, f"{FIRST.replace('32,4096', '80,8192', 1)},9.0")
+    shown = " ".join(_validate("--tables", str(file), "--cluster", "selene").output.split())
+    assert "more memory than a device has: a." in shown

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.core import units
+from phalanx.plan.overheads import OWN_SPREAD
 from phalanx.plan.report.model import (
     MEMORY_KINDS,
     Node,
@@ -99,7 +100,7 @@ def interval_line(prediction: Prediction) -> str:
     if prediction.interval_s is None:
         return ""
     low, high = map(seconds_text, prediction.interval_s)
-    given = prediction.job.added.efficiency != 1
+    given = prediction.job.added.spread == OWN_SPREAD
     known = "by how far steps of one program and cluster lie apart" if given else "by published steps left out"
     return f"{INTERVAL_SHARE * 10:.0f} of 10 such steps: {low} to {high}, {known}"
 

@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.plan.overheads import LEAST_EFFICIENCY, MOST_EFFICIENCY
 from phalanx.plan.report.text import make_columns, title, wrapped
 from phalanx.plan.validate.assumptions import AFTER_COMPARING
 from phalanx.plan.validate.compare import Change, Own, TableResult, is_inside
@@ -63,8 +64,13 @@ def own_text(own: Own, *, width: int = 80) -> RenderableType:
     errors = np.array([own.left(one) for one in own.compared])
     mean, most = mean_and_most(errors)
     count = len(own.compared)
-    said = f"efficiency {own.efficiency:.3f}, the median of {count} step{'s' * (count > 1)}: give --efficiency "
-    said += f"{own.efficiency:.3f}, or write efficiency_ratio into the cluster's file."
+    said = f"efficiency {own.efficiency:.3f}, the median of {count} step{'s' * (count > 1)}: "
+    if LEAST_EFFICIENCY <= own.efficiency <= MOST_EFFICIENCY:
+        said += f"give --efficiency {own.efficiency:.3f}, or write efficiency_ratio into the cluster's file."
+    else:
+        said += "no program is so far from its prediction. iter_time_s is in seconds; are sizes and cluster right?"
+    if own.too_large:
+        said += f" Predicted to take more memory than a device has: {', '.join(own.too_large)}."
     if own.inside is not None:
         said += f" {100 * own.inside:.0f} % lie in the interval that is predicted without it."
     if count > 1:
@@ -78,6 +84,7 @@ def own_json(own: Own) -> dict[str, Any]:
         "version": 1,
         "efficiency_ratio": own.efficiency,
         "inside_ratio": own.inside,
+        "too_large": list(own.too_large),
         "rows": [
             {
                 "row_id": one.row.row_id,

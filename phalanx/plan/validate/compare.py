@@ -11,22 +11,25 @@ how they were run; where a column is missing or empty, the command line decides,
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import UserError
+from phalanx.core.layout import divisors
 from phalanx.optim.config import Kind as Optimizer
+from phalanx.parallel.config import ParallelConfig
 from phalanx.plan.hardware.load import load_cluster
+from phalanx.plan.jobs import phalanx_software
 from phalanx.plan.overheads import residual_of
 from phalanx.plan.predict import predict
-from phalanx.plan.software import software_named
-from phalanx.plan.types import Job, Overlap, Precision, Prediction, Strategy
+from phalanx.plan.software import PHALANX, software_named
+from phalanx.plan.types import Job, Overlap, Precision, Prediction, Software, Strategy
 from phalanx.plan.validate.assumptions import (
     ALTERNATIVES,
     ALTERNATIVES_LATER,
@@ -37,7 +40,17 @@ from phalanx.plan.validate.assumptions import (
     SETTINGS,
     Setting,
 )
-from phalanx.plan.validate.published import TABLES, Row, cluster_of, job_of, read_table, strategy_of
+from phalanx.plan.validate.published import COLUMNS as TABLE_COLUMNS
+from phalanx.plan.validate.published import (
+    MORE_COLUMNS,
+    TABLES,
+    Row,
+    cluster_of,
+    job_of,
+    read_lines,
+    read_table,
+    strategy_of,
+)
 
 
 @dataclass(frozen=True)
@@ -229,7 +242,30 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "tensor_overlap": get_args(Overlap),
     "zero": ("0", "1", "2", "3"),
     "model": tuple(MODELS),
+    "residual": ("float32", "compute"),
+    "compile": ("yes", "no"),
 }
+_AS_GIVEN = ParallelConfig()
+_COLUMN_OF: Mapping[str, str] = {
+    "Model.kv_heads": "kv_heads",
+    "Model.layers": "layers",
+    "Model.hidden": "hidden",
+    "Model.heads": "heads",
+    "Model.mlp_width": "ffn",
+    "Model.vocab_rows": "vocab",
+    "Job.sequence": "seq",
+    "Job.global_batch": "global_batch",
+    "Strategy.micro_batch": "micro_batch",
+    "train.micro_batch": "micro_batch",
+    "parallel.tensor": "tp",
+    "parallel.pipeline": "pp",
+    "parallel.context": "cp",
+    "parallel.chunks": "vpp",
+    "--devices": "n_gpus",
+    "--software": "software",
+    "--cluster": "cluster",
+}
+"""What the planner's fields are called in a table."""
 COLUMNS = ("cluster", "software", *_CHOICES)
 """Columns that a file of one's own may have beside those of `rows`."""
 
@@ -240,9 +276,11 @@ class Own:
 
     Attributes:
         compared: each with its prediction at efficiency 1.
+        too_large: rows that are predicted to take more memory than a device has.
     """
 
     compared: tuple[Compared, ...]
+    too_large: tuple[str, ...] = ()
 
     @property
     def efficiency(self) -> float:
@@ -277,15 +315,30 @@ def compare_own(path: Path, cluster: str | None, software: str | None) -> Own:
     Raises:
         UserError: the file cannot be read, a row names no cluster, or cannot be run like that.
     """
-    rows = read_table(path)
+    rows, lines = read_table(path), read_lines(path)
     if not rows:
         raise UserError("has no row", cure="give it a line for each measured step", field=str(path))
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        lines = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    return Own(tuple(_compared_own(path, row, line, cluster, software) for row, line in zip(rows, lines, strict=True)))
+    _known_columns(path, list(lines[0]))
+    found = [_compared_own(path, row, line, cluster, software) for row, line in zip(rows, lines, strict=True)]
+    return Own(
+        tuple(compared for compared, _ in found), tuple(one.row.row_id for one, is_too_large in found if is_too_large)
+    )
 
 
-def _compared_own(path: Path, row: Row, line: dict[str, str], cluster: str | None, software: str | None) -> Compared:
+def _known_columns(path: Path, columns: Sequence[str]) -> None:
+    """Refuse a column that would be passed over: it may be one of ours, misspelt."""
+    known = (*TABLE_COLUMNS, *MORE_COLUMNS, *COLUMNS)
+    for column in columns:
+        if column not in known and not column.startswith("note"):
+            near = difflib.get_close_matches(column, known, 3, 0.5)
+            cure = f"name it {' or '.join(near)}" if near else f"take it out, or one of {', '.join(known)}"
+            said = "is no column; what begins with 'note' is passed over"
+            raise UserError(said, cure=cure, field=f"{path}: column", value=column)
+
+
+def _compared_own(
+    path: Path, row: Row, line: dict[str, str], cluster: str | None, software: str | None
+) -> tuple[Compared, bool]:
     def said(column: str) -> str:
         return (line.get(column) or "").strip()
 
@@ -302,15 +355,56 @@ def _compared_own(path: Path, row: Row, line: dict[str, str], cluster: str | Non
             table=path.stem,
             title=path.name,
             cluster=name,
-            software=software_named(said("software") or software or "phalanx"),
-            precision=cast(Precision, said("precision") or "bf16"),
+            software=_software(said, name, said("software") or software),
+            precision=_precision(said),
             optimizer=cast(Optimizer, said("optimizer") or "adamw"),
             zero=int(said("zero") or 1),
             tensor_overlap=cast(Overlap, said("tensor_overlap") or "none"),
             model=MODELS[said("model") or "gpt"],
+            bucket_bytes=_AS_GIVEN.bucket_bytes,
+            tensor_chunks=_AS_GIVEN.tensor_chunks,
         )
         machine = cluster_of(row, setting)
+        _check_batch(row, setting)
         job = replace(job_of(row, setting), residual=replace(residual_of(machine), efficiency=1.0))
-        return Compared(row, predict(job, strategy_of(row, setting), machine))
+        predicted = predict(job, strategy_of(row, setting), machine)
+        fullest = max(rank.total for rank in predicted.memory)
+        return Compared(row, predicted), fullest > machine.device.memory_bytes
     except UserError as error:
-        raise UserError(f"{error.field or ''} {error.problem}".strip(), cure=error.cure, field=where) from None
+        column = _COLUMN_OF.get(error.field or "", error.field or "")
+        cure = error.cure
+        if column != error.field and cure is not None:
+            cure = cure.replace(str(error.field), column)
+        raise UserError(f"{column} {error.problem}".strip(), cure=cure, field=where) from None
+
+
+def _precision(said: Callable[[str], str]) -> Precision:
+    return cast(Precision, said("precision") or "bf16")
+
+
+def _software(said: Callable[[str], str], cluster: str, name: str | None) -> Software:
+    """The program of a row: ours as its columns describe it, or another by its name."""
+    if name not in (None, PHALANX.name):
+        return software_named(str(name))
+    on_cpu = load_cluster(cluster).device.kind == "cpu"
+    residual = cast(Literal["float32", "compute"], said("residual") or "float32")
+    compiled = not on_cpu if not said("compile") else said("compile") == "yes"
+    return phalanx_software(_precision(said), residual=residual, compiled=compiled, on_cpu=on_cpu)
+
+
+def _check_batch(row: Row, setting: Setting) -> None:
+    """See that a row's batch is whole on every rank, in the words of its columns.
+
+    Raises:
+        UserError: it is not.
+    """
+    if row.global_batch % row.data:
+        near = max(row.global_batch // row.data, 1) * row.data
+        cure = f"correct it, or dp; a multiple of dp is {near:,}"
+        problem = f"{row.global_batch} sequences of a step do not divide by {row.data} data-parallel ranks"
+        raise UserError(problem, cure=cure, field="global_batch")
+    share, micro_batch = row.global_batch // row.data, row.micro_batch or setting.micro_batch
+    if share % micro_batch:
+        cure = f"write one of {', '.join(map(str, divisors(share)))}"
+        problem = f"= {micro_batch}: {share} sequences of each data-parallel rank do not divide by it"
+        raise UserError(problem, cure=cure, field="micro_batch")

@@ -19,11 +19,13 @@ from phalanx.plan.validate.assumptions import Setting
 
 TABLES = Path(__file__).parent / "tables"
 
-_COLUMNS = (
+COLUMNS = (
     *("row_id", "layers", "hidden", "heads", "vocab", "seq", "global_batch", "micro_batch"),
     *("n_gpus", "tp", "pp", "vpp", "dp", "recompute", "seq_parallel", "iter_time_s"),
 )
-"""Those that a table must have; kv_heads, ffn, cp and shard it may have."""
+"""Those that a table must have."""
+MORE_COLUMNS = ("kv_heads", "ffn", "cp", "shard")
+"""Those that it may have."""
 RECOMPUTE: Mapping[str, Recompute] = {
     "full": "full",
     "selective": "attention",
@@ -33,6 +35,7 @@ RECOMPUTE: Mapping[str, Recompute] = {
 }
 """What the column ``recompute`` may say, in the words of the cost model."""
 _MOST = 10**9
+_MOST_S = 1e6
 
 
 @dataclass(frozen=True)
@@ -75,18 +78,37 @@ def read_table(path: Path) -> list[Row]:
     Raises:
         UserError: there is no such table, or a column is missing or no number.
     """
+    return [_row(path, line) for line in read_lines(path)]
+
+
+def read_lines(path: Path) -> list[dict[str, str]]:
+    """The lines of a CSV table, by column.
+
+    Raises:
+        UserError: there is no such table, it is no text, a column is missing, or a line has more cells than columns.
+    """
     if not path.is_file():
         raise UserError("there is no such table", cure="give a folder of CSV tables", field="--tables", value=str(path))
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(line for line in file if not line.startswith("#"))
-        missing = [column for column in _COLUMNS if column not in (reader.fieldnames or ())]
-        if missing:
-            raise UserError(
-                f"the table has no column {', '.join(missing)}",
-                cure=f"give it the columns {', '.join(_COLUMNS)}",
-                field=str(path),
-            )
-        return [_row(path, line) for line in reader]
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        cure = "save it as CSV in UTF-8"
+        raise UserError(f"is no text in UTF-8 (byte {error.start})", cure=cure, field=str(path)) from None
+    reader = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
+    missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
+    if missing:
+        raise UserError(
+            f"the table has no column {', '.join(missing)}",
+            cure=f"give it the columns {', '.join(COLUMNS)}",
+            field=str(path),
+        )
+    lines = list(reader)
+    for line in lines:
+        if more := line.get(None):
+            cure = "correct its commas; a time is written with a point"
+            where = f"{path}: row {line['row_id']}"
+            raise UserError("has more cells than there are columns", cure=cure, field=where, value=",".join(more))
+    return lines
 
 
 def _row(path: Path, line: Mapping[str, str | None]) -> Row:
@@ -154,8 +176,9 @@ def _seconds(where: str, text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise UserError("is no time", cure="write seconds of a step above 0", field=f"{where}: iter_time_s", value=text)
+    if not 0 < seconds <= _MOST_S:
+        cure = f"write seconds of a step, above 0 and up to {_MOST_S:,.0f}"
+        raise UserError("is no time", cure=cure, field=f"{where}: iter_time_s", value=text)
     return seconds
 
 
