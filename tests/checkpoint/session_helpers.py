@@ -28,7 +28,7 @@ from phalanx.checkpoint.keeper_contract import (
     Taken,
 )
 from phalanx.checkpoint.session.background_session import Session
-from phalanx.checkpoint.session.keeper_link import Job, Link
+from phalanx.checkpoint.session.keeper_link import Link, SessionContext
 from phalanx.core.peers import ALONE, Peers
 from phalanx.core.points import NO_POINTS
 
@@ -204,7 +204,7 @@ class Loop:
         self.clock_s = 0.0
         self.tensors = {"model.w": torch.zeros(5), "rng": torch.zeros(3, dtype=torch.uint8)}
         secret = b"secret" if len(set(self.hosts)) > 1 else None
-        job = Job(
+        job = SessionContext(
             self.config, NOWHERE, 4, secret, self.hosts, ("",) * peers.size, peers, None, "1", {},
             self.lines.append, NO_POINTS,
         )  # fmt: skip

@@ -14,7 +14,6 @@ import psutil
 
 from phalanx.checkpoint.format.shard_plan import Record, ShardPlan, SnapshotId
 from phalanx.checkpoint.keeper_contract import Endpoint, NotBegunError, RefusedError, Replicated, Slot, Vault
-from phalanx.checkpoint.replicas.interfaces import LOOPBACK, Network
 from phalanx.checkpoint.replicas.replica_link import (
     IDLE_S,
     LABEL,
@@ -31,6 +30,7 @@ from phalanx.checkpoint.replicas.replica_link import (
     Stored,
     Want,
 )
+from phalanx.checkpoint.replicas.replica_routes import LOOPBACK, Network
 from phalanx.checkpoint.replicas.sender import (
     PERSIST_S,
     Parcel,
@@ -261,7 +261,7 @@ class ReplicaService:
     Args:
         vault: the memory.
         notify: called, from threads of this, with what became of every snapshot that was to be sent.
-        network: where to listen; see `phalanx.checkpoint.replicas.interfaces.network`. By default loopback.
+        network: where to listen; see `phalanx.checkpoint.replicas.replica_routes.network`. By default loopback.
         host: name of this host.
         points: ``replica.begin``, ``half`` and ``sent`` where one is sent, ``received`` and ``committed`` where it
             arrives.

@@ -20,15 +20,13 @@ import numpy as np
 from typing_extensions import Buffer
 from xxhash import xxh3_64
 
-from phalanx.checkpoint.all_ranks import everywhere
+from phalanx.checkpoint.all_ranks import everywhere, pack, unpack
 from phalanx.checkpoint.format.dcp import read_rows
 from phalanx.checkpoint.format.manifest import cover_fault
 from phalanx.checkpoint.format.run_sums import BadSumError, chunk_fault, first_fault, record_fault
 from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Record, ShardPlan
-from phalanx.checkpoint.format.tables import pack, unpack
 from phalanx.checkpoint.keeper.main import host_name
-from phalanx.checkpoint.keeper_contract import Endpoint, Keeper, KeeperLostError
-from phalanx.checkpoint.restoring.choices import Choice, summary
+from phalanx.checkpoint.keeper_contract import Choice, Endpoint, Keeper, KeeperLostError, summary
 from phalanx.checkpoint.restoring.fit import Part, SavedBlock, SavedBlocks
 from phalanx.checkpoint.restoring.source import Fault, Rate, Reading, RemoteCopies
 from phalanx.core.peers import Peers

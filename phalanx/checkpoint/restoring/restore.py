@@ -1,7 +1,7 @@
 """Taking back the newest state that can be trusted, by all ranks together, from the nearest place that has it.
 
 In this order: the memory of a rank's own host, that of another host, durable storage; then older states in the same
-order (see `phalanx.checkpoint.restoring.choices` for which is newer). All ranks restore the same state. What is not
+order (see `phalanx.checkpoint.keeper_contract` for which is newer). All ranks restore the same state. What is not
 what was written is refused with one line that says where and why, and all that was filled is filled again.
 """
 
@@ -18,12 +18,10 @@ from torch import Tensor
 from phalanx.checkpoint.all_ranks import agreed, everywhere
 from phalanx.checkpoint.format.dcp import Block, held
 from phalanx.checkpoint.format.shard_plan import SnapshotId, parse_state
-from phalanx.checkpoint.keeper_contract import Keeper
-from phalanx.checkpoint.restoring.choices import Choice, newest_first, restorable
+from phalanx.checkpoint.keeper_contract import Choice, Keeper, newest_first, restorable
 from phalanx.checkpoint.restoring.durable_source import Checkpoints
 from phalanx.checkpoint.restoring.fit import CURE, SOURCE, Differences, Part, SavedBlocks, parts, require_fit
 from phalanx.checkpoint.restoring.memory_source import Hosts, MemorySource, describe, hole, look
-from phalanx.checkpoint.restoring.shared_reads import Sharing, agree, give, readers
 from phalanx.checkpoint.restoring.source import (
     Fault,
     Kind,
@@ -31,7 +29,11 @@ from phalanx.checkpoint.restoring.source import (
     Reading,
     RemoteCopies,
     Restored,
+    Sharing,
     Source,
+    agree,
+    give,
+    readers,
     together,
 )
 from phalanx.checkpoint.storage.checkpoint_store import Store

@@ -26,8 +26,8 @@ from phalanx.checkpoint.keeper.keeper_start import address_for, ensure_keeper
 from phalanx.checkpoint.keeper.main import host_name
 from phalanx.checkpoint.keeper_contract import Destination, Keeper, KeeperLostError
 from phalanx.checkpoint.session.background_session import Session
-from phalanx.checkpoint.session.blocking import BlockingSession
-from phalanx.checkpoint.session.keeper_link import Job, Link
+from phalanx.checkpoint.session.blocking_session import BlockingSession
+from phalanx.checkpoint.session.keeper_link import Link, SessionContext
 from phalanx.checkpoint.storage.location import claimed
 from phalanx.core.errors import UserError
 from phalanx.core.files import current_umask
@@ -171,7 +171,7 @@ def open_session(
     secret = _secret(config, peers, hosts, marks, given[0], report)
     destination = _destination(destination_url, options, nonce, config)
     about = (dict(run_config or {}), report, points)
-    job = Job(config, destination, attempt, secret, hosts, racks, peers, copies, layout, *about)
+    job = SessionContext(config, destination, attempt, secret, hosts, racks, peers, copies, layout, *about)
     agenda = Agenda(config, AutoInterval(config, len(set(hosts))), decides=peers.rank == 0)
     return Session(job, links[0], agenda)
 
