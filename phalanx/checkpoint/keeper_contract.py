@@ -1,4 +1,4 @@
-"""What ranks, the keeper of their host, its persister and its peers on other hosts promise each other. Torch-free.
+"""What ranks, the keeper of their host, its persister and its peers on other hosts promise each other.
 
 A rank leases memory for its shard: some slots, each large enough for one snapshot of it. It copies a snapshot into a
 slot that is free and says so (`Keeper.taken`). The keeper then, in the background: sums and examines it and writes the
@@ -252,7 +252,7 @@ class Taken:
 
 
 @dataclass(frozen=True)
-class Progress:
+class SnapshotProgress:
     """A snapshot of this rank has come to a stage, or will not.
 
     Attributes:
@@ -357,11 +357,11 @@ class Keeper(Protocol):
         """`slot` holds a snapshot now."""
         ...
 
-    def poll(self) -> list[Progress]:
+    def poll(self) -> list[SnapshotProgress]:
         """What has happened since the last call."""
         ...
 
-    def wait(self, step: int, stage: Stage, timeout_s: float) -> list[Progress]:
+    def wait(self, step: int, stage: Stage, timeout_s: float) -> list[SnapshotProgress]:
         """Wait until the snapshot of `step` has come to `stage`, or failed to; all that happened meanwhile.
 
         Raises:
@@ -378,7 +378,7 @@ class Keeper(Protocol):
         ...
 
 
-class Choice(NamedTuple):
+class RestorableSnapshot(NamedTuple):
     """A snapshot of which every shard has a copy.
 
     Attributes:
@@ -391,7 +391,7 @@ class Choice(NamedTuple):
     plans: dict[int, str]
     hosts: dict[int, list[str]]
 
-    def without(self, bad: set[tuple[str, int]]) -> Choice:
+    def without(self, bad: set[tuple[str, int]]) -> RestorableSnapshot:
         """Less the copies (host, rank) in `bad`; a shard may then have none."""
         kept = {rank: [host for host in hosts if (host, rank) not in bad] for rank, hosts in self.hosts.items()}
         return self._replace(hosts=kept)
@@ -418,7 +418,7 @@ def brief(record: Record) -> str:
     return short.to_text()
 
 
-def restorable(held: Mapping[str, Sequence[Record]]) -> list[Choice]:
+def restorable(held: Mapping[str, Sequence[Record]]) -> list[RestorableSnapshot]:
     """The snapshots that are whole and good, newest first.
 
     One counts only if each of its `Record.shards` shards has a committed copy on some host, all records of it agree
@@ -436,7 +436,7 @@ def restorable(held: Mapping[str, Sequence[Record]]) -> list[Choice]:
     return sorted(whole, key=lambda c: (newest_first(c.snapshot.attempt, c.snapshot.step), c.snapshot), reverse=True)
 
 
-def _choice(snapshot: SnapshotId, copies: list[tuple[str, Record]]) -> Choice | None:
+def _choice(snapshot: SnapshotId, copies: list[tuple[str, Record]]) -> RestorableSnapshot | None:
     shards: dict[int, Record] = {}
     hosts: dict[int, list[str]] = {}
     for host, record in copies:
@@ -448,4 +448,4 @@ def _choice(snapshot: SnapshotId, copies: list[tuple[str, Record]]) -> Choice | 
     records = [record for _, record in copies]
     if {record.shards for record in records} != {len(shards)} or is_stale(records) or sick_tensors(records):
         return None
-    return Choice(snapshot, {rank: shards[rank].plan_sha256 for rank in sorted(shards)}, hosts)
+    return RestorableSnapshot(snapshot, {rank: shards[rank].plan_sha256 for rank in sorted(shards)}, hosts)

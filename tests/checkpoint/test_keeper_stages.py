@@ -30,8 +30,8 @@ from phalanx.checkpoint.keeper_contract import (
     KeeperLostError,
     PersistOutcome,
     PersistTask,
-    Progress,
     Replicated,
+    SnapshotProgress,
 )
 
 PLANS = [a_plan((("w", "trained", 10_000),), rank, 2) for rank in range(2)]
@@ -147,7 +147,7 @@ def test_the_next_snapshot_waits_until_this_one_is_replicated() -> None:
         assert [told.stage for told in rank.wait(1, "committed", GUARD_S)] == ["committed"]
         assert rank.busy
         replicas.notify(Replicated(0, 1, "other", seconds=2.0, bytes=7))
-        assert rank.wait(1, "replicated", GUARD_S) == [Progress(1, "replicated", "", "", 2.0, 7, "other")]
+        assert rank.wait(1, "replicated", GUARD_S) == [SnapshotProgress(1, "replicated", "", "", 2.0, 7, "other")]
         until(lambda: not rank.busy)
         write(rank, PLANS[0], 2)
         replicas.sent.get(timeout=GUARD_S)
@@ -181,7 +181,7 @@ def test_a_slot_is_free_when_its_shard_is_written_and_every_rank_is_told_of_the_
         for rank, plan in zip(ranks, PLANS, strict=True):
             news = rank.wait(1, "durable", GUARD_S)
             assert [told for told in news if told.stage == "durable"] == [
-                Progress(1, "durable", "", "step-00000001", 3.0, plan.data_bytes)
+                SnapshotProgress(1, "durable", "", "step-00000001", 3.0, plan.data_bytes)
             ]
             assert not rank.persisting
             rank.held()

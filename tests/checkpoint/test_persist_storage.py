@@ -17,7 +17,7 @@ from typing_extensions import Buffer
 from phalanx.checkpoint.format.manifest import FileEntry
 from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES
 from phalanx.checkpoint.keeper_contract import PersistOutcome
-from phalanx.checkpoint.persist.checkpoint_writer import Work
+from phalanx.checkpoint.persist.checkpoint_writer import PersistWork
 from phalanx.checkpoint.persist.publication import ShardPart
 from phalanx.checkpoint.storage.checkpoint_store import Store
 from phalanx.checkpoint.storage.folder_store import LocalStore
@@ -46,7 +46,7 @@ def run(job: Job, store: Store, step: int, ranks: Iterable[int] = (0,), **change
     def work(rank: int) -> None:
         with job.task(rank, step, **changes) as task:
             mine = replace(task, descriptor=os.dup(task.descriptor))
-            Work(mine, NO_POINTS, outcomes.append, open_storage=lambda _: store).run()
+            PersistWork(mine, NO_POINTS, outcomes.append, open_storage=lambda _: store).run()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in ranks]
     for thread in threads:

@@ -29,7 +29,7 @@ from thread_ranks import ThreadPeers, succeed
 from phalanx.checkpoint.format.checkpoint_files import Span, examine
 from phalanx.checkpoint.format.run_sums import RUN_BYTES
 from phalanx.checkpoint.keeper_contract import PersistOutcome
-from phalanx.checkpoint.persist.checkpoint_writer import Work
+from phalanx.checkpoint.persist.checkpoint_writer import PersistWork
 from phalanx.checkpoint.persist.publication import Endings, NotPublishedError, Writing, await_end
 from phalanx.checkpoint.restoring.open_checkpoint import newest
 from phalanx.checkpoint.restoring.restore import restore
@@ -383,7 +383,7 @@ def requests_of_a_save(place: Place, folder: Path, ranks: int) -> int:
     def work(rank: int, step: int, outcomes: list[PersistOutcome]) -> None:
         with job.task(rank, step) as task:
             mine = replace(task, descriptor=os.dup(task.descriptor))
-            Work(mine, NO_POINTS, outcomes.append, open_storage=lambda _: store, endings=endings).run()
+            PersistWork(mine, NO_POINTS, outcomes.append, open_storage=lambda _: store, endings=endings).run()
 
     assert place.gate is not None
     for step in (1, 2):

@@ -45,7 +45,7 @@ from typing_extensions import Buffer
 from phalanx.checkpoint.format.checkpoint_files import examine
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError, FileEntry
 from phalanx.checkpoint.keeper_contract import Destination, PersistOutcome
-from phalanx.checkpoint.persist.checkpoint_writer import Work
+from phalanx.checkpoint.persist.checkpoint_writer import PersistWork
 from phalanx.checkpoint.restoring.restore import restore
 from phalanx.checkpoint.storage.checkpoint_store import Store, Stored
 from phalanx.checkpoint.storage.folder_store import LocalStore
@@ -82,7 +82,7 @@ def persist(job: Job, store: Store, step: int, points: Points = NO_POINTS, **cha
     outcomes: list[PersistOutcome] = []
     with job.task(0, step, **changes) as task:
         mine = replace(task, descriptor=os.dup(task.descriptor))
-        Work(mine, points, outcomes.append, open_storage=lambda _: store).run()
+        PersistWork(mine, points, outcomes.append, open_storage=lambda _: store).run()
     return outcomes
 
 

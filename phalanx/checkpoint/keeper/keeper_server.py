@@ -21,15 +21,15 @@ from phalanx.checkpoint.format.shard_plan import ALIGN_BYTES, JobPlan, ShardPlan
 from phalanx.checkpoint.keeper import keeper_messages
 from phalanx.checkpoint.keeper.examiner import Examiner
 from phalanx.checkpoint.keeper.keeper_messages import Line, Mailbox
-from phalanx.checkpoint.keeper.snapshot_stages import Replicas, Snapshot, Stages
+from phalanx.checkpoint.keeper.snapshot_stages import Replicas, Snapshot, SnapshotStages
 from phalanx.checkpoint.keeper.vault import Cell, MemoryVault, Pin
 from phalanx.checkpoint.keeper_contract import (
     Destination,
     Endpoint,
     Persister,
-    Progress,
     RefusedError,
     Replicated,
+    SnapshotProgress,
     Taken,
 )
 from phalanx.core.errors import UserError
@@ -215,7 +215,9 @@ class KeeperServer:
         self._persister_descriptor = -1
         self._sessions: list[RankSession] = []
         self._life = Life(ttl_s)
-        self._stages = Stages(self._vault, self._examiner, self._replicas, self._persister, self._mailbox.post, self)
+        self._stages = SnapshotStages(
+            self._vault, self._examiner, self._replicas, self._persister, self._mailbox.post, self
+        )
         self._is_ending = False
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -254,7 +256,7 @@ class KeeperServer:
         """The ranks of an attempt that are connected."""
         return [session.rank for session in self._ranks() if session.attempt == attempt]
 
-    def tell(self, rank: int, attempt: int, progress: Progress) -> None:
+    def tell(self, rank: int, attempt: int, progress: SnapshotProgress) -> None:
         """Tell a rank, if it is there."""
         fields = list(asdict(progress).values())
         told = keeper_messages.Told([field[:_MAX_TEXT] if isinstance(field, str) else field for field in fields])

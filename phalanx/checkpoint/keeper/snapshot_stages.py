@@ -1,4 +1,4 @@
-"""The stages of a snapshot after it was copied: examined, replicated to a peer host, made durable. Torch-free."""
+"""The stages of a snapshot after it was copied: examined, replicated to a peer host, made durable."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from phalanx.checkpoint.keeper_contract import (
     Persister,
     PersistOutcome,
     PersistTask,
-    Progress,
     Replicated,
+    SnapshotProgress,
     Taken,
 )
 
@@ -124,7 +124,7 @@ class Ranks(Protocol):
         """Those of an attempt."""
         ...
 
-    def tell(self, rank: int, attempt: int, progress: Progress) -> None:
+    def tell(self, rank: int, attempt: int, progress: SnapshotProgress) -> None:
         """Tell a rank, if it is there."""
         ...
 
@@ -161,7 +161,7 @@ class _Persisting:
 
 
 @dataclass
-class Stages:
+class SnapshotStages:
     """Takes every snapshot through its stages; all of it in the keeper's loop, which `post` reaches from threads."""
 
     vault: MemoryVault
@@ -215,7 +215,7 @@ class Stages:
         snapshot = queue.popleft()
         if not queue:
             del self._sending[told.rank, told.step]
-        progress = Progress(told.step, "replicated", told.problem, "", told.seconds, told.bytes, told.to)
+        progress = SnapshotProgress(told.step, "replicated", told.problem, "", told.seconds, told.bytes, told.to)
         self.ranks.tell(told.rank, snapshot.id.attempt, progress)
 
     def persisted(self) -> None:
@@ -226,7 +226,7 @@ class Stages:
     def _examined(self, snapshot: Snapshot, record: Record | None, problem: str, seconds: float) -> None:
         rank, length = snapshot.plan.rank, snapshot.plan.data_bytes
         self.ranks.tell(
-            rank, snapshot.id.attempt, Progress(snapshot.id.step, "committed", problem, "", seconds, length)
+            rank, snapshot.id.attempt, SnapshotProgress(snapshot.id.step, "committed", problem, "", seconds, length)
         )
         if record is not None:
             self._send(snapshot)
@@ -251,7 +251,7 @@ class Stages:
         if snapshot.destination is None:
             problem = problem or f"step {step} of rank {rank} has no durable storage to go to"
         if record is None or snapshot.destination is None:
-            self.ranks.tell(rank, snapshot.id.attempt, Progress(step, "durable", problem))
+            self.ranks.tell(rank, snapshot.id.attempt, SnapshotProgress(step, "durable", problem))
             return
         pin = self.vault.acquire(snapshot.id, rank)
         task = PersistTask(
@@ -301,6 +301,6 @@ class Stages:
             self.ranks.tell(rank, attempt, _durable(outcome, own.written if own is not None else None))
 
 
-def _durable(outcome: PersistOutcome, written: PersistOutcome | None) -> Progress:
+def _durable(outcome: PersistOutcome, written: PersistOutcome | None) -> SnapshotProgress:
     seconds, length = (written.seconds, written.bytes) if written else (0.0, 0)
-    return Progress(outcome.step, "durable", outcome.problem, outcome.name, seconds, length)
+    return SnapshotProgress(outcome.step, "durable", outcome.problem, outcome.name, seconds, length)

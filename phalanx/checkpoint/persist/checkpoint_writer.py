@@ -1,13 +1,13 @@
-"""The one writer of durable checkpoints: every rank's shard, and on rank 0 publishing them as one. Torch-free.
+"""The one writer of durable checkpoints: every rank's shard, and on rank 0 publishing them as one.
 
 `write_shard` writes the file of a rank and the part that describes it. The `Publisher` waits until all parts are there
 and none is stale or sick, describes them in a manifest, publishes, and moves the pointer.
 
-Both modes of ``checkpoint.mode`` come here. In the background, the persister process of each host does a `Work` per
-rank: the elements come from a slot, whose memory is checked against its record on the way, run by run, before any of it
-is written; ranks hear through the storage what became of it. Where training stands still
+Both modes of ``checkpoint.mode`` come here. In the background, the persister process of each host does a
+`PersistWork` per rank: the elements come from a slot, whose memory is checked against its record on the way, run by
+run, before any of it is written; ranks hear through the storage what became of it. Where training stands still
 (`phalanx.checkpoint.session.blocking_session`), the ranks do the same themselves: the elements come from the tensors,
-and the ranks tell each other.
+and the ranks tell each other. Torch-free.
 """
 
 from __future__ import annotations
@@ -393,7 +393,7 @@ def open_destination(task: PersistTask) -> Store:
 
 
 @dataclass
-class Work:
+class PersistWork:
     """One task, done in a thread of its own.
 
     Args:

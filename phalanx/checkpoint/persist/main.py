@@ -13,7 +13,7 @@ import psutil
 
 from phalanx.checkpoint.format.shard_plan import JobPlan, ShardPlan
 from phalanx.checkpoint.keeper_contract import PersistOutcome, PersistTask
-from phalanx.checkpoint.persist.checkpoint_writer import Work
+from phalanx.checkpoint.persist.checkpoint_writer import PersistWork
 from phalanx.checkpoint.persist.persister_process import TO_PERSISTER, Errand, Known, Submit, read_memory
 from phalanx.checkpoint.persist.publication import Endings, withdraw
 from phalanx.checkpoint.storage.location import open_store
@@ -84,7 +84,7 @@ class Server:
         if not task.hurry:
             _spare_the_cores()
         turn = nullcontext() if task.hurry else self._turns
-        Work(task, self._points, self._tell, turn, endings=self._endings).run()
+        PersistWork(task, self._points, self._tell, turn, endings=self._endings).run()
 
     def _tell(self, outcome: PersistOutcome) -> None:
         with self._sending, suppress(OSError):  # a keeper that is gone needs no answer

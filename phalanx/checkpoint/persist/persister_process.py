@@ -35,7 +35,7 @@ class Submit:
 
     Attributes:
         plan, job: numbers of the plans, so that each is read once; job 0 is none.
-        hurry: as in `Task`.
+        hurry: as in `PersistTask`.
     """
 
     plan: int

@@ -26,7 +26,7 @@ from phalanx.checkpoint.format.run_sums import RUN_BYTES, BadSumError, CheckedFi
 from phalanx.checkpoint.restoring.fit import Part, SavedBlock, SavedBlocks
 from phalanx.checkpoint.restoring.source import Fault, Rate, Reading
 from phalanx.checkpoint.storage.checkpoint_store import Store, Stored
-from phalanx.checkpoint.storage.latest import Order
+from phalanx.checkpoint.storage.latest import RestoreOrder
 from phalanx.core.errors import UserError
 from phalanx.core.peers import ALONE, Peers
 
@@ -228,7 +228,7 @@ class Checkpoints:
     ) -> None:
         self._store, self._verify, self._peers, self._tell, self._note = store, verify, peers, tell, note
         self._lines: list[str] = []
-        self._order = Order(store, self._lines.append)
+        self._order = RestoreOrder(store, self._lines.append)
         self._refused = refused
         self._identity = ""
         self._content = b""

@@ -24,7 +24,7 @@ from typing_extensions import Buffer
 
 from phalanx.checkpoint.all_ranks import agreed, at_first
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.due import FREE, Agenda
+from phalanx.checkpoint.due import FREE, SnapshotAgenda
 from phalanx.checkpoint.format import manifest as manifests
 from phalanx.checkpoint.format.checkpoint_files import Evaluation
 from phalanx.checkpoint.format.dcp import Block
@@ -34,7 +34,7 @@ from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Piece, Record, sta
 from phalanx.checkpoint.interval import AutoInterval
 from phalanx.checkpoint.keeper_contract import Destination, PersistTask
 from phalanx.checkpoint.persist.checkpoint_writer import Publisher, describe, write_shard
-from phalanx.checkpoint.restoring.restore import Refused, Wanted, restore
+from phalanx.checkpoint.restoring.restore import RefusedStates, Wanted, restore
 from phalanx.checkpoint.restoring.source import Restored
 from phalanx.checkpoint.session.background_session import Tensors
 from phalanx.checkpoint.session.snapshot_outcomes import Event
@@ -294,7 +294,7 @@ class BlockingSession:
         self._report, self._points = report, points
         self._store = open_store(url, config.storage_options, points)
         self.attempt: int = at_first(peers, lambda: claimed(url, config.storage_options, 0, report))
-        self._agenda = Agenda(config, AutoInterval(config), decides=peers.rank == 0)
+        self._agenda = SnapshotAgenda(config, AutoInterval(config), decides=peers.rank == 0)
         self._answer: Callable[[], int] | None = None
         self._tensors: Tensors = {}
         self._shards: Mapping[str, Shard] = {}
@@ -303,7 +303,7 @@ class BlockingSession:
         self._asked: int | None = None
         self._saved: int | None = None
         self._newest = (-1, "")
-        self._refused = Refused()
+        self._refused = RefusedStates()
 
     def has_states(self) -> bool:
         """Whether there is anything that `restore` would try, good or not; all ranks together, the same answer."""

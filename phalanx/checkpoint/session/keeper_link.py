@@ -70,7 +70,7 @@ T = TypeVar("T")
 _PAUSE_S = 2.0  # between two attempts to connect
 
 
-class Link:
+class KeeperLink:
     """A keeper that may come and go. Methods may be called from any thread.
 
     Args:
@@ -180,7 +180,7 @@ class Neighbours:
         link: to the keeper of this host.
     """
 
-    def __init__(self, job: SessionContext, link: Link) -> None:
+    def __init__(self, job: SessionContext, link: KeeperLink) -> None:
         self._job, self._link = job, link
         self._peer: Endpoint | None = None
         self._peer_host = _place(job) if job.replicated else ""

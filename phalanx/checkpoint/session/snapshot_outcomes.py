@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 
 from phalanx.checkpoint.all_ranks import at_first
-from phalanx.checkpoint.due import Agenda
+from phalanx.checkpoint.due import SnapshotAgenda
 from phalanx.checkpoint.interval import AutoInterval
-from phalanx.checkpoint.keeper_contract import Keeper, KeeperLostError, Progress, Stage
+from phalanx.checkpoint.keeper_contract import Keeper, KeeperLostError, SnapshotProgress, Stage
 from phalanx.checkpoint.persist.publication import Writing, forget_failure, withdraw
-from phalanx.checkpoint.session.keeper_link import Link, SessionContext
+from phalanx.checkpoint.session.keeper_link import KeeperLink, SessionContext
 from phalanx.checkpoint.storage.checkpoint_store import SupersededError
 from phalanx.checkpoint.storage.location import open_store
 from phalanx.core.errors import UserError
@@ -102,7 +102,7 @@ class Ledger:
         if "durable" in awaits:
             self._newest = (event.step, None)
 
-    def note(self, progress: Progress, now_s: float) -> Event | None:
+    def note(self, progress: SnapshotProgress, now_s: float) -> Event | None:
         """Take in what the keeper tells; the event that became durable by it, if any."""
         found = self._under_way.get(progress.step)
         if found is None:
@@ -275,7 +275,9 @@ class News:
         no_memory: why there is no memory for snapshots; empty: there is.
     """
 
-    def __init__(self, job: SessionContext, link: Link, ledger: Ledger, agenda: Agenda, giving_up: GivingUp) -> None:
+    def __init__(
+        self, job: SessionContext, link: KeeperLink, ledger: Ledger, agenda: SnapshotAgenda, giving_up: GivingUp
+    ) -> None:
         self._job, self._link, self._ledger = job, link, ledger
         self._agenda, self._giving_up = agenda, giving_up
         self._losses = 0
@@ -286,7 +288,7 @@ class News:
         """Ask the keeper."""
         self.take_in(self._link.ask(lambda keeper: keeper.poll(), []))
 
-    def take_in(self, progress: list[Progress]) -> None:
+    def take_in(self, progress: list[SnapshotProgress]) -> None:
         """Note what the keeper has told, and whether it was lost."""
         for one in progress:
             if one.step < 0:
@@ -305,7 +307,7 @@ class News:
         rank = self._job.peers.rank
         self._giving_up.tell(step, f"the keeper of rank {rank}'s host was lost before the checkpoint was published")
 
-    def _note(self, one: Progress) -> None:
+    def _note(self, one: SnapshotProgress) -> None:
         if one.stage == "committed" and one.problem and self._ledger.awaits_durable(one.step):
             self._giving_up.tell(one.step, one.problem)
         event = self._ledger.note(one, time.monotonic())
@@ -323,7 +325,7 @@ class News:
             self._job.report(line)
         say_checkpoints(os.environ, pace.explanation)
 
-    def _concerns_us(self, progress: Progress) -> bool:
+    def _concerns_us(self, progress: SnapshotProgress) -> bool:
         """What all ranks are told alike, rank 0 tells."""
         return progress.stage != "durable" or self._job.peers.rank == 0
 
@@ -347,8 +349,8 @@ class LastCheckpoint:
     """
 
     job: SessionContext
-    link: Link
-    collect: Callable[[list[Progress]], None]
+    link: KeeperLink
+    collect: Callable[[list[SnapshotProgress]], None]
     outcome: Callable[[int], str | None]
     hopeless: Callable[[], str | None]
     giving_up: GivingUp
