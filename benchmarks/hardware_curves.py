@@ -21,8 +21,8 @@ import pyarrow.parquet
 from support.tile_fit import Chip, Products, errors, fitted
 
 import phalanx.plan.hardware as hardware
-from phalanx.plan.hardware.either import LogCurve
-from phalanx.plan.hardware.gemm import TileGemm
+from phalanx.plan.hardware.device import TileGemm
+from phalanx.plan.hardware.formula import LogCurve
 
 HERE = Path(hardware.__file__).parent
 CHIPS = {

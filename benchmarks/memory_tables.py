@@ -16,12 +16,11 @@ from phalanx.model.config import ModelConfig
 from phalanx.model.shapes import num_parameters
 from phalanx.parallel.config import ParallelConfig
 from phalanx.plan.jobs import make_job, make_strategy, software_of
+from phalanx.plan.layer import layer
 from phalanx.plan.memory import rank_memory
-from phalanx.plan.memory.pieces import pieces_of
+from phalanx.plan.memory.rank import pieces_of
+from phalanx.plan.operations import Product, local_of
 from phalanx.plan.types import Job, StateBits, Strategy
-from phalanx.plan.work.layer import layer
-from phalanx.plan.work.local import local_of
-from phalanx.plan.work.operations import Product
 from phalanx.train.derived.fit import GPU_MEMORY_SHARE, LEVELS, Level
 
 _GIB, _MIB = 1 << 30, 1 << 20

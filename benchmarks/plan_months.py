@@ -1,7 +1,7 @@
 """Months in a minute: how fast they are played, and whether the recorded year lies where the drawn ones do.
 
     python benchmarks/plan_months.py                    # speed, and all layouts with 200 years each: some minutes
-    python benchmarks/plan_months.py --write-rates      # phalanx/plan/months/failures/infinitehbd.toml anew
+    python benchmarks/plan_months.py --write-rates      # phalanx/simulate/failures/infinitehbd.toml anew
 
 The layouts, and what recoveries take, are those of benchmarks/run_year.py, which plays the same year against the real
 decision function (its figures, seed 1, are printed beside). "memoryless" has the trace's rates and nothing else;
@@ -18,11 +18,9 @@ from typing import NamedTuple
 
 from support.months.rates import write_rates
 
-from phalanx.plan.months import trace
-from phalanx.plan.months.files import FOLDER, load_failures
-from phalanx.plan.months.outcome import Outcome
-from phalanx.plan.months.simulate import simulate, simulate_histories
-from phalanx.plan.months.values import Checkpoints, Failures, Pool, Recovery, Story, Work
+from phalanx.simulate import failure_trace
+from phalanx.simulate.failure_model import FOLDER, Checkpoints, Failures, Pool, Recovery, Story, Work, load_failures
+from phalanx.simulate.failure_simulation import Outcome, simulate, simulate_histories
 
 TRACE = Path(__file__).parents[2] / "shared" / "data" / "faults" / "infinitehbd-fault-trace" / "fault_trace.json"
 
@@ -57,7 +55,7 @@ def story_of(layout: Layout, failures: Failures, days: float) -> Story:
         Checkpoints(interval_s=300.0, stall_s=0.0),
         Pool(
             spares=layout.spares,
-            cold=trace.NODES - layout.hosts - layout.spares,
+            cold=failure_trace.NODES - layout.hosts - layout.spares,
             provision_s=900.0,
             when_missing="shrink" if layout.shrinks else "wait",
             shrink_by=8,
@@ -84,7 +82,7 @@ def main() -> None:
     if not arguments.trace.exists():
         print(f"left out: the faults are not there: {arguments.trace}")
         return
-    faults = trace.read_trace(arguments.trace)
+    faults = failure_trace.read_trace(arguments.trace)
     if arguments.write_rates:
         write_rates(faults, FOLDER / "infinitehbd.toml")
     else:
@@ -110,21 +108,21 @@ def show_speed(months: int, seed: int) -> None:
         print(f"{months} months of 12,288 GPUs, {name}: {seconds:.1f} s, {used_s:.1f} s of CPU time; {ettr}")
 
 
-def show_years(faults: list[trace.Fault], arguments: argparse.Namespace) -> None:
+def show_years(faults: list[failure_trace.Fault], arguments: argparse.Namespace) -> None:
     """Every layout through the recorded year, and through years drawn in each way."""
     runs, seed = arguments.runs, arguments.seed
-    rates = trace.rates_of(faults)
+    rates = failure_trace.rates_of(faults)
     histories = {
-        "recorded": trace.replay(faults, runs, seed),
-        "by hosts": trace.by_hosts(faults, runs, seed),
-        "by blocks": trace.by_blocks(faults, runs, seed),
+        "recorded": failure_trace.replay(faults, runs, seed),
+        "by hosts": failure_trace.by_hosts(faults, runs, seed),
+        "by blocks": failure_trace.by_blocks(faults, runs, seed),
     }
     print(f"{len(faults)} faults; effective time, of {runs} years each; * the recorded year is not in the interval")
     print(f"{'layout':15} {'driver':>8} {'recorded':>9} {'memoryless':>26} {'by hosts':>26} {'by blocks':>26}")
     for layout in LAYOUTS:
         if layout.name not in arguments.layouts:
             continue
-        story = story_of(layout, rates, trace.DAYS)
+        story = story_of(layout, rates, failure_trace.DAYS)
         seen = {name: simulate_histories(story, [history], seed) for name, history in histories.items()}
         seen["memoryless"] = simulate(story, runs, seed)
         year = seen["recorded"].ettr.mean

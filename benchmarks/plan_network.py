@@ -13,16 +13,14 @@ import argparse
 import time
 
 import numpy as np
+from support.network.fixed_points import dcqcn_rest, swift_rest
 
 from phalanx.plan.hardware.load import load_cluster
-from phalanx.plan.network.conflicts import expected_fullest, expected_share
-from phalanx.plan.network.congestion.fixed_points import dcqcn_rest, swift_rest
-from phalanx.plan.network.congestion.hot_spot import Cases, run_hot_spot
-from phalanx.plan.network.congestion.settings import Control, Settings
-from phalanx.plan.network.scenario import make_scenario, usual_scenarios
-from phalanx.plan.network.settings import network_of
-from phalanx.plan.network.simulate import what_if
-from phalanx.plan.network.traffic import Layout, make_traffic
+from phalanx.simulate.congestion import Cases, run_hot_spot
+from phalanx.simulate.network_scenario import make_scenario, usual_scenarios
+from phalanx.simulate.network_settings import Control, Settings, network_of
+from phalanx.simulate.network_simulation import expected_fullest, expected_share, what_if
+from phalanx.simulate.traffic import Layout, make_traffic
 
 CAPACITY, NIC = 50e9, 25e9
 FLOWS = (3, 4, 8, 16, 32, 64)

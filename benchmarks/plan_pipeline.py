@@ -22,11 +22,10 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.parallel.config import Schedule
-from phalanx.plan.constant.stragglers import Spread, waiting
 from phalanx.plan.pipeline import grid
 from phalanx.plan.pipeline.bounds import Passes, lower_bound
-from phalanx.plan.pipeline.costs import StageCosts
-from phalanx.plan.pipeline.evaluate import evaluate
+from phalanx.plan.pipeline.evaluate import StageCosts, evaluate
+from phalanx.plan.waiting import Spread, waiting
 
 STEPS: list[tuple[Schedule, int, int, int]] = [
     ("1f1b", 8, 1, 192),

@@ -26,11 +26,10 @@ from typing import Any
 from phalanx.plan.hardware import Cluster, load_cluster
 from phalanx.plan.predict import predict
 from phalanx.plan.score import score
-from phalanx.plan.search.constraints import parse
+from phalanx.plan.search.constraints import Machine, parse
 from phalanx.plan.search.frontier import Costs
-from phalanx.plan.search.options import Machine
 from phalanx.plan.search.search import search
-from phalanx.plan.step.layers import Known
+from phalanx.plan.stages import Known
 from phalanx.plan.types import Job, Model, Strategy
 
 GPT_175B = Model(layers=96, hidden=12288, heads=96, vocab_rows=51200, max_sequence=2048)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from phalanx.plan.hardware.either import ARRAYS, LogGrid
-from phalanx.plan.hardware.gemm import Clock, Tile, TileGemm
+from phalanx.plan.hardware.device import Clock, Tile, TileGemm
+from phalanx.plan.hardware.formula import ARRAYS, LogGrid
 
 SHAPES = (
     (256, 128, 0),

@@ -22,7 +22,8 @@ from typing import Any
 
 from phalanx.checks.contract import Check, CheckResult, failed, passed
 from phalanx.checks.host import Host
-from phalanx.checks.thresholds import OtherWork, Threshold, given_threshold, hold, judge
+from phalanx.checks.neighbours import Threshold
+from phalanx.checks.thresholds import OtherWork, given_threshold, hold, judge
 from phalanx.core.host import own_groups, read_number, read_text
 
 _CORES_NAME = "cores"

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from phalanx.checks.contract import Check, CheckResult, failed, passed, skipped
 from phalanx.checks.host import Host
-from phalanx.checks.thresholds import OtherWork, Threshold, given_threshold, hold, judge
+from phalanx.checks.neighbours import Threshold
+from phalanx.checks.thresholds import OtherWork, given_threshold, hold, judge
 from phalanx.core.host import Mount, parse_mounts, read_text
 
 _SPACE_NAME = "space"

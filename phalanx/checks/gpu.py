@@ -38,8 +38,9 @@ from phalanx.checks.contract import Check, CheckResult, failed, passed, skipped
 from phalanx.checks.cpu import best_time
 from phalanx.checks.host import Host, recall, remember
 from phalanx.checks.kernel_lines import KernelLine
+from phalanx.checks.neighbours import Threshold
 from phalanx.checks.nvml import Gpu, NoGpusError, SilentGpusError, count_files, count_on_bus
-from phalanx.checks.thresholds import Threshold, copy_threshold, gemm_threshold, given_threshold, hold, judge
+from phalanx.checks.thresholds import copy_threshold, gemm_threshold, given_threshold, hold, judge
 from phalanx.core.units import duration
 
 

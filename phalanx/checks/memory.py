@@ -19,7 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from phalanx.checks.contract import Check, CheckResult, failed, passed, skipped
 from phalanx.checks.cpu import best_time
 from phalanx.checks.host import Host, recall, remember
-from phalanx.checks.thresholds import OtherWork, Threshold, given_threshold, hold, judge
+from phalanx.checks.neighbours import Threshold
+from phalanx.checks.thresholds import OtherWork, given_threshold, hold, judge
 from phalanx.core.host import list_folder, parse_meminfo, read_number, read_text
 
 _SIZE_NAME = "memory-size"

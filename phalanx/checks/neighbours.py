@@ -8,10 +8,9 @@ with it was only the partner of a bad one. So one bad host costs two tests, howe
 from __future__ import annotations
 
 import bisect
+import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-
-from phalanx.checks.thresholds import OTHERS_SHARE, Threshold
 
 Pair = tuple[str, str]
 Rates = Mapping[Pair, float | None]
@@ -19,6 +18,18 @@ Rates = Mapping[Pair, float | None]
 
 Transport = Callable[[Sequence[Pair]], Rates]
 """Tests these pairs, which share no host, at the same time."""
+
+
+OTHERS_SHARE = 0.7
+"""Of the median of the other hosts: where nvidia-resiliency-ext draws the line for a slow GPU, too."""
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A limit and its origin."""
+
+    value: float
+    source: str
 
 
 @dataclass(frozen=True)
@@ -123,3 +134,18 @@ def _why(host: str, bad: Mapping[Pair, str]) -> str:
 
 def _other(pair: Pair, host: str) -> str:
     return pair[1] if pair[0] == host else pair[0]
+
+
+def slow_hosts(values: Mapping[str, float], share: float = OTHERS_SHARE) -> dict[str, float]:
+    """Hosts whose value is less than `share` of the median of the others, with that median.
+
+    Fewer than three hosts say nothing: of two that differ, either may be the slow one.
+    """
+    if len(values) < 3:
+        return {}
+    found = {}
+    for host, value in values.items():
+        median = statistics.median(other for name, other in values.items() if name != host)
+        if value < share * median:
+            found[host] = median
+    return found

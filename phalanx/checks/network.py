@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from phalanx.checks.collective import CollectiveError, run_here
 from phalanx.checks.contract import Check, CheckResult, failed, skipped
 from phalanx.checks.host import Host
+from phalanx.checks.neighbours import Threshold, slow_hosts
 from phalanx.checks.nvml import NoGpusError, SilentGpusError
 from phalanx.checks.peer import PeerError, PeerMeasure, measure_peer, read_key, serve_peer
-from phalanx.checks.thresholds import OtherWork, Threshold, all_to_all_threshold, given_threshold, judge, slow_hosts
+from phalanx.checks.thresholds import OtherWork, all_to_all_threshold, given_threshold, judge
 
 _LOOPBACK_NAME = "loopback"
 _LOOPBACK_BYTES = 128 << 20

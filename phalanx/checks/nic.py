@@ -23,8 +23,9 @@ from typing import Any
 
 from phalanx.checks.contract import Check, CheckResult, failed, passed, skipped
 from phalanx.checks.host import Host, recall, remember
+from phalanx.checks.neighbours import Threshold
 from phalanx.checks.ports import Port, is_named, read_ports
-from phalanx.checks.thresholds import Threshold, given_threshold, hold
+from phalanx.checks.thresholds import given_threshold, hold
 from phalanx.core.host import boot_id
 from phalanx.core.units import duration
 

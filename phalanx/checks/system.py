@@ -22,8 +22,9 @@ from functools import partial
 
 from phalanx.checks.contract import Check, CheckResult, failed, passed, skipped
 from phalanx.checks.host import Host
+from phalanx.checks.neighbours import Threshold
 from phalanx.checks.peer import PeerError, PeerMeasure, measure_peer, read_key
-from phalanx.checks.thresholds import Threshold, given_threshold
+from phalanx.checks.thresholds import given_threshold
 from phalanx.core.host import list_folder, read_text
 
 _CLOCK_NAME = "clock"

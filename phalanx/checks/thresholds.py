@@ -3,20 +3,19 @@
 What a measured value is held against, and where that comes from: never a guess.
 
 In this order: what the user gave; published figures of the same hardware; the first passes of this host itself. Where
-none is known the value is shown without a verdict. Against other hosts, see `slow_hosts`.
+none is known the value is shown without a verdict. Against other hosts, see `phalanx.checks.neighbours`.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from phalanx.checks.contract import CheckResult, Outcome, passed
 from phalanx.checks.host import Host, recall, remember
+from phalanx.checks.neighbours import Threshold
 from phalanx.core.host import cpu_line, parse_cpu_ticks, read_text
 
 MOST_OTHER_WORK = 0.2
@@ -61,21 +60,10 @@ def busy_seconds(stat: str) -> float:
 OWN_SHARE = 0.7
 """Of the worst of the first passes: a shared machine varies, and a false verdict costs a host."""
 
-OTHERS_SHARE = 0.7
-"""Of the median of the other hosts: where nvidia-resiliency-ext draws the line for a slow GPU, too."""
-
 FIRST_PASSES = 5
 PUBLISHED_SHARE = 0.8
 
 NO_OTHER_WORK = OtherWork()
-
-
-@dataclass(frozen=True)
-class Threshold:
-    """A limit and its origin."""
-
-    value: float
-    source: str
 
 
 # (part of the GPU's name, TFLOP/s of a bf16 product of over 1000 GFLOP, all-to-all in a host of 8 in GB/s per GPU).
@@ -181,18 +169,3 @@ def first_passes(host: Host, name: str, hardware: str) -> list[float]:
     kept = recall(host.cache, f"first-{name}")
     values = kept.get("values", []) if kept.get("hardware") == hardware else []
     return [float(value) for value in values if isinstance(value, int | float)]
-
-
-def slow_hosts(values: Mapping[str, float], share: float = OTHERS_SHARE) -> dict[str, float]:
-    """Hosts whose value is less than `share` of the median of the others, with that median.
-
-    Fewer than three hosts say nothing: of two that differ, either may be the slow one.
-    """
-    if len(values) < 3:
-        return {}
-    found = {}
-    for host, value in values.items():
-        median = statistics.median(other for name, other in values.items() if name != host)
-        if value < share * median:
-            found[host] = median
-    return found

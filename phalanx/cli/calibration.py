@@ -24,10 +24,8 @@ from phalanx.cli.tables import make_console, make_table
 from phalanx.core import units
 from phalanx.core.errors import UserError
 from phalanx.launch.cores import allowed_cpus, local_shares, read_cores
-from phalanx.plan.calibrate.found import Found, found_of
-from phalanx.plan.calibrate.measure import Place, Wanted, measure
-from phalanx.plan.calibrate.summary import summary
-from phalanx.plan.calibrate.write import Machine, write_cluster
+from phalanx.plan.calibrate.files import Machine, summary, write_cluster
+from phalanx.plan.calibrate.measure import Found, Place, Wanted, found_of, measure
 
 _MOST_RANKS = 16
 

@@ -7,7 +7,7 @@ from phalanx.cli.planning import plan_of
 from phalanx.core.layout import Layout
 from phalanx.plan.hardware.load import load_cluster
 from phalanx.plan.predict import predict
-from phalanx.plan.report.plain import prediction_json
+from phalanx.plan.report.as_json import prediction_json
 from phalanx.plan.types import Prediction
 from phalanx.train.config import RunConfig
 from phalanx.train.expected import LOADER, OPTIMIZER, PASSES, WAITING, Expected

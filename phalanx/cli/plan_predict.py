@@ -15,20 +15,17 @@ from phalanx.core import units
 from phalanx.core.config import load
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.predict import predict
-from phalanx.plan.report.page import prediction_figures, prediction_sections, write_page
-from phalanx.plan.report.plain import prediction_json
-from phalanx.plan.report.search_page import search_figures, search_sections
-from phalanx.plan.report.search_plain import search_json
+from phalanx.plan.report.as_json import prediction_json, search_json
+from phalanx.plan.report.model import Report
+from phalanx.plan.report.page import prediction_figures, prediction_sections, search_figures, search_sections
+from phalanx.plan.report.page_blocks import Heading, write_page
 from phalanx.plan.report.search_text import search_text
-from phalanx.plan.report.subject import Report
 from phalanx.plan.report.text import prediction_text, run_line
 from phalanx.plan.score import score
-from phalanx.plan.search.constraints import parse
+from phalanx.plan.search.constraints import Machine, parse
 from phalanx.plan.search.frontier import Costs
-from phalanx.plan.search.options import Machine
-from phalanx.plan.search.relief import reliefs
-from phalanx.plan.search.search import search
-from phalanx.plan.step.layers import Known
+from phalanx.plan.search.search import reliefs, search
+from phalanx.plan.stages import Known
 from phalanx.plan.types import Job, Prediction
 from phalanx.train.config import RunConfig
 
@@ -125,7 +122,7 @@ def search_command(
         f"(cluster {machine.name})"
     )
     if html is not None:
-        sections = [f"<h1>{title}</h1>", *search_sections(result), *prediction_sections(report, "The fastest layout")]
+        sections = [Heading(title, 1), *search_sections(result), *prediction_sections(report, "The fastest layout")]
         write_page(html, title, sections, search_figures(result) | prediction_figures(report))
     if as_json:
         click.echo(json.dumps(search_json(result) | {"prediction_of_best": prediction_json(report)}, indent=1))

@@ -14,9 +14,9 @@ from phalanx.parallel.choose import Choice, Machines
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.hardware.device import Device
 from phalanx.plan.hardware.load import cluster_names, load_cluster
-from phalanx.plan.residual import residual_of
+from phalanx.plan.jobs import MODEL
+from phalanx.plan.overheads import residual_of
 from phalanx.plan.software import software_named
-from phalanx.plan.step.allowed import MODEL
 from phalanx.plan.types import Job, Model, Precision, Strategy
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.figures import complete_model, cpu_micro_batch, derive

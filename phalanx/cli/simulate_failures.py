@@ -13,10 +13,10 @@ from phalanx.cli.options import AS_JSON, HTML, Decorator, group, in_words_of
 from phalanx.core.errors import UserError
 
 if TYPE_CHECKING:  # NumPy and rich take tenths of a second; help pages do without them
-    from phalanx.plan.months.outcome import Outcome
-    from phalanx.plan.months.report import MonthsReport
-    from phalanx.plan.months.trace import Fault
-    from phalanx.plan.months.values import Failures, Pool, Recovery, Story, Work
+    from phalanx.simulate.failure_model import Failures, Pool, Recovery, Story, Work
+    from phalanx.simulate.failure_report import MonthsReport
+    from phalanx.simulate.failure_simulation import Outcome
+    from phalanx.simulate.failure_trace import Fault
 
 _EXAMPLES = """\b
 Examples:
@@ -104,7 +104,7 @@ def command(runs: int, seed: int, compare: bool, as_json: bool, html: Path | Non
     or from a file, or from recorded faults. Beside what is played stand closed forms, and other intervals and spares.
     """
     from phalanx.cli.tables import make_console
-    from phalanx.plan.months.report import make_report
+    from phalanx.simulate.failure_report import make_report
 
     _refuse_contradictions(options, compare)
     with in_words_of(options, _FIELDS):
@@ -155,7 +155,7 @@ def _refuse_contradictions(options: dict[str, Any], compare: bool) -> None:
 def _recorded(options: dict[str, Any]) -> list[Fault]:
     if options["trace"] is None:
         return []
-    from phalanx.plan.months.trace import read_trace
+    from phalanx.simulate.failure_trace import read_trace
 
     faults = read_trace(options["trace"])
     names = len({fault.node for fault in faults})
@@ -173,9 +173,14 @@ def _days_of(faults: list[Fault]) -> float:
 
 def _story(options: dict[str, Any], faults: list[Fault]) -> Story:
     """What the options say, with the best interval and number of spares where these are asked for."""
-    from phalanx.plan.months.best import best_interval, best_spares, with_interval, with_spares
-    from phalanx.plan.months.simulate import require_playable
-    from phalanx.plan.months.values import Checkpoints, Story
+    from phalanx.simulate.failure_model import Checkpoints, Story
+    from phalanx.simulate.failure_simulation import (
+        best_interval,
+        best_spares,
+        require_playable,
+        with_interval,
+        with_spares,
+    )
 
     interval_s, spares = _or_best(options, "interval", float), _or_best(options, "spares", int)
     persist_s, memory_s = options["persist_s"], options["memory_interval_s"]
@@ -225,7 +230,7 @@ def _or_best(options: dict[str, Any], name: str, kind: Callable[[str], float]) -
 
 
 def _work(options: dict[str, Any], faults: list[Fault]) -> Work:
-    from phalanx.plan.months.values import Work
+    from phalanx.simulate.failure_model import Work
 
     hosts, left = divmod(options["devices"], options["devices_per_host"])
     if left:
@@ -240,9 +245,8 @@ def _work(options: dict[str, Any], faults: list[Fault]) -> Work:
 def _failures(options: dict[str, Any], faults: list[Fault]) -> Failures:
     from dataclasses import replace
 
-    from phalanx.plan.months.files import load_failures
-    from phalanx.plan.months.trace import rates_of
-    from phalanx.plan.months.values import require
+    from phalanx.simulate.failure_model import load_failures, require
+    from phalanx.simulate.failure_trace import rates_of
 
     if faults:
         failures = rates_of(faults, options["trace_hosts"], _days_of(faults))
@@ -257,22 +261,22 @@ def _failures(options: dict[str, Any], faults: list[Fault]) -> Failures:
 
 
 def _recovery(options: dict[str, Any]) -> Recovery:
-    from phalanx.plan.months.values import Recovery
+    from phalanx.simulate.failure_model import Recovery
 
     names = ("detection_s", "restart_s", "load_s", "memory_load_s", "queue_s", "find_slow_s", "spread")
     return Recovery(**{name: options[name] for name in (*names, "planned_per_day", "planned_s")})
 
 
 def _pool(options: dict[str, Any], spares: int) -> Pool:
-    from phalanx.plan.months.values import Pool
+    from phalanx.simulate.failure_model import Pool
 
     names = ("cold", "provision_s", "when_missing", "shrink_by", "patience_s")
     return Pool(spares, smallest_hosts=options["smallest"], **{name: options[name] for name in names})
 
 
 def _outcome(story: Story, options: dict[str, Any], faults: list[Fault], runs: int, seed: int) -> Outcome:
-    from phalanx.plan.months import trace
-    from phalanx.plan.months.simulate import simulate, simulate_histories
+    from phalanx.simulate import failure_trace
+    from phalanx.simulate.failure_simulation import simulate, simulate_histories
 
     years, hosts = options["years"] or "blocks", options["trace_hosts"]
     if not faults or years == "rates":
@@ -281,22 +285,21 @@ def _outcome(story: Story, options: dict[str, Any], faults: list[Fault], runs: i
         cure = f"give {_MOST_REPLAYED // len(faults):,} at most, or --years rates"
         raise UserError(f"{len(faults):,} faults cannot be played so often", cure=cure, field="--runs", value=runs)
     if years == "recorded":
-        history = trace.replay(faults, runs, seed, hosts)
+        history = failure_trace.replay(faults, runs, seed, hosts)
     elif years == "hosts":
-        history = trace.by_hosts(faults, runs, seed, hosts)
+        history = failure_trace.by_hosts(faults, runs, seed, hosts)
     else:
-        history = trace.by_blocks(faults, runs, seed, hosts, _days_of(faults))
+        history = failure_trace.by_blocks(faults, runs, seed, hosts, _days_of(faults))
     return simulate_histories(story, [history], seed)
 
 
 def _show(report: MonthsReport, as_json: bool, html: Path | None) -> None:
     from phalanx.cli.tables import make_console, tell_page
-    from phalanx.plan.months.plain import months_json
-    from phalanx.plan.months.text import head_lines, months_text
+    from phalanx.simulate.failure_report import head_lines, months_json, months_text
 
     if html is not None:
-        from phalanx.plan.report.months_page import months_figures, months_sections
-        from phalanx.plan.report.page import write_page
+        from phalanx.plan.report.page_blocks import write_page
+        from phalanx.simulate.failure_report import months_figures, months_sections
 
         write_page(html, head_lines(report)[0], months_sections(report), months_figures(report))
     if as_json:

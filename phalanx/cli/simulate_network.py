@@ -14,10 +14,10 @@ if TYPE_CHECKING:  # NumPy, pydantic and rich take tenths of a second; help page
     from rich.table import Table
 
     from phalanx.plan.hardware.cluster import Cluster
-    from phalanx.plan.network.scenario import Scenario
-    from phalanx.plan.network.settings import Network
-    from phalanx.plan.network.traffic import Traffic
     from phalanx.plan.types import Prediction
+    from phalanx.simulate.network_scenario import Scenario
+    from phalanx.simulate.network_settings import Network
+    from phalanx.simulate.traffic import Traffic
 
 _EXAMPLES = """\b
 Examples:
@@ -87,9 +87,9 @@ def command(
     of 6,144. Options describe the network as it is; below it come usual what-ifs, each a change of one thing.
     """
     from phalanx.plan.hardware.load import load_cluster
-    from phalanx.plan.network.scenario import make_scenario
-    from phalanx.plan.network.settings import network_of
-    from phalanx.plan.network.simulate import what_if
+    from phalanx.simulate.network_scenario import make_scenario
+    from phalanx.simulate.network_settings import network_of
+    from phalanx.simulate.network_simulation import what_if
 
     machine = load_cluster(cluster, devices)
     network = network_of(machine, fabric)
@@ -111,7 +111,7 @@ def _changes(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scenarios(base: Scenario, file: Path | None, alone: bool) -> tuple[Scenario, ...]:
-    from phalanx.plan.network.scenario import read_scenarios, usual_scenarios
+    from phalanx.simulate.network_scenario import read_scenarios, usual_scenarios
 
     if file is not None:
         return read_scenarios(file, base)
@@ -121,8 +121,7 @@ def _scenarios(base: Scenario, file: Path | None, alone: bool) -> tuple[Scenario
 def _traffic(config: Path | None, overrides: tuple[str, ...], file: Path | None, cluster: Cluster) -> Traffic:
     """What a step sends: of a file, of the run that a config describes, or of the usual job."""
     from phalanx.core.errors import UserError
-    from phalanx.plan.network.predicted import traffic_of
-    from phalanx.plan.network.traffic import read_traffic
+    from phalanx.simulate.traffic import read_traffic, traffic_of
 
     if file is not None:
         if config is not None:
@@ -175,15 +174,15 @@ def _usual(cluster: Cluster) -> Prediction:
 
 def _show(report: Any, network: Network, *, sources: bool, as_json: bool, html: Path | None) -> None:
     if html is not None:
-        from phalanx.plan.report.network_page import network_figures, network_sections
-        from phalanx.plan.report.page import write_page
+        from phalanx.plan.report.page_blocks import write_page
+        from phalanx.simulate.network_report import network_figures, network_sections
 
         write_page(html, f"Network of {report.cluster}", network_sections(report), network_figures(report))
     if as_json:
         click.echo(json.dumps(report.as_json(), indent=1, allow_nan=False))
         return
     from phalanx.cli.tables import make_console, tell_page
-    from phalanx.plan.network.text import report_text
+    from phalanx.simulate.network_report import report_text
 
     console = make_console()
     console.print(report_text(report, width=console.width), highlight=False)

@@ -12,7 +12,7 @@ import click
 from phalanx.cli.options import AS_JSON, HTML, in_words_of
 
 if TYPE_CHECKING:  # NumPy and rich take tenths of a second; help pages do without them
-    from phalanx.plan.months.stragglers import Question, Waits
+    from phalanx.simulate.stragglers import Question, Waits
 
 _EXAMPLES = """\b
 Examples:
@@ -50,7 +50,7 @@ def command(cluster: str, as_json: bool, html: Path | None, **options: Any) -> N
     Slow hosts: with as many as there are where nobody looks for them, and where they are found and replaced. How
     often one gets slow is InfiniteHBD-Trace's (41 faults of 400 hosts in 349 days).
     """
-    from phalanx.plan.months.stragglers import waits_by_size
+    from phalanx.simulate.stragglers import waits_by_size
 
     question = _question(cluster, options)
     _show(question, waits_by_size(question), as_json, html)
@@ -60,10 +60,10 @@ def _question(cluster: str, options: dict[str, Any]) -> Question:
     """What the options say; what they leave open is the cluster's."""
     from dataclasses import replace
 
-    from phalanx.plan.constant.waiting import spread_of
     from phalanx.plan.hardware.load import load_cluster
-    from phalanx.plan.months.stragglers import Question
-    from phalanx.plan.months.values import require
+    from phalanx.plan.waiting import spread_of
+    from phalanx.simulate.failure_model import require
+    from phalanx.simulate.stragglers import Question
 
     machine = load_cluster(cluster)
     names = ("slow_share", "slow_excess", "lasting_sigma", "pass_sigma")
@@ -84,11 +84,11 @@ def _question(cluster: str, options: dict[str, Any]) -> Question:
 
 def _show(question: Question, rows: Sequence[Waits], as_json: bool, html: Path | None) -> None:
     from phalanx.cli.tables import make_console, tell_page
-    from phalanx.plan.months.stragglers_report import stragglers_json, stragglers_text
+    from phalanx.simulate.stragglers import stragglers_json, stragglers_text
 
     if html is not None:
-        from phalanx.plan.report.months_page import stragglers_figures, stragglers_sections
-        from phalanx.plan.report.page import write_page
+        from phalanx.plan.report.page_blocks import write_page
+        from phalanx.simulate.stragglers import stragglers_figures, stragglers_sections
 
         sections = stragglers_sections(question, rows)
         write_page(html, "Waiting for the slowest", sections, stragglers_figures(rows))

@@ -9,14 +9,12 @@ import click
 
 from phalanx.cli.tables import make_console, tell_page
 from phalanx.core.errors import UserError
-from phalanx.plan.report.page import write_page
-from phalanx.plan.report.validation_page import validation_figures, validation_sections
+from phalanx.plan.report.page import validation_figures, validation_sections
+from phalanx.plan.report.page_blocks import Heading, write_page
 from phalanx.plan.report.validation_text import own_json, own_text, validation_json, validation_text
-from phalanx.plan.validate.ablation import ablation
-from phalanx.plan.validate.compare import compare_all
+from phalanx.plan.validate.compare import ablation, compare_all, compare_own
 from phalanx.plan.validate.left_out import judge, rows_of
-from phalanx.plan.validate.own import compare_own
-from phalanx.plan.validate.rows import TABLES
+from phalanx.plan.validate.published import TABLES
 
 _TITLE = "Predicted against published step times"
 
@@ -34,7 +32,7 @@ def validate(folder: Path | None, *, all_rows: bool, with_spread: bool, as_json:
     changes = ablation() if folder is None else []
     left_out = judge(rows_of()) if folder is None else []
     if html is not None:
-        sections = [f"<h1>{_TITLE}</h1>", *validation_sections(results, changes, left_out, all_rows=all_rows)]
+        sections = [Heading(_TITLE, 1), *validation_sections(results, changes, left_out, all_rows=all_rows)]
         write_page(html, _TITLE, sections, validation_figures(results))
     if as_json:
         click.echo(json.dumps(validation_json(results, changes, left_out), indent=1))

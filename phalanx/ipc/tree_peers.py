@@ -252,19 +252,19 @@ class TreePeers:
                 key.data.flush()
             if events & selectors.EVENT_READ:
                 self._read(key.data)
-        elif isinstance(key.fileobj, socket.socket):
+        elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._unproven:  # not forgotten just now
             self._prove(key.fileobj)
 
     def _accept(self) -> None:
         assert self._listener is not None
         with suppress(OSError):
             connection, _ = self._listener.accept()
-            if len(self._unproven) >= _MOST_UNPROVEN:
-                connection.close()
-                return
+            if len(self._unproven) >= _MOST_UNPROVEN:  # the oldest goes: a child speaks at once, a scanner may never
+                self._forget(next(iter(self._unproven)))
             connection.setblocking(False)
             self._unproven[connection] = bytearray(), time.monotonic() + _PROVE_S
             self._poll.register(connection, selectors.EVENT_READ)
+            self._prove(connection)  # most children have spoken by now, so that no crowd of others can push them out
 
     def _prove(self, connection: socket.socket) -> None:
         """Somebody who has connected shows that he has read the store: a child; whoever cannot is dropped."""
@@ -291,9 +291,12 @@ class TreePeers:
     def _forget_unproven(self) -> None:
         now_s = time.monotonic()
         for connection in [one for one, (_, until_s) in self._unproven.items() if until_s < now_s]:
-            del self._unproven[connection]
-            self._poll.unregister(connection)
-            connection.close()
+            self._forget(connection)
+
+    def _forget(self, connection: socket.socket) -> None:
+        del self._unproven[connection]
+        self._poll.unregister(connection)
+        connection.close()
 
     def _read(self, link: _Link) -> None:
         try:

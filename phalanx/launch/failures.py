@@ -140,7 +140,9 @@ def describe(failures: Sequence[Failure], world_size: int, host: str, layout: La
     culprit = find_culprit(failures)
     others = [failure for failure in failures if failure is not culprit and failure.summary != culprit.summary]
     same = sum(failure.summary == culprit.summary for failure in failures) - 1
-    where = f"rank {culprit.rank} of {world_size} on {host}" + place(layout, culprit.rank)
+    # While axes are open the layout has fewer ranks than the job: nobody knows yet where this one will sit.
+    spans_all = layout is not None and layout.world_size == world_size
+    where = f"rank {culprit.rank} of {world_size} on {host}" + place(layout if spans_all else None, culprit.rank)
     also = f", and so did {same} more" if same else ""
     others.sort(key=lambda failure: failure.time_ns)
     lines = [f"  rank {failure.rank} then: {_short(failure.summary)}" for failure in others]

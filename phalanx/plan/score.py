@@ -13,21 +13,16 @@ from numpy.typing import NDArray
 
 from phalanx.parallel.config import Schedule
 from phalanx.parallel.pipeline.schedules import placement_of
-from phalanx.plan.communication.data import exchange
-from phalanx.plan.communication.sends import send_s
-from phalanx.plan.distinct import distinct
+from phalanx.plan.communication import exchange, send_s
 from phalanx.plan.hardware.cluster import Cluster
+from phalanx.plan.hardware.formula import distinct
 from phalanx.plan.memory import memory_bound
+from phalanx.plan.operations import Passes, local_of
+from phalanx.plan.overheads import constants, with_residual
 from phalanx.plan.pipeline.bounds import Passes as StagePasses
 from phalanx.plan.pipeline.bounds import lower_bound
-from phalanx.plan.residual import with_residual
-from phalanx.plan.step.constants import constants
-from phalanx.plan.step.layers import Costs, costs
-from phalanx.plan.step.stages import stage_bounds
-from phalanx.plan.step.weights import Weights, of_embedding, of_head, of_kind
+from phalanx.plan.stages import Costs, Weights, costs, of_embedding, of_head, of_kind, stage_bounds
 from phalanx.plan.types import Floats, Ints, Job, Model, Strategy
-from phalanx.plan.work.local import local_of
-from phalanx.plan.work.operations import Passes
 
 Array = NDArray[np.float64]
 

@@ -249,7 +249,7 @@ class Job:
     Attributes:
         state_bits: of AdamW's moments of matrices, as `optim.state_bits`.
         residual: what is added to what the model explains; None: what is learnt, where it holds
-            (`phalanx.plan.residual`). `Residual()` is the model alone.
+            (`phalanx.plan.overheads`). `Residual()` is the model alone.
     """
 
     model: Model

@@ -20,10 +20,18 @@ from hypothesis import strategies as st
 
 from phalanx.checks import system
 from phalanx.checks.host import host_from_settings
-from phalanx.checks.neighbours import Pair, Rates, bad_pairs, name_bad_hosts, plan_neighbours, plan_suspects
+from phalanx.checks.neighbours import (
+    Pair,
+    Rates,
+    Threshold,
+    bad_pairs,
+    name_bad_hosts,
+    plan_neighbours,
+    plan_suspects,
+    slow_hosts,
+)
 from phalanx.checks.network import check_loopback, check_peers, judge_peers
 from phalanx.checks.peer import PeerError, PeerMeasure, _introduce, measure_peer, serve_peer
-from phalanx.checks.thresholds import Threshold, slow_hosts
 from phalanx.core.errors import UserError
 
 _SMALL = 1 << 20

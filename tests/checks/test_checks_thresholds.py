@@ -10,17 +10,16 @@ from checks_helpers import empty_host, write_tree
 
 from phalanx.checks.contract import CheckResult
 from phalanx.checks.host import Host
+from phalanx.checks.neighbours import Threshold, slow_hosts
 from phalanx.checks.thresholds import (
     FIRST_PASSES,
     OtherWork,
-    Threshold,
     all_to_all_threshold,
     busy_seconds,
     copy_threshold,
     first_passes,
     gemm_threshold,
     judge,
-    slow_hosts,
 )
 
 _DATA = Path(__file__).parents[3] / "shared" / "data" / "hardware" / "aiconfigurator"

@@ -220,6 +220,20 @@ def test_nobody_is_let_in_who_has_not_read_the_store() -> None:
         list(pool.map(TreePeers.close, (first, second)))
 
 
+def test_connections_that_say_nothing_keep_no_rank_out() -> None:
+    """As a scanner of ports or a health check holds them: more than a rank lets wait."""
+    board = Board()
+    with ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as silent:
+        first = pool.submit(tree, board, 0, 3, 10.0).result()
+        _, port, _, _ = json.loads(board.get("peers/0"))
+        for _ in range(100):
+            silent.enter_context(socket.create_connection(("127.0.0.1", port)))
+        others = [tree(board, rank, 3, 10.0) for rank in (1, 2)]
+        with ThreadPoolExecutor(3) as ranks:
+            assert list(ranks.map(lambda peers: peers.gather(peers.rank), (first, *others))) == [[0, 1, 2]] * 3
+            list(ranks.map(TreePeers.close, (first, *others)))
+
+
 def test_a_killed_rank_is_named_and_nobody_hangs() -> None:
     """A process this time, which says nothing any more."""
     board = Board()

@@ -91,7 +91,7 @@ def test_blocks_joined_in_one_call_are_exact(monkeypatch, elements, past):
     monkeypatch.setattr(blocked, "_RUN_ELEMENTS", elements)
     calls = []
     forward = attention_aten.cpu_forward
-    monkeypatch.setattr(attention_aten, "forward", lambda *args: calls.append(args[0].shape) or forward(*args))
+    monkeypatch.setattr(attention_aten, "cpu_forward", lambda *args: calls.append(args[0].shape) or forward(*args))
     tensors = inputs(2, 4, 2, 100 - past, 100, 16, torch.float64)
     mask = AttentionMask(100 - past, 100, window=11)
     got = blocked_attention(*tensors, mask, scale=0.25, chunk=8, engine="flash")

@@ -158,9 +158,9 @@ def test_a_ranks_first_word_counts() -> None:
     assert ending.failures[0].kind == "raised"
 
 
-def named(error: BaseException, launcher: str) -> Callable[[], None]:
+def named(error: BaseException, launcher: str, layout: Layout | None = None) -> Callable[[], None]:
     def run() -> None:
-        with errors_named(Worker(1, 1, 2, 2, "h", 1, launcher=launcher), Layout(tensor=2)):  # type: ignore[arg-type]
+        with errors_named(Worker(1, 1, 2, 2, "h", 1, launcher=launcher), layout or Layout(tensor=2)):  # type: ignore[arg-type]
             raise error
 
     return run
@@ -174,6 +174,13 @@ def test_under_torchrun_an_error_names_its_rank(capsys: pytest.CaptureFixture[st
     assert "rank 1 of 2 on " in shown
     assert "(layout tp2: tensor 1): ValueError: wrong" in shown
     assert shown.endswith("ValueError: wrong\n")
+
+
+def test_before_the_layout_is_chosen_an_error_names_its_rank_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        named(UserError("wrong", cure="mend it"), "torchrun", Layout())()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "wrong" in line and "[rank 1 of 2 on " in line and "layout" not in line
 
 
 def test_under_srun_an_error_about_a_peer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

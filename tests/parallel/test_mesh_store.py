@@ -96,7 +96,7 @@ def test_a_key_that_nobody_sets_is_waited_for_no_longer_than_said() -> None:
 SERVE = """
 import sys
 from torch._C._distributed_c10d import TCPStore
-from phalanx.parallel import store as store_module
+from phalanx.parallel import rendezvous as store_module
 from phalanx.parallel.rendezvous import look_names_up_in_files_only
 assert look_names_up_in_files_only() or sys.platform != "linux"
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on IPv6, as torch does

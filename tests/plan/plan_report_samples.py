@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.plan.report.subject import Report
+from phalanx.plan.report.model import Report
 from phalanx.plan.types import Job, Model, Part, Prediction, RankMemory, StageTimes, Strategy
 
 GIB = float(2**30)

@@ -72,7 +72,7 @@ def test_the_time_limit_ends_all(started: list[subprocess.Popen[bytes]]) -> None
 
 
 def test_help_and_the_planner_know_nothing_of_torch() -> None:
-    modules = "phalanx.cli.calibration, phalanx.cli.plan_calibrate, phalanx.plan.calibrate.write"
+    modules = "phalanx.cli.calibration, phalanx.cli.plan_calibrate, phalanx.plan.calibrate.files"
     script = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 

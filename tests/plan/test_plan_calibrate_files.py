@@ -11,19 +11,16 @@ import pytest
 from phalanx.checks.calibration.contract import LAYERS, TINY, Timing
 from phalanx.core.errors import UserError
 from phalanx.model.shapes import mean_keys
-from phalanx.plan.calibrate.found import Found, found_of
+from phalanx.plan.calibrate.files import Machine, described, quoted, write_cluster
+from phalanx.plan.calibrate.measure import Found, found_of
 from phalanx.plan.calibrate.ratios import _layer, host_launch_s, ratios
-from phalanx.plan.calibrate.toml_text import quoted
-from phalanx.plan.calibrate.write import Machine, described, write_cluster
-from phalanx.plan.constant.optimizer import update_s
 from phalanx.plan.hardware.device import Device
 from phalanx.plan.hardware.load import load_cluster, load_device
+from phalanx.plan.layer import layer
+from phalanx.plan.operations import Attend, local_of, timed
+from phalanx.plan.overheads import update_s
 from phalanx.plan.predict import predict
 from phalanx.plan.types import Job, Model, Software, Strategy
-from phalanx.plan.work.layer import layer
-from phalanx.plan.work.local import local_of
-from phalanx.plan.work.operations import Attend
-from phalanx.plan.work.times import timed
 
 MACHINE = Machine('node "7"\\x', "cpu", "2026-11-22")
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from phalanx.cli.plan import command as plan
 from phalanx.core.errors import UserError
-from phalanx.plan.validate.rows import TABLES, read_table
+from phalanx.plan.validate.published import TABLES, read_table
 
 
 def _validate(*arguments: str) -> Result:

@@ -10,16 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.plan.communication.context import context
-from phalanx.plan.communication.data import exchange
-from phalanx.plan.communication.sharded import sharded
-from phalanx.plan.communication.tail import gather_lead_s, reduce_tail_s
-from phalanx.plan.communication.tensor import row_exchange, tensor
+from phalanx.plan.communication import context, exchange, gather_lead_s, reduce_tail_s, row_exchange, sharded, tensor
 from phalanx.plan.hardware.load import load_cluster
+from phalanx.plan.operations import Passes, local_of
 from phalanx.plan.software import MEGATRON_2022, MEGATRON_2023
 from phalanx.plan.types import Job, Model, Overlap, Strategy
-from phalanx.plan.work.local import local_of
-from phalanx.plan.work.operations import Passes
 
 CLUSTER = load_cluster("selene", 512)
 JOB = Job(Model(layers=96, hidden=12288, heads=96, vocab_rows=51200, max_sequence=2048), 2048, 64)

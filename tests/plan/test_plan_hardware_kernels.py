@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.plan.hardware import device_names, load_device
-from phalanx.plan.hardware.either import LogCurve, LogGrid
+from phalanx.plan.hardware.formula import LogCurve, LogGrid
 
 DEVICES = {name: load_device(name) for name in device_names()}
 EVERY = pytest.mark.parametrize("name", list(DEVICES))

@@ -10,16 +10,8 @@ from hypothesis import strategies as st
 
 from phalanx.checkpoint.interval import daly, young
 from phalanx.core.errors import UserError
-from phalanx.plan.months.best import (
-    best_interval,
-    best_spares,
-    play_intervals,
-    play_spares,
-    with_interval,
-    with_spares,
-)
-from phalanx.plan.months.closed import closed_form
-from phalanx.plan.months.values import (
+from phalanx.simulate.failure_formulas import closed_form
+from phalanx.simulate.failure_model import (
     DAY_S,
     HOUR_S,
     Checkpoints,
@@ -30,6 +22,14 @@ from phalanx.plan.months.values import (
     Recovery,
     Story,
     Work,
+)
+from phalanx.simulate.failure_simulation import (
+    best_interval,
+    best_spares,
+    play_intervals,
+    play_spares,
+    with_interval,
+    with_spares,
 )
 
 FAILURES = Failures((FailureClass("f", 0.05, repair=Duration.exponential(6 * HOUR_S)),))

@@ -6,11 +6,10 @@ import pytest
 
 from phalanx.figures.simulate import choice_lines, run_histogram, straggler_lines, time_shares
 from phalanx.figures.style import Figure
-from phalanx.plan.months.files import load_failures
-from phalanx.plan.months.report import make_report
-from phalanx.plan.months.simulate import simulate
-from phalanx.plan.months.values import Pool, Story, Work
-from phalanx.plan.report.months_page import months_figures, months_sections
+from phalanx.plan.report.page_blocks import html_of
+from phalanx.simulate.failure_model import Pool, Story, Work, load_failures
+from phalanx.simulate.failure_report import make_report, months_figures, months_sections
+from phalanx.simulate.failure_simulation import simulate
 
 plotly = pytest.importorskip("plotly.graph_objects")
 
@@ -56,7 +55,7 @@ def test_a_page_of_months_has_a_place_for_every_figure() -> None:
     work = Work(16, step_s=10, steps=2000, days=5, price_per_device_hour=1)
     outcome = simulate(Story(work, load_failures("minder").scaled(0.1), pool=Pool(spares=2)), 6)
     report = make_report(outcome, "Minder", compare_runs=3)
-    text = "\n".join(months_sections(report))
+    text = html_of(months_sections(report))
     for name, figure in months_figures(report).items():
         assert f'id="{name}"' in text
         checked(figure)

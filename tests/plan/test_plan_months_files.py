@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from phalanx.core.errors import UserError
-from phalanx.plan.months.files import FOLDER, known, load_failures
-from phalanx.plan.months.values import (
+from phalanx.simulate.failure_model import (
+    FOLDER,
     Checkpoints,
     Duration,
     FailureClass,
@@ -20,6 +20,8 @@ from phalanx.plan.months.values import (
     Recovery,
     Story,
     Work,
+    known,
+    load_failures,
 )
 
 GOOD = """
@@ -165,8 +167,8 @@ def test_values_that_make_no_sense_are_refused(make: Any) -> None:
 
 def test_values_and_formulas_need_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys; import phalanx.plan.months.values, phalanx.plan.months.files, phalanx.plan.months.closed, "
-        "phalanx.plan.months.trace; assert not {'torch', 'numpy', 'scipy', 'pandas'} & set(sys.modules)\n"
-        "import phalanx.plan.months.best; assert not {'torch', 'scipy', 'pandas'} & set(sys.modules)"
+        "import sys; import phalanx.simulate.failure_model, phalanx.simulate.failure_formulas, "
+        "phalanx.simulate.failure_trace; assert not {'torch', 'numpy', 'scipy', 'pandas'} & set(sys.modules)\n"
+        "import phalanx.simulate.failure_simulation; assert not {'torch', 'scipy', 'pandas'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -9,11 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.plan.months.closed import binomial, closed_form, meta_ettr, mttf_s, standby
-from phalanx.plan.months.files import load_failures
-from phalanx.plan.months.outcome import Estimate
-from phalanx.plan.months.simulate import simulate
-from phalanx.plan.months.values import (
+from phalanx.simulate.failure_formulas import binomial, closed_form, meta_ettr, mttf_s, standby
+from phalanx.simulate.failure_model import (
     DAY_S,
     HOUR_S,
     Checkpoints,
@@ -24,7 +21,9 @@ from phalanx.plan.months.values import (
     Recovery,
     Story,
     Work,
+    load_failures,
 )
+from phalanx.simulate.failure_simulation import Estimate, simulate
 
 TABLES = Path(__file__).parents[3] / "shared" / "tables"
 RSC1, RSC2 = 6.5e-3, 2.34e-3

@@ -10,11 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.plan.months.history import PLANNED, History, draw, draw_lemons, laid_out
-from phalanx.plan.months.outcome import Outcome
-from phalanx.plan.months.simulate import simulate, simulate_histories
-from phalanx.plan.months.state import COUNTS, PARTS
-from phalanx.plan.months.values import (
+from phalanx.simulate.failure_model import (
     DAY_S,
     Checkpoints,
     Duration,
@@ -25,6 +21,8 @@ from phalanx.plan.months.values import (
     Story,
     Work,
 )
+from phalanx.simulate.failure_simulation import Outcome, simulate, simulate_histories
+from phalanx.simulate.run_state import COUNTS, PARTS, PLANNED_STOP, History, draw, draw_lemons, laid_out
 
 HOUR_S = 3600.0
 STOPS, SLOW, OUT, FATAL = range(4)
@@ -185,13 +183,13 @@ CASES = {
     ),
     "planned work": (
         replace(STORY, recovery=replace(STORY.recovery, planned_s=1000)),
-        [(5450, PLANNED, PLANNED, 1000)],
+        [(5450, PLANNED_STOP, PLANNED_STOP, 1000)],
         {"training": 4500 + 450 + 29 * 900 + 370, "saving": 500 + 100 + 2900, "planned": 1000, "restart": 80}
         | {"restarts": 1, "planned stops": 1},
     ),
     "without saving first": (
         replace(STORY, recovery=replace(STORY.recovery, planned_s=1000, saves_first=False)),
-        [(5450, PLANNED, PLANNED, 1000)],
+        [(5450, PLANNED_STOP, PLANNED_STOP, 1000)],
         {"training": 4500 + 29 * 900 + 470, "saving": 500 + 2900, "made again": 450, "planned": 1000, "restart": 80}
         | {"restarts": 1, "planned stops": 1},
     ),

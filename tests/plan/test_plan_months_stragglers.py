@@ -11,10 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
-from phalanx.plan.constant.stragglers import Spread
-from phalanx.plan.months.simulate import simulate
-from phalanx.plan.months.stragglers import Question, waits_by_size
-from phalanx.plan.months.values import DAY_S, Checkpoints, Duration, FailureClass, Failures, Pool, Recovery, Story, Work
+from phalanx.plan.waiting import Spread
+from phalanx.simulate.failure_model import (
+    DAY_S,
+    Checkpoints,
+    Duration,
+    FailureClass,
+    Failures,
+    Pool,
+    Recovery,
+    Story,
+    Work,
+)
+from phalanx.simulate.failure_simulation import simulate
+from phalanx.simulate.stragglers import Question, waits_by_size
 
 MEGASCALE = Spread(slow_share=0.005, slow_excess=0.1)
 

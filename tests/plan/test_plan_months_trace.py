@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from phalanx.core.errors import UserError
-from phalanx.plan.months import trace
-from phalanx.plan.months.files import load_failures
-from phalanx.plan.months.simulate import simulate, simulate_histories
-from phalanx.plan.months.trace import Fault, by_blocks, by_hosts, rates_of, read_trace, replay
-from phalanx.plan.months.values import DAY_S, Checkpoints, Pool, Recovery, Story, Work
+from phalanx.simulate import failure_trace
+from phalanx.simulate.failure_model import DAY_S, Checkpoints, Pool, Recovery, Story, Work, load_failures
+from phalanx.simulate.failure_simulation import simulate, simulate_histories
+from phalanx.simulate.failure_trace import Fault, by_blocks, by_hosts, rates_of, read_trace, replay
 
 YEAR = Path(__file__).parents[3] / "shared" / "data" / "faults" / "infinitehbd-fault-trace" / "fault_trace.json"
 has_year = pytest.mark.skipif(not YEAR.exists(), reason="the recorded year is not here")
@@ -107,7 +106,7 @@ def test_two_faults_of_one_host_add_up() -> None:
 def layout(hosts: int, spares: int, shrinks: bool) -> Story:
     """As in benchmarks/run_year.py."""
     return Story(
-        Work(hosts, days=trace.DAYS),
+        Work(hosts, days=failure_trace.DAYS),
         rates_of(read_trace(YEAR)),
         Recovery(5, 62.6, find_slow_s=1000, saves_first=False),
         Checkpoints(300, 0),
@@ -159,7 +158,7 @@ def test_the_file_of_rates_is_the_year() -> None:
         return sum(c.per_host_day * c.repair.mean_s for c in failures.classes)
 
     assert away(loaded) == pytest.approx(away(rates), rel=1e-3)
-    assert loaded.per_host_day() * 400 * trace.DAYS == pytest.approx(584, rel=1e-3)
+    assert loaded.per_host_day() * 400 * failure_trace.DAYS == pytest.approx(584, rel=1e-3)
 
 
 def test_a_recorded_year_can_be_watched_for_less() -> None:

@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.plan.network.conflicts import expected_fullest, expected_share, free_probability, fullest_probability
-from phalanx.plan.network.fabric import Fabric
-from phalanx.plan.network.flows import make_flows
-from phalanx.plan.network.routes import choose_paths
-from phalanx.plan.network.traffic import Phase
+from phalanx.simulate.fabric import Fabric, choose_paths
+from phalanx.simulate.network_simulation import expected_fullest, expected_share, free_probability, fullest_probability
+from phalanx.simulate.traffic import Phase, make_flows
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.sampled_from([1.0, 2.0, 2.5]))

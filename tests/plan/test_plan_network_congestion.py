@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.network.fixed_points import dcqcn_rest, swift_rest
 
-from phalanx.plan.network.congestion.fixed_points import dcqcn_rest, swift_rest
-from phalanx.plan.network.congestion.hot_spot import Cases, Trace, run_hot_spot
-from phalanx.plan.network.congestion.settings import Control, Dcqcn, Ecn, Pfc, Settings, Swift
-from phalanx.plan.network.congestion.table import HotLink, Table
+from phalanx.simulate.congestion import Cases, HotLink, Table, Trace, run_hot_spot
+from phalanx.simulate.network_settings import Control, Dcqcn, Ecn, Pfc, Settings, Swift
 
 CAPACITY, NIC = 50e9, 25e9
 FLOWS = (3, 4, 8, 16, 32, 64)

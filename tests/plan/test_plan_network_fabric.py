@@ -8,10 +8,8 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
-from phalanx.plan.network.fabric import Fabric
-from phalanx.plan.network.flows import Flows, make_flows
-from phalanx.plan.network.routes import Hashing, choose_paths, link_bytes
-from phalanx.plan.network.traffic import Phase
+from phalanx.simulate.fabric import Fabric, Hashing, choose_paths, link_bytes
+from phalanx.simulate.traffic import Flows, Phase, make_flows
 
 MEGASCALE = Fabric(hosts=1536, nics_per_host=8, nic_bytes_per_s=25e9, port_bytes_per_s=50e9)
 

@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.plan.network.fabric import Fabric
-from phalanx.plan.network.fairness import Crossings, max_min_rates
-from phalanx.plan.network.flows import make_flows
-from phalanx.plan.network.routes import choose_paths, link_bytes
-from phalanx.plan.network.traffic import Phase
+from phalanx.simulate.fabric import Fabric, choose_paths, link_bytes
+from phalanx.simulate.link_loads import Crossings, max_min_rates
+from phalanx.simulate.traffic import Phase, make_flows
 
 Network = tuple[list[int], list[dict[int, int]]]
 """Capacities, and for each item how often it crosses which link."""

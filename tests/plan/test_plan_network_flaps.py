@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
-from phalanx.plan.network.flaps import Retransmit, shortest_timeout
+from phalanx.simulate.network_settings import Retransmit, shortest_timeout
 
 
 def test_the_timer_is_that_of_the_specification() -> None:

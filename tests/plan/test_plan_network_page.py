@@ -10,13 +10,12 @@ import pytest
 
 from phalanx.figures.simulate import lost_bars, queue_lines
 from phalanx.plan.hardware.load import load_cluster
-from phalanx.plan.network.outcome import CAUSES, Report
-from phalanx.plan.network.scenario import changed, make_scenario
-from phalanx.plan.network.settings import network_of
-from phalanx.plan.network.simulate import what_if
-from phalanx.plan.network.text import fabric_line
-from phalanx.plan.network.traffic import Phase, Traffic
-from phalanx.plan.report.network_page import network_figures, network_sections
+from phalanx.plan.report.page_blocks import html_of
+from phalanx.simulate.network_report import fabric_line, network_figures, network_sections
+from phalanx.simulate.network_scenario import changed, make_scenario
+from phalanx.simulate.network_settings import network_of
+from phalanx.simulate.network_simulation import CAUSES, Report, what_if
+from phalanx.simulate.traffic import Phase, Traffic
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +59,7 @@ def test_queues_are_drawn_in_microseconds_over_milliseconds() -> None:
 
 
 def test_the_page_says_what_the_table_says_and_hides_nothing_in_markup(report: Report) -> None:
-    page = "\n".join(network_sections(report))
+    page = html_of(network_sections(report))
     assert "&lt;base&gt;" in page
     assert "<base>" not in page
     assert "never" in page

@@ -9,14 +9,14 @@ import pytest
 
 from phalanx.core.errors import UserError
 from phalanx.plan.hardware.load import load_cluster
-from phalanx.plan.network import settings
-from phalanx.plan.network.scenario import make_scenario, read_scenarios
-from phalanx.plan.network.settings import network_of
-from phalanx.plan.network.traffic import read_traffic
+from phalanx.simulate import network_settings
+from phalanx.simulate.network_scenario import make_scenario, read_scenarios
+from phalanx.simulate.network_settings import network_of
+from phalanx.simulate.traffic import read_traffic
 
 CLUSTER = load_cluster("megascale", 1024)
 BASE = make_scenario("now", network_of(CLUSTER), {})
-FABRIC = (Path(settings.__file__).parent / "fabrics" / "default.toml").read_text()
+FABRIC = (Path(network_settings.__file__).parent / "fabrics" / "default.toml").read_text()
 PHASE = """step_s = 1
 [[phase]]
 name = "data"

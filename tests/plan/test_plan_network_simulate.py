@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
 from phalanx.plan.hardware.load import load_cluster
-from phalanx.plan.network.conflicts import expected_fullest
-from phalanx.plan.network.loads import measure, shape_of
-from phalanx.plan.network.outcome import CAUSES, Outcome, Report
-from phalanx.plan.network.scenario import changed, make_scenario, read_scenarios, usual_scenarios
-from phalanx.plan.network.settings import Network, network_of
-from phalanx.plan.network.simulate import what_if
-from phalanx.plan.network.traffic import Layout, Phase, Traffic, make_traffic
+from phalanx.simulate.link_loads import measure, shape_of
+from phalanx.simulate.network_scenario import changed, make_scenario, read_scenarios, usual_scenarios
+from phalanx.simulate.network_settings import Network, network_of
+from phalanx.simulate.network_simulation import CAUSES, Outcome, Report, expected_fullest, what_if
+from phalanx.simulate.traffic import Layout, Phase, Traffic, make_traffic
 
 RING = Phase("data", "ring", 128, 8, 1e9, exposed_ratio=0.5)
 

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
 from phalanx.plan.hardware.load import load_cluster
-from phalanx.plan.network.predicted import traffic_of
-from phalanx.plan.network.scenario import make_scenario
-from phalanx.plan.network.settings import network_of
-from phalanx.plan.network.simulate import what_if
-from phalanx.plan.network.traffic import Layout, Phase, Traffic, make_traffic, read_traffic
 from phalanx.plan.predict import predict
 from phalanx.plan.types import Job, Model, Strategy
+from phalanx.simulate.network_scenario import make_scenario
+from phalanx.simulate.network_settings import network_of
+from phalanx.simulate.network_simulation import what_if
+from phalanx.simulate.traffic import Layout, Phase, Traffic, make_traffic, read_traffic, traffic_of
 
 RING = Phase("data", "ring", 8, 8, 1e9)
 TOML = """

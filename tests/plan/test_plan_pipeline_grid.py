@@ -8,8 +8,7 @@ import pytest
 from phalanx.parallel.config import Schedule
 from phalanx.parallel.pipeline.schedules import make_table
 from phalanx.plan.pipeline import grid as grids
-from phalanx.plan.pipeline.grid import Grid
-from phalanx.plan.pipeline.orders import make_orders, round_length
+from phalanx.plan.pipeline.grid import Grid, make_orders, round_length
 
 SIZES: list[tuple[Schedule, int, int]] = [
     *(("1f1b", ranks, 1) for ranks in (1, 2, 3, 4, 7, 8, 13, 16)),

@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.plan.hardware.load import load_cluster
 from phalanx.plan.software import MEGATRON_2022
-from phalanx.plan.step.layers import costs
+from phalanx.plan.stages import costs
 from phalanx.plan.types import Job, Model, Recompute, Strategy
 
 MODEL = Model(layers=48, hidden=6144, heads=64, vocab_rows=51200, max_sequence=2048)

@@ -17,8 +17,9 @@ from phalanx.core.errors import UserError
 from phalanx.parallel.config import Schedule
 from phalanx.plan.hardware.load import load_cluster
 from phalanx.plan.predict import predict
-from phalanx.plan.report.page import prediction_figures, prediction_sections, step_timeline, write_page
-from phalanx.plan.report.subject import Report
+from phalanx.plan.report.model import Report
+from phalanx.plan.report.page import prediction_figures, prediction_sections, step_timeline
+from phalanx.plan.report.page_blocks import html_of, write_page
 from phalanx.plan.software import MEGATRON_2022, PHALANX
 from phalanx.plan.types import Job, Model, Software, Strategy
 
@@ -69,7 +70,7 @@ def test_a_page_holds_all_it_needs(tmp_path: Path) -> None:
 
 def test_every_source_is_told_once_and_each_part_leads_to_its_own() -> None:
     shown = report()
-    page, text = _Page(), "".join(prediction_sections(shown))
+    page, text = _Page(), html_of(prediction_sections(shown))
     page.feed(text)
     sources = dict(re.findall(r'<li id="source-(\d+)">(.*?)</li>', text))
     assert {f"source-{number}" for number in sources} == set(page.links)
@@ -93,7 +94,7 @@ def test_names_cannot_break_the_page(tmp_path: Path) -> None:
 
 def test_without_a_pipeline_there_is_no_timeline() -> None:
     assert set(prediction_figures(report(1))) == {"step", "memory"}
-    assert 'id="pipeline"' not in "".join(prediction_sections(report(1)))
+    assert 'id="pipeline"' not in html_of(prediction_sections(report(1)))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_a_step_of_more_passes_than_can_be_seen_is_not_drawn() -> None:
     shown = report(8)
     many = replace(shown, prediction=replace(shown.prediction, job=replace(shown.prediction.job, global_batch=1 << 20)))
     assert "pipeline" in prediction_figures(shown) and "pipeline" not in prediction_figures(many)
-    assert 'id="pipeline"' not in "".join(prediction_sections(many))
+    assert 'id="pipeline"' not in html_of(prediction_sections(many))
 
 
 def test_without_plotly_the_cure_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 from search_costs import GPT3, FakeCosts
 
-from phalanx.plan.report.page import write_page
-from phalanx.plan.report.search_page import search_figures, search_sections
-from phalanx.plan.report.search_plain import search_json
+from phalanx.plan.report.as_json import search_json
+from phalanx.plan.report.page import search_figures, search_sections
+from phalanx.plan.report.page_blocks import write_page
 from phalanx.plan.report.search_text import (
     axes_of,
     numbers_of,
@@ -28,10 +28,8 @@ from phalanx.plan.report.search_text import (
     split_columns,
     thinned,
 )
-from phalanx.plan.search.constraints import parse
-from phalanx.plan.search.options import Machine
-from phalanx.plan.search.result import Outcome, SearchResult
-from phalanx.plan.search.search import search
+from phalanx.plan.search.constraints import Machine, parse
+from phalanx.plan.search.search import Outcome, SearchResult, search
 from phalanx.plan.types import Job, Prediction, Strategy
 
 

@@ -16,13 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from search_costs import GPT3, FakeCosts, FakeScores
 
-from phalanx.plan.search.constraints import CHOICES, parse
-from phalanx.plan.search.frontier import Costs
-from phalanx.plan.search.limits import limits_of
-from phalanx.plan.search.options import Machine
-from phalanx.plan.search.result import SearchResult, memory_bytes
-from phalanx.plan.search.scored import scored
-from phalanx.plan.search.search import search
+from phalanx.plan.report.model import limits_of
+from phalanx.plan.search.constraints import CHOICES, Machine, parse
+from phalanx.plan.search.frontier import Costs, scored
+from phalanx.plan.search.search import SearchResult, memory_bytes, search
 from phalanx.plan.search.space import NUMERIC, layouts
 from phalanx.plan.types import Job, Model, Part, Prediction, Strategy
 

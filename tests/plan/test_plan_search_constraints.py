@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from phalanx.core.errors import UserError
-from phalanx.plan.search.constraints import Constraints, parse
-from phalanx.plan.search.options import Machine, options_of
+from phalanx.plan.search.constraints import Constraints, Machine, options_of, parse
 from phalanx.plan.types import Job, Model, Software
 
 SMALL = Model(layers=2, hidden=64, heads=4, vocab_rows=256, max_sequence=64)

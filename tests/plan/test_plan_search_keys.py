@@ -11,9 +11,8 @@ from phalanx.model.config import ModelConfig
 from phalanx.parallel.choose import Machines, choose_layout
 from phalanx.parallel.feasible import Task
 from phalanx.plan.jobs import make_strategy
-from phalanx.plan.search.constraints import parse
-from phalanx.plan.search.keys import foreign, toml_keys
-from phalanx.plan.search.options import Machine
+from phalanx.plan.report.model import foreign, toml_keys
+from phalanx.plan.search.constraints import Machine, parse
 from phalanx.plan.search.search import search
 from phalanx.plan.types import Job, Model, Strategy
 from phalanx.train.config import RunConfig

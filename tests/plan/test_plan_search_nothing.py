@@ -6,8 +6,7 @@ import pytest
 from search_costs import GPT3, FakeCosts
 
 from phalanx.core.errors import UserError
-from phalanx.plan.search.constraints import parse
-from phalanx.plan.search.options import Machine
+from phalanx.plan.search.constraints import Machine, parse
 from phalanx.plan.search.search import search
 from phalanx.plan.types import Job, Model
 

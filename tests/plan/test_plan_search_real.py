@@ -12,11 +12,9 @@ import pytest
 from phalanx.plan.hardware import load_cluster
 from phalanx.plan.predict import predict
 from phalanx.plan.score import score
-from phalanx.plan.search.constraints import parse
+from phalanx.plan.search.constraints import Machine, parse
 from phalanx.plan.search.frontier import Costs
-from phalanx.plan.search.options import Machine
-from phalanx.plan.search.result import memory_bytes
-from phalanx.plan.search.search import search
+from phalanx.plan.search.search import memory_bytes, search
 from phalanx.plan.search.space import Space, layouts
 from phalanx.plan.types import Job, Model, Strategy
 

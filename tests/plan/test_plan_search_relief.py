@@ -12,14 +12,15 @@ from rich.console import Console
 
 from phalanx.plan.hardware.load import load_cluster
 from phalanx.plan.predict import predict
+from phalanx.plan.report.as_json import prediction_json
+from phalanx.plan.report.model import changed_settings
 from phalanx.plan.report.page import prediction_sections
-from phalanx.plan.report.plain import prediction_json
-from phalanx.plan.report.subject import changed_settings
+from phalanx.plan.report.page_blocks import html_of
 from phalanx.plan.report.text import prediction_text
 from phalanx.plan.score import score
-from phalanx.plan.search.options import Machine
-from phalanx.plan.search.relief import reliefs
-from phalanx.plan.search.scored import Costs
+from phalanx.plan.search.constraints import Machine
+from phalanx.plan.search.frontier import Costs
+from phalanx.plan.search.search import reliefs
 from phalanx.plan.types import Job, Model, Prediction, Strategy
 
 CLUSTER = load_cluster("h100_400g", 16)
@@ -70,6 +71,6 @@ def test_they_are_told_in_every_form() -> None:
     file = io.StringIO()
     Console(file=file, width=140, color_system=None).print(prediction_text(shown, width=140))
     assert words in file.getvalue().partition("on the same ranks it fits with")[2]
-    assert words in "".join(prediction_sections(shown))
+    assert words in html_of(prediction_sections(shown))
     assert prediction_json(shown)["reliefs"][0]["settings"] == words
-    assert "on the same ranks" not in "".join(prediction_sections(report(1, 90.0)))
+    assert "on the same ranks" not in html_of(prediction_sections(report(1, 90.0)))

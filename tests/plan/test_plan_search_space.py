@@ -19,8 +19,7 @@ from phalanx.model.config import ModelConfig
 from phalanx.parallel.choose import Machines, choose_layout
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.feasible import Task
-from phalanx.plan.search.constraints import parse
-from phalanx.plan.search.options import Machine
+from phalanx.plan.search.constraints import Machine, parse
 from phalanx.plan.search.space import NUMERIC, Space, layouts
 from phalanx.plan.types import Job, Model
 

@@ -9,8 +9,8 @@ import pytest
 
 from phalanx.core.errors import UserError
 from phalanx.plan.hardware.load import load_cluster
+from phalanx.plan.jobs import JOB, MODEL, SOFTWARE, STRATEGY, Allowed
 from phalanx.plan.predict import predict
-from phalanx.plan.step.allowed import JOB, MODEL, SOFTWARE, STRATEGY, Allowed
 from phalanx.plan.types import Job, Model, Software, Strategy
 
 CLUSTER = load_cluster("selene", 16)

@@ -8,18 +8,10 @@ import numpy as np
 import pytest
 
 from phalanx.parallel.config import Schedule
-from phalanx.plan.constant.stragglers import (
-    Spread,
-    most_of_normals,
-    pipeline_loss,
-    pipeline_sigma,
-    slowest,
-    waiting,
-)
 from phalanx.plan.pipeline import grid as grids
-from phalanx.plan.pipeline.advance import _row_by_row
-from phalanx.plan.pipeline.closed import even_span
-from phalanx.plan.pipeline.orders import round_length
+from phalanx.plan.pipeline.evaluate import _row_by_row, even_span
+from phalanx.plan.pipeline.grid import round_length
+from phalanx.plan.waiting import Spread, most_of_normals, pipeline_loss, pipeline_sigma, slowest, waiting
 
 HARTER = {
     1: 0.0,

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 
 import phalanx
+from phalanx.plan.overheads import LEARNT, OWN_SPREAD
 from phalanx.plan.predict import predict
 from phalanx.plan.report.validation_text import left_out_cells, left_out_line
-from phalanx.plan.residual import LEARNT, OWN_SPREAD
-from phalanx.plan.validate.assumptions import SETTINGS
-from phalanx.plan.validate.jobs import cluster_of, job_of, strategy_of
-from phalanx.plan.validate.later import (
+from phalanx.plan.validate.assumptions import (
     ALTERNATIVES_LATER,
     BLOOM_FP16,
     FOUNDRY_H100,
@@ -24,10 +22,11 @@ from phalanx.plan.validate.later import (
     NEMO_GPT3,
     NEMO_LLAMA,
     NEMO_LLAMA_8B,
+    SETTINGS,
 )
+from phalanx.plan.validate.compare import published_flops
 from phalanx.plan.validate.left_out import INTERVAL_SHARE, Judged, Rows, judge, learn, own_spread, rows_of
-from phalanx.plan.validate.null import published_flops
-from phalanx.plan.validate.rows import TABLES, Row, read_table
+from phalanx.plan.validate.published import TABLES, Row, cluster_of, job_of, read_table, strategy_of
 
 LIMITS = {
     # Mean and largest absolute error of what `phalanx plan` says, the learnt residual included; a change that makes

@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 
 from phalanx.model.config import ModelConfig
 from phalanx.model.shapes import flops_per_token
+from phalanx.plan.layer import head, layer
+from phalanx.plan.operations import Attend, Product, local_of
 from phalanx.plan.software import FSDP2, MEGATRON_2022, PHALANX
-from phalanx.plan.step.stages import model_flops
+from phalanx.plan.stages import model_flops
 from phalanx.plan.types import Job, Model, Recompute, Strategy
-from phalanx.plan.work.ends import head
-from phalanx.plan.work.layer import layer
-from phalanx.plan.work.local import local_of
-from phalanx.plan.work.operations import Attend, Product
 
 
 @st.composite

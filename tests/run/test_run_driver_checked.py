@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from phalanx.checks.contract import CheckResult, failed, passed
+from phalanx.checks.neighbours import Threshold
 from phalanx.checks.network import judge_peers
 from phalanx.checks.peer import PeerMeasure
 from phalanx.checks.system import judge_clock
-from phalanx.checks.thresholds import Threshold
 from phalanx.run import messages
 from phalanx.run.clock import Now
 from phalanx.run.decide.events import CheckFailed, CheckPassed

@@ -1,4 +1,4 @@
-"""Writes phalanx/plan/months/failures/infinitehbd.toml: rates and repairs of recorded faults, by class and effect."""
+"""Writes phalanx/simulate/failures/infinitehbd.toml: rates and repairs of recorded faults, by class and effect."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.core.files import write_bytes
-from phalanx.plan.months.trace import DAYS, DETECTION_S, NODES, Fault, on_job
+from phalanx.simulate.failure_trace import DAYS, DETECTION_S, NODES, Fault, on_job
 
 _BINS = 20
 _HEAD = f"""\
 # Failures of a cluster of {NODES} GPU servers (8 GPUs each) over {DAYS} days: InfiniteHBD-Trace (Apache-2.0, SIGCOMM
 # 2025, arXiv 2502.03885), made by `python benchmarks/plan_months.py --write-rates`. Rates and repairs are measured;
-# what each class does to a job, and how soon that is noticed, is assumed (phalanx/plan/months/trace.py). Repairs: means
-# of twentieths of all that were recorded, by length, so their mean is exact. The faults come in bursts, which rates
-# forget.
+# what each class does to a job, and how soon that is noticed, is assumed (phalanx/simulate/failure_trace.py). Repairs:
+# means of twentieths of all that were recorded, by length, so their mean is exact. The faults come in bursts, which
+# rates forget.
 source = "InfiniteHBD-Trace: 584 faults of {NODES} servers in {DAYS} days"
 """
 

@@ -1,6 +1,6 @@
 """The faults of a cluster of 400 GPU servers over 349 days (InfiniteHBD-Trace); the planner reads the same."""
 
-from phalanx.plan.months.trace import NODES, Effect, Fault, effect_of, read_trace
-from phalanx.plan.months.values import DAY_S
+from phalanx.simulate.failure_model import DAY_S
+from phalanx.simulate.failure_trace import NODES, Effect, Fault, effect_of, read_trace
 
 __all__ = ["DAY_S", "NODES", "Effect", "Fault", "effect_of", "read_trace"]

@@ -14,15 +14,12 @@ from dataclasses import replace
 
 from phalanx.checks.calibration.contract import TINY, Precision, Timing
 from phalanx.optim.config import Kind as Optimizer
-from phalanx.plan.calibrate.found import Found, at
-from phalanx.plan.constant.optimizer import norm_s, update_s
+from phalanx.plan.calibrate.measure import Found, at
 from phalanx.plan.hardware.device import Device
+from phalanx.plan.layer import embedding, head, layer
+from phalanx.plan.operations import Local, Operation, Stream, local_of, timed
+from phalanx.plan.overheads import norm_s, update_s
 from phalanx.plan.types import Job, Model, Software, Strategy
-from phalanx.plan.work.ends import embedding, head
-from phalanx.plan.work.layer import layer
-from phalanx.plan.work.local import Local, local_of
-from phalanx.plan.work.operations import Operation, Stream
-from phalanx.plan.work.times import timed
 
 _HEAD_DIM = 64
 _BETWEEN = ("rms_norm", "layer_norm", "swiglu", "gelu", "rotary", "rows")

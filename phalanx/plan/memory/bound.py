@@ -13,10 +13,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.plan.distinct import distinct
-from phalanx.plan.memory.flight import Counts, held, passes_by_chunk, round_length, warmup, weights_done
-from phalanx.plan.memory.pieces import Kind, Pieces, kinds_of, pieces_of, stages_held
-from phalanx.plan.memory.rank import Share, complete, parts_of
+from phalanx.plan.hardware.formula import distinct
+from phalanx.plan.memory.rank import (
+    Counts,
+    Kind,
+    Pieces,
+    Share,
+    complete,
+    held,
+    kinds_of,
+    parts_of,
+    passes_by_chunk,
+    pieces_of,
+    round_length,
+    stages_held,
+    warmup,
+    weights_done,
+)
 from phalanx.plan.types import Floats, Ints, Job, Strategy
 
 Bytes = NDArray[np.float64]

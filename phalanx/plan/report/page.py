@@ -1,21 +1,49 @@
-"""A prediction as one HTML file that needs nothing else: tables, and figures by the plotly.js that is put into it."""
+"""Pages of a prediction, of what a search found, and of predictions beside published measurements."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
-from pathlib import Path
-from string import Template
+from collections.abc import Iterable, Iterator, Sequence
 
 from phalanx.core import units
-from phalanx.core.errors import UserError
-from phalanx.core.files import write_bytes
-from phalanx.figures.plan import memory_bars, pipeline_timeline, step_breakdown
+from phalanx.figures.plan import (
+    choice_costs,
+    errors_by_row,
+    memory_bars,
+    pareto_scatter,
+    pipeline_timeline,
+    step_breakdown,
+)
 from phalanx.figures.style import Figure
 from phalanx.parallel.pipeline.schedules import make_table
 from phalanx.parallel.pipeline.timeline import Lengths, Timeline, simulate
-from phalanx.plan.report.subject import MEMORY_KINDS, Report, changed_settings
+from phalanx.plan.report.model import MEMORY_KINDS, Report, changed_settings, foreign, make_tree, printed, toml_keys
+from phalanx.plan.report.page_blocks import (
+    Block,
+    Bullets,
+    Cards,
+    Cell,
+    Code,
+    FigurePlace,
+    Fold,
+    Heading,
+    PageTable,
+    Paragraph,
+    Sources,
+    numbers,
+    soft,
+)
+from phalanx.plan.report.search_text import (
+    axes_of,
+    choices_text,
+    limits_text,
+    numbers_of,
+    others_text,
+    removed_lines,
+    short_columns,
+    short_text,
+    split_columns,
+    value_text,
+)
 from phalanx.plan.report.text import (
     batch_line,
     days_text,
@@ -25,56 +53,49 @@ from phalanx.plan.report.text import (
     start_up_line,
     verdict_line,
 )
-from phalanx.plan.report.tree import make_tree, printed
-from phalanx.plan.types import Part, Prediction
+from phalanx.plan.report.validation_text import (
+    LEFT_OUT_COLUMNS,
+    ablation_cells,
+    after_comparing_lines,
+    assumed_lines,
+    left_out_cells,
+    left_out_line,
+    mean_and_most,
+    places_shown,
+    row_cells,
+)
+from phalanx.plan.search.frontier import memory_bytes
+from phalanx.plan.search.search import SearchResult
+from phalanx.plan.types import Part, Prediction, Strategy
+from phalanx.plan.validate.compare import Change, TableResult
+from phalanx.plan.validate.left_out import Judged
 
-_TEMPLATE = Path(__file__).with_name("page.html")
 # Passes through stages that are drawn at most: with more, none could be seen.
 _MOST_PASSES = 50_000
 
 
-def write_page(path: Path, title: str, sections: Sequence[str], figures: Mapping[str, Figure]) -> None:
-    """Write a page of `sections` in HTML; each figure goes where an element has its name for an id.
-
-    Raises:
-        UserError: the package that brings plotly.js is not there, or the file cannot be written.
-    """
-    text = Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
-        title=escape(title),
-        body="\n".join(sections),
-        plotly=_plotly_js(),
-        # Within a script, nothing may look like its end.
-        figures=json.dumps(figures, allow_nan=False).replace("<", "\\u003c"),
-    )
-    try:
-        write_bytes(path, text.encode())
-    except OSError as error:
-        raise UserError(f"cannot be written ({error.strerror})", cure="give another file", value=str(path)) from None
-
-
-def prediction_sections(report: Report, heading: str = "") -> list[str]:
-    """A prediction in HTML; `prediction_figures` has the figures that belong into it.
+def prediction_sections(report: Report, heading: str = "") -> list[Block]:
+    """A prediction as blocks; `prediction_figures` has the figures that belong into it.
 
     Args:
         heading: over it, on a page that has a title; else it has one of its own.
     """
     prediction = report.prediction
-    sources = _Sources()
-    sections = [*_head(report, heading), _cards(report), "<h2>The step</h2>", place("step")]
-    sections.append(_parts_table(prediction, sources))
+    sources = _SourceNumbers()
+    blocks = [*_head(report, heading), *_cards(report), Heading("The step"), FigurePlace("step")]
+    blocks.append(_parts_table(prediction, sources))
     if prediction.hidden:
-        sections += ["<h3>Hidden behind other work, not in the sum</h3>", _list_table(prediction.hidden, sources)]
-    sections += ["<h2>Memory</h2>", place("memory")]
+        blocks += [Heading("Hidden behind other work, not in the sum", 3), _list_table(prediction.hidden, sources)]
+    blocks += [Heading("Memory"), FigurePlace("memory")]
     if report.reliefs:
-        sections += ["<h3>On the same ranks it fits with</h3>", _reliefs_table(report)]
+        blocks += [Heading("On the same ranks it fits with", 3), _reliefs_table(report)]
     if _is_drawn(prediction):
-        sections += ["<h2>Pipeline</h2>", place("pipeline")]
+        blocks += [Heading("Pipeline"), FigurePlace("pipeline")]
     if prediction.start_up:
-        sections += ["<h2>Start-up</h2>", f"<p>{escape(start_up_line(prediction))}</p>"]
-        sections.append(_list_table(prediction.start_up, sources))
+        blocks += [Heading("Start-up"), Paragraph(start_up_line(prediction)), _list_table(prediction.start_up, sources)]
     if notes := (*report.remarks, *prediction.notes):
-        sections += ["<h2>Notes</h2>", "<ul>", *(f"<li>{escape(note)}</li>" for note in notes), "</ul>"]
-    return [*sections, "<h2>What the numbers rest on</h2>", sources.listed()]
+        blocks += [Heading("Notes"), Bullets(notes)]
+    return [*blocks, Heading("What the numbers rest on"), sources.listed()]
 
 
 def prediction_figures(report: Report) -> dict[str, Figure]:
@@ -135,121 +156,235 @@ def step_timeline(prediction: Prediction) -> Timeline:
     return simulate(table, Lengths(lambda action: seconds[action.kind][action.stage], times.send_s, times.blocking))
 
 
-def _plotly_js() -> str:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        cure = "install it with: pip install 'phalanx-train[report]'"
-        raise UserError("a page needs the package plotly, which is not installed", cure=cure) from None
-    return str(get_plotlyjs())
-
-
-def place(name: str) -> str:
-    """Where a figure goes."""
-    return f'<div class="figure" id="{name}"></div>'
-
-
-def _head(report: Report, heading: str) -> list[str]:
+def _head(report: Report, heading: str) -> list[Block]:
     prediction = report.prediction
     on = f"{prediction.devices:,} × {report.device}, cluster {prediction.cluster}"
-    batch = f"{batch_line(prediction)}, {prediction.job.precision}, {prediction.job.optimizer}"
-    title = f"<h1>{escape(report.name)}: {units.count(report.parameters)} parameters on {escape(on)}</h1>"
+    title = f"{report.name}: {units.count(report.parameters)} parameters on {on}"
     return [
-        f"<h2>{escape(heading)}</h2>" if heading else title,
-        f'<p class="soft">{escape(layout_line(prediction.strategy))}</p>',
-        f'<p class="soft">{escape(batch)}</p>',
+        Heading(heading) if heading else Heading(title, 1),
+        soft(layout_line(prediction.strategy)),
+        soft(f"{batch_line(prediction)}, {prediction.job.precision}, {prediction.job.optimizer}"),
     ]
 
 
-def _cards(report: Report) -> str:
+def _cards(report: Report) -> list[Block]:
     prediction = report.prediction
-    cards = [
-        (seconds_text(prediction.step_s), "a step"),
-        *(
-            [(" to ".join(map(seconds_text, prediction.interval_s)), "8 of 10 such steps")]
-            if prediction.interval_s
-            else []
-        ),
-        (f"{prediction.tokens_per_s:,.0f}", "tokens/s"),
-        (f"{100 * prediction.mfu:.1f} %", "MFU"),
-    ]
+    cards = [(seconds_text(prediction.step_s), "a step")]
+    if prediction.interval_s:
+        cards.append((" to ".join(map(seconds_text, prediction.interval_s)), "8 of 10 such steps"))
+    cards += [(f"{prediction.tokens_per_s:,.0f}", "tokens/s"), (f"{100 * prediction.mfu:.1f} %", "MFU")]
     if report.run_s is not None:
         cards.append((days_text(report.run_s), f"{units.count(report.total_tokens)} tokens without a failure"))
     if report.device_hours is not None:
         cards.append((hours_text(report.device_hours), "device-hours for that"))
     if report.cost_usd is not None:
         cards.append((f"{report.cost_usd:,.0f}", f"USD, at {report.usd_per_device_hour:.2f} per device and hour"))
-    cells = [f'<div class="card"><b>{escape(value)}</b><span>{escape(what)}</span></div>' for value, what in cards]
-    verdict = f'<p class="{"good" if report.fits else "bad"}"><b>{escape(verdict_line(report))}</b></p>'
-    return f'<div class="cards">{"".join(cells)}</div>\n{verdict}'
+    return [Cards(cards), Paragraph(verdict_line(report), "good" if report.fits else "bad", strong=True)]
 
 
-class _Sources:
-    """What numbers rest on, each told once, at the end of the page; tables refer to it by number."""
+class _SourceNumbers:
+    """What numbers rest on, each once, at the end of the page; tables refer to it by number."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
 
-    def known(self, part: Part | None) -> str:
+    def known(self, part: Part | None) -> Cell:
         """A cell that says how a part is known, with the number of its source."""
         if part is None:
-            return "<td></td>"
-        number = self._numbers.setdefault(part.source, len(self._numbers) + 1)
-        return f'<td>{part.mark} <sup><a href="#source-{number}">{number}</a></sup></td>'
+            return Cell("")
+        return Cell(part.mark, source=self._numbers.setdefault(part.source, len(self._numbers) + 1))
 
-    def listed(self) -> str:
+    def listed(self) -> Sources:
         """All that were referred to."""
-        rows = (f'<li id="source-{number}">{escape(source)}</li>' for source, number in self._numbers.items())
-        return f'<ol class="soft sources">{"".join(rows)}</ol>'
+        return Sources(tuple(self._numbers))
 
 
-def _parts_table(prediction: Prediction, sources: _Sources) -> str:
+def _parts_table(prediction: Prediction, sources: _SourceNumbers) -> PageTable:
     """The tree of parts, with how each is known."""
     root = make_tree(prediction.parts)
     unit, texts = printed(root)
     rows = []
     for depth, node in root.walk():
         if depth:
-            name = f'<td class="d{min(depth - 1, 3)}">{escape(node.name.replace("_", " "))}</td>'
+            name = Cell(node.name.replace("_", " "), f"d{min(depth - 1, 3)}")
             share = f"{100 * node.seconds / root.seconds:.1f} %"
-            numbers = f'<td class="n">{texts[id(node)]}</td><td class="n">{share}</td>'
-            rows.append(f"<tr>{name}{numbers}{sources.known(node.part)}</tr>")
-    in_all = f'<td class="n">{texts[id(root)]}</td><td class="n">100.0 %</td>'
-    heads = f'<th>part</th><th class="n">{unit}</th><th class="n">share</th><th>how known</th>'
-    return table(heads, rows, f"<td>step</td>{in_all}<td></td>")
+            rows.append([name, *numbers((texts[id(node)], share)), sources.known(node.part)])
+    heads = [Cell("part"), *numbers((unit, "share")), Cell("how known")]
+    return PageTable(heads, rows, [Cell("step"), *numbers((texts[id(root)], "100.0 %")), Cell("")])
 
 
-def _list_table(parts: Iterable[Part], sources: _Sources) -> str:
+def _list_table(parts: Iterable[Part], sources: _SourceNumbers) -> PageTable:
     """Parts beside the step, the longest first."""
     rows = [
-        f'<tr><td>{escape(part.path)}</td><td class="n">{seconds_text(part.seconds)}</td>{sources.known(part)}</tr>'
+        [Cell(part.path), Cell(seconds_text(part.seconds), "n"), sources.known(part)]
         for part in sorted(parts, key=lambda part: -part.seconds)
         if part.seconds
     ]
-    return table('<th>part</th><th class="n">time</th><th>how known</th>', rows)
+    return PageTable([Cell("part"), Cell("time", "n"), Cell("how known")], rows)
 
 
-def _reliefs_table(report: Report) -> str:
+def _reliefs_table(report: Report) -> PageTable:
     """Settings that make it fit, with what they cost."""
     rows = []
     for one in report.reliefs:
+        gib = f"{max(rank.total for rank in one.memory) / 2**30:,.1f}"
         more = f"{100 * (one.step_s / report.prediction.step_s - 1):+.1f} %"
-        numbers = (f"{max(rank.total for rank in one.memory) / 2**30:,.1f}", f"{one.step_s:,.3f}", more)
-        cells = "".join(f'<td class="n">{number}</td>' for number in numbers)
-        settings = escape(changed_settings(report.prediction.strategy, one.strategy))
-        rows.append(f'<tr>{cells}<td class="first">{settings}</td></tr>')
-    heads = "".join(f'<th class="n">{name}</th>' for name in ("GiB", "step s", "longer"))
-    return table(f"{heads}<th>settings</th>", rows, stacked=True)
+        settings = changed_settings(report.prediction.strategy, one.strategy)
+        rows.append([*numbers((gib, f"{one.step_s:,.3f}", more)), Cell(settings, "first")])
+    return PageTable([*numbers(("GiB", "step s", "longer")), Cell("settings")], rows, stacked=True)
 
 
-def table(heads: str, rows: Sequence[str], foot: str = "", *, stacked: bool = False) -> str:
-    """A table of ready cells and rows.
+def search_sections(result: SearchResult) -> list[Block]:
+    """A search as blocks; `search_figures` has the figures that belong into it."""
+    best = result.best[0]
+    counts = (
+        f"{result.candidates:,} layouts by the rules, {result.fitting:,} fit; {result.predicted:,} predicted in full, "
+        f"the others bounded away in {seconds_text(result.seconds)}{'' if result.proven else '; not proven'}"
+    )
+    blocks: list[Block] = [Heading("The fastest layouts"), soft(counts), *_layouts(result.best, result.limit_bytes)]
+    if len(result.shapes) > 1:
+        blocks += [Heading("The best of each way to share the devices", 3)]
+        blocks += _layouts(result.shapes, result.limit_bytes)
+    blocks += [Heading("Memory and time"), FigurePlace("pareto")]
+    if result.sensitivities:
+        blocks += [Heading("Choices"), FigurePlace("choices"), _choices(result)]
+    blocks += [Heading("To paste into the config"), Code(toml_keys(best.job, best.strategy))]
+    blocks += [Paragraph(f"Not possible yet: {words}") for words in foreign(best.strategy)]
+    if lines := removed_lines(result):
+        blocks += [Heading("What the rules took away"), Bullets(lines)]
+    return blocks
+
+
+def search_figures(result: SearchResult) -> dict[str, Figure]:
+    """The figures of a search, by the id of their place."""
+    figures = {"pareto": pareto_scatter(list(layout_rows(result)), result.limit_bytes)}
+    if result.sensitivities:
+        figures["choices"] = choice_costs(list(choice_rows(result)))
+    return figures
+
+
+def layout_rows(result: SearchResult) -> Iterator[dict[str, object]]:
+    """Every layout that was predicted and kept, once: `layout`, `step_s`, `bytes`, `mfu`, `front`."""
+    front = set(map(_key, result.pareto))
+    seen = set()
+    for prediction in (*result.pareto, *result.best, *result.shapes):
+        if _key(prediction) not in seen:
+            seen.add(_key(prediction))
+            yield {
+                "layout": words_of(prediction.strategy),
+                "step_s": float(prediction.step_s),
+                "bytes": float(memory_bytes(prediction)),
+                "mfu": float(prediction.mfu),
+                "front": _key(prediction) in front,
+            }
+
+
+def choice_rows(result: SearchResult) -> Iterator[dict[str, object]]:
+    """Every value of every choice that fits: `choice`, `value`, `more`."""
+    best_s = result.best[0].step_s
+    for choice in result.sensitivities:
+        for outcome in choice.outcomes:
+            if outcome.best is not None:
+                more = outcome.best.step_s / best_s - 1
+                value = value_text(choice.choice, outcome.value)
+                yield {"choice": choice.choice.replace("_", " "), "value": value, "more": float(more)}
+
+
+def words_of(strategy: Strategy) -> str:
+    """A layout in one line: its axes and its choices that matter there."""
+    _, names = split_columns([strategy])
+    return f"{axes_of(strategy)}, {choices_text(strategy, names)}"
+
+
+def _key(prediction: Prediction) -> str:
+    return repr(prediction.strategy)
+
+
+def _layouts(predictions: Sequence[Prediction], limit_bytes: float) -> list[Block]:
+    """A row for each layout, with what limits it."""
+    differing, same = short_columns([prediction.strategy for prediction in predictions])
+    names = [Cell(name.replace("_", " ")) for name in differing]
+    heads = [*numbers(("step s", "MFU", "GiB")), Cell("layout"), *names, Cell("limited by")]
+    rows = [
+        [
+            *numbers(texts),
+            Cell(axes_of(prediction.strategy), "first"),
+            *(Cell(short_text(prediction.strategy, name)) for name in differing),
+            Cell(limits_text(prediction, limit_bytes, 2), "source"),
+        ]
+        for prediction, texts in zip(predictions, numbers_of(predictions), strict=True)
+    ]
+    shared = choices_text(predictions[0].strategy, same)
+    return [PageTable(heads, rows, stacked=True), *([soft(f"all: {shared}")] if shared else [])]
+
+
+def _choices(result: SearchResult) -> PageTable:
+    """Every choice: what the best has, and how much longer a step takes with its other values."""
+    best_s = result.best[0].step_s
+    rows = []
+    for choice in result.sensitivities:
+        if others := [each for each in choice.outcomes if each.value != choice.value]:
+            value, words = value_text(choice.choice, choice.value), others_text(choice.choice, others, best_s)
+            rows.append([Cell(choice.choice.replace("_", " "), "first"), Cell(value, "source"), Cell(words, "source")])
+    return PageTable([Cell("choice"), Cell("best"), Cell("others")], rows, stacked=True)
+
+
+def validation_sections(
+    results: Sequence[TableResult], changes: Sequence[Change], left_out: Sequence[Judged] = (), *, all_rows: bool
+) -> list[Block]:
+    """All tables in short, the ablation, and every table with its rows; `validation_figures` has the figure.
 
     Args:
-        stacked: it has many columns: on a narrow screen each row is a block, under its cell of the class ``first``;
-            else the table can be pushed sideways there.
+        all_rows: of long tables all rows, not the worst alone.
     """
-    ending = f"<tfoot><tr>{foot}</tr></tfoot>" if foot else ""
-    kind = ' class="stack"' if stacked else ""
-    head = f"<table{kind}><thead><tr>{heads}</tr></thead>"
-    return f'<div class="wide">{head}<tbody>{"".join(rows)}</tbody>{ending}</table></div>'
+    blocks: list[Block] = [FigurePlace("errors"), Heading("All tables"), _summary(results)]
+    blocks += map(soft, after_comparing_lines(results))
+    blocks.append(soft("The null model is fitted to all rows of a table but the one that it predicts."))
+    if changes:
+        columns = ("change", "predicted", "gain", "published", "published gain")
+        gains = [(each.name, *ablation_cells(each, is_first=place == 0)) for place, each in enumerate(changes)]
+        blocks += [Heading("MegaScale, table 3: points of MFU after each change"), _validation_table(columns, gains)]
+    if left_out:
+        rows = [(one.title, *left_out_cells(one)) for one in left_out]
+        blocks += [Heading("Tables left out"), _validation_table(("table", *LEFT_OUT_COLUMNS), rows)]
+        blocks.append(soft(left_out_line(left_out)))
+    return [*blocks, Heading("Row by row"), *(_rows(result, all_rows) for result in results)]
+
+
+def validation_figures(results: Sequence[TableResult]) -> dict[str, Figure]:
+    """The figure of `validation_sections`."""
+    rows = [
+        {"table": each.setting.title, "row": one.row.row_id, "measured_s": one.row.step_s, "error": one.error}
+        for each in results
+        for one in each.compared
+    ]
+    return {"errors": errors_by_row(rows)}
+
+
+def _summary(results: Sequence[TableResult]) -> PageTable:
+    rows = [
+        (
+            result.setting.title,
+            str(len(result.compared)),
+            *mean_and_most(result.errors),
+            *mean_and_most(result.null_errors),
+        )
+        for result in results
+    ]
+    return _validation_table(("table", "rows", "mean", "max", "null mean", "null max"), rows)
+
+
+def _rows(result: TableResult, all_rows: bool) -> Fold:
+    """A table that can be opened, with what is assumed for it."""
+    mean, most = mean_and_most(result.errors)
+    shown = places_shown(result, all_rows)
+    left_out = len(result.compared) - len(shown)
+    lines = [*([f"and {left_out} rows that are nearer"] if left_out else []), *assumed_lines(result)]
+    names = ("row", "devices", "batch", "measured s", "predicted s", "error", "null model")
+    table = _validation_table(names, [row_cells(result, number) for number in shown])
+    return Fold(f"{result.setting.title}: mean {mean}, largest {most}", [table, *map(soft, lines)])
+
+
+def _validation_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> PageTable:
+    cells = [[Cell(first, "first"), *numbers(rest)] for first, *rest in rows]
+    return PageTable([Cell(names[0]), *numbers(names[1:])], cells, stacked=True)

@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.core.layout import Layout
+from phalanx.plan.report.model import foreign, limits_of, toml_keys
 from phalanx.plan.report.text import make_columns, seconds_text, title, wrapped
-from phalanx.plan.search.keys import foreign, toml_keys
-from phalanx.plan.search.limits import limits_of
-from phalanx.plan.search.result import Outcome, SearchResult, Sensitivity, memory_bytes
+from phalanx.plan.search.frontier import memory_bytes
+from phalanx.plan.search.search import Outcome, SearchResult, Sensitivity
 from phalanx.plan.types import Prediction, Strategy
 
 _MOST_PARETO = 10

@@ -11,8 +11,18 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.core import units
-from phalanx.plan.report.subject import MEMORY_KINDS, Report, changed_settings, pipeline_ranks_shown
-from phalanx.plan.report.tree import Node, make_tree, marks_of, precision_of, printed, pruned
+from phalanx.plan.report.model import (
+    MEMORY_KINDS,
+    Node,
+    Report,
+    changed_settings,
+    make_tree,
+    marks_of,
+    pipeline_ranks_shown,
+    precision_of,
+    printed,
+    pruned,
+)
 from phalanx.plan.types import INTERVAL_SHARE, Part, Prediction, Strategy
 
 _BAR = 12

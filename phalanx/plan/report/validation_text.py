@@ -13,11 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.plan.report.text import make_columns, title, wrapped
-from phalanx.plan.validate.ablation import Change
 from phalanx.plan.validate.assumptions import AFTER_COMPARING
-from phalanx.plan.validate.compare import TableResult
+from phalanx.plan.validate.compare import Change, Own, TableResult, is_inside
 from phalanx.plan.validate.left_out import Judged
-from phalanx.plan.validate.own import Own, is_inside
 
 _MOST_ROWS = 12
 

@@ -1,9 +1,11 @@
-"""What a person asks of the layouts that are searched, in words such as ``tensor=8``, ``pipeline<=16``, ``zero!=3``.
+"""Constraints on the layouts that a search tries, in words such as ``tensor=8``, ``pipeline<=16``, ``zero!=3``.
 
 A word is a name, a comparison and values. Numbers are compared with every layout; choices (`CHOICES`) say what is tried
 at all; ``memory`` is how much of a device a layout may fill; ``inside_host`` which groups have to stay inside one host.
 Several words about one number all hold. What is not asked for has the defaults of `Constraints`; a word about a number
 that has a default bound replaces it, and ``NAME=any`` only removes it.
+
+`Machine` says where layouts are searched.
 """
 
 from __future__ import annotations
@@ -14,12 +16,16 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from phalanx.core import units
 from phalanx.core.errors import UserError
 from phalanx.parallel.config import ContextMethod, Schedule
-from phalanx.plan.types import Overlap, Recompute
+from phalanx.plan.types import Job, Overlap, Recompute
+
+if TYPE_CHECKING:
+    from phalanx.plan.hardware import Cluster
+
 
 NUMBERS: Mapping[str, str] = {
     "pipeline": "pipeline ranks",
@@ -99,7 +105,7 @@ class Constraints:
     Attributes:
         bounds: of numbers. By default sequences are not cut into less than 1,024 tokens a rank, and no stage has over
             an eighth more layers than the mean: such layouts are possible, many, and slow.
-        choices: what is tried of each choice, where it is not the default of `phalanx.plan.search.options`.
+        choices: what is tried of each choice, where it is not the default of `phalanx.plan.search.constraints`.
         memory: of a device that a layout may fill: up to 1 a share, above it bytes.
         inside_host: groups of these axes, and those nearer than them, stay inside a host.
     """
@@ -238,3 +244,49 @@ def _axes(word: str, comparison: str, value: str) -> tuple[str, ...]:
             value=word,
         )
     return axes
+
+
+# The config's default. Sizes hardly matter to a step's time; who wants to know gives several.
+_BUCKET_BYTES = 25_000_000
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices that a job is to be spread over.
+
+    Attributes:
+        devices: all of them are used.
+        memory_bytes: of each.
+        kind: what they are; fused overlap needs GPUs.
+    """
+
+    devices: int
+    devices_per_host: int
+    memory_bytes: float
+    kind: Literal["gpu", "cpu"] = "gpu"
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> Machine:
+        """All devices of `cluster`."""
+        device = cluster.device
+        return cls(cluster.devices, cluster.devices_per_host, device.memory_bytes, device.kind)
+
+
+def options_of(job: Job, machine: Machine, asked: Constraints) -> Mapping[str, tuple[Any, ...]]:
+    """What is tried of each choice: what `asked` names, else all that `phalanx train` can run on `machine`.
+
+    A program other than ours is searched with the same choices, and with recomputed attention alone, where it does not
+    keep scores on the chip.
+    """
+    ours: dict[str, tuple[Any, ...]] = {
+        "schedule": CHOICES["schedule"],
+        "zero": CHOICES["zero"],
+        "recompute": ("none", "elementwise", "mlp", "full"),
+        "sequence_parallel": (True,),
+        "tensor_overlap": ("none", "chunked", "fused") if machine.kind == "gpu" else ("none", "chunked"),
+        "context_method": CHOICES["context_method"],
+        "bucket_bytes": (_BUCKET_BYTES,),
+    }
+    if not job.software.fused_attention:
+        ours["recompute"] = ("none", "attention", "full")
+    return {**ours, **asked.choices}

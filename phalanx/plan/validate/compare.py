@@ -1,23 +1,43 @@
-"""Predicted against published: errors by row, and what the open choices change."""
+"""Predicted against published step times: errors by row, what the open choices change, and a null model beside.
+
+The null model is ``step = a ideal (1 + (p - 1) / (v m)) + b``: time at peak, the bubble, and a constant. It is fitted
+to the very rows that it is judged by, but for one at a time; a model that knows nothing of them has to stand beside it.
+
+`ablation` is MegaScale's table 3, what each of its changes to Megatron-LM gains, one after another: 175B on 256 GPUs
+with a batch of 256, at the end of 768; the published column is model FLOPs utilisation, in points. `compare_own` reads
+a CSV file like those of `tables` with a user's own steps, whose rows say more, as nobody has written down beforehand
+how they were run; where a column is missing or empty, the command line decides, or the default.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import csv
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.core.errors import UserError
+from phalanx.optim.config import Kind as Optimizer
 from phalanx.plan.hardware.load import load_cluster
+from phalanx.plan.overheads import residual_of
 from phalanx.plan.predict import predict
-from phalanx.plan.types import Prediction
-from phalanx.plan.validate.assumptions import ALTERNATIVES, SETTINGS, Setting
-from phalanx.plan.validate.jobs import cluster_of, job_of, strategy_of
-from phalanx.plan.validate.later import ALTERNATIVES_LATER, LATER
-from phalanx.plan.validate.null import ideal_s, leave_one_out
-from phalanx.plan.validate.rows import TABLES, Row, read_table
+from phalanx.plan.software import software_named
+from phalanx.plan.types import Job, Overlap, Precision, Prediction, Strategy
+from phalanx.plan.validate.assumptions import (
+    ALTERNATIVES,
+    ALTERNATIVES_LATER,
+    LATER,
+    LLAMA,
+    MEGASCALE_OWN,
+    MEGATRON,
+    SETTINGS,
+    Setting,
+)
+from phalanx.plan.validate.published import TABLES, Row, cluster_of, job_of, read_table, strategy_of
 
 
 @dataclass(frozen=True)
@@ -92,3 +112,205 @@ def _spread(setting: Setting, rows: list[Row]) -> dict[str, float]:
             errors = [abs(_compared(row, changed).error) for row in rows]
             found[f"{name} = {getattr(value, 'name', value)}"] = float(np.mean(errors))
     return found
+
+
+_LEAST = 4
+"""Rows below which two numbers explain nothing."""
+
+
+def published_flops(job: Job) -> float:
+    """FLOPs of a step as the publications count them: attention over all pairs, no recompute.
+
+    For GPT-3's shape that is ``72 B s L h^2 (1 + s/6h + V/12hL)`` (arXiv 2104.04473).
+    """
+    model = job.model
+    width, rows = model.hidden, model.heads * model.head_dim
+    projections = width * (2 * rows + 2 * model.kv_heads * model.head_dim)
+    mlp = (3 if model.gated else 2) * width * model.mlp_width
+    each = 6.0 * (projections + mlp) + 12.0 * job.sequence * rows
+    return job.tokens * (model.layers * each + 6.0 * model.vocab_rows * width)
+
+
+def ideal_s(job: Job, strategy: Strategy, peak_flops_per_s: float) -> float:
+    """Seconds of a step at the peak rate, with the bubble."""
+    flops = published_flops(job)
+    micro_batches = strategy.micro_batches(job.global_batch)
+    bubble = 1 + (strategy.pipeline - 1) / (strategy.chunks * micro_batches)
+    return float(flops / (strategy.world_size * peak_flops_per_s) * bubble)
+
+
+def leave_one_out(ideal: Sequence[float], measured: Sequence[float]) -> NDArray[np.float64]:
+    """Errors of the null model, each row predicted by numbers fitted to all others; empty for fewer than four rows.
+
+    Fitted by least squares of relative errors, as it is judged.
+    """
+    if len(ideal) < _LEAST:
+        return np.zeros(0)
+    x, y = np.asarray(ideal), np.asarray(measured)
+    columns = np.stack([x, np.ones_like(x)], axis=1) / y[:, None]
+    errors = []
+    for left in range(len(y)):
+        others = np.arange(len(y)) != left
+        fitted, *_ = np.linalg.lstsq(columns[others], np.ones(len(y) - 1), rcond=None)
+        errors.append(columns[left] @ fitted - 1)
+    return np.array(errors)
+
+
+PUBLISHED = (47.7, 52.3, 53.3, 55.5, 58.0, 59.5, 61.2, 62.3, 65.3)
+"""Points of MFU after each change (arXiv 2402.15627, table 3)."""
+
+_ROW = Row("ms-t3", 96, 12288, 128, 64000, 2048, 256, 0, 256, 8, 8, 6, 4, "", None, 0.0)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One line of the table: points of MFU after it, and what it gained, predicted and published."""
+
+    name: str
+    predicted: float
+    gain: float
+    published: float
+    published_gain: float
+
+
+def steps() -> list[tuple[str, Setting, int]]:
+    """The settings after each change, and the batch: each keeps all changes before it."""
+    base = MEGATRON
+    block = replace(base, block=MEGASCALE_OWN.block)
+    window = replace(block, window=MEGASCALE_OWN.window)
+    tensor = replace(window, tensor_overlap=MEGASCALE_OWN.tensor_overlap, tensor_chunks=MEGASCALE_OWN.tensor_chunks)
+    pipeline = replace(tensor, software=replace(base.software, pipeline_overlap=True))
+    overlapped = replace(pipeline.software, data_overlap=True, first_gather_hidden=True)
+    data = replace(pipeline, software=overlapped)
+    fused = replace(MEGASCALE_OWN.software, loader_hidden=base.software.loader_hidden)
+    operators = replace(data, software=fused, recompute=MEGASCALE_OWN.recompute)
+    other = replace(operators, software=MEGASCALE_OWN.software)
+    lamb = replace(other, optimizer="lamb")
+    return [
+        ("Megatron-LM", base, 256),
+        ("parallel block", block, 256),
+        ("sliding window", window, 256),
+        ("tensor overlap", tensor, 256),
+        ("pipeline overlap", pipeline, 256),
+        ("data overlap", data, 256),
+        ("efficient operators", operators, 256),
+        ("data pipeline and other code", other, 256),
+        ("LAMB, batch of 768", lamb, 768),
+    ]
+
+
+def ablation() -> list[Change]:
+    """All lines of the table."""
+    found: list[Change] = []
+    for (name, setting, batch), published in zip(steps(), PUBLISHED, strict=True):
+        predicted = 100 * _mfu(setting, batch)
+        before = found[-1] if found else None
+        gain = predicted - before.predicted if before else 0.0
+        published_gain = published - before.published if before else 0.0
+        found.append(Change(name, predicted, gain, published, published_gain))
+    return found
+
+
+def _mfu(setting: Setting, batch: int) -> float:
+    """Utilisation as the table counts it: FLOPs of full attention over all pairs, over the peak."""
+    row = replace(_ROW, global_batch=batch)
+    job, strategy, cluster = job_of(row, setting), strategy_of(row, setting), cluster_of(row, setting)
+    peak = strategy.world_size * cluster.device.peak_flops_per_s(setting.precision)
+    return published_flops(job) / float(peak * predict(job, strategy, cluster).step_s)
+
+
+MODELS: Mapping[str, Mapping[str, object]] = {"gpt": {}, "llama": LLAMA}
+"""What a model is made of: GPT-2's kind (learned positions, LayerNorm, biases, GELU, dropout, tied embeddings), or
+Llama's (rotary, RMSNorm, gate, none of the others)."""
+
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "precision": get_args(Precision),
+    "optimizer": get_args(Optimizer),
+    "tensor_overlap": get_args(Overlap),
+    "zero": ("0", "1", "2", "3"),
+    "model": tuple(MODELS),
+}
+COLUMNS = ("cluster", "software", *_CHOICES)
+"""Columns that a file of one's own may have beside those of `rows`."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """Steps of one's own.
+
+    Attributes:
+        compared: each with its prediction at efficiency 1.
+    """
+
+    compared: tuple[Compared, ...]
+
+    @property
+    def efficiency(self) -> float:
+        """Predicted over measured seconds: the median, as one slow run says little."""
+        return float(np.median([one.error + 1 for one in self.compared]))
+
+    @property
+    def inside(self) -> float | None:
+        """Share of steps that lie in their interval; None: their machines have none."""
+        known = [between for one in self.compared if (between := is_inside(one)) is not None]
+        return float(np.mean(known)) if known else None
+
+    def left(self, one: Compared) -> float:
+        """Error of a row once the efficiency is given."""
+        return (one.error + 1) / self.efficiency - 1
+
+
+def is_inside(one: Compared) -> bool | None:
+    """Whether a step lies in the interval that is predicted for it; None: its machine has none."""
+    if one.prediction.interval_s is None:
+        return None
+    low_s, high_s = one.prediction.interval_s
+    return bool(low_s <= one.row.step_s <= high_s)
+
+
+def compare_own(path: Path, cluster: str | None, software: str | None) -> Own:
+    """Predict every row of a file.
+
+    Args:
+        cluster, software: of rows that name none.
+
+    Raises:
+        UserError: the file cannot be read, a row names no cluster, or cannot be run like that.
+    """
+    rows = read_table(path)
+    if not rows:
+        raise UserError("has no row", cure="give it a line for each measured step", field=str(path))
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        lines = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    return Own(tuple(_compared_own(path, row, line, cluster, software) for row, line in zip(rows, lines, strict=True)))
+
+
+def _compared_own(path: Path, row: Row, line: dict[str, str], cluster: str | None, software: str | None) -> Compared:
+    def said(column: str) -> str:
+        return (line.get(column) or "").strip()
+
+    where = f"{path}: row {row.row_id}"
+    name = said("cluster") or cluster
+    if name is None:
+        raise UserError("no cluster", cure="add a column cluster, or give --cluster NAME|FILE", field=where)
+    for column, known in _CHOICES.items():
+        if said(column) and said(column) not in known:
+            cure = f"take one of {', '.join(known)}"
+            raise UserError("is not known", cure=cure, field=f"{where}: {column}", value=said(column))
+    try:
+        setting = Setting(
+            table=path.stem,
+            title=path.name,
+            cluster=name,
+            software=software_named(said("software") or software or "phalanx"),
+            precision=cast(Precision, said("precision") or "bf16"),
+            optimizer=cast(Optimizer, said("optimizer") or "adamw"),
+            zero=int(said("zero") or 1),
+            tensor_overlap=cast(Overlap, said("tensor_overlap") or "none"),
+            model=MODELS[said("model") or "gpt"],
+        )
+        machine = cluster_of(row, setting)
+        job = replace(job_of(row, setting), residual=replace(residual_of(machine), efficiency=1.0))
+        return Compared(row, predict(job, strategy_of(row, setting), machine))
+    except UserError as error:
+        raise UserError(f"{error.field or ''} {error.problem}".strip(), cure=error.cure, field=where) from None

@@ -20,11 +20,9 @@ from numpy.typing import NDArray
 
 from phalanx.plan.predict import predict
 from phalanx.plan.types import INTERVAL_SHARE, Job, Recompute, Residual, Strategy
-from phalanx.plan.validate.assumptions import Setting
-from phalanx.plan.validate.jobs import cluster_of, job_of, strategy_of
-from phalanx.plan.validate.later import LATER
-from phalanx.plan.validate.null import published_flops
-from phalanx.plan.validate.rows import TABLES, read_table
+from phalanx.plan.validate.assumptions import LATER, Setting
+from phalanx.plan.validate.compare import published_flops
+from phalanx.plan.validate.published import TABLES, cluster_of, job_of, read_table, strategy_of
 
 Array = NDArray[np.float64]
 

@@ -213,7 +213,7 @@ class House(Protocol):
     token: bytes
     job: str
     answers: codec.Decoder
-    websocket: codec.Decoder
+    frames: codec.Decoder
     clock: Callable[[], float]
     logger: logging.Logger
 

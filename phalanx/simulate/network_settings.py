@@ -1,0 +1,384 @@
+"""The network of a cluster from its file: fabric, switches, congestion control, timers; each number has a source.
+
+Link flaps and retransmission timers (`Retransmit`): a reliable connection sends again when no acknowledgement has come
+for ``4.096 µs · 2^timeout`` and gives up after `retries` of that: the collective fails and with it the job (InfiniBand
+specification, volume 1, 12.7.34 and 12.7.38, as NCCL's documentation of NCCL_IB_TIMEOUT and NCCL_IB_RETRY_CNT names
+it). What matters is not only whether the connection outlives the flap: with a long timer the link is up again long
+before anything is sent over it. Adaptive retransmission begins with a short timer and doubles it up to the configured
+one, within the same time in all (NVIDIA, Adaptive Retransmission: Parameters Control).
+
+`Settings` are those of switches and adapters that decide how queues build up and drain: PFC, ECN, DCQCN, Swift.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from phalanx.core.errors import UserError
+from phalanx.plan.hardware.cluster import Cluster
+from phalanx.plan.hardware.load import Section, read
+from phalanx.plan.types import Number
+from phalanx.simulate.fabric import Fabric
+
+_FABRICS = Path(__file__).parent / "fabrics"
+_DEFAULT = "default.toml"
+_MOST_PORTS = 65_536
+_MOMENT = (1e-9, 1.0)  # of timers and delays, seconds
+_TABLES: Mapping[str, Mapping[str, tuple[float, float]]] = {
+    "fabric": {
+        "port_bytes_per_s": (1e5, 1e15),
+        "uplink_split": (1, 64),
+        "tor_oversubscription_ratio": (0.01, 100),
+        "aggregation_oversubscription_ratio": (0.01, 100),
+        "hop_latency_s": _MOMENT,
+        "buffer_bytes": (1e3, 1e12),
+        "queue_pairs": (1, 64),
+        "mtu_bytes": (64, 1e6),
+    },
+    "pfc": {"threshold_ratio": (0.001, 100), "resume_ratio": (0.01, 1)},
+    "ecn": {"low_s": _MOMENT, "high_s": _MOMENT, "mark_ratio": (1e-6, 1)},
+    "dcqcn": {
+        "gain_ratio": (1e-6, 1),
+        "notification_s": _MOMENT,
+        "alpha_timer_s": _MOMENT,
+        "increase_timer_s": _MOMENT,
+        "increase_counter_bytes": (64, 1e12),
+        "fast_recovery": (1, 100),
+        "increase_ratio": (1e-9, 1),
+    },
+    "swift": {
+        "base_target_s": _MOMENT,
+        "hop_target_s": _MOMENT,
+        "increase": (1e-6, 1e6),
+        "decrease_ratio": (1e-6, 1),
+        "largest_decrease_ratio": (1e-6, 1),
+        "flow_range_s": _MOMENT,
+        "flow_low": (1e-6, 1e6),
+        "flow_high": (1e-6, 1e6),
+    },
+    "retransmit": {
+        "timeout_exponent": (1, 31),
+        "retries": (1, 7),
+        "adaptive_first_s": (4e-6, 1e4),
+        "reroute_s": (0, 1e6),
+    },
+}
+"""Each number that a file may have, and between which values it can be computed with."""
+_WHOLE = ("uplink_split", "queue_pairs", "timeout_exponent", "retries")
+_ASCENDING = (("ecn", "low_s", "high_s"), ("swift", "flow_low", "flow_high"))
+
+
+@dataclass(frozen=True)
+class Network:
+    """A cluster's network as its file has it.
+
+    Attributes:
+        described: whether a file describes this cluster's fabric; else it is the default one.
+        devices_per_host: ranks on each host.
+        latency_s: of one message between hosts, without queues.
+        numbers: each with mark and source, by dotted key.
+    """
+
+    name: str
+    described: bool
+    fabric: Fabric
+    settings: Settings
+    retransmit: Retransmit
+    queue_pairs: int
+    reroute_s: float
+    devices: int
+    devices_per_host: int
+    latency_s: float
+    numbers: Mapping[str, Number]
+
+
+def network_of(cluster: Cluster, fabric_file: Path | None = None) -> Network:
+    """The network that connects a cluster's hosts: of `fabric_file`, of the file of its name, or the default one.
+
+    Raises:
+        UserError: a number is missing or cannot be, or the fabric has no room for so many hosts.
+    """
+    file = fabric_file or _named(cluster.name)
+    shape, numbers = _read(file)
+    numbers = {**numbers, **{key: cluster.number(key) for key in ("network.nic_bytes_per_s", "network.achieved_ratio")}}
+    values = {key: number.value for key, number in numbers.items()}
+    fabric = _fabric(cluster, shape, values)
+    return Network(
+        name=cluster.name,
+        described=file.name != _DEFAULT,
+        fabric=fabric,
+        settings=_congestion(values, fabric),
+        retransmit=Retransmit(
+            int(values["retransmit.timeout_exponent"]),
+            int(values["retransmit.retries"]),
+            adaptive_first_s=values["retransmit.adaptive_first_s"],
+        ),
+        queue_pairs=int(values["fabric.queue_pairs"]),
+        reroute_s=values["retransmit.reroute_s"],
+        devices=cluster.devices,
+        devices_per_host=cluster.devices_per_host,
+        latency_s=cluster.value("network.latency_s"),
+        numbers=numbers,
+    )
+
+
+def _named(name: str) -> Path:
+    path = _FABRICS / f"{name}.toml"
+    return path if path.exists() else _FABRICS / _DEFAULT
+
+
+def _read(path: Path) -> tuple[dict[str, int], dict[str, Number]]:
+    """Shape and numbers of a file; what it leaves out is as in default.toml."""
+    default = read(_FABRICS / _DEFAULT)
+    given = read(path)
+    shape = {key: _whole(given if given.has(key) else default, key) for key in ("layers", "radix", "rail_optimised")}
+    numbers = {}
+    for table, keys in _TABLES.items():
+        own = given.sub(table) if given.has(table) else None
+        for key, bounds in keys.items():
+            section = own if own is not None and own.has(key) else default.sub(table)
+            numbers[f"{table}.{key}"] = _within(section, key, *bounds)
+        if own is not None:
+            own.done()
+    given.done()
+    for table, low, high in _ASCENDING:
+        least, value = (numbers[f"{table}.{key}"].value for key in (low, high))
+        if least >= value:
+            cure = f"give more than {low}, {least:g}"
+            raise UserError(
+                "is no more than where it begins", cure=cure, field=given.where(f"{table}.{high}"), value=value
+            )
+    return shape, numbers
+
+
+def _within(section: Section, key: str, least: float, most: float) -> Number:
+    number = section.number(key)
+    whole = key in _WHOLE
+    if not least <= number.value <= most or (whole and number.value != int(number.value)):
+        cure = f"give a {'whole ' * whole}number from {least:g} to {most:g}"
+        raise section.refusal("cannot be computed with", cure, key, number.value)
+    return number
+
+
+def _whole(section: Section, key: str) -> int:
+    value = section.raw(key)
+    is_flag = key == "rail_optimised"
+    if not isinstance(value, int) or isinstance(value, bool) is not is_flag or not 0 <= value <= _MOST_PORTS:
+        cure = "write true or false" if is_flag else f"write a whole number up to {_MOST_PORTS:,}"
+        raise section.refusal("is no such value", cure, key, value)
+    return value
+
+
+def _fabric(cluster: Cluster, shape: Mapping[str, int], values: Mapping[str, float]) -> Fabric:
+    """Rates are what payload reaches; several NICs of one device count as one."""
+    achieved = values["network.achieved_ratio"]
+    nics = min(cluster.nics_per_host, cluster.devices_per_host)
+    return Fabric(
+        hosts=cluster.hosts,
+        nics_per_host=nics,
+        nic_bytes_per_s=values["network.nic_bytes_per_s"] * achieved * cluster.nics_per_host / nics,
+        port_bytes_per_s=values["fabric.port_bytes_per_s"] * achieved,
+        radix=shape["radix"],
+        layers=shape["layers"],  # type: ignore[arg-type]
+        rail_optimised=bool(shape["rail_optimised"]),
+        uplink_split=int(values["fabric.uplink_split"]),
+        tor_oversubscription=values["fabric.tor_oversubscription_ratio"],
+        aggregation_oversubscription=values["fabric.aggregation_oversubscription_ratio"],
+        hop_latency_s=values["fabric.hop_latency_s"],
+    )
+
+
+def _congestion(values: Mapping[str, float], fabric: Fabric) -> Settings:
+    switches = 2 * fabric.layers - 1
+
+    def of(table: str) -> dict[str, float]:
+        return {key: values[f"{table}.{key}"] for key in _TABLES[table]}
+
+    dcqcn = of("dcqcn")
+    return Settings(
+        round_trip_s=2 * (switches + 1) * fabric.hop_latency_s,
+        switches=switches,
+        mtu_bytes=values["fabric.mtu_bytes"],
+        ecn=Ecn(**of("ecn")),
+        pfc=Pfc(buffer_bytes=values["fabric.buffer_bytes"], **of("pfc")),
+        dcqcn=Dcqcn(gain=dcqcn.pop("gain_ratio"), **dcqcn),
+        swift=Swift(**of("swift")),
+    )
+
+
+_UNIT_S = 4.096e-6
+
+
+@dataclass(frozen=True)
+class Retransmit:
+    """How adapters send again.
+
+    Attributes:
+        timeout_exponent: the timer is 4.096 µs times 2 to the power of it (NCCL_IB_TIMEOUT), 1 to 31.
+        retries: NCCL_IB_RETRY_CNT, 1 to 7.
+        adaptive: begin with `adaptive_first_s` and double it.
+    """
+
+    timeout_exponent: int = 20
+    retries: int = 7
+    adaptive: bool = False
+    adaptive_first_s: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name, least, most in (("timeout_exponent", 1, 31), ("retries", 1, 7)):
+            value = getattr(self, name)
+            if value != int(value) or not least <= value <= most:
+                cure = f"write a whole number from {least} to {most}"
+                raise UserError("is out of what adapters take", cure=cure, field=name, value=value)
+        if not 4e-6 <= self.adaptive_first_s <= 1e4:
+            cure = "write seconds, at least 4e-6, the shortest timer of adapters"
+            raise UserError("is no timer", cure=cure, field="adaptive_first_s", value=self.adaptive_first_s)
+
+    @property
+    def timer_s(self) -> float:
+        """Time without acknowledgement after which a message is sent again."""
+        return float(_UNIT_S * 2**self.timeout_exponent)
+
+    @property
+    def patience_s(self) -> float:
+        """The longest flap that a connection outlives: its last retry still arrives."""
+        return self.retries * self.timer_s
+
+    def tries_s(self) -> list[float]:
+        """When messages are sent again, seconds after they were lost."""
+        if not self.adaptive:
+            return [number * self.timer_s for number in range(1, self.retries + 1)]
+        tries, wait_s = [], min(self.adaptive_first_s, self.timer_s)
+        at_s = wait_s
+        while at_s < self.patience_s:
+            tries.append(at_s)
+            wait_s = min(2 * wait_s, self.timer_s)
+            at_s += wait_s
+        return [*tries, self.patience_s]
+
+    def stall_s(self, flap_s: float) -> float:
+        """How long a connection stands still whose message is lost as the link goes down; infinite if it gives up.
+
+        Raises:
+            UserError: `flap_s` is no time.
+        """
+        if not 0 <= flap_s < 1e7:
+            raise UserError("is no time that a link is down", cure="write seconds", field="flap_s", value=flap_s)
+        if flap_s == 0:
+            return 0.0
+        return next((at_s for at_s in self.tries_s() if at_s >= flap_s), math.inf)
+
+
+def shortest_timeout(flap_s: float, retries: int) -> int | None:
+    """The least timeout exponent whose connections outlive a flap; None: no adapter waits that long."""
+    return next((number for number in range(1, 32) if Retransmit(number, retries).patience_s >= flap_s), None)
+
+
+Control = Literal["dcqcn", "swift", "mixed", "none"]
+"""How senders find their rate: by marks (DCQCN), by delay (Swift), by both, whichever is slower (as MegaScale 3.6
+describes theirs), or not at all, so that only pauses (PFC) hold them back."""
+
+
+def check_control(name: str) -> None:
+    """Refuse what is no way of congestion control.
+
+    Raises:
+        UserError: it is none.
+    """
+    if name not in get_args(Control):
+        cure = f"write one of {', '.join(get_args(Control))}"
+        raise UserError("is no congestion control known here", cure=cure, field="congestion", value=name)
+
+
+@dataclass(frozen=True)
+class Ecn:
+    """Marks by queue length: none up to `low_s`, `mark_ratio` at `high_s`, all above; lengths as time to drain."""
+
+    low_s: float = 32e-6
+    high_s: float = 128e-6
+    mark_ratio: float = 0.2
+
+
+@dataclass(frozen=True)
+class Pfc:
+    """Pauses: a port is told to stop when what came from it takes up too much of the buffer.
+
+    Attributes:
+        threshold_ratio: of what is free of the buffer.
+        resume_ratio: of that threshold, below which it may go on.
+    """
+
+    buffer_bytes: float = 113e6
+    threshold_ratio: float = 0.11
+    resume_ratio: float = 0.9
+
+
+@dataclass(frozen=True)
+class Dcqcn:
+    """Zhu et al., SIGCOMM 2015.
+
+    Attributes:
+        gain: of the running mean of marks, g.
+        notification_s: a receiver notifies at most once in this time, τ.
+        alpha_timer_s: after which the mean is brought up to date, τ'.
+        increase_timer_s: T. increase_counter_bytes: B.
+        fast_recovery: increases half-way back to the old rate before it grows, F.
+        increase_ratio: additive increase R_AI, of the adapter's rate.
+    """
+
+    gain: float = 1 / 256
+    notification_s: float = 50e-6
+    alpha_timer_s: float = 55e-6
+    increase_timer_s: float = 55e-6
+    increase_counter_bytes: float = 10e6
+    fast_recovery: float = 5
+    increase_ratio: float = 0.001
+
+
+@dataclass(frozen=True)
+class Swift:
+    """Kumar et al., SIGCOMM 2020; windows in packets.
+
+    Attributes:
+        base_target_s: delay that is aimed at, and `hop_target_s` for each switch.
+        increase: packets for each round trip, ai.
+        decrease_ratio: β. largest_decrease_ratio: max_mdf.
+        flow_range_s: how much more delay is allowed to a window of `flow_low`; none from `flow_high`.
+    """
+
+    base_target_s: float = 20e-6
+    hop_target_s: float = 3.05e-6
+    increase: float = 1.0
+    decrease_ratio: float = 0.8
+    largest_decrease_ratio: float = 0.5
+    flow_range_s: float = 100e-6
+    flow_low: float = 0.1
+    flow_high: float = 100.0
+
+    @property
+    def flow_slope_s(self) -> float:
+        """α: delay allowed on top is ``α/√window`` less what `flow_high` would have."""
+        return float(self.flow_range_s / (self.flow_low**-0.5 - self.flow_high**-0.5))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All of it, for one fabric.
+
+    Attributes:
+        round_trip_s: without queues.
+        switches: on the longest way.
+        mtu_bytes: payload of a packet.
+    """
+
+    round_trip_s: float = 12e-6
+    switches: int = 5
+    mtu_bytes: float = 4096
+    ecn: Ecn = field(default_factory=Ecn)
+    pfc: Pfc = field(default_factory=Pfc)
+    dcqcn: Dcqcn = field(default_factory=Dcqcn)
+    swift: Swift = field(default_factory=Swift)

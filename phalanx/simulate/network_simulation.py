@@ -1,0 +1,502 @@
+"""What the network does to a step: oversubscription, hashing, placement, congestion and flaps, one on top of the other.
+
+Each circumstance comes on top of those before it, so that the seconds lost to each add up. How often hashes collide is
+also given in closed form: flows that choose among links at random are balls into bins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.core.errors import UserError
+from phalanx.simulate.congestion import NO_EFFECT, Effect, HotLink, Table
+from phalanx.simulate.link_loads import Load, flow_shares, measure, shape_of
+from phalanx.simulate.network_scenario import Scenario
+from phalanx.simulate.network_settings import Control, Network, shortest_timeout
+from phalanx.simulate.traffic import Phase, Traffic
+
+Stage = Literal["ideal", "oversubscription", "hashing", "placement"]
+_STAGES: tuple[Stage, ...] = ("ideal", "oversubscription", "hashing", "placement")
+_HOT = 1 + 1e-6
+_MOST_DRAWS = 1000
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One question with everything that it needs."""
+
+    network: Network
+    traffic: Traffic
+    scenario: Scenario
+
+    def load(self, phase: Phase, stage: Stage, draw: int) -> Load:
+        """The fullest link of a phase with all circumstances up to `stage`."""
+        shape = shape_of(phase, self.traffic, self.network.devices, self.network.devices_per_host)
+        scenario = self.scenario
+        fabric = scenario.fabric
+        if stage == "ideal":
+            fabric = fabric.changed(tor_oversubscription=1.0, aggregation_oversubscription=1.0)
+        hashing = scenario.hashing if stage in ("hashing", "placement") else "ideal"
+        placement = scenario.placement if stage == "placement" else "packed"
+        # What no draw decides is computed once.
+        seed = draw if hashing != "ideal" or placement == "scattered" else 0
+        pairs = scenario.queue_pairs if hashing != "ideal" else 1
+        return measure(shape, fabric, hashing, placement, pairs, seed)
+
+    def time_s(self, phase: Phase, load: Load) -> float:
+        """Of a phase without queues: bytes over the fullest link, and latencies of sends that wait for one another."""
+        if not load.seconds:
+            return 0.0
+        return phase.rank_bytes * load.seconds + phase.times * phase.hops * self.network.latency_s
+
+    def hot_link(self, load: Load) -> HotLink | None:
+        """What congestion control has to deal with; None where no link is asked for more than it carries."""
+        if load.overload <= _HOT:
+            return None
+        return HotLink.of(self.scenario.congestion, load.paths, load.overload, load.capacity, load.hot_links)
+
+
+def what_if(
+    network: Network, traffic: Traffic, scenarios: Sequence[Scenario], draws: int = 8, *, curves: bool = False
+) -> Report:
+    """The step of every scenario.
+
+    Args:
+        draws: of hashes and, where hosts are scattered, of places; each is a job of its own.
+        curves: also follow the queue at the hottest link under each kind of congestion control.
+
+    Raises:
+        UserError: the devices do not fill the groups of the traffic, a fabric has too few hosts for them, or `draws`
+            is no number.
+    """
+    if not 1 <= draws <= _MOST_DRAWS:
+        raise UserError("is no number of draws", cure=f"write 1 to {_MOST_DRAWS}", field="draws", value=draws)
+    start = time.perf_counter()
+    traffic.check(network.devices)
+    _check_hosts(network, scenarios)
+    jobs = [_Job(network, traffic, scenario) for scenario in scenarios]
+    links = _hot_links(jobs, draws)
+    shown = _by_control(links) if curves else []
+    table = Table(list(dict.fromkeys([*links, *shown])), network.settings, network.fabric.nic_bytes_per_s)
+    outcomes = tuple(_outcome(job, table, draws) for job in jobs)
+    return Report(
+        cluster=network.name,
+        devices=network.devices,
+        devices_per_host=network.devices_per_host,
+        traffic_source=traffic.source,
+        ideal_step_s=traffic.step_s,
+        outcomes=outcomes,
+        conflicts=_conflicts(jobs[0]),
+        queues=tuple(_queue_curve(table, link) for link in shown),
+        draws=draws,
+        wall_s=time.perf_counter() - start,
+        notes=_notes(network, traffic),
+    )
+
+
+def _check_hosts(network: Network, scenarios: Sequence[Scenario]) -> None:
+    for scenario in scenarios:
+        if scenario.fabric.hosts < network.fabric.hosts:
+            cure = f"write {network.fabric.hosts:,} or more, or take fewer devices"
+            raise UserError("the job has more hosts", cure=cure, field="hosts", value=scenario.fabric.hosts)
+
+
+def _hot_links(jobs: Sequence[_Job], draws: int) -> list[HotLink]:
+    """All distinct ones, of all jobs."""
+    found: dict[HotLink, None] = {}
+    for job in jobs:
+        for phase in job.traffic.phases:
+            for draw in range(draws):
+                link = job.hot_link(job.load(phase, "placement", draw))
+                if link is not None:
+                    found[link] = None
+    return list(found)
+
+
+def _by_control(links: Sequence[HotLink]) -> list[HotLink]:
+    """The link with the most connections, under each kind of congestion control."""
+    if not links:
+        return []
+    fullest = max(links, key=lambda link: link.paths * link.line_rate / link.capacity)
+    return [replace(fullest, control=control) for control in get_args(Control)]
+
+
+def _queue_curve(table: Table, link: HotLink) -> QueueCurve:
+    trace = table.trace(link)
+    queue_s = trace.queue_bytes[0] / link.capacity
+    times_s = trace.sample_s * np.arange(1, len(queue_s) + 1)
+    return QueueCurve(link.control, link.paths, tuple(times_s.tolist()), tuple(queue_s.tolist()))
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """One phase in one draw: its time after each stage, and with congestion."""
+
+    times_s: Mapping[str, float]
+    load: Load
+    effect: Effect
+
+
+def _outcome(job: _Job, table: Table, draws: int) -> Outcome:
+    drawn = [_draw(job, table, draw) for draw in range(draws)]
+    waits = np.array([[_exposed_s(job, phases, stage) for stage in (*_STAGES, "congestion")] for phases in drawn])
+    stall_s = job.scenario.stall_s
+    ends = not np.isfinite(stall_s)
+    lost = np.diff(waits, axis=1).mean(axis=0)
+    lost_s = {cause: float(seconds) for cause, seconds in zip(CAUSES, [*lost, 0.0 if ends else stall_s], strict=True)}
+    steps = job.traffic.step_s + waits[:, -1] - waits[:, 0] + lost_s["flap"]
+    low, high = np.percentile(steps, [5, 95])
+    phases = tuple(
+        _phase(job, phase, [each[place] for each in drawn]) for place, phase in enumerate(job.traffic.phases)
+    )
+    return Outcome(job.scenario, float(steps.mean()), float(low), float(high), lost_s, phases, ends)
+
+
+def _draw(job: _Job, table: Table, draw: int) -> list[_Drawn]:
+    """All phases of one draw; each is also held up at ports that the hot links of others have stopped."""
+    phases = job.traffic.phases
+    alone = [_draw_alone(job, table, phase, draw) for phase in phases]
+    held_up = [_holds_up(job, one) for one in alone]
+    drawn = []
+    for place, (phase, one) in enumerate(zip(phases, alone, strict=True)):
+        alone_s = one.times_s["placement"] * one.effect.stretch + phase.times * one.effect.queue_s
+        by_others = sum(held_up) - held_up[place]
+        drawn.append(replace(one, times_s={**one.times_s, "congestion": alone_s * (1 + by_others)}))
+    return drawn
+
+
+def _draw_alone(job: _Job, table: Table, phase: Phase, draw: int) -> _Drawn:
+    loads: dict[str, Load] = {stage: job.load(phase, stage, draw) for stage in _STAGES}
+    times_s = {stage: job.time_s(phase, load) for stage, load in loads.items()}
+    return _Drawn(times_s, loads["placement"], _effect(job, table, phase, loads["placement"]))
+
+
+def _holds_up(job: _Job, drawn: _Drawn) -> float:
+    """How much longer others take because of a phase: while it runs, they get the bystanders' rate."""
+    running = min(1.0, drawn.times_s["placement"] / job.traffic.step_s)
+    return running * (1 / max(drawn.effect.bystander, 1e-6) - 1)
+
+
+def _effect(job: _Job, table: Table, phase: Phase, load: Load) -> Effect:
+    link = job.hot_link(load)
+    return NO_EFFECT if link is None else table.effect(link, phase.rank_bytes * load.seconds / phase.times)
+
+
+def _exposed_s(job: _Job, drawn: Sequence[_Drawn], stage: str) -> float:
+    """What the step waits for in all phases."""
+    pairs = zip(job.traffic.phases, drawn, strict=True)
+    return float(sum(phase.exposed_s(one.times_s["ideal"], one.times_s[stage]) for phase, one in pairs))
+
+
+def _phase(job: _Job, phase: Phase, drawn: Sequence[_Drawn]) -> PhaseOutcome:
+    """Means over all draws; the link is that of the draw with the worst one."""
+
+    def mean(values: Sequence[float]) -> float:
+        return float(np.mean(values))
+
+    worst = max(drawn, key=lambda one: one.load.overload).load
+    ideal_s, now_s = drawn[0].times_s["ideal"], mean([one.times_s["congestion"] for one in drawn])
+    bursts_s = [max(one.times_s["placement"] / phase.times, 1e-12) for one in drawn]
+    return PhaseOutcome(
+        name=phase.name,
+        ideal_s=ideal_s,
+        now_s=now_s,
+        ideal_exposed_s=phase.exposed_s(ideal_s, ideal_s),
+        exposed_s=mean([phase.exposed_s(ideal_s, one.times_s["congestion"]) for one in drawn]),
+        hottest=worst.kind,
+        overload=mean([one.load.overload for one in drawn]),
+        paths=mean([one.load.paths for one in drawn]),
+        efficiency=mean([one.effect.efficiency for one in drawn]),
+        queue_s=mean([one.effect.queue_s for one in drawn]),
+        paused_ratio=mean([one.effect.paused_s / burst for one, burst in zip(drawn, bursts_s, strict=True)]),
+        bystander=mean([one.effect.bystander for one in drawn]),
+    )
+
+
+def _conflicts(job: _Job) -> Conflicts | None:
+    """Collisions of the first scenario: closed forms for a full ToR, fair rates of the phase that they hit most."""
+    scenario, fabric = job.scenario, job.scenario.fabric
+
+    def stretch(phase: Phase) -> float:
+        ideal = job.load(phase, "ideal", 0).seconds
+        return job.load(phase, "placement", 0).seconds / ideal if ideal else 0.0
+
+    phase = max(job.traffic.phases, key=stretch)
+    if scenario.hashing not in ("ecmp", "polarised") or not stretch(phase):
+        return None
+    flows = fabric.nics_per_tor * scenario.queue_pairs
+    speedup = fabric.uplink_bytes_per_s / fabric.nic_bytes_per_s * scenario.queue_pairs
+    shape = shape_of(phase, job.traffic, job.network.devices, job.network.devices_per_host)
+    return Conflicts(
+        phase=phase.name,
+        flows=flows,
+        links=fabric.tor_uplinks,
+        speedup=speedup,
+        expected_share=expected_share(flows, fabric.tor_uplinks, speedup),
+        free_probability=free_probability(flows, fabric.tor_uplinks, speedup),
+        expected_fullest=expected_fullest(flows, fabric.tor_uplinks),
+        shares=flow_shares(shape, fabric, scenario.hashing, scenario.placement, scenario.queue_pairs),
+    )
+
+
+def _notes(network: Network, traffic: Traffic) -> tuple[str, ...]:
+    notes = []
+    if not network.described:
+        notes.append(f"nothing is known of {network.name}'s fabric: a usual CLOS of three layers is assumed (--fabric)")
+    assumed = [key for key, number in network.numbers.items() if number.mark == "assumed"]
+    if assumed:
+        notes.append(f"{len(assumed)} of {len(network.numbers)} numbers of the network are assumed (--sources)")
+    if not any(phase.ranks * phase.stride > network.devices_per_host for phase in traffic.phases):
+        notes.append("all groups stay inside hosts: nothing crosses the network")
+    return tuple(notes)
+
+
+def expected_share(flows: int, links: int, speedup: float = 1.0) -> float:
+    """The mean share of its own rate that a flow gets from the link that its hash gives.
+
+    With k of the n - 1 other flows on the same link it is ``min(1, s/(k + 1))``, where k is binomial(n - 1, 1/m).
+
+    Args:
+        flows: that choose, each for itself, n.
+        links: that they choose from, m.
+        speedup: how many flows at full rate a link carries, s (2: a 400G uplink above 200G NICs).
+    """
+    others = _binomial(flows - 1, 1 / links)
+    shares = np.minimum(1.0, speedup / np.arange(1, flows + 1))
+    return float(np.dot(others, shares))
+
+
+def free_probability(flows: int, links: int, speedup: float = 1.0) -> float:
+    """The probability that a flow's link is not asked for more than it carries."""
+    room = math.floor(speedup + 1e-9)
+    return float(_binomial(flows - 1, 1 / links)[:room].sum())
+
+
+def fullest_probability(flows: int, links: int, most: int) -> float:
+    """The probability that no link has more than `most` flows, exactly.
+
+    Counts of balls in bins are those of independent Poisson numbers whose sum is known to be n. So it is
+    ``P(X <= k)^m · P(sum of m numbers <= k is n) / P(Poisson(n) = n)``; the sum's distribution by repeated convolution.
+    """
+    if most * links < flows:
+        return 0.0
+    numbers = np.arange(most + 1)
+    log_pmf = numbers * math.log(flows / links) - flows / links - _log_factorials(most)
+    total = _convolution_power(np.exp(log_pmf), links, flows)
+    log_sum = flows * math.log(flows) - flows - math.lgamma(flows + 1)
+    return float(min(1.0, total[flows] / math.exp(log_sum)))
+
+
+def expected_fullest(flows: int, links: int) -> float:
+    """The expected number of flows on the link that has most."""
+    mean, most = 0.0, 0
+    while most < flows:
+        missing = 1 - fullest_probability(flows, links, most)
+        mean += missing
+        if most * links >= flows and missing < 1e-12:
+            break
+        most += 1
+    return mean
+
+
+def _binomial(trials: int, chance: float) -> NDArray[np.float64]:
+    """Probabilities of 0 to `trials` successes."""
+    if chance >= 1 or trials == 0:
+        return np.eye(trials + 1)[-1] if chance >= 1 else np.ones(1)
+    counts = np.arange(trials + 1)
+    logs = _log_factorials(trials)
+    ways = logs[-1] - logs - logs[::-1]
+    return np.asarray(np.exp(ways + counts * math.log(chance) + (trials - counts) * math.log1p(-chance)))
+
+
+def _log_factorials(most: int) -> NDArray[np.float64]:
+    return np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, most + 1)))])
+
+
+def _convolution_power(pmf: NDArray[np.float64], times: int, most: int) -> NDArray[np.float64]:
+    """Distribution of the sum of `times` numbers, as far as `most`."""
+    result, factor = np.ones(1), pmf
+    while times:
+        if times & 1:
+            result = np.convolve(result, factor)[: most + 1]
+        factor = np.convolve(factor, factor)[: most + 1]
+        times >>= 1
+    return np.pad(result, (0, max(0, most + 1 - len(result))))
+
+
+CAUSES = ("oversubscription", "hashing", "placement", "congestion", "flap")
+"""What takes time, in the order in which it is added to an ideal network; each is what the step loses on top."""
+
+
+@dataclass(frozen=True)
+class PhaseOutcome:
+    """A phase of the step, as means over all draws of the hashes.
+
+    Attributes:
+        ideal_s: on an ideal network. now_s: in this scenario.
+        exposed_s: what the step waits for, of `now_s`; `ideal_exposed_s`: of `ideal_s`.
+        hottest: the link that decides, in words; `overload`: what is asked of it over what it carries.
+        paths: connections on it.
+        efficiency: what congestion control makes of fair rates. queue_s: mean wait there.
+        paused_ratio: of the time of the phase in which ports before it stood still (PFC).
+        bystander: rate of flows that share only a port with it, over their fair rate.
+    """
+
+    name: str
+    ideal_s: float
+    now_s: float
+    ideal_exposed_s: float
+    exposed_s: float
+    hottest: str
+    overload: float
+    paths: float
+    efficiency: float
+    queue_s: float
+    paused_ratio: float
+    bystander: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A scenario's step.
+
+    Attributes:
+        step_s: mean over all draws; without the flap, where that ends the job.
+        low_s, high_s: of nine draws in ten.
+        lost_s: by cause; they add up to what the step is longer than on an ideal network.
+        ends_job: whether the flap outlasts all retries.
+    """
+
+    scenario: Scenario
+    step_s: float
+    low_s: float
+    high_s: float
+    lost_s: Mapping[str, float]
+    phases: tuple[PhaseOutcome, ...]
+    ends_job: bool
+
+    @property
+    def why(self) -> str:
+        """The largest cause, in a line."""
+        if self.ends_job:
+            timers, down_s = self.scenario.retransmit, self.scenario.down_s
+            enough = shortest_timeout(down_s, timers.retries)
+            cure = f"; a timeout of {enough} would outlast it" if enough else ""
+            return f"the job ends: retries last {timers.patience_s:.3g} s, the link is down for {down_s:g} s{cure}"
+        # Where hosts stand can undo what hashes do, so only both together tell.
+        lost = {
+            "links": sum(self.lost_s[cause] for cause in ("oversubscription", "hashing", "placement")),
+            "congestion": self.lost_s["congestion"],
+            "flap": self.lost_s["flap"],
+        }
+        cause = max(lost, key=lambda name: lost[name])
+        if lost[cause] < 1e-4 * self.step_s:
+            return "nothing is in the way of its messages"
+        return _REASONS[cause](self)
+
+
+def _hottest(outcome: Outcome) -> PhaseOutcome:
+    return max(outcome.phases, key=lambda phase: phase.exposed_s - phase.ideal_exposed_s)
+
+
+def _because_of_links(outcome: Outcome) -> str:
+    phase = _hottest(outcome)
+    stretch = phase.now_s / phase.ideal_s if phase.ideal_s else 1.0
+    return f"{phase.name} {stretch:.2f} x as long: {phase.paths:.0f} connections on one link, {phase.hottest}"
+
+
+def _because_of_control(outcome: Outcome) -> str:
+    phase = _hottest(outcome)
+    lost = f"{phase.name}: {1 - phase.efficiency:.1%} below fair rates".replace("%", " %")
+    return f"{lost}, {phase.queue_s * 1e6:.0f} µs in queues, ports paused {phase.paused_ratio:.1%}".replace("%", " %")
+
+
+def _because_of_flap(outcome: Outcome) -> str:
+    scenario = outcome.scenario
+    which = "NIC" if scenario.flap_link == "nic" else "uplink"
+    return f"{which} silent for {outcome.lost_s['flap']:.2f} s, until a retransmission finds the link up"
+
+
+_REASONS = {"links": _because_of_links, "congestion": _because_of_control, "flap": _because_of_flap}
+
+
+@dataclass(frozen=True)
+class Conflicts:
+    """How hashes collide where all NICs of a ToR send up, and what each flow of the busiest phase gets.
+
+    Attributes:
+        flows: that choose at a ToR; `links`: that they choose from; `speedup`: full flows that a link carries.
+        expected_share: of its rate that a flow gets at its ToR; `free_probability`: that it gets all (closed forms).
+        expected_fullest: connections on a ToR's fullest uplink.
+        shares: of max-min fair rates of all flows over that of a NIC: mean, lowest, 1st and 50th percentile.
+    """
+
+    phase: str
+    flows: int
+    links: int
+    speedup: float
+    expected_share: float
+    free_probability: float
+    expected_fullest: float
+    shares: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class QueueCurve:
+    """The queue at a link with so many connections, as time to drain, after all their senders started at once."""
+
+    control: str
+    connections: int
+    time_s: tuple[float, ...]
+    queue_s: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that was asked.
+
+    Attributes:
+        ideal_step_s: on a network in which nothing is in the way.
+        draws: of hashes and places, each one a job.
+        conflicts: of the first scenario; None where nothing is hashed.
+        queues: at the hottest link of all scenarios, by kind of congestion control, where that was asked for; none
+            where no link is hot.
+        notes: what a reader should know.
+    """
+
+    cluster: str
+    devices: int
+    devices_per_host: int
+    traffic_source: str
+    ideal_step_s: float
+    outcomes: tuple[Outcome, ...]
+    conflicts: Conflicts | None
+    queues: tuple[QueueCurve, ...]
+    draws: int
+    wall_s: float
+    notes: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain values; what never ends is None."""
+        tree: dict[str, Any] = _plain(dataclasses.asdict(self))
+        for entry, outcome in zip(tree["outcomes"], self.outcomes, strict=True):
+            entry["why"] = outcome.why
+        return tree
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
