@@ -33,7 +33,8 @@ from checkpoint_tables import describe
 from support.leaving import nothing_left
 from support.object_server import Request, Server, serving
 
-from phalanx.checkpoint.format import dcp, manifest, tables
+from phalanx.checkpoint import snapshot_plans
+from phalanx.checkpoint.format import dcp, manifest
 from phalanx.checkpoint.format.checkpoint_files import Span
 from phalanx.checkpoint.format.dcp import Block
 from phalanx.checkpoint.format.manifest import MANIFEST, SUMS, Chunk, FileEntry
@@ -99,7 +100,7 @@ def make(root: Path, ranks: int, rows: int) -> None:
         (folder / f"part-{rank}.json").write_bytes(content)
         sha256 = hashlib.sha256(content).hexdigest()
         parts.append(FileEntry(name=f"part-{rank}.json", size_bytes=len(content), sha256=sha256))
-    tensors = tables.merge(written)
+    tensors = snapshot_plans.merge(written)
     index = dcp.index_bytes(tensors)
     (folder / ".metadata").write_bytes(index)
     entry = FileEntry(name=".metadata", size_bytes=len(index), sha256=hashlib.sha256(index).hexdigest())
@@ -112,7 +113,7 @@ def make(root: Path, ranks: int, rows: int) -> None:
     advance(LocalStore(root), 1, 1, NAME, digest)
 
 
-def write(folder: Path, rank: int, blocks: dict[str, Block]) -> tables.Written:
+def write(folder: Path, rank: int, blocks: dict[str, Block]) -> snapshot_plans.Written:
     """The file of a rank: an archive for each block, back to back."""
     name, content, sums, table = f"__{rank}_0.distcp", io.BytesIO(), RunSums(), {}
     for key, block in blocks.items():
@@ -126,7 +127,7 @@ def write(folder: Path, rank: int, blocks: dict[str, Block]) -> tables.Written:
     whole = content.getvalue()
     (folder / name).write_bytes(whole)
     digest = hashlib.sha256(whole).hexdigest()
-    return tables.Written(FileEntry(name=name, size_bytes=len(whole), sha256=digest, sums=sums.finish()), table)
+    return snapshot_plans.Written(FileEntry(name=name, size_bytes=len(whole), sha256=digest, sums=sums.finish()), table)
 
 
 def shard_of(rank: int, ranks: int, rows: int) -> Shard:

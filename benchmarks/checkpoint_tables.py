@@ -18,9 +18,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from phalanx.checkpoint.format import dcp, manifest, tables
+from phalanx.checkpoint import all_ranks, snapshot_plans
+from phalanx.checkpoint.format import dcp, manifest
 from phalanx.checkpoint.format.manifest import FORMAT_VERSION, Chunk, FileEntry, Manifest
-from phalanx.checkpoint.format.tables import Written
+from phalanx.checkpoint.snapshot_plans import Written
 
 STAGES, TENSOR, LAYERS, WIDTH = 8, 8, 96, 12288
 MATRICES = ("attention.q", "attention.k", "attention.v", "attention.o", "mlp.gate", "mlp.up", "mlp.down")
@@ -42,10 +43,10 @@ def main() -> None:
 
 
 def measure(ranks: int) -> None:
-    texts = [tables.to_text(table(rank, ranks)) for rank in range(ranks)]
+    texts = [snapshot_plans.to_text(table(rank, ranks)) for rank in range(ranks)]
     began = time.process_time()
-    parts = [tables.from_text(text) for text in texts]
-    tensors = tables.merge(parts)
+    parts = [snapshot_plans.from_text(text) for text in texts]
+    tensors = snapshot_plans.merge(parts)
     merged_s = time.process_time() - began
     began = time.process_time()
     content = dcp.index_bytes(tensors)
@@ -55,9 +56,9 @@ def measure(ranks: int) -> None:
     whole = describe(tensors, [index, *(part.file for part in parts if part.file)])
     content = manifest.encode(whole)
     encode_s = time.process_time() - began
-    packed = tables.pack(content.decode())
+    packed = all_ranks.pack(content.decode())
     began = time.process_time()
-    assert manifest.decode(tables.unpack(packed).encode(), Path()) == whole
+    assert manifest.decode(all_ranks.unpack(packed).encode(), Path()) == whole
     decode_s = time.process_time() - began
     chunks = sum(len(entry.chunks) for entry in tensors.values())
     texts_mb = sum(map(len, texts)) / 1e6

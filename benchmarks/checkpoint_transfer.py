@@ -49,7 +49,7 @@ from phalanx.checkpoint.replicas.replica_service import ReplicaService
 from phalanx.checkpoint.restoring.fit import Part, SavedBlock
 from phalanx.checkpoint.restoring.memory_source import fill_from_memory
 from phalanx.checkpoint.restoring.restore import restore
-from phalanx.checkpoint.save import save
+from phalanx.checkpoint.session.blocking_session import save
 from phalanx.checkpoint.storage.location import open_store
 
 Ways = dict[str, Callable[[], None]]

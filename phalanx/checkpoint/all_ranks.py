@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import platform
+import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -70,6 +73,16 @@ def at_first(peers: Peers, work: Callable[[], T]) -> T:
         raise _seen_from_here(0, told["failure"], error)
     value: T = told["value"]
     return value
+
+
+def pack(value: Any) -> str:
+    """A JSON value as compressed text: gathered from ten thousand ranks, its length counts."""
+    return base64.b64encode(zlib.compress(json.dumps(value, separators=(",", ":")).encode())).decode()
+
+
+def unpack(text: str) -> Any:
+    """The value given to `pack`."""
+    return json.loads(zlib.decompress(base64.b64decode(text)))
 
 
 def _raise_first(peers: Peers, answer: dict[str, Any], own: BaseException | None) -> None:

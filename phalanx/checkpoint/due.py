@@ -1,4 +1,4 @@
-"""When a snapshot is due, when it becomes a durable checkpoint, and how all ranks agree on both. Torch-free.
+"""When a snapshot is due, when it becomes a durable checkpoint, and how all ranks agree on both.
 
 Something stays due until it was taken: `last` is the moment of the one that *was* taken, so a snapshot for which there
 was no free slot at its step is taken a step or two later, and the one after it is due where it would have been. Where
@@ -163,7 +163,7 @@ class Decision(NamedTuple):
     put_off: bool
 
 
-class Agenda:
+class SnapshotAgenda:
     """When what is due.
 
     Args:

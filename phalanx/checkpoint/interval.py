@@ -1,4 +1,4 @@
-"""The interval between durable checkpoints that loses least time (``auto``), from what a run measures. Torch-free.
+"""The interval between durable checkpoints that loses least time (``auto``), from what a run measures.
 
 A checkpoint costs a *stall* δ (training stands still) and becomes durable after *persisting* w in the background.
 Failures come at random, once in M; after one, a *restart* takes R, and everything since the newest durable checkpoint
@@ -36,7 +36,7 @@ _ROUND = 1.001
 
 
 @dataclass(frozen=True)
-class Costs:
+class IntervalCosts:
     """What was measured, seconds.
 
     Attributes:
@@ -116,7 +116,7 @@ def daly(stall_s: float, mtbf_s: float) -> float:
     return young(stall_s, mtbf_s) * (1 + math.sqrt(share) / 3 + share / 9) - stall_s
 
 
-def lost_share(interval_s: float, costs: Costs, mtbf_s: float) -> float:
+def lost_share(interval_s: float, costs: IntervalCosts, mtbf_s: float) -> float:
     """The share of the time that is expected to be lost with `interval_s` of training between two stalls (above)."""
     waiting, period = (costs.restart_s + costs.persist_s) / mtbf_s, (interval_s + costs.stall_s) / mtbf_s
     if waiting + period > 700:  # exp() would overflow
@@ -124,7 +124,7 @@ def lost_share(interval_s: float, costs: Costs, mtbf_s: float) -> float:
     return 1 - interval_s / (mtbf_s * math.exp(waiting) * math.expm1(period))
 
 
-def choose(config: CheckpointConfig, costs: Costs, failures: Failures) -> Interval:
+def choose(config: CheckpointConfig, costs: IntervalCosts, failures: Failures) -> Interval:
     """The interval to use; `every_steps` and `every_s` of `config` are upper bounds where they are above 0."""
     step_s = max(costs.step_s, 1e-9)
     mtbf_s = failures.mtbf_s
@@ -142,7 +142,7 @@ def choose(config: CheckpointConfig, costs: Costs, failures: Failures) -> Interv
     return Interval(steps, steps * step_s, lost, _explained(steps, step_s, lost, costs, failures) + why)
 
 
-def _explained(steps: int, step_s: float, lost: float, costs: Costs, failures: Failures) -> str:
+def _explained(steps: int, step_s: float, lost: float, costs: IntervalCosts, failures: Failures) -> str:
     every = "step" if steps == 1 else f"{steps:,} steps"
     return (
         f"every {every} ({units.duration(steps * step_s)}): stall {units.duration(costs.stall_s)}, persisting "
@@ -234,9 +234,9 @@ class AutoInterval:
         """What the next attempt should know."""
         return {"failures": self._seen, "observed_s": self._observed_s} | {n: list(v) for n, v in self._times.items()}
 
-    def _costs(self) -> Costs:
+    def _costs(self) -> IntervalCosts:
         found = {name: median(times) for name, times in self._times.items() if times}
-        return Costs(**{"stall_s": 0.0, "persist_s": 0.0, "restart_s": self._config.restart_s} | found)
+        return IntervalCosts(**{"stall_s": 0.0, "persist_s": 0.0, "restart_s": self._config.restart_s} | found)
 
     def _update(self) -> None:
         if not all(self._times[name] for name in ("step_s", "stall_s", "persist_s")):

@@ -1,19 +1,25 @@
-"""What ranks, the keeper of their host, its persister and its peers on other hosts promise each other. Torch-free.
+"""What ranks, the keeper of their host, its persister and its peers on other hosts promise each other.
 
 A rank leases memory for its shard: some slots, each large enough for one snapshot of it. It copies a snapshot into a
 slot that is free and says so (`Keeper.taken`). The keeper then, in the background: sums and examines it and writes the
 record that commits it; sends it to the peer host; hands it to the persister. A slot is free unless it holds the newest
 committed copy of the shard, is not committed yet, or is being replicated or persisted.
+
+Of all snapshots that keepers hold, `restorable` says which can be restored, newest first. The newest state is the one
+of the highest attempt, and within that of the highest step. An attempt begins from the newest state it may trust, so
+whatever it wrote itself comes after that; a snapshot of an earlier attempt with a higher step lies on a branch that was
+given up (its host could not be reached, or a person went back), and is not taken up again while there is anything of a
+later attempt. Of one attempt and step, memory goes before durable storage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-from phalanx.checkpoint.format.shard_plan import JobPlan, Record, ShardPlan, SnapshotId
+from phalanx.checkpoint.format.shard_plan import JobPlan, Record, ShardPlan, SnapshotId, is_stale, sick_tensors
 
 
 class RefusedError(RuntimeError):
@@ -150,7 +156,7 @@ class Destination:
 
 
 @dataclass(frozen=True)
-class Task:
+class PersistTask:
     """One shard to be written; with `job`, also the whole checkpoint to be published.
 
     Attributes:
@@ -169,7 +175,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PersistOutcome:
     """What became of a task.
 
     Attributes:
@@ -198,7 +204,7 @@ class Persister(Protocol):
         """Start the process, unless there is one, so that the first task does not have to: its imports take time."""
         ...
 
-    def submit(self, task: Task) -> None:
+    def submit(self, task: PersistTask) -> None:
         """Hand over a task; the process is started if there is none, and again if it has died."""
         ...
 
@@ -206,7 +212,7 @@ class Persister(Protocol):
         """Readable when there is an outcome, or the process has died; -1 while there is none."""
         ...
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[PersistOutcome]:
         """What has come; of tasks of a process that died, failures."""
         ...
 
@@ -246,7 +252,7 @@ class Taken:
 
 
 @dataclass(frozen=True)
-class Progress:
+class SnapshotProgress:
     """A snapshot of this rank has come to a stage, or will not.
 
     Attributes:
@@ -351,11 +357,11 @@ class Keeper(Protocol):
         """`slot` holds a snapshot now."""
         ...
 
-    def poll(self) -> list[Progress]:
+    def poll(self) -> list[SnapshotProgress]:
         """What has happened since the last call."""
         ...
 
-    def wait(self, step: int, stage: Stage, timeout_s: float) -> list[Progress]:
+    def wait(self, step: int, stage: Stage, timeout_s: float) -> list[SnapshotProgress]:
         """Wait until the snapshot of `step` has come to `stage`, or failed to; all that happened meanwhile.
 
         Raises:
@@ -370,3 +376,76 @@ class Keeper(Protocol):
     def close(self) -> None:
         """Hang up; the lease ends, what is committed stays until the keeper's time to live is over."""
         ...
+
+
+class RestorableSnapshot(NamedTuple):
+    """A snapshot of which every shard has a copy.
+
+    Attributes:
+        snapshot: which.
+        plans: SHA-256 of the plan of each shard, by rank.
+        hosts: names of the hosts that have a copy of each shard, by rank; never none.
+    """
+
+    snapshot: SnapshotId
+    plans: dict[int, str]
+    hosts: dict[int, list[str]]
+
+    def without(self, bad: set[tuple[str, int]]) -> RestorableSnapshot:
+        """Less the copies (host, rank) in `bad`; a shard may then have none."""
+        kept = {rank: [host for host in hosts if (host, rank) not in bad] for rank, hosts in self.hosts.items()}
+        return self._replace(hosts=kept)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every shard still has a copy."""
+        return all(self.hosts.values())
+
+
+def newest_first(attempt: int, step: int) -> tuple[int, int]:
+    """For sorting states in reverse."""
+    return attempt, step
+
+
+def summary(keeper: Keeper) -> list[str]:
+    """The records of what a keeper holds, without their long parts, for `restorable` on every rank."""
+    return [brief(copy.record) for copy in keeper.held()]
+
+
+def brief(record: Record) -> str:
+    """A record without the sums and the state, which are read with the copy itself."""
+    short = Record(**vars(record) | {"sums": (), "state": "", "state_sum": 0, "metrics": {}, "sick": record.sick[:1]})
+    return short.to_text()
+
+
+def restorable(held: Mapping[str, Sequence[Record]]) -> list[RestorableSnapshot]:
+    """The snapshots that are whole and good, newest first.
+
+    One counts only if each of its `Record.shards` shards has a committed copy on some host, all records of it agree
+    about what belongs together, and it is neither stale nor sick.
+
+    Args:
+        held: by name of the host, the records of all copies there.
+    """
+    found: dict[SnapshotId, list[tuple[str, Record]]] = {}
+    for host in sorted(held):
+        for record in held[host]:
+            found.setdefault(record.snapshot, []).append((host, record))
+    choices = [_choice(snapshot, copies) for snapshot, copies in found.items()]
+    whole = [choice for choice in choices if choice is not None]
+    return sorted(whole, key=lambda c: (newest_first(c.snapshot.attempt, c.snapshot.step), c.snapshot), reverse=True)
+
+
+def _choice(snapshot: SnapshotId, copies: list[tuple[str, Record]]) -> RestorableSnapshot | None:
+    shards: dict[int, Record] = {}
+    hosts: dict[int, list[str]] = {}
+    for host, record in copies:
+        first = shards.setdefault(record.rank, record)
+        if (first.plan_sha256, first.data_bytes) != (record.plan_sha256, record.data_bytes):
+            return None
+        if host not in hosts.setdefault(record.rank, []):
+            hosts[record.rank].append(host)
+    records = [record for _, record in copies]
+    if {record.shards for record in records} != {len(shards)} or is_stale(records) or sick_tensors(records):
+        return None
+    return RestorableSnapshot(snapshot, {rank: shards[rank].plan_sha256 for rank in sorted(shards)}, hosts)

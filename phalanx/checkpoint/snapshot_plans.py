@@ -1,11 +1,11 @@
 """From tensors to plans: which rank writes which blocks, worked out once by all ranks together.
 
-Each element is written exactly once.
+Each rank tells rank 0 what it writes as short text (`Written`); put together, each element is written exactly once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.all_ranks import at_first, collected, everywhere
-from phalanx.checkpoint.format import dcp, tables
+from phalanx.checkpoint.all_ranks import at_first, collected, everywhere, pack, unpack
+from phalanx.checkpoint.format import dcp
 from phalanx.checkpoint.format.dcp import Block, held
-from phalanx.checkpoint.format.manifest import Chunk, FileEntry
+from phalanx.checkpoint.format.manifest import Chunk, FileEntry, TensorEntry, cover_fault
 from phalanx.checkpoint.format.shard_plan import JobPlan, Piece, Role, ShardPlan, aligned, set_id, with_crc32
-from phalanx.checkpoint.format.tables import Written
 from phalanx.core.layout import Shard
 from phalanx.core.peers import Peers
 
@@ -143,18 +142,70 @@ def plans_of(agreed: Agreed, roles: Roles, *, peers: Peers, config: Mapping[str,
     def offer() -> list[str]:
         made.append(_shard_plan(agreed.mine, roles, peers))
         written = Written(_file(made[0]), _table(made[0], agreed.mine), agreed.left)
-        return [made[0].sha256, tables.to_text(written)]
+        return [made[0].sha256, to_text(written)]
 
     offers = collected(peers, offer) or []
     jobs: list[JobPlan] = []
 
-    def merge() -> list[Any]:
+    def put_together() -> list[Any]:
         name = set_id([sha256 for sha256, _ in offers])
-        jobs.append(_job_plan(name, [tables.from_text(text) for _, text in offers], config, layout))
+        jobs.append(_job_plan(name, [from_text(text) for _, text in offers], config, layout))
         return [name, len(jobs[0].shards)]
 
-    name, count = at_first(peers, merge)
+    name, count = at_first(peers, put_together)
     return Plans(made[0], jobs[0] if jobs else None, name, count)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank wrote.
+
+    Attributes:
+        file: its file; None if it had nothing to write.
+        tensors: by name: dtype, global shape and this rank's chunk of it (None where the whole tensor is empty).
+        left: tensors whose first element this rank holds and leaves to another rank to write.
+    """
+
+    file: FileEntry | None
+    tensors: dict[str, tuple[str, list[int], Chunk | None]] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+
+
+def to_text(written: Written) -> str:
+    """For `peers.gather`."""
+    file = None if written.file is None else list(written.file.model_dump().values())
+    tensors = {
+        name: [dtype, shape, None if c is None else [c.offsets, c.sizes, c.offset, c.length]]
+        for name, (dtype, shape, c) in written.tensors.items()
+    }
+    return pack([file, tensors, written.left])
+
+
+def from_text(text: str) -> Written:
+    """The reverse of `to_text`."""
+    file, tensors, left = unpack(text)
+    entry = None if file is None else FileEntry(**dict(zip(FileEntry.model_fields, file, strict=True)))
+    table = {n: (dtype, shape, c and _chunk(entry, *c)) for n, (dtype, shape, c) in tensors.items()}
+    return Written(entry, table, left)
+
+
+def merge(parts: Collection[Written]) -> dict[str, TensorEntry]:
+    """The tensors of a checkpoint from what its ranks wrote, by name.
+
+    Raises:
+        RuntimeError: ranks disagree about a tensor, or do not cover it exactly once: the shards were made wrongly.
+    """
+    found: dict[str, tuple[str, list[int], list[Chunk]]] = {}
+    for part in parts:
+        for name, (dtype, shape, chunk) in part.tensors.items():
+            known = found.setdefault(name, (dtype, shape, []))
+            if known[:2] != (dtype, shape):
+                raise RuntimeError(f"{name} is {known[0]} {known[1]} on one rank and {dtype} {shape} on another")
+            known[2].extend([] if chunk is None else [chunk])
+    lost = sorted({name for part in parts for name in part.left} - found.keys())
+    if lost:
+        raise RuntimeError(f"{', '.join(lost[:8])}: held, but written by no rank; none of the shards has an owner")
+    return {name: _entry(name, *found[name]) for name in sorted(found)}
 
 
 def _shard_plan(mine: Mapping[str, Block], roles: Roles, peers: Peers) -> ShardPlan:
@@ -202,7 +253,7 @@ def _chunks(plan: ShardPlan) -> Iterator[tuple[Piece, Chunk]]:
 
 
 def _job_plan(name: str, parts: list[Written], config: Mapping[str, Any], layout: str) -> JobPlan:
-    tensors = tables.merge(parts)
+    tensors = merge(parts)
     return JobPlan(
         set_id=name,
         shards=tuple(rank for rank, part in enumerate(parts) if part.file is not None),
@@ -255,3 +306,16 @@ class _Split:
 
     def flush(self) -> None:
         """Nothing waits."""
+
+
+def _entry(name: str, dtype: str, shape: list[int], chunks: list[Chunk]) -> TensorEntry:
+    fault = cover_fault(shape, chunks)
+    if fault is not None:
+        files = ", ".join(sorted({chunk.file for chunk in chunks})[:8])
+        raise RuntimeError(f"{name}, of shape {shape}, cannot be saved: {fault} (in {files}); its shards are wrong")
+    return TensorEntry(dtype=dtype, shape=shape, chunks=chunks)
+
+
+def _chunk(file: FileEntry | None, offsets: list[int], sizes: list[int], offset: int, length: int) -> Chunk:
+    assert file is not None, "a chunk without a file"
+    return Chunk(offsets=offsets, sizes=sizes, file=file.name, offset=offset, length=length)

@@ -21,7 +21,7 @@ from pathlib import Path
 _IMPORTED = (
     "phalanx.checkpoint.keeper.main",
     "phalanx.checkpoint.persist.persister_process",
-    "phalanx.checkpoint.replicas.interfaces",
+    "phalanx.checkpoint.replicas.replica_routes",
     "phalanx.checkpoint.replicas.replica_service",
 )
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}

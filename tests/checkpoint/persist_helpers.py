@@ -18,7 +18,7 @@ from torch import Tensor
 
 from phalanx.checkpoint.format.run_sums import chunk_sums, state_sum
 from phalanx.checkpoint.format.shard_plan import JobPlan, Record, Role, ShardPlan
-from phalanx.checkpoint.keeper_contract import Destination, Outcome, Task
+from phalanx.checkpoint.keeper_contract import Destination, PersistOutcome, PersistTask
 from phalanx.checkpoint.persist.persister_process import PersisterProcess, in_memory
 from phalanx.checkpoint.restoring.open_checkpoint import Checkpoint, newest
 from phalanx.checkpoint.snapshot_plans import make_plans
@@ -88,14 +88,14 @@ class Job:
         )
 
     @contextmanager
-    def task(self, rank: int, step: int, **changes: Any) -> Iterator[Task]:
+    def task(self, rank: int, step: int, **changes: Any) -> Iterator[PersistTask]:
         """Rank 0's publishes. `changes` are of the record."""
         memory = bytes(slot(self.plans[rank], self.tensors(rank, step)))
         descriptor = in_memory(memory)
         record = replace(self.record(rank, step, memory), **changes)
         job = self.job if rank == 0 else None
         try:
-            yield Task(self.plans[rank], record, descriptor, self.destination, job)
+            yield PersistTask(self.plans[rank], record, descriptor, self.destination, job)
         finally:
             os.close(descriptor)
 
@@ -120,10 +120,10 @@ class Job:
         return found
 
 
-def collect(persisters: Iterable[PersisterProcess], count: int) -> list[Outcome]:
+def collect(persisters: Iterable[PersisterProcess], count: int) -> list[PersistOutcome]:
     """The next `count` outcomes of some of them."""
     waiting = list(persisters)
-    found: list[Outcome] = []
+    found: list[PersistOutcome] = []
     deadline = time.monotonic() + PATIENCE_S
     while len(found) < count:
         ready = select.select([p for p in waiting if p.fileno() >= 0], [], [], max(0.0, deadline - time.monotonic()))[0]
@@ -143,7 +143,7 @@ def persister() -> Iterator[PersisterProcess]:
         made.close()
 
 
-def problems(outcomes: Iterable[Outcome]) -> list[str]:
+def problems(outcomes: Iterable[PersistOutcome]) -> list[str]:
     return [outcome.problem for outcome in outcomes if outcome.problem]
 
 

@@ -19,7 +19,7 @@ from phalanx.checkpoint.format.run_sums import chunk_sums, state_sum
 from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Record, ShardPlan, SnapshotId
 from phalanx.checkpoint.keeper_contract import Endpoint, Held, KeeperLostError
 from phalanx.checkpoint.restoring.restore import Restored, SpoiltError, restore
-from phalanx.checkpoint.save import save
+from phalanx.checkpoint.session.blocking_session import save
 from phalanx.checkpoint.snapshot_plans import make_plans
 from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.core.layout import Axis, Layout, Shard

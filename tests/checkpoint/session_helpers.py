@@ -12,7 +12,7 @@ from thread_ranks import Exchange, ThreadPeers
 from torch import Tensor
 
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.due import Agenda
+from phalanx.checkpoint.due import SnapshotAgenda
 from phalanx.checkpoint.format.shard_plan import JobPlan, Record, ShardPlan, SnapshotId
 from phalanx.checkpoint.interval import AutoInterval
 from phalanx.checkpoint.keeper_contract import (
@@ -21,14 +21,14 @@ from phalanx.checkpoint.keeper_contract import (
     Held,
     Keeper,
     KeeperLostError,
-    Progress,
     RefusedError,
     Slot,
+    SnapshotProgress,
     Stage,
     Taken,
 )
 from phalanx.checkpoint.session.background_session import Session
-from phalanx.checkpoint.session.keeper_link import Job, Link
+from phalanx.checkpoint.session.keeper_link import KeeperLink, SessionContext
 from phalanx.core.peers import ALONE, Peers
 from phalanx.core.points import NO_POINTS
 
@@ -84,7 +84,7 @@ class FakeKeeper(Keeper):
         self._waiting: dict[int, list[Stage]] = {}
         self._memory: list[bytearray] = []
         self._peer: Endpoint | None = None
-        self._told: list[Progress] = []
+        self._told: list[SnapshotProgress] = []
 
     @property
     def last_attempt(self) -> int:
@@ -147,13 +147,13 @@ class FakeKeeper(Keeper):
         stages: list[Stage] = ["committed", *(["replicated"] if self._peer else []), *(["durable"] * taken.persist)]
         self._waiting[taken.step] = stages
 
-    def poll(self) -> list[Progress]:
+    def poll(self) -> list[SnapshotProgress]:
         self._alive()
         self._go_on()
         told, self._told = self._told, []
         return told
 
-    def wait(self, step: int, stage: Stage, timeout_s: float) -> list[Progress]:
+    def wait(self, step: int, stage: Stage, timeout_s: float) -> list[SnapshotProgress]:
         told = self.poll()
         if stage in self._waiting.get(step, []):
             raise TimeoutError
@@ -161,7 +161,7 @@ class FakeKeeper(Keeper):
 
     def refuse_memory(self, problem: str) -> None:
         self._memory = []
-        self._told.append(Progress(-1, "committed", problem))
+        self._told.append(SnapshotProgress(-1, "committed", problem))
 
     def finish(self) -> None:
         self.said.append(("finish", None))
@@ -175,7 +175,7 @@ class FakeKeeper(Keeper):
                 stage = stages.pop(0)
                 name = f"step-{step:08d}" if stage == "durable" else ""
                 problem = self.problems.get(stage, "")
-                self._told.append(Progress(step, stage, problem, "" if problem else name, 0.5, 7, "there"))
+                self._told.append(SnapshotProgress(step, stage, problem, "" if problem else name, 0.5, 7, "there"))
             if not stages:
                 del self._waiting[step]
 
@@ -204,13 +204,13 @@ class Loop:
         self.clock_s = 0.0
         self.tensors = {"model.w": torch.zeros(5), "rng": torch.zeros(3, dtype=torch.uint8)}
         secret = b"secret" if len(set(self.hosts)) > 1 else None
-        job = Job(
+        job = SessionContext(
             self.config, NOWHERE, 4, secret, self.hosts, ("",) * peers.size, peers, None, "1", {},
             self.lines.append, NO_POINTS,
         )  # fmt: skip
         auto = AutoInterval(self.config)
-        agenda = Agenda(self.config, auto, decides=peers.rank == 0, clock=lambda: self.clock_s)
-        self.session = Session(job, Link(self._connect, self._report), agenda)
+        agenda = SnapshotAgenda(self.config, auto, decides=peers.rank == 0, clock=lambda: self.clock_s)
+        self.session = Session(job, KeeperLink(self._connect, self._report), agenda)
 
     @property
     def keeper(self) -> FakeKeeper:

@@ -16,7 +16,7 @@ from checkpoint_helpers import make_tensors, rewrite
 from moto.server import ThreadedMotoServer
 
 from phalanx.checkpoint.format.manifest import MANIFEST, SUMS
-from phalanx.checkpoint.save import save
+from phalanx.checkpoint.session.blocking_session import save
 from phalanx.checkpoint.storage import object_requests
 from phalanx.checkpoint.storage.checkpoint_store import Store
 from phalanx.checkpoint.storage.latest import advance

@@ -20,11 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typing_extensions import Buffer
 
-from phalanx.checkpoint import save as saving
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError
 from phalanx.checkpoint.format.run_sums import RunSums
 from phalanx.checkpoint.restoring.open_checkpoint import Checkpoint, newest, open_checkpoint
-from phalanx.checkpoint.save import STAGES, save
+from phalanx.checkpoint.session import blocking_session as saving
+from phalanx.checkpoint.session.blocking_session import STAGES, save
 from phalanx.checkpoint.storage import folder as folders
 from phalanx.checkpoint.storage import folder_store
 from phalanx.checkpoint.storage.folder import candidates, clean, writing
@@ -124,7 +124,7 @@ def test_kill_while_bytes_are_written(tmp_path: Path) -> None:
 SCRIPT = """
 import os, signal, sys, torch
 from pathlib import Path
-from phalanx.checkpoint.save import save
+from phalanx.checkpoint.session.blocking_session import save
 from phalanx.core.points import Points
 points = Points({sys.argv[2]: lambda **_: os.kill(os.getpid(), signal.SIGKILL)})
 save(Path(sys.argv[1]), 7, {"weight": torch.ones(3)}, {"fresh": True}, points=points)
@@ -416,7 +416,7 @@ def test_too_little_room_is_noticed_before_anything_is_written(tmp_path: Path, m
 LIMITED = """
 import resource, signal, sys, torch
 from pathlib import Path
-from phalanx.checkpoint.save import save
+from phalanx.checkpoint.session.blocking_session import save
 from phalanx.core.errors import UserError
 folder = Path(sys.argv[1])
 save(folder, 1, {"weight": torch.zeros(10)}, {"version": 1})

@@ -11,7 +11,7 @@ import torch
 from checkpoint_helpers import assert_equal, blank, make_tensors
 
 from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
-from phalanx.checkpoint.save import save
+from phalanx.checkpoint.session.blocking_session import save
 
 RESHARD = """
 import os, sys, torch, torch.distributed as dist
@@ -63,7 +63,7 @@ MEMORY = """
 import resource, sys, torch
 from pathlib import Path
 from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
-from phalanx.checkpoint.save import save
+from phalanx.checkpoint.session.blocking_session import save
 
 def peak_bytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

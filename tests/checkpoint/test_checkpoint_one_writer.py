@@ -23,10 +23,10 @@ from phalanx.checkpoint import restore_checkpoint, save_checkpoint
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.format.checkpoint_files import Evaluation
 from phalanx.checkpoint.format.manifest import Meta
-from phalanx.checkpoint.keeper_contract import Outcome
-from phalanx.checkpoint.persist.checkpoint_writer import Work
+from phalanx.checkpoint.keeper_contract import PersistOutcome
+from phalanx.checkpoint.persist.checkpoint_writer import PersistWork
 from phalanx.checkpoint.restoring.open_checkpoint import newest
-from phalanx.checkpoint.save import write_checkpoint
+from phalanx.checkpoint.session.blocking_session import write_checkpoint
 from phalanx.checkpoint.session.open_session import Saver, open_saver
 from phalanx.checkpoint.storage.checkpoint_store import Store
 from phalanx.checkpoint.storage.latest import claim, read_latest
@@ -40,12 +40,12 @@ Write = Callable[[Job, Store, int, Points], None]
 
 def in_background(job: Job, store: Store, step: int, points: Points = NO_POINTS) -> None:
     """What the persister does for each rank, in threads of this process."""
-    told: list[Outcome] = []
+    told: list[PersistOutcome] = []
 
     def work(rank: int) -> None:
         with job.task(rank, step) as task:
             own = replace(task, descriptor=os.dup(task.descriptor))  # it closes it
-            Work(own, points, told.append, open_storage=lambda _: store).run()
+            PersistWork(own, points, told.append, open_storage=lambda _: store).run()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(job.size)]
     for thread in threads:

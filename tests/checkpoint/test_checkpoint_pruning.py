@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.restoring.open_checkpoint import newest
-from phalanx.checkpoint.save import save
+from phalanx.checkpoint.session.blocking_session import save
 from phalanx.checkpoint.storage import retention as pruning
 from phalanx.checkpoint.storage.folder import candidates
 from phalanx.checkpoint.storage.retention import Stocked, prune, unkept

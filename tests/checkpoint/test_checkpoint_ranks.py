@@ -25,12 +25,13 @@ from torch.distributed import FileStore
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.format import dcp
 from phalanx.checkpoint.format.manifest import Chunk, FileEntry, clash, cover_fault, overlap
-from phalanx.checkpoint.format.tables import Written, from_text, names_on_no_rank, names_to_bits, share_out, to_text
 from phalanx.checkpoint.restoring import durable_source
-from phalanx.checkpoint.restoring.durable_source import DurableSource
+from phalanx.checkpoint.restoring.durable_source import DurableSource, share_out
+from phalanx.checkpoint.restoring.fit import names_on_no_rank, names_to_bits
 from phalanx.checkpoint.restoring.open_checkpoint import newest, open_checkpoint
 from phalanx.checkpoint.restoring.source import Reading
-from phalanx.checkpoint.save import STAGES, save
+from phalanx.checkpoint.session.blocking_session import STAGES, save
+from phalanx.checkpoint.snapshot_plans import Written, from_text, to_text
 from phalanx.checkpoint.storage.folder import candidates
 from phalanx.checkpoint.storage.retention import prune
 from phalanx.core.errors import UserError

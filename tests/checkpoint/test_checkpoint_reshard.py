@@ -20,7 +20,7 @@ from torch import Tensor
 from phalanx.checkpoint.format import checkpoint_files, dcp
 from phalanx.checkpoint.format.manifest import Meta
 from phalanx.checkpoint.restoring.open_checkpoint import Checkpoint, newest, open_checkpoint
-from phalanx.checkpoint.save import save
+from phalanx.checkpoint.session.blocking_session import save
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Shard
 

@@ -19,7 +19,7 @@ from phalanx.checkpoint.format.manifest import Meta, config_sha256
 from phalanx.checkpoint.restoring.durable_source import DurableSource
 from phalanx.checkpoint.restoring.fit import parts
 from phalanx.checkpoint.restoring.open_checkpoint import newest, open_checkpoint
-from phalanx.checkpoint.save import save
+from phalanx.checkpoint.session.blocking_session import save
 from phalanx.core.errors import UserError
 
 STATE = {"loader": {"samples": 4096}, "losses": [1.5, 0.1 + 0.2], "name": "Ünïcode", "none": None, "done": False}

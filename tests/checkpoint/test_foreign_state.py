@@ -401,7 +401,7 @@ def test_several_models_and_optimizers(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_something_else_is_no_checkpoint_of_ours(tmp_path: Path) -> None:
-    from phalanx.checkpoint.save import save as plain_save
+    from phalanx.checkpoint.session.blocking_session import save as plain_save
 
     plain_save(tmp_path, 4, {"w": torch.ones(2)}, {"other": 1})
     with pytest.raises(UserError, match="step 4 was not written by this interface; resume it with what wrote it"):

@@ -13,7 +13,7 @@ from keeper_helpers import WIDTHS, a_plan, a_record, a_snapshot, some_bytes
 
 from phalanx.checkpoint.format.run_sums import chunk_sums, first_fault
 from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Record, ShardPlan, is_stale, sick_tensors
-from phalanx.checkpoint.keeper.examiner import Examiner, Job, Pace, Rhythm, budget_s, examine
+from phalanx.checkpoint.keeper.examiner import ExamineJob, Examiner, Pace, Rhythm, budget_s, examine
 from phalanx.checkpoint.keeper.finite_check import BLOCK_BYTES, runs_of
 from phalanx.checkpoint.keeper.vault import MemoryVault
 from phalanx.checkpoint.keeper_contract import Taken
@@ -154,7 +154,7 @@ def test_it_commits_what_was_taken_in_the_background() -> None:
         cell = vault.taken(PLAN, number, a_snapshot(step))
         cell.block.memory[: PLAN.data_bytes] = some_bytes(PLAN, min(step, 2))
         taken = Taken(step, '{"a": 1}', unix_ns=7, metrics={"loss": 2.5})
-        examiner.submit(Job(cell, PLAN, a_snapshot(step), 1, taken, 30.0, lambda record, *_: told.put(record)))
+        examiner.submit(ExamineJob(cell, PLAN, a_snapshot(step), 1, taken, 30.0, lambda record, *_: told.put(record)))
         examiner.hurry()
         record = told.get(timeout=60)
         assert record is not None and first_fault(cell.block.memory, record, PLAN) is None
@@ -174,7 +174,7 @@ def test_what_cannot_be_examined_is_told_and_its_slot_is_free_again() -> None:
     broken = a_plan((*ROWS, ("more", "optimizer", 10_000)))
     told: queue.Queue[tuple[Record | None, str, float]] = queue.Queue()
     examiner = Examiner(vault)
-    examiner.submit(Job(cell, broken, a_snapshot(1), 1, Taken(1), 0.0, lambda *outcome: told.put(outcome)))
+    examiner.submit(ExamineJob(cell, broken, a_snapshot(1), 1, Taken(1), 0.0, lambda *outcome: told.put(outcome)))
     record, problem, _ = told.get(timeout=60)
     examiner.close()
     assert record is None and "step 1 of rank 0 was not examined" in problem

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from keeper_processes import until
 
-from phalanx.checkpoint.keeper.shared_memory import Block, Map, _touch
+from phalanx.checkpoint.keeper.shared_memory import Map, MemoryBlock, _touch
 from phalanx.core.host import available_bytes
 
 SIZE = 40 << 20
@@ -14,7 +14,7 @@ SIZE = 40 << 20
 
 @pytest.mark.parametrize("writable", [True, False])
 def test_a_map_is_filled_and_its_bytes_stay(writable: bool) -> None:
-    block = Block("slot", SIZE)
+    block = MemoryBlock("slot", SIZE)
     content = np.random.default_rng(0).bytes(SIZE)
     block.memory[:] = content
     mapped = Map(block.descriptor if writable else block.reading, SIZE, writable=writable)
@@ -30,7 +30,7 @@ def test_a_map_is_filled_and_its_bytes_stay(writable: bool) -> None:
 
 
 def test_a_map_that_somebody_still_looks_at_can_be_closed() -> None:
-    block = Block("slot", SIZE)
+    block = MemoryBlock("slot", SIZE)
     mapped = Map(block.descriptor, SIZE, writable=True)
     view = np.frombuffer(mapped._map, np.uint8)
     mapped.close()
@@ -39,7 +39,7 @@ def test_a_map_that_somebody_still_looks_at_can_be_closed() -> None:
 
 
 def test_memory_is_all_there_and_can_neither_shrink_nor_grow() -> None:
-    block = Block("slot", SIZE)
+    block = MemoryBlock("slot", SIZE)
     assert os.fstat(block.descriptor).st_blocks * 512 >= SIZE
     for size in (0, SIZE - 1, SIZE + 4096):
         with pytest.raises(PermissionError):

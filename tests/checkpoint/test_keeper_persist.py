@@ -14,7 +14,7 @@ from planned_files import slot as slot_bytes
 
 from phalanx.checkpoint.keeper.keeper_client import KeeperClient
 from phalanx.checkpoint.keeper.keeper_start import ensure_keeper
-from phalanx.checkpoint.keeper_contract import Progress, Taken
+from phalanx.checkpoint.keeper_contract import SnapshotProgress, Taken
 from phalanx.checkpoint.restoring.open_checkpoint import newest
 
 
@@ -42,7 +42,7 @@ def take(job: Job, ranks: list[KeeperClient], step: int, version: int | None = N
         rank.taken(slot, Taken(step, state, persist=True, hurry=True))
 
 
-def ends(ranks: list[KeeperClient], step: int) -> list[Progress]:
+def ends(ranks: list[KeeperClient], step: int) -> list[SnapshotProgress]:
     return [[told for told in rank.wait(step, "durable", GUARD_S) if told.stage == "durable"][-1] for rank in ranks]
 
 

@@ -21,17 +21,17 @@ from phalanx.checkpoint.format.run_sums import first_fault
 from phalanx.checkpoint.format.shard_plan import ShardPlan, SnapshotId
 from phalanx.checkpoint.keeper import keeper_server as server_module
 from phalanx.checkpoint.keeper.keeper_client import connect
-from phalanx.checkpoint.keeper.keeper_server import Life, Server, Services
+from phalanx.checkpoint.keeper.keeper_server import KeeperServer, KeeperServices, Life
 from phalanx.checkpoint.keeper.keeper_start import end_keeper
 from phalanx.checkpoint.keeper.vault import MemoryVault
 from phalanx.checkpoint.keeper_contract import (
     Destination,
     Endpoint,
     KeeperLostError,
-    Outcome,
-    Progress,
+    PersistOutcome,
+    PersistTask,
     Replicated,
-    Task,
+    SnapshotProgress,
 )
 
 PLANS = [a_plan((("w", "trained", 10_000),), rank, 2) for rank in range(2)]
@@ -67,25 +67,25 @@ class FakePersister:
     """Writes nothing; a test says what became of each task."""
 
     def __init__(self) -> None:
-        self.tasks: queue.Queue[Task] = queue.Queue()
-        self.told: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self.tasks: queue.Queue[PersistTask] = queue.Queue()
+        self.told: queue.SimpleQueue[PersistOutcome] = queue.SimpleQueue()
         self.inside, self.outside = socket.socketpair()
         self.is_closed = False
 
     def prepare(self) -> None:
         pass
 
-    def submit(self, task: Task) -> None:
+    def submit(self, task: PersistTask) -> None:
         self.tasks.put(task)
 
-    def tell(self, outcome: Outcome) -> None:
+    def tell(self, outcome: PersistOutcome) -> None:
         self.told.put(outcome)
         self.outside.send(b"o")
 
     def fileno(self) -> int:
         return self.inside.fileno()
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[PersistOutcome]:
         self.inside.recv(1)
         return [self.told.get()]
 
@@ -96,7 +96,7 @@ class FakePersister:
 
 
 @contextmanager
-def a_loop() -> Iterator[tuple[Path, FakeReplicas, FakePersister, Server]]:
+def a_loop() -> Iterator[tuple[Path, FakeReplicas, FakePersister, KeeperServer]]:
     """A keeper in a thread."""
     folder = Path(tempfile.mkdtemp(prefix="keeper"))
     address = folder / "k"
@@ -109,7 +109,7 @@ def a_loop() -> Iterator[tuple[Path, FakeReplicas, FakePersister, Server]]:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(address))
     listener.listen()
-    server = Server(listener, Services(make, lambda: persister), GUARD_S)
+    server = KeeperServer(listener, KeeperServices(make, lambda: persister), GUARD_S)
 
     def serve() -> None:
         server.run()
@@ -147,7 +147,7 @@ def test_the_next_snapshot_waits_until_this_one_is_replicated() -> None:
         assert [told.stage for told in rank.wait(1, "committed", GUARD_S)] == ["committed"]
         assert rank.busy
         replicas.notify(Replicated(0, 1, "other", seconds=2.0, bytes=7))
-        assert rank.wait(1, "replicated", GUARD_S) == [Progress(1, "replicated", "", "", 2.0, 7, "other")]
+        assert rank.wait(1, "replicated", GUARD_S) == [SnapshotProgress(1, "replicated", "", "", 2.0, 7, "other")]
         until(lambda: not rank.busy)
         write(rank, PLANS[0], 2)
         replicas.sent.get(timeout=GUARD_S)
@@ -172,16 +172,16 @@ def test_a_slot_is_free_when_its_shard_is_written_and_every_rank_is_told_of_the_
             assert rank.persisting and rank.busy
         for task, plan in zip(tasks, PLANS, strict=True):
             assert os.pread(task.descriptor, plan.data_bytes, 0) == some_bytes(plan, 1)
-            persister.tell(Outcome(plan.rank, 1, published=False, seconds=3.0, bytes=plan.data_bytes))
+            persister.tell(PersistOutcome(plan.rank, 1, published=False, seconds=3.0, bytes=plan.data_bytes))
         for rank in ranks:
             until(lambda rank=rank: not rank.busy)
             assert rank.persisting
-        persister.tell(Outcome(0, 1, published=True, name="step-00000001"))
-        persister.tell(Outcome(1, 1, published=True, name="step-00000001"))
+        persister.tell(PersistOutcome(0, 1, published=True, name="step-00000001"))
+        persister.tell(PersistOutcome(1, 1, published=True, name="step-00000001"))
         for rank, plan in zip(ranks, PLANS, strict=True):
             news = rank.wait(1, "durable", GUARD_S)
             assert [told for told in news if told.stage == "durable"] == [
-                Progress(1, "durable", "", "step-00000001", 3.0, plan.data_bytes)
+                SnapshotProgress(1, "durable", "", "step-00000001", 3.0, plan.data_bytes)
             ]
             assert not rank.persisting
             rank.held()
@@ -196,8 +196,8 @@ def test_a_failure_is_told_to_the_rank_and_ends_the_persisting() -> None:
         rank = a_rank(address, PLANS[0], destination=NOWHERE)
         write(rank, PLANS[0], 1, persist=True)
         persister.tasks.get(timeout=GUARD_S)
-        persister.tell(Outcome(0, 1, published=False, problem="disk full"))
-        persister.tell(Outcome(0, 1, published=True, problem="disk full"))
+        persister.tell(PersistOutcome(0, 1, published=False, problem="disk full"))
+        persister.tell(PersistOutcome(0, 1, published=True, problem="disk full"))
         assert rank.wait(1, "durable", GUARD_S)[-1].problem == "disk full"
         assert not rank.persisting
         rank.close()
@@ -221,11 +221,11 @@ def test_the_task_of_a_dead_rank_comes_to_its_end_before_the_next() -> None:
         write(rank, PLANS[0], 2, attempt=2, persist=True)
         rank.wait(2, "committed", GUARD_S)
         assert persister.tasks.empty()
-        persister.tell(Outcome(0, 1, published=False))
-        persister.tell(Outcome(0, 1, published=True, problem="superseded"))
+        persister.tell(PersistOutcome(0, 1, published=False))
+        persister.tell(PersistOutcome(0, 1, published=True, problem="superseded"))
         assert persister.tasks.get(timeout=GUARD_S).record.step == 2
-        persister.tell(Outcome(0, 2, published=False))
-        persister.tell(Outcome(0, 2, published=True, name="step-00000002"))
+        persister.tell(PersistOutcome(0, 2, published=False))
+        persister.tell(PersistOutcome(0, 2, published=True, name="step-00000002"))
         durable = [told for told in rank.wait(2, "durable", GUARD_S) if told.stage == "durable"]
         assert [(told.step, told.problem) for told in durable] == [(2, "")]  # nothing of the other attempt's
         rank.close()
@@ -240,12 +240,12 @@ def test_a_step_that_is_taken_again_is_told_of_again() -> None:
                 write(rank, plan, 1, persist=True)
             tasks = [persister.tasks.get(timeout=GUARD_S) for _ in PLANS]
             for task in tasks:
-                persister.tell(Outcome(task.plan.rank, 1, published=False))
-            persister.tell(Outcome(0, 1, published=True, name=name))
+                persister.tell(PersistOutcome(task.plan.rank, 1, published=False))
+            persister.tell(PersistOutcome(0, 1, published=True, name=name))
             for rank in ranks:
                 durable = [told for told in rank.wait(1, "durable", GUARD_S) if told.stage == "durable"]
                 assert [told.name for told in durable] == [name]
-            persister.tell(Outcome(1, 1, published=True, name=name))
+            persister.tell(PersistOutcome(1, 1, published=True, name=name))
         for rank in ranks:
             rank.held()
             assert rank.poll() == []
@@ -259,8 +259,8 @@ def test_it_does_not_end_while_something_is_on_its_way() -> None:
         persister.tasks.get(timeout=GUARD_S)
         rank.finish()
         assert len(rank.held()) == 1
-        persister.tell(Outcome(0, 1, published=False))
-        persister.tell(Outcome(0, 1, published=True, name="step-00000001"))
+        persister.tell(PersistOutcome(0, 1, published=False))
+        persister.tell(PersistOutcome(0, 1, published=True, name="step-00000001"))
         with pytest.raises(KeeperLostError):
             until(lambda: rank.poll() and False)
         rank.close()

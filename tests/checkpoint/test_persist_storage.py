@@ -16,9 +16,9 @@ from typing_extensions import Buffer
 
 from phalanx.checkpoint.format.manifest import FileEntry
 from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES
-from phalanx.checkpoint.keeper_contract import Outcome
-from phalanx.checkpoint.persist.checkpoint_writer import Work
-from phalanx.checkpoint.persist.publication import Part
+from phalanx.checkpoint.keeper_contract import PersistOutcome
+from phalanx.checkpoint.persist.checkpoint_writer import PersistWork
+from phalanx.checkpoint.persist.publication import ShardPart
 from phalanx.checkpoint.storage.checkpoint_store import Store
 from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.core.points import NO_POINTS
@@ -39,14 +39,14 @@ class Refusing(LocalStore):
         raise OSError(self.errno, os.strerror(self.errno), str(self.path / area / file))
 
 
-def run(job: Job, store: Store, step: int, ranks: Iterable[int] = (0,), **changes: Any) -> list[Outcome]:
+def run(job: Job, store: Store, step: int, ranks: Iterable[int] = (0,), **changes: Any) -> list[PersistOutcome]:
     """The outcomes of a checkpoint whose ranks all write through `store`."""
-    outcomes: list[Outcome] = []
+    outcomes: list[PersistOutcome] = []
 
     def work(rank: int) -> None:
         with job.task(rank, step, **changes) as task:
             mine = replace(task, descriptor=os.dup(task.descriptor))
-            Work(mine, NO_POINTS, outcomes.append, open_storage=lambda _: store).run()
+            PersistWork(mine, NO_POINTS, outcomes.append, open_storage=lambda _: store).run()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in ranks]
     for thread in threads:
@@ -56,7 +56,7 @@ def run(job: Job, store: Store, step: int, ranks: Iterable[int] = (0,), **change
     return outcomes
 
 
-def problems(outcomes: list[Outcome]) -> list[str]:
+def problems(outcomes: list[PersistOutcome]) -> list[str]:
     return [outcome.problem for outcome in outcomes if outcome.problem]
 
 
@@ -124,7 +124,7 @@ def test_a_part_of_another_checkpoint_is_refused(tmp_path: Path, change: str) ->
         def write(self, area: str, file: str, content: Iterable[Buffer]) -> FileEntry:
             if file != "part-1.json":
                 return super().write(area, file, content)
-            part = Part.from_bytes(b"".join(bytes(piece) for piece in content))
+            part = ShardPart.from_bytes(b"".join(bytes(piece) for piece in content))
             other: dict[str, Any] = {change: 7 if change in ("step", "attempt") else "other"}
             part = replace(part, writing=part.writing._replace(**other))
             return super().write(area, file, [part.to_bytes()])

@@ -14,8 +14,8 @@ from keeper_processes import until
 from persist_helpers import Job
 from storage_helpers import Place, place_fixture, s3_server_fixture  # noqa: F401
 
-from phalanx.checkpoint.keeper_contract import Outcome
-from phalanx.checkpoint.persist.checkpoint_writer import Work
+from phalanx.checkpoint.keeper_contract import PersistOutcome
+from phalanx.checkpoint.persist.checkpoint_writer import PersistWork
 from phalanx.checkpoint.persist.publication import Writing, forget_failure, withdraw
 from phalanx.checkpoint.storage.checkpoint_store import Store, SupersededError
 from phalanx.checkpoint.storage.latest import claim, read_latest
@@ -30,7 +30,7 @@ class Persisting:
     def __init__(self, tmp_path: Path, open_storage: Callable[[], Store], size: int) -> None:
         self.job = Job(tmp_path / "unused", size=size, timeout_s=LONG_S)
         self.open_storage = open_storage
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[PersistOutcome] = []
 
     @property
     def writing(self) -> Writing:
@@ -53,7 +53,7 @@ class Persisting:
     def _work(self, rank: int) -> None:
         with self.job.task(rank, 1) as task:
             mine = replace(task, descriptor=os.dup(task.descriptor))
-            Work(mine, NO_POINTS, self.outcomes.append, open_storage=lambda _: self.open_storage()).run()
+            PersistWork(mine, NO_POINTS, self.outcomes.append, open_storage=lambda _: self.open_storage()).run()
 
 
 @pytest.fixture

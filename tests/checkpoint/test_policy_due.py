@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.due import FREE, MEMORY_ONLY, Agenda, KeepingUp, Moment, durable_due, snapshot_due
+from phalanx.checkpoint.due import FREE, MEMORY_ONLY, KeepingUp, Moment, SnapshotAgenda, durable_due, snapshot_due
 from phalanx.checkpoint.interval import AutoInterval
 
 BEGIN = Moment(0, 0.0)
@@ -96,7 +96,7 @@ class Disk:
 
     def __init__(self, config: CheckpointConfig, step_s: float, persist_s: Callable[[int], float]) -> None:
         self._now_s, self._step_s, self._persist_s = 0.0, step_s, persist_s
-        self.agenda = Agenda(config, AutoInterval(config), decides=True, clock=lambda: self._now_s)
+        self.agenda = SnapshotAgenda(config, AutoInterval(config), decides=True, clock=lambda: self._now_s)
         self.agenda.begin(0)
         self._until_s = self._began_s = 0.0
         self._is_busy = False

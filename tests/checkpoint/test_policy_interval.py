@@ -13,36 +13,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.interval import HOST_MTBF_S, Costs, Failures, choose, daly, lost_share, young
+from phalanx.checkpoint.interval import HOST_MTBF_S, Failures, IntervalCosts, choose, daly, lost_share, young
 
 FREE = CheckpointConfig(auto=True, every_steps=0)
 HOUR_S = 3600.0
 
 # step, stall, persisting, restart, mean time between failures; seconds
 CASES = [
-    Costs(1.0, 0.03, 0.0, 0.0),
-    Costs(0.5, 0.03, 5.0, 60.0),
-    Costs(1.0, 2.0, 10.0, 300.0),
-    Costs(10.0, 20.0, 60.0, 300.0),
-    Costs(5.0, 300.0, 0.0, 600.0),
-    Costs(15.0, 0.05, 45.0, 600.0),
+    IntervalCosts(1.0, 0.03, 0.0, 0.0),
+    IntervalCosts(0.5, 0.03, 5.0, 60.0),
+    IntervalCosts(1.0, 2.0, 10.0, 300.0),
+    IntervalCosts(10.0, 20.0, 60.0, 300.0),
+    IntervalCosts(5.0, 300.0, 0.0, 600.0),
+    IntervalCosts(15.0, 0.05, 45.0, 600.0),
 ]
 MTBF_S = [0.5 * HOUR_S, 1.8 * HOUR_S, 7.9 * HOUR_S, 47.7 * 24 * HOUR_S]
 TABLE = [(costs, mtbf_s) for costs in CASES for mtbf_s in MTBF_S]
 
 
-def least_steps(costs: Costs) -> int:
+def least_steps(costs: IntervalCosts) -> int:
     return max(math.ceil(costs.persist_s / costs.step_s), 1)
 
 
-def candidates(costs: Costs, mtbf_s: float) -> list[int]:
+def candidates(costs: IntervalCosts, mtbf_s: float) -> list[int]:
     """Intervals to try, from the shortest possible to five times Young's optimum, 1 % apart."""
     most = max(5 * young(costs.stall_s, mtbf_s) / costs.step_s, 2 * least_steps(costs))
     tries = np.geomspace(least_steps(costs), most, math.ceil(math.log(most / least_steps(costs)) / 0.01) + 2)
     return sorted({round(steps) for steps in tries})
 
 
-def lost_when_played(interval_s: float, costs: Costs, mtbf_s: float, uptimes_s: np.ndarray) -> float:
+def lost_when_played(interval_s: float, costs: IntervalCosts, mtbf_s: float, uptimes_s: np.ndarray) -> float:
     """The share of time lost over many times of running, drawn at random, each ended by a failure.
 
     With `interval_s` 0: what is lost at least, with checkpoints that cost nothing and are taken all the time.
@@ -55,7 +55,9 @@ def lost_when_played(interval_s: float, costs: Costs, mtbf_s: float, uptimes_s: 
 
 
 @pytest.mark.parametrize(("costs", "mtbf_s"), TABLE)
-def test_the_chosen_interval_loses_as_little_as_the_best_of_all_when_played_out(costs: Costs, mtbf_s: float) -> None:
+def test_the_chosen_interval_loses_as_little_as_the_best_of_all_when_played_out(
+    costs: IntervalCosts, mtbf_s: float
+) -> None:
     uptimes_s = np.random.default_rng(7).exponential(mtbf_s, 20_000)
     chosen = choose(FREE, costs, Failures(given_s=mtbf_s))
     # What every interval loses alike (restarts, persisting) is left out, or it would hide a bad choice.
@@ -68,7 +70,7 @@ def test_the_chosen_interval_loses_as_little_as_the_best_of_all_when_played_out(
 
 
 @pytest.mark.parametrize(("costs", "mtbf_s"), TABLE)
-def test_the_chosen_interval_is_the_best_one(costs: Costs, mtbf_s: float) -> None:
+def test_the_chosen_interval_is_the_best_one(costs: IntervalCosts, mtbf_s: float) -> None:
     chosen = choose(FREE, costs, Failures(given_s=mtbf_s))
     losses = {s: lost_share(s * costs.step_s, costs, mtbf_s) for s in candidates(costs, mtbf_s)}
     best = min(losses, key=losses.__getitem__)
@@ -78,7 +80,7 @@ def test_the_chosen_interval_is_the_best_one(costs: Costs, mtbf_s: float) -> Non
 def test_what_is_expected_is_what_happens_step_by_step() -> None:
     """A run played out event by event, with nothing of the formulas in it."""
     draw = random.Random(3)
-    costs, mtbf_s, steps = Costs(10.0, 4.0, 55.0, 120.0), 2000.0, 12
+    costs, mtbf_s, steps = IntervalCosts(10.0, 4.0, 55.0, 120.0), 2000.0, 12
     clock_s, done, durable, goal = 0.0, 0, 0, 400_000
     failure_s = draw.expovariate(1 / mtbf_s)
     on_the_way: tuple[int, float] | None = None  # a snapshot's step, and when it will be durable
@@ -106,7 +108,7 @@ def test_closed_forms() -> None:
     # by hand: 120 · (1 + sqrt(2/7200)/3 + (2/7200)/9) - 2
     assert daly(2.0, 3600.0) == pytest.approx(120 * (1 + 1 / 180 + 1 / 32400) - 2)
     assert daly(10.0, 5.0) == 5.0
-    assert lost_share(1.0, Costs(1.0, 1.0, 1.0, 1e9), 1.0) == 1.0
+    assert lost_share(1.0, IntervalCosts(1.0, 1.0, 1.0, 1e9), 1.0) == 1.0
 
 
 def test_the_published_rate_of_a_hundred_hosts() -> None:
@@ -122,7 +124,7 @@ def test_failures_seen_weigh_more_and_more() -> None:
 
 
 def test_persisting_is_a_lower_bound() -> None:
-    chosen = choose(FREE, Costs(1.0, 0.001, 90.0), Failures(given_s=HOUR_S))
+    chosen = choose(FREE, IntervalCosts(1.0, 0.001, 90.0), Failures(given_s=HOUR_S))
     assert chosen.steps == 90
     assert chosen.explanation.endswith("a shorter one would lose less, but persisting takes as long")
 
@@ -132,18 +134,18 @@ def test_persisting_is_a_lower_bound() -> None:
 )
 def test_bounds_from_above(bound: dict[str, int], text: str) -> None:
     config = CheckpointConfig(**{"auto": True, "every_steps": 0} | bound)
-    chosen = choose(config, Costs(0.5, 2.0, 90.0), Failures(given_s=HOUR_S))
+    chosen = choose(config, IntervalCosts(0.5, 2.0, 90.0), Failures(given_s=HOUR_S))
     assert chosen.steps == 40
     assert chosen.explanation.endswith(f"; no longer because of {text}, though persisting takes longer")
 
 
 def test_a_person_understands_why() -> None:
-    chosen = choose(FREE, Costs(0.74, 2.0, 41.0, 300.0), Failures(given_s=7.9 * HOUR_S))
+    chosen = choose(FREE, IntervalCosts(0.74, 2.0, 41.0, 300.0), Failures(given_s=7.9 * HOUR_S))
     assert chosen.explanation == (
         "every 454 steps (5m36s): stall 2.0s, persisting 41.0s, one failure per 7h54m (given); "
         "2.36% of the time is expected to be lost"
     )
-    told = choose(FREE, Costs(0.74, 2.0, 41.0), Failures(hosts=16, seen=2, observed_s=9 * HOUR_S)).explanation
+    told = choose(FREE, IntervalCosts(0.74, 2.0, 41.0), Failures(hosts=16, seen=2, observed_s=9 * HOUR_S)).explanation
     assert "(16 hosts at one per 47d16h each, 2 seen in 9h00m)" in told
 
 
@@ -155,7 +157,7 @@ seconds = st.floats(1e-3, 1e4)
 )
 def test_monotone(step_s: float, stall_s: float, persist_s: float, mtbf_s: float, factor: float) -> None:
     def steps(stall: float, persist: float, mtbf: float) -> int:
-        return choose(FREE, Costs(step_s, stall, persist), Failures(given_s=mtbf)).steps
+        return choose(FREE, IntervalCosts(step_s, stall, persist), Failures(given_s=mtbf)).steps
 
     here = steps(stall_s, persist_s, mtbf_s)
     assert here >= 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.checkpoint.replicas.interfaces import LOOPBACK, Interface, choose, interfaces_here, network
+from phalanx.checkpoint.replicas.replica_routes import LOOPBACK, Interface, choose, interfaces_here, network
 from phalanx.core.errors import UserError
 
 GIGABIT = 10**9

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.checkpoint.replicas.placement import HostInfo, groups_of_hosts, place_replicas
+from phalanx.checkpoint.replicas.replica_routes import HostInfo, groups_of_hosts, place_replicas
 from phalanx.core.layout import Layout
 
 Shape = tuple[int, int, int]

@@ -20,13 +20,13 @@ from phalanx.checkpoint.keeper_contract import Endpoint
 from phalanx.checkpoint.replicas.fetch import fetch
 from phalanx.checkpoint.replicas.replica_link import (
     Go,
-    Link,
     LinkError,
     List,
     Offer,
     Plan,
     PlanNeeded,
     Refused,
+    ReplicaLink,
     Want,
     call,
 )
@@ -45,13 +45,13 @@ def peer(host: Host) -> Endpoint:
 
 
 @pytest.fixture
-def link(peer: Endpoint) -> Iterator[Link]:
+def link(peer: Endpoint) -> Iterator[ReplicaLink]:
     link = call(peer, SECRET, GUARD_S)
     yield link
     link.close()
 
 
-def offer(link: Link, plan: ShardPlan, **changes: object) -> str:
+def offer(link: ReplicaLink, plan: ShardPlan, **changes: object) -> str:
     """Offer a replica of a plan with a record that has been changed; why it was refused."""
     small = make_plan(plan.rank, 100)
     record = replace(make_record(small, bytes(100)), plan_sha256=plan.sha256, data_bytes=plan.data_bytes, **changes)
@@ -61,7 +61,7 @@ def offer(link: Link, plan: ShardPlan, **changes: object) -> str:
     return link.receive(Refused).why
 
 
-def test_more_than_the_host_has_is_refused_before_memory_is_taken(link: Link, host: Host) -> None:
+def test_more_than_the_host_has_is_refused_before_memory_is_taken(link: ReplicaLink, host: Host) -> None:
     plan = make_plan(0, psutil.virtual_memory().total + 1)
     chunks = -(-plan.data_bytes // (4 << 20))
     assert "more than the memory of this host" in offer(link, plan, sums=(0,) * chunks)
@@ -80,7 +80,7 @@ def test_more_than_the_host_has_is_refused_before_memory_is_taken(link: Link, ho
         ({"state": "other"}, "state in the record does not match"),
     ],
 )
-def test_a_record_that_does_not_fit_is_refused(link: Link, changes: dict[str, object], why: str) -> None:
+def test_a_record_that_does_not_fit_is_refused(link: ReplicaLink, changes: dict[str, object], why: str) -> None:
     plan = make_plan(0, 100)
     record = replace(make_record(plan, bytes(100)), **changes)
     link.send(Offer(record.to_text()))
@@ -91,19 +91,19 @@ def test_a_record_that_does_not_fit_is_refused(link: Link, changes: dict[str, ob
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"step": 1}', '{"sums": 3, "sick": []}'])
-def test_what_is_no_record_is_refused(link: Link, text: str) -> None:
+def test_what_is_no_record_is_refused(link: ReplicaLink, text: str) -> None:
     link.send(Offer(text))
     assert "no replica" in link.receive(Refused).why
 
 
-def test_what_is_no_plan_is_refused(link: Link) -> None:
+def test_what_is_no_plan_is_refused(link: ReplicaLink) -> None:
     link.send(Offer(make_record(make_plan(0, 100), bytes(100)).to_text()))
     link.receive(PlanNeeded)
     link.send(Plan("[1, 2, 3]"))
     assert "no replica" in link.receive(Refused).why
 
 
-def test_a_request_outside_of_the_shard_is_refused(link: Link, host: Host) -> None:
+def test_a_request_outside_of_the_shard_is_refused(link: ReplicaLink, host: Host) -> None:
 
     put(host.vault, make_plan(0, 100))
     for runs in ([(0, 2)], [(-1, 1)], [(1, 1)], [(0, -1)], [("x", 1)], [3]):
@@ -111,7 +111,7 @@ def test_a_request_outside_of_the_shard_is_refused(link: Link, host: Host) -> No
         assert "makes no sense" in link.receive(Refused).why, runs
 
 
-def test_a_huge_announced_message_takes_no_memory(link: Link, host: Host) -> None:
+def test_a_huge_announced_message_takes_no_memory(link: ReplicaLink, host: Host) -> None:
     link._socket.sendall(struct.pack("!I", 0xFFFFFFFF))
     assert "4294967295 bytes; the limit is" in host.reports.get(timeout=GUARD_S)
 
@@ -217,7 +217,7 @@ def test_a_keeper_of_another_host_does_not_pass_for_the_one_that_was_called(peer
         call(replace(peer, host="c"), SECRET, GUARD_S)
 
 
-def test_no_message_begins_an_attempt(link: Link, host: Host) -> None:
+def test_no_message_begins_an_attempt(link: ReplicaLink, host: Host) -> None:
     """Not even of who has the secret: the running attempt goes on, nothing of one that nobody claimed is kept."""
     host.vault.begin(3)
     plan = make_plan(0, 100)
@@ -248,7 +248,7 @@ def test_an_attempt_that_begins_a_moment_later_gets_its_replicas() -> None:
         assert read(b.vault, 0, 1, 2) == content
 
 
-def test_a_message_in_the_wrong_place_ends_the_conversation(link: Link, host: Host) -> None:
+def test_a_message_in_the_wrong_place_ends_the_conversation(link: ReplicaLink, host: Host) -> None:
     link.send(Go())
     assert "sent Go where Offer or List or Want was due" in host.reports.get(timeout=GUARD_S)
     with pytest.raises(LinkError):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.checkpoint.format.shard_plan import Record
-from phalanx.checkpoint.restoring.choices import brief, restorable
+from phalanx.checkpoint.keeper_contract import brief, restorable
 
 
 def a_record(step: int, rank: int, shards: int, attempt: int = 1, set_id: str = "s", plan: str = "") -> Record:

@@ -115,7 +115,7 @@ def test_what_is_given_to_others_takes_bounded_memory(tmp_path: Path, monkeypatc
     tensors["model.wide"] = torch.randn(3, 50_000).T
     save_durable(tmp_path, tensors, layout, 3)
     for bucket_bytes in (64 << 20, 1 << 16, 64):
-        monkeypatch.setattr("phalanx.checkpoint.restoring.shared_reads.BUCKET_BYTES", bucket_bytes)
+        monkeypatch.setattr("phalanx.checkpoint.restoring.source.BUCKET_BYTES", bucket_bytes)
         copies = groups(layout, "replicate")
         assert restore_all(tensors, layout, folder=tmp_path, copies=copies)[0].restored is not None
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.due import BUSY, FREE, MEMORY_ONLY, RENEWED, Agenda
+from phalanx.checkpoint.due import BUSY, FREE, MEMORY_ONLY, RENEWED, SnapshotAgenda
 from phalanx.checkpoint.interval import AutoInterval
 
 RANKS = 3
@@ -25,7 +25,7 @@ def test_all_ranks_decide_alike(
     config = CheckpointConfig(every_steps=every_steps, memory_every_steps=memory_every_steps, every_s=every_s)
     clock = [0.0] * RANKS
     agendas = [
-        Agenda(config, AutoInterval(config), decides=rank == 0, clock=lambda rank=rank: clock[rank])  # type: ignore[misc]
+        SnapshotAgenda(config, AutoInterval(config), decides=rank == 0, clock=lambda rank=rank: clock[rank])  # type: ignore[misc]
         for rank in range(RANKS)
     ]
     for agenda in agendas:
@@ -50,7 +50,7 @@ def test_all_ranks_decide_alike(
 
 def test_durable_ones_skipped_for_good_are_counted() -> None:
     config = CheckpointConfig(every_steps=10)
-    agenda = Agenda(config, AutoInterval(config), decides=True)
+    agenda = SnapshotAgenda(config, AutoInterval(config), decides=True)
     agenda.begin(5)
     agenda.took(10, persist=True)
     agenda.took(43, persist=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from session_helpers import AskingPeers, FakeKeeper, Loop, asking_ranks
 
-from phalanx.checkpoint.keeper_contract import KeeperLostError, Progress, Stage
+from phalanx.checkpoint.keeper_contract import KeeperLostError, SnapshotProgress, Stage
 from phalanx.core.errors import UserError
 
 
@@ -72,7 +72,7 @@ def test_it_is_taken_again_where_the_keeper_is_lost_meanwhile(monkeypatch: pytes
     loop = Loop(every_steps=0)
     loop.watch()
 
-    def lose(keeper: FakeKeeper, step: int, stage: Stage, timeout_s: float) -> list[Progress]:
+    def lose(keeper: FakeKeeper, step: int, stage: Stage, timeout_s: float) -> list[SnapshotProgress]:
         if keeper is loop.keepers[0]:
             keeper.is_lost = True
             raise KeeperLostError("it was killed")
@@ -88,7 +88,7 @@ def told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A keeper whose word has been heard does not say it again: who waits for it then waits for ever."""
     real = FakeKeeper.wait
 
-    def wait(keeper: FakeKeeper, step: int, stage: Stage, timeout_s: float) -> list[Progress]:
+    def wait(keeper: FakeKeeper, step: int, stage: Stage, timeout_s: float) -> list[SnapshotProgress]:
         told = real(keeper, step, stage, timeout_s)
         if not any((one.step, one.stage) == (step, stage) for one in told):
             raise TimeoutError
@@ -174,7 +174,7 @@ def test_where_each_is_waited_for_none_is_put_off(monkeypatch: pytest.MonkeyPatc
     loop.watch()
     looks, poll = itertools.count(1), FakeKeeper.poll
 
-    def looked(keeper: FakeKeeper) -> list[Progress]:
+    def looked(keeper: FakeKeeper) -> list[SnapshotProgress]:
         if next(looks) > 9:
             keeper.holds = set()
         return poll(keeper)

@@ -25,8 +25,8 @@ from phalanx.checkpoint.keeper.keeper_client import KeeperClient, connect
 from phalanx.checkpoint.keeper.keeper_start import ensure_keeper
 from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
 from phalanx.checkpoint.session.background_session import Session
-from phalanx.checkpoint.session.ledger import Event
 from phalanx.checkpoint.session.open_session import open_session
+from phalanx.checkpoint.session.snapshot_outcomes import Event
 from phalanx.checkpoint.storage.latest import read_latest
 from phalanx.checkpoint.storage.location import open_store
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phalanx.checkpoint.format.shard_plan import JobPlan, ShardPlan, set_id
 from phalanx.checkpoint.restoring.open_checkpoint import newest, open_checkpoint
-from phalanx.checkpoint.save import save
+from phalanx.checkpoint.session.blocking_session import save
 from phalanx.checkpoint.snapshot_plans import make_plans
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Shard

@@ -19,7 +19,7 @@ from torch import nn
 
 from phalanx.checkpoint import Checkpointer
 from phalanx.checkpoint.keeper.keeper_start import end_keeper
-from phalanx.checkpoint.session.ledger import Event
+from phalanx.checkpoint.session.snapshot_outcomes import Event
 from phalanx.checkpoint.storage.latest import read_latest
 
 BYTES_PER_S = 1e6

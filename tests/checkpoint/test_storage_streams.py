@@ -28,12 +28,12 @@ from thread_ranks import ThreadPeers, succeed
 
 from phalanx.checkpoint.format.checkpoint_files import Span, examine
 from phalanx.checkpoint.format.run_sums import RUN_BYTES
-from phalanx.checkpoint.keeper_contract import Outcome
-from phalanx.checkpoint.persist.checkpoint_writer import Work
+from phalanx.checkpoint.keeper_contract import PersistOutcome
+from phalanx.checkpoint.persist.checkpoint_writer import PersistWork
 from phalanx.checkpoint.persist.publication import Endings, NotPublishedError, Writing, await_end
 from phalanx.checkpoint.restoring.open_checkpoint import newest
 from phalanx.checkpoint.restoring.restore import restore
-from phalanx.checkpoint.save import save
+from phalanx.checkpoint.session.blocking_session import save
 from phalanx.checkpoint.storage import object_requests, object_streams
 from phalanx.checkpoint.storage.checkpoint_store import Stored
 from phalanx.checkpoint.storage.folder_store import LocalStore
@@ -380,14 +380,14 @@ def requests_of_a_save(place: Place, folder: Path, ranks: int) -> int:
     job, endings, requests = Job(folder, size=ranks), Endings(), 0
     store = open_store(f"{place.url}/{ranks}", place.options)
 
-    def work(rank: int, step: int, outcomes: list[Outcome]) -> None:
+    def work(rank: int, step: int, outcomes: list[PersistOutcome]) -> None:
         with job.task(rank, step) as task:
             mine = replace(task, descriptor=os.dup(task.descriptor))
-            Work(mine, NO_POINTS, outcomes.append, open_storage=lambda _: store, endings=endings).run()
+            PersistWork(mine, NO_POINTS, outcomes.append, open_storage=lambda _: store, endings=endings).run()
 
     assert place.gate is not None
     for step in (1, 2):
-        before, outcomes = place.gate.requests, list[Outcome]()
+        before, outcomes = place.gate.requests, list[PersistOutcome]()
         threads = [threading.Thread(target=work, args=(rank, step, outcomes)) for rank in range(ranks)]
         for thread in threads:
             thread.start()

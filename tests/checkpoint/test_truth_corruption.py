@@ -44,8 +44,8 @@ from typing_extensions import Buffer
 
 from phalanx.checkpoint.format.checkpoint_files import examine
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError, FileEntry
-from phalanx.checkpoint.keeper_contract import Destination, Outcome
-from phalanx.checkpoint.persist.checkpoint_writer import Work
+from phalanx.checkpoint.keeper_contract import Destination, PersistOutcome
+from phalanx.checkpoint.persist.checkpoint_writer import PersistWork
 from phalanx.checkpoint.restoring.restore import restore
 from phalanx.checkpoint.storage.checkpoint_store import Store, Stored
 from phalanx.checkpoint.storage.folder_store import LocalStore
@@ -77,12 +77,12 @@ def a_job(place: Place, **settings: Any) -> PlacedJob:
     return PlacedJob(Path("unused"), url=place.url, options=place.options, **settings)
 
 
-def persist(job: Job, store: Store, step: int, points: Points = NO_POINTS, **changes: Any) -> list[Outcome]:
+def persist(job: Job, store: Store, step: int, points: Points = NO_POINTS, **changes: Any) -> list[PersistOutcome]:
     """What the persister says of a checkpoint."""
-    outcomes: list[Outcome] = []
+    outcomes: list[PersistOutcome] = []
     with job.task(0, step, **changes) as task:
         mine = replace(task, descriptor=os.dup(task.descriptor))
-        Work(mine, points, outcomes.append, open_storage=lambda _: store).run()
+        PersistWork(mine, points, outcomes.append, open_storage=lambda _: store).run()
     return outcomes
 
 
@@ -205,7 +205,7 @@ def test_a_writer_of_an_older_attempt_that_wakes_up_late(place: Place) -> None:
         asleep.set()
         assert awake.wait(60)
 
-    told: list[Outcome] = []
+    told: list[PersistOutcome] = []
     points = Points({"persist.before-publish": sleep})
     zombie = threading.Thread(target=lambda: told.extend(persist(old, place.open(), 2, points)))
     zombie.start()

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from torch import Tensor
 
 from phalanx.checkpoint.format.manifest import Meta
-from phalanx.checkpoint.save import save
+from phalanx.checkpoint.session.blocking_session import save
 from phalanx.cli.checkpoint import command
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))  # forged and plain checkpoints

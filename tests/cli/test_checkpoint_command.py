@@ -14,7 +14,7 @@ import torch
 
 from phalanx.checkpoint.format.manifest import Meta
 from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
-from phalanx.checkpoint.save import save
+from phalanx.checkpoint.session.blocking_session import save
 from phalanx.core.errors import UserError
 
 from checkpoint_runs import call, call_json, checkpoint, damage, make_tensors, run  # noqa: F401  # isort: skip

@@ -16,7 +16,7 @@ from checkpoint_helpers import rewrite
 from plain_writers import save_alone
 
 from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
-from phalanx.checkpoint.save import save
+from phalanx.checkpoint.session.blocking_session import save
 from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.checkpoint.storage.latest import advance, claim
 from phalanx.core.errors import UserError

@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
-from phalanx.checkpoint.save import save
+from phalanx.checkpoint.session.blocking_session import save
 from phalanx.core.config import load
 from phalanx.data.prepare import prepare
 from phalanx.launch.environment import Worker

@@ -16,8 +16,8 @@ from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.foreign.training_state import Table, TrainingState
 from phalanx.checkpoint.restoring.restore import Wanted
 from phalanx.checkpoint.restoring.source import Restored
-from phalanx.checkpoint.session.ledger import Event
 from phalanx.checkpoint.session.open_session import open_saver
+from phalanx.checkpoint.session.snapshot_outcomes import Event
 from phalanx.core.errors import UserError
 from phalanx.core.peers import Peers
 

@@ -251,7 +251,7 @@ CHUNK_BYTES = 1 << 25
 
 
 @dataclass(frozen=True)
-class Source:
+class RecutSource:
     """What a written tensor is made of.
 
     Attributes:
@@ -279,7 +279,7 @@ class Recut:
         sums: of the runs of each file that was written, see `phalanx.checkpoint.format.run_sums`.
     """
 
-    wanted: Mapping[str, Source]
+    wanted: Mapping[str, RecutSource]
     files: int
     _dealt: list[list[tuple[str, list[int], list[int]]]] = field(init=False)
     _written: dict[str, list[Chunk]] = field(default_factory=dict)
@@ -335,10 +335,10 @@ class Recut:
         return block.to(torch_dtype(source.dtype)).contiguous()
 
 
-def same(entry: TensorEntry, name: str, dtype: str | None = None) -> Source:
+def same(entry: TensorEntry, name: str, dtype: str | None = None) -> RecutSource:
     """A tensor written as it is; with `dtype`, floating-point numbers rounded to that."""
     cast = dtype is not None and torch_dtype(entry.dtype).is_floating_point
-    return Source(name, tuple(entry.shape), dtype if cast and dtype is not None else entry.dtype)
+    return RecutSource(name, tuple(entry.shape), dtype if cast and dtype is not None else entry.dtype)
 
 
 def _archive(block: Tensor) -> memoryview:

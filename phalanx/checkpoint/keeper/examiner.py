@@ -1,6 +1,6 @@
 """Threads that sum and examine what has been copied into a slot, and commit it, no faster than training can spare.
 
-numpy is imported by the thread that examines: the keeper starts without waiting for it. Torch-free.
+numpy is imported by the thread that examines: the keeper starts without waiting for it.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ Rest = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Job:
+class ExamineJob:
     """A slot to be examined and committed.
 
     Attributes:
@@ -147,15 +147,15 @@ class Examiner:
         self._give_way = give_way
         self._pace = Pace(threads)
         self._lock = threading.Lock()
-        self._waiting: list[Job] = []
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._waiting: list[ExamineJob] = []
+        self._jobs: queue.SimpleQueue[ExamineJob | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=f"examiner-{number}", daemon=True) for number in range(threads)
         ]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: ExamineJob) -> None:
         """Examine this after all before it; does not wait. If it is in a hurry, so are those before it."""
         self._pace.expect(job.plan.data_bytes)
         with self._lock:
@@ -198,7 +198,7 @@ class Examiner:
                 self._waiting.remove(job)
             job.done(record, problem, time.monotonic() - began_s)
 
-    def _commit(self, job: Job, began_s: float) -> Record:
+    def _commit(self, job: ExamineJob, began_s: float) -> Record:
         previous = self._vault.previous(job.cell, job.snapshot)
         try:
             old = None if previous is None else previous.cell.block.memory
@@ -213,7 +213,7 @@ class Examiner:
         self._points.reach("keeper.committed", step=record.step, rank=record.rank)
         return record
 
-    def _rest(self, job: Job, until_s: float) -> Rest:
+    def _rest(self, job: ExamineJob, until_s: float) -> Rest:
         began_s = time.monotonic()
 
         def rest(length: int) -> None:
@@ -274,7 +274,7 @@ def _examine_chunks(plan: ShardPlan, memory: memoryview, starts: range, rest: Re
     return sums, check.sick
 
 
-def _record(job: Job, found: Findings) -> Record:
+def _record(job: ExamineJob, found: Findings) -> Record:
     taken, snapshot = job.taken, job.snapshot
     return Record(
         step=snapshot.step,

@@ -1,4 +1,4 @@
-"""Looking at the numbers in a slot: whether all are finite, and whether any trained one has changed. Torch-free."""
+"""Looking at the numbers in a slot: whether all are finite, and whether any trained one has changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_NAMES = 8
 
 
 @dataclass
-class Run:
+class NumberRun:
     """Pieces of one dtype, one behind the other, that are looked at together with the gaps between them."""
 
     start: int
@@ -63,7 +63,7 @@ class FiniteCheck:
             if not self._is_finite(run.dtype, max(start, run.start), min(stop, run.stop)):
                 self._find(run, start, stop)
 
-    def _find(self, run: Run, start: int, stop: int) -> None:
+    def _find(self, run: NumberRun, start: int, stop: int) -> None:
         for piece in run.pieces:
             first, last = max(start, piece.start_bytes), min(stop, piece.start_bytes + piece.length_bytes)
             if first < last and piece.name not in self.sick and not self._is_finite(run.dtype, first, last):
@@ -83,9 +83,9 @@ class FiniteCheck:
         return np.frombuffer(self._memory, dtype, (stop - start) // np.dtype(dtype).itemsize, start)
 
 
-def runs_of(plan: ShardPlan) -> list[Run]:
+def runs_of(plan: ShardPlan) -> list[NumberRun]:
     """The parts of a slot that are looked at, in order."""
-    runs: list[Run] = []
+    runs: list[NumberRun] = []
     for piece in sorted(plan.pieces, key=lambda piece: piece.start_bytes):
         if piece.role == "other" or not piece.length_bytes or piece.dtype not in _LOOKED_AT:
             continue
@@ -95,7 +95,7 @@ def runs_of(plan: ShardPlan) -> list[Run]:
             last.pieces.append(piece)
             last.stop = stop
         else:
-            runs.append(Run(piece.start_bytes, stop, piece.dtype, [piece]))
+            runs.append(NumberRun(piece.start_bytes, stop, piece.dtype, [piece]))
     return runs
 
 

@@ -21,8 +21,8 @@ from phalanx.checkpoint.keeper_contract import (
     Endpoint,
     Held,
     KeeperLostError,
-    Progress,
     Slot,
+    SnapshotProgress,
     Stage,
     Taken,
 )
@@ -54,7 +54,7 @@ class KeeperClient:
         self._last: int | None = None
         self._awaited: set[Stage] = set()
         self._persisting: set[int] = set()
-        self._news: list[Progress] = []
+        self._news: list[SnapshotProgress] = []
         self._reached: deque[tuple[int, Stage]] = deque(maxlen=_REMEMBERED)
         self._channel = Channel(address, self._hear)
         self._greet(address, rank, world_size)
@@ -176,13 +176,13 @@ class KeeperClient:
         if taken.persist:
             self._persisting.add(taken.step)
 
-    def poll(self) -> list[Progress]:
+    def poll(self) -> list[SnapshotProgress]:
         """What has happened since the last call."""
         self._channel.pump()
         news, self._news = self._news, []
         return news
 
-    def wait(self, step: int, stage: Stage, timeout_s: float) -> list[Progress]:
+    def wait(self, step: int, stage: Stage, timeout_s: float) -> list[SnapshotProgress]:
         """Wait until the snapshot of `step` has come to `stage`, or failed to; all that happened meanwhile.
 
         Raises:
@@ -229,7 +229,7 @@ class KeeperClient:
             if isinstance(message, keeper_messages.Welcome):
                 self._welcome = message
             elif isinstance(message, keeper_messages.Told):
-                self._progress(Progress(*message.fields))
+                self._progress(SnapshotProgress(*message.fields))
             elif isinstance(message, keeper_messages.Free) and message.lease == self._leases:
                 self._free = None if message.slot < 0 else message.slot
             elif isinstance(message, keeper_messages.Memory) and message.lease == self._leases:
@@ -247,9 +247,9 @@ class KeeperClient:
             self._give_up()
             problem = f"{memory.size_bytes} bytes of the keeper's memory cannot be mapped: {error}"
         if problem:
-            self._news.append(Progress(-1, "committed", problem))
+            self._news.append(SnapshotProgress(-1, "committed", problem))
 
-    def _progress(self, progress: Progress) -> None:
+    def _progress(self, progress: SnapshotProgress) -> None:
         self._news.append(progress)
         self._reached.append((progress.step, progress.stage))
         is_lost = progress.stage == "committed" and bool(progress.problem)

@@ -164,7 +164,7 @@ class Free:
 
 @dataclass(frozen=True)
 class Told:
-    """The fields of a `phalanx.checkpoint.keeper_contract.Progress`."""
+    """The fields of a `phalanx.checkpoint.keeper_contract.SnapshotProgress`."""
 
     fields: list[Any]
 

@@ -1,4 +1,4 @@
-"""The keeper: one loop that hears the ranks of its host; all that takes long is done in threads. Torch-free.
+"""The keeper: one loop that hears the ranks of its host; all that takes long is done in threads.
 
 It knows each connected rank by a session, and ends when its `Life` is over.
 """
@@ -21,15 +21,15 @@ from phalanx.checkpoint.format.shard_plan import ALIGN_BYTES, JobPlan, ShardPlan
 from phalanx.checkpoint.keeper import keeper_messages
 from phalanx.checkpoint.keeper.examiner import Examiner
 from phalanx.checkpoint.keeper.keeper_messages import Line, Mailbox
-from phalanx.checkpoint.keeper.snapshot_stages import Replicas, Snapshot, Stages
+from phalanx.checkpoint.keeper.snapshot_stages import Replicas, Snapshot, SnapshotStages
 from phalanx.checkpoint.keeper.vault import Cell, MemoryVault, Pin
 from phalanx.checkpoint.keeper_contract import (
     Destination,
     Endpoint,
     Persister,
-    Progress,
     RefusedError,
     Replicated,
+    SnapshotProgress,
     Taken,
 )
 from phalanx.core.errors import UserError
@@ -121,7 +121,7 @@ class Leased:
 
 
 @dataclass(eq=False)
-class Session:
+class RankSession:
     """A connection. `rank` is -1 until it has said hello, `attempt` 0 until it has begun."""
 
     line: Line
@@ -135,7 +135,7 @@ class Session:
     pins: dict[int, Pin] = field(default_factory=dict)
 
 
-def plan_problem(plan: ShardPlan, session: Session) -> str:
+def plan_problem(plan: ShardPlan, session: RankSession) -> str:
     """Why no memory is leased for a plan; empty if nothing is wrong with it."""
     if (plan.rank, plan.world_size) != (session.rank, session.world_size):
         return f"the plan is of rank {plan.rank} of {plan.world_size}, not {session.rank} of {session.world_size}"
@@ -173,7 +173,7 @@ class ProtocolError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Services:
+class KeeperServices:
     """What others do for the keeper; each is made when the memory is there.
 
     Attributes:
@@ -186,7 +186,7 @@ class Services:
     give_way: Callable[[], None] = lambda: None
 
 
-class Server:
+class KeeperServer:
     """Serves `listener`, which it takes over.
 
     Args:
@@ -197,7 +197,7 @@ class Server:
     def __init__(
         self,
         listener: socket.socket,
-        services: Services,
+        services: KeeperServices,
         ttl_s: float,
         still_wanted: Callable[[], bool] = lambda: False,
         points: Points = NO_POINTS,
@@ -213,13 +213,15 @@ class Server:
         self._replicas = services.replicas(self._vault, self._tell_replicated)
         self._persister = services.persister()
         self._persister_descriptor = -1
-        self._sessions: list[Session] = []
+        self._sessions: list[RankSession] = []
         self._life = Life(ttl_s)
-        self._stages = Stages(self._vault, self._examiner, self._replicas, self._persister, self._mailbox.post, self)
+        self._stages = SnapshotStages(
+            self._vault, self._examiner, self._replicas, self._persister, self._mailbox.post, self
+        )
         self._is_ending = False
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        self._handlers: dict[type, Callable[[Session, Any, list[int]], None]] = {
+        self._handlers: dict[type, Callable[[RankSession, Any, list[int]], None]] = {
             keeper_messages.Hello: self._hello,
             keeper_messages.Begin: self._begin,
             keeper_messages.ResumeFrom: self._resume_from,
@@ -254,7 +256,7 @@ class Server:
         """The ranks of an attempt that are connected."""
         return [session.rank for session in self._ranks() if session.attempt == attempt]
 
-    def tell(self, rank: int, attempt: int, progress: Progress) -> None:
+    def tell(self, rank: int, attempt: int, progress: SnapshotProgress) -> None:
         """Tell a rank, if it is there."""
         fields = list(asdict(progress).values())
         told = keeper_messages.Told([field[:_MAX_TEXT] if isinstance(field, str) else field for field in fields])
@@ -264,7 +266,7 @@ class Server:
 
     # The loop
 
-    def _ranks(self) -> list[Session]:
+    def _ranks(self) -> list[RankSession]:
         return [session for session in self._sessions if session.rank >= 0]
 
     def _is_over(self) -> bool:
@@ -305,10 +307,10 @@ class Server:
         if not local_socket.same_user(connection):
             connection.close()
             return
-        session = Session(Line(connection, self._selector, lambda: self._hear(session)))
+        session = RankSession(Line(connection, self._selector, lambda: self._hear(session)))
         self._sessions.append(session)
 
-    def _hear(self, session: Session) -> None:
+    def _hear(self, session: RankSession) -> None:
         descriptors: list[int] = []
         try:
             message, descriptors = session.line.receive()
@@ -329,7 +331,7 @@ class Server:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _handle(self, session: Session, message: Any, descriptors: list[int]) -> None:
+    def _handle(self, session: RankSession, message: Any, descriptors: list[int]) -> None:
         if session.rank < 0 and not isinstance(
             message, keeper_messages.Hello | keeper_messages.Stay | keeper_messages.End
         ):
@@ -339,7 +341,7 @@ class Server:
             raise ProtocolError(f"{type(message).__name__} is not for a keeper")
         handler(session, message, descriptors)
 
-    def _drop(self, session: Session, *, is_alive: bool = False) -> None:
+    def _drop(self, session: RankSession, *, is_alive: bool = False) -> None:
         """A rank has gone; what it has not finished to write is nothing."""
         if session not in self._sessions:
             return
@@ -351,19 +353,19 @@ class Server:
         if lease is not None:
             self._vault.end_lease(session.rank, lease.open if is_alive else ())
 
-    def _shut_out(self, session: Session, refused: keeper_messages.Refused) -> None:
+    def _shut_out(self, session: RankSession, refused: keeper_messages.Refused) -> None:
         session.line.send(refused)
         self._drop(session, is_alive=True)
 
     # What ranks say
 
-    def _hello(self, session: Session, hello: keeper_messages.Hello, _: list[int]) -> None:
+    def _hello(self, session: RankSession, hello: keeper_messages.Hello, _: list[int]) -> None:
         if hello.version != keeper_messages.VERSION:
             raise ProtocolError(f"the rank speaks version {hello.version}, the keeper {keeper_messages.VERSION}")
         session.rank, session.world_size = hello.rank, hello.world_size
         session.line.send(keeper_messages.Welcome(os.getpid(), keeper_messages.VERSION, self._vault.attempt))
 
-    def _begin(self, session: Session, begin: keeper_messages.Begin, _: list[int]) -> None:
+    def _begin(self, session: RankSession, begin: keeper_messages.Begin, _: list[int]) -> None:
         self._vault.begin(begin.attempt)
         session.attempt, session.set_id, session.shards = begin.attempt, begin.set_id, begin.shards
         self._life.begin(session.rank, begin.attempt)
@@ -371,13 +373,13 @@ class Server:
             if 0 < other.attempt < begin.attempt:
                 self._shut_out(other, keeper_messages.Refused(f"attempt {begin.attempt} has begun"))
 
-    def _resume_from(self, session: Session, resume: keeper_messages.ResumeFrom, _: list[int]) -> None:
+    def _resume_from(self, session: RankSession, resume: keeper_messages.ResumeFrom, _: list[int]) -> None:
         self._vault.resume_from(SnapshotId(resume.step, resume.attempt, resume.set_id), session.attempt)
         session.line.send(keeper_messages.Answer(resume.number))
         if session.lease is not None:
             session.lease.told = None  # what the rank was told before is void
 
-    def _lease(self, session: Session, asked: keeper_messages.Lease, documents: list[int]) -> None:
+    def _lease(self, session: RankSession, asked: keeper_messages.Lease, documents: list[int]) -> None:
         plan, *job = (keeper_messages.content_of(descriptor) for descriptor in documents)
         destination = None if asked.destination is None else Destination(**asked.destination)
         lease = Leased(
@@ -401,7 +403,7 @@ class Server:
         if destination is not None:
             self._persister.prepare()
 
-    def _allocated(self, session: Session, lease: Leased, cells: list[Cell], problem: str) -> None:
+    def _allocated(self, session: RankSession, lease: Leased, cells: list[Cell], problem: str) -> None:
         if session not in self._sessions or session.lease is not lease:
             if not any(other.rank == session.rank and other.lease for other in self._sessions):
                 self._vault.end_lease(session.rank)
@@ -411,17 +413,17 @@ class Server:
         answer = keeper_messages.Memory(lease.number, lease.plan.data_bytes, numbers, problem[:_MAX_TEXT])
         session.line.send(answer, [cell.block.descriptor for cell in cells])
 
-    def _replicate(self, session: Session, asked: keeper_messages.Replicate, _: list[int]) -> None:
+    def _replicate(self, session: RankSession, asked: keeper_messages.Replicate, _: list[int]) -> None:
         self._replicas.use_secret(bytes.fromhex(asked.secret))
         session.peer = None if asked.peer is None else Endpoint(asked.peer[0], tuple(asked.peer[1]), *asked.peer[2:])
         self._replicas.turn(session.rank, session.peer, asked.attempt)
 
-    def _writing(self, session: Session, writing: keeper_messages.Writing, _: list[int]) -> None:
+    def _writing(self, session: RankSession, writing: keeper_messages.Writing, _: list[int]) -> None:
         lease = self._leased(session, writing.lease)
         self._vault.writing(session.rank, writing.slot)
         lease.told = None
 
-    def _copied(self, session: Session, copied: keeper_messages.Copied, documents: list[int]) -> None:
+    def _copied(self, session: RankSession, copied: keeper_messages.Copied, documents: list[int]) -> None:
         lease = self._leased(session, copied.lease)
         if session.attempt == 0:
             raise ProtocolError("a snapshot came before Begin")
@@ -436,7 +438,7 @@ class Server:
             Snapshot(snapshot, lease.plan, session.shards, taken, lease.job, lease.destination, session.peer), cell
         )
 
-    def _ask(self, session: Session, ask: keeper_messages.Ask, _: list[int]) -> None:
+    def _ask(self, session: RankSession, ask: keeper_messages.Ask, _: list[int]) -> None:
         if ask.what == "held":
             self._stages.when_examined(lambda: self._answer(session, ask.number, self._held()))
             return
@@ -450,14 +452,14 @@ class Server:
     def _held(self) -> bytes:
         return json.dumps([[held.record.to_text(), held.is_replica] for held in self._vault.held()]).encode()
 
-    def _answer(self, session: Session, number: int, content: bytes, *descriptors: int) -> None:
+    def _answer(self, session: RankSession, number: int, content: bytes, *descriptors: int) -> None:
         document = keeper_messages.document(content)
         try:
             session.line.send(keeper_messages.Answer(number), [document, *descriptors])
         finally:
             os.close(document)
 
-    def _read(self, session: Session, read: keeper_messages.Read, _: list[int]) -> None:
+    def _read(self, session: RankSession, read: keeper_messages.Read, _: list[int]) -> None:
         try:
             pin = self._vault.acquire(SnapshotId(read.step, read.attempt, read.set_id), read.rank)
         except LookupError as error:
@@ -467,20 +469,20 @@ class Server:
         content = json.dumps([pin.record.to_text(), pin.plan.to_bytes().decode()]).encode()
         self._answer(session, read.number, content, pin.descriptor)
 
-    def _release(self, session: Session, release: keeper_messages.Release, _: list[int]) -> None:
+    def _release(self, session: RankSession, release: keeper_messages.Release, _: list[int]) -> None:
         self._vault.unpin(session.pins.pop(release.number))
 
-    def _finish(self, session: Session, _: keeper_messages.Finish, __: list[int]) -> None:
+    def _finish(self, session: RankSession, _: keeper_messages.Finish, __: list[int]) -> None:
         self._life.finish(session.rank)
 
-    def _stay(self, session: Session, _: keeper_messages.Stay, __: list[int]) -> None:
+    def _stay(self, session: RankSession, _: keeper_messages.Stay, __: list[int]) -> None:
         self._life.stay()
         session.line.send(keeper_messages.Answer(0))
 
-    def _end(self, _: Session, __: keeper_messages.End, ___: list[int]) -> None:
+    def _end(self, _: RankSession, __: keeper_messages.End, ___: list[int]) -> None:
         self._is_ending = True
 
-    def _leased(self, session: Session, number: int) -> Leased:
+    def _leased(self, session: RankSession, number: int) -> Leased:
         if session.lease is None or session.lease.number != number or not session.lease.is_ready:
             raise ProtocolError(f"lease {number} is not this rank's")
         return session.lease

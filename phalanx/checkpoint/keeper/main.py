@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from phalanx.checkpoint.keeper.keeper_server import Server, Services
+from phalanx.checkpoint.keeper.keeper_server import KeeperServer, KeeperServices
 from phalanx.checkpoint.keeper.snapshot_stages import LatePersister, LateReplicas, Replicas
 from phalanx.checkpoint.keeper.vault import MemoryVault
 from phalanx.checkpoint.keeper_contract import Persister, Replicated
@@ -65,12 +65,12 @@ def _serve(address: Path, listener: socket.socket, ready_fd: int, ttl_s: float) 
     cores = len(os.sched_getaffinity(0))
     examiners = max(1, min(cores // _CORES_PER_EXAMINER, _MAX_EXAMINERS))
     door = _Door(address, listener)
-    services = Services(
+    services = KeeperServices(
         replicas=lambda vault, notify: LateReplicas(lambda: _replicas(vault, notify, points)),
         persister=_persister,
         give_way=lambda: give_way(_NICE),  # not before: ranks wait for a keeper that is asked for memory
     )
-    server = Server(listener, services, ttl_s, door.is_wanted, points, examiners)
+    server = KeeperServer(listener, services, ttl_s, door.is_wanted, points, examiners)
     os.write(ready_fd, b"r")
     os.close(ready_fd)
     threading.Thread(target=importlib.import_module, args=(_PERSISTER,), daemon=True).start()
@@ -124,7 +124,7 @@ def _persister() -> Persister:
 
 
 def _replicas(vault: MemoryVault, notify: Callable[[Replicated], None], points: Points) -> Replicas:
-    from phalanx.checkpoint.replicas.interfaces import network  # when there is another host
+    from phalanx.checkpoint.replicas.replica_routes import network  # when there is another host
     from phalanx.checkpoint.replicas.replica_service import ReplicaService
 
     def report(line: str) -> None:

@@ -1,4 +1,4 @@
-"""Memory of snapshots that outlives the process which fills it: memfds, and how a rank maps them. Torch-free.
+"""Memory of snapshots that outlives the process which fills it: memfds, and how a rank maps them.
 
 The keeper allocates it and touches it once; a rank fills its page tables in the background.
 """
@@ -19,11 +19,12 @@ from phalanx.core.host import available_bytes
 if TYPE_CHECKING:
     import numpy as np
 
+
 _ALLOCATE_BYTES = 256 << 20  # at once, so that a lack of memory shows before all of it is gone
 _RESERVE_BYTES = 64 << 20  # left to the host
 
 
-class Block:
+class MemoryBlock:
     """`size_bytes` of memory, all of it there, in one memfd. It cannot be made smaller, so no map loses its ground.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The stages of a snapshot after it was copied: examined, replicated to a peer host, made durable. Torch-free."""
+"""The stages of a snapshot after it was copied: examined, replicated to a peer host, made durable."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from phalanx.checkpoint.format.shard_plan import JobPlan, Record, ShardPlan, SnapshotId
-from phalanx.checkpoint.keeper.examiner import Examiner, Job, Rhythm
+from phalanx.checkpoint.keeper.examiner import ExamineJob, Examiner, Rhythm
 from phalanx.checkpoint.keeper.vault import Cell, MemoryVault, Pin
 from phalanx.checkpoint.keeper_contract import (
     Destination,
     Endpoint,
-    Outcome,
     Persister,
-    Progress,
+    PersistOutcome,
+    PersistTask,
     Replicated,
+    SnapshotProgress,
     Taken,
-    Task,
 )
 
 
@@ -93,7 +93,7 @@ class LatePersister:
         """See `phalanx.checkpoint.keeper_contract.Persister`."""
         self._persister.prepare()
 
-    def submit(self, task: Task) -> None:
+    def submit(self, task: PersistTask) -> None:
         """See `Persister`."""
         self._persister.submit(task)
 
@@ -107,7 +107,7 @@ class LatePersister:
         """See `Persister`."""
         return -1 if self._made is None else self._made.fileno()
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[PersistOutcome]:
         """See `Persister`."""
         return [] if self._made is None else self._made.outcomes()
 
@@ -124,7 +124,7 @@ class Ranks(Protocol):
         """Those of an attempt."""
         ...
 
-    def tell(self, rank: int, attempt: int, progress: Progress) -> None:
+    def tell(self, rank: int, attempt: int, progress: SnapshotProgress) -> None:
         """Tell a rank, if it is there."""
         ...
 
@@ -153,15 +153,15 @@ class Snapshot:
 class _Persisting:
     """A shard on its way to durable storage; `is_told`: its rank has heard that the whole checkpoint is there."""
 
-    task: Task
+    task: PersistTask
     pin: Pin | None
     begun_s: float
-    written: Outcome | None = None
+    written: PersistOutcome | None = None
     is_told: bool = False
 
 
 @dataclass
-class Stages:
+class SnapshotStages:
     """Takes every snapshot through its stages; all of it in the keeper's loop, which `post` reaches from threads."""
 
     vault: MemoryVault
@@ -195,7 +195,9 @@ class Stages:
             self.post(lambda: self._examined(snapshot, record, problem, seconds))
 
         budget = self._rhythms[rank].beat(time.monotonic(), persist=snapshot.taken.persist)
-        self.examiner.submit(Job(cell, snapshot.plan, snapshot.id, snapshot.shards, snapshot.taken, budget, done))
+        self.examiner.submit(
+            ExamineJob(cell, snapshot.plan, snapshot.id, snapshot.shards, snapshot.taken, budget, done)
+        )
 
     def when_examined(self, action: Callable[[], None]) -> None:
         """Call `action` once all that has been copied by now is committed, which is to be soon."""
@@ -213,7 +215,7 @@ class Stages:
         snapshot = queue.popleft()
         if not queue:
             del self._sending[told.rank, told.step]
-        progress = Progress(told.step, "replicated", told.problem, "", told.seconds, told.bytes, told.to)
+        progress = SnapshotProgress(told.step, "replicated", told.problem, "", told.seconds, told.bytes, told.to)
         self.ranks.tell(told.rank, snapshot.id.attempt, progress)
 
     def persisted(self) -> None:
@@ -224,7 +226,7 @@ class Stages:
     def _examined(self, snapshot: Snapshot, record: Record | None, problem: str, seconds: float) -> None:
         rank, length = snapshot.plan.rank, snapshot.plan.data_bytes
         self.ranks.tell(
-            rank, snapshot.id.attempt, Progress(snapshot.id.step, "committed", problem, "", seconds, length)
+            rank, snapshot.id.attempt, SnapshotProgress(snapshot.id.step, "committed", problem, "", seconds, length)
         )
         if record is not None:
             self._send(snapshot)
@@ -249,16 +251,18 @@ class Stages:
         if snapshot.destination is None:
             problem = problem or f"step {step} of rank {rank} has no durable storage to go to"
         if record is None or snapshot.destination is None:
-            self.ranks.tell(rank, snapshot.id.attempt, Progress(step, "durable", problem))
+            self.ranks.tell(rank, snapshot.id.attempt, SnapshotProgress(step, "durable", problem))
             return
         pin = self.vault.acquire(snapshot.id, rank)
-        task = Task(snapshot.plan, record, pin.descriptor, snapshot.destination, snapshot.job, snapshot.taken.hurry)
+        task = PersistTask(
+            snapshot.plan, record, pin.descriptor, snapshot.destination, snapshot.job, snapshot.taken.hurry
+        )
         queue = self._persisting[rank]
         queue.append(_Persisting(task, pin, time.monotonic()))
         if len(queue) == 1:  # else one of an earlier attempt has to come to its end first
             self.persister.submit(task)
 
-    def _persisted(self, outcome: Outcome) -> None:
+    def _persisted(self, outcome: PersistOutcome) -> None:
         queue = self._persisting.get(outcome.rank)
         if not queue or queue[0].task.record.step != outcome.step:
             return
@@ -277,7 +281,7 @@ class Stages:
             del self._persisting[outcome.rank]
         self._ended(first, outcome)
 
-    def _ended(self, ended: _Persisting, outcome: Outcome) -> None:
+    def _ended(self, ended: _Persisting, outcome: PersistOutcome) -> None:
         if ended.is_told:
             return  # by the first rank of this host that knew
         attempt = ended.task.record.attempt
@@ -285,7 +289,7 @@ class Stages:
         if not outcome.problem:
             self._tell_others(outcome, attempt)
 
-    def _tell_others(self, outcome: Outcome, attempt: int) -> None:
+    def _tell_others(self, outcome: PersistOutcome, attempt: int) -> None:
         for rank in self.ranks.of(attempt):
             if rank == outcome.rank:
                 continue
@@ -297,6 +301,6 @@ class Stages:
             self.ranks.tell(rank, attempt, _durable(outcome, own.written if own is not None else None))
 
 
-def _durable(outcome: Outcome, written: Outcome | None) -> Progress:
+def _durable(outcome: PersistOutcome, written: PersistOutcome | None) -> SnapshotProgress:
     seconds, length = (written.seconds, written.bytes) if written else (0.0, 0)
-    return Progress(outcome.step, "durable", outcome.problem, outcome.name, seconds, length)
+    return SnapshotProgress(outcome.step, "durable", outcome.problem, outcome.name, seconds, length)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.checkpoint.format.shard_plan import Record, ShardPlan, SnapshotId
-from phalanx.checkpoint.keeper.shared_memory import Block
+from phalanx.checkpoint.keeper.shared_memory import MemoryBlock
 from phalanx.checkpoint.keeper_contract import Held, NotBegunError, RefusedError, Slot
 
 State = Literal["free", "writing", "taken", "committed"]
@@ -41,7 +41,7 @@ class Cell:
     number: int
     rank: int
     is_replica: bool
-    block: Block
+    block: MemoryBlock
     state: State = "free"
     is_current: bool = True
     record: Record | None = None
@@ -359,7 +359,7 @@ class MemoryVault:
         usable = usable[:slots]
         kind = "replica of rank" if is_replica else "rank"
         while len(usable) < slots:
-            block = Block(f"checkpoint slot {len(usable)} of {kind} {plan.rank}", plan.data_bytes)
+            block = MemoryBlock(f"checkpoint slot {len(usable)} of {kind} {plan.rank}", plan.data_bytes)
             with self._lock:
                 cell = Cell(next(self._numbers), plan.rank, is_replica, block)
                 self._cells[cell.number] = cell

@@ -1,12 +1,13 @@
-"""The one writer of durable checkpoints: every rank's shard, and on rank 0 publishing them as one. Torch-free.
+"""The one writer of durable checkpoints: every rank's shard, and on rank 0 publishing them as one.
 
 `write_shard` writes the file of a rank and the part that describes it. The `Publisher` waits until all parts are there
 and none is stale or sick, describes them in a manifest, publishes, and moves the pointer.
 
-Both modes of ``checkpoint.mode`` come here. In the background, the persister process of each host does a `Work` per
-rank: the elements come from a slot, whose memory is checked against its record on the way, run by run, before any of it
-is written; ranks hear through the storage what became of it. Where training stands still (`phalanx.checkpoint.save`),
-the ranks do the same themselves: the elements come from the tensors, and the ranks tell each other.
+Both modes of ``checkpoint.mode`` come here. In the background, the persister process of each host does a
+`PersistWork` per rank: the elements come from a slot, whose memory is checked against its record on the way, run by
+run, before any of it is written; ranks hear through the storage what became of it. Where training stands still
+(`phalanx.checkpoint.session.blocking_session`), the ranks do the same themselves: the elements come from the tensors,
+and the ranks tell each other. Torch-free.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from phalanx.checkpoint.format.shard_plan import (
     sick_tensors,
     with_crc32,
 )
-from phalanx.checkpoint.keeper_contract import Outcome, Task
+from phalanx.checkpoint.keeper_contract import PersistOutcome, PersistTask
 from phalanx.checkpoint.persist.publication import (
     Endings,
     NotPublishedError,
-    Part,
+    ShardPart,
     Writing,
     await_end,
     forget_failures,
@@ -67,7 +68,9 @@ Elements = Callable[[Piece], Iterable[Buffer]]
 """Gives the elements of a piece, in order, in as many buffers as it likes; each is good until the next is asked for."""
 
 
-def write_shard(store: Store, area: str, task: Task, points: Points, elements: Elements | None = None) -> Part:
+def write_shard(
+    store: Store, area: str, task: PersistTask, points: Points, elements: Elements | None = None
+) -> ShardPart:
     """Write the file of a shard into `area`, then its part. Takes the memory of one run (`CHUNK_BYTES`).
 
     Args:
@@ -77,14 +80,14 @@ def write_shard(store: Store, area: str, task: Task, points: Points, elements: E
         BadMemoryError: the slot does not hold what its record says.
         OSError: storage refuses.
     """
-    part = Part.of(task, _write_file(store, area, task, points, elements or _Runs(task).of))
+    part = ShardPart.of(task, _write_file(store, area, task, points, elements or _Runs(task).of))
     points.reach("persist.shard-written", rank=task.plan.rank)
     store.write(area, part_name(part.rank), [part.to_bytes()])
     points.reach("persist.part-written", rank=task.plan.rank)
     return part
 
 
-def _write_file(store: Store, area: str, task: Task, points: Points, elements: Elements) -> FileEntry:
+def _write_file(store: Store, area: str, task: PersistTask, points: Points, elements: Elements) -> FileEntry:
     sums = RunSums()
     file = store.write(area, task.plan.file, _summed(task, elements, sums, points))
     if file.size_bytes != task.plan.file_bytes:
@@ -92,7 +95,7 @@ def _write_file(store: Store, area: str, task: Task, points: Points, elements: E
     return file.model_copy(update={"sums": sums.finish()})
 
 
-def _summed(task: Task, elements: Elements, sums: RunSums, points: Points) -> Iterator[Buffer]:
+def _summed(task: PersistTask, elements: Elements, sums: RunSums, points: Points) -> Iterator[Buffer]:
     """The bytes of the file, with the sums of its runs taken, and a fault point half way."""
     done, half = 0, task.plan.file_bytes // 2
     for begins, data in _content(task.plan, elements):
@@ -133,7 +136,7 @@ class _Runs:
         BadMemoryError: the record does not fit the memory.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: PersistTask) -> None:
         self._task = task
         self._number, self._run = -1, memoryview(b"")
         self._buffer = memoryview(bytearray(min(CHUNK_BYTES, task.record.data_bytes)))
@@ -188,7 +191,7 @@ class Publisher:
     """
 
     store: Store
-    task: Task
+    task: PersistTask
     points: Points
     written: Callable[[int], None] = lambda size_bytes: None
     turn: AbstractContextManager[object] = field(default_factory=nullcontext)
@@ -266,11 +269,11 @@ class Publisher:
                 self.store.discard(area)
             self.store.clean(self.task.record.attempt)  # what others wrote into it while it was removed
 
-    def _gather(self, area: str) -> tuple[list[Part], list[FileEntry]]:
+    def _gather(self, area: str) -> tuple[list[ShardPart], list[FileEntry]]:
         """The parts of all shards, in order of rank, and the files that they are in."""
         assert self.task.job is not None, "a publisher has the plan of the job"
         missing = {part_name(rank): rank for rank in self.task.job.shards}
-        found: dict[int, tuple[Part, FileEntry]] = {}
+        found: dict[int, tuple[ShardPart, FileEntry]] = {}
         for _ in pauses(self.task.destination.timeout_s, _LONGEST_WAIT_S):
             sizes = self.store.sizes(area)
             come = [name for name in missing if name in sizes]
@@ -285,9 +288,9 @@ class Publisher:
             self._require_charge()
         raise NotPublishedError(self._late(sorted(missing.values())))
 
-    def _accept(self, rank: int, content: bytes) -> tuple[Part, FileEntry]:
+    def _accept(self, rank: int, content: bytes) -> tuple[ShardPart, FileEntry]:
         try:
-            part = Part.from_bytes(content)
+            part = ShardPart.from_bytes(content)
         except (ValueError, TypeError, KeyError) as error:
             raise NotPublishedError(f"{part_name(rank)} cannot be read ({error})") from None
         expected = Writing.of(self.task)
@@ -305,7 +308,7 @@ class Publisher:
     def _shards(self) -> int:
         return len(self.task.job.shards) if self.task.job is not None else 0
 
-    def _describe(self, area: str, parts: list[Part], part_files: list[FileEntry]) -> str:
+    def _describe(self, area: str, parts: list[ShardPart], part_files: list[FileEntry]) -> str:
         """Write index, manifest and sums; SHA-256 of the manifest."""
         assert self.task.job is not None, "a publisher has the plan of the job"
         files = [self.store.write(area, _INDEX, [self.task.job.index])]
@@ -317,7 +320,7 @@ class Publisher:
         self.store.write(area, SUMS, [manifests.sums_text(manifest.files, digest)])
         return digest
 
-    def _judge(self, area: str, parts: list[Part]) -> None:
+    def _judge(self, area: str, parts: list[ShardPart]) -> None:
         records = [part.record for part in parts]
         sick = sick_tensors(records)
         if sick:
@@ -359,7 +362,7 @@ def describe(error: BaseException) -> str:
     return text if text and isinstance(error, meant) else f"{type(error).__name__}: {text}"
 
 
-def _manifest(task: Task, files: list[FileEntry]) -> Manifest:
+def _manifest(task: PersistTask, files: list[FileEntry]) -> Manifest:
     job, record = task.job, task.record
     assert job is not None, "a publisher has the plan of the job"
     taken = datetime.fromtimestamp(record.unix_ns / 1e9, UTC) if record.unix_ns else datetime.now(UTC)
@@ -381,16 +384,16 @@ def _manifest(task: Task, files: list[FileEntry]) -> Manifest:
 
 
 _PROBLEM_CHARACTERS = 4000
-OpenStore = Callable[[Task], Store]
+OpenStore = Callable[[PersistTask], Store]
 
 
-def open_destination(task: Task) -> Store:
+def open_destination(task: PersistTask) -> Store:
     """The storage of a task. UserError: there is none of that kind."""
     return open_store(task.destination.url, task.destination.options)
 
 
 @dataclass
-class Work:
+class PersistWork:
     """One task, done in a thread of its own.
 
     Args:
@@ -402,9 +405,9 @@ class Work:
         endings: of the tasks of this process.
     """
 
-    task: Task
+    task: PersistTask
     points: Points
-    tell: Callable[[Outcome], None]
+    tell: Callable[[PersistOutcome], None]
     turn: AbstractContextManager[object] = field(default_factory=nullcontext)
     open_storage: OpenStore = open_destination
     endings: Endings = field(default_factory=Endings)
@@ -468,6 +471,6 @@ class Work:
             self.tell(self._outcome(published=False, problem=problem))
         self.tell(self._outcome(published=True, problem=problem))
 
-    def _outcome(self, *, published: bool, problem: str = "", name: str = "", size_bytes: int = 0) -> Outcome:
+    def _outcome(self, *, published: bool, problem: str = "", name: str = "", size_bytes: int = 0) -> PersistOutcome:
         seconds = time.monotonic() - self._begun_s
-        return Outcome(self.task.plan.rank, self.task.record.step, published, problem, name, seconds, size_bytes)
+        return PersistOutcome(self.task.plan.rank, self.task.record.step, published, problem, name, seconds, size_bytes)

@@ -12,8 +12,8 @@ from typing import NoReturn
 import psutil
 
 from phalanx.checkpoint.format.shard_plan import JobPlan, ShardPlan
-from phalanx.checkpoint.keeper_contract import Outcome, Task
-from phalanx.checkpoint.persist.checkpoint_writer import Work
+from phalanx.checkpoint.keeper_contract import PersistOutcome, PersistTask
+from phalanx.checkpoint.persist.checkpoint_writer import PersistWork
 from phalanx.checkpoint.persist.persister_process import TO_PERSISTER, Errand, Known, Submit, read_memory
 from phalanx.checkpoint.persist.publication import Endings, withdraw
 from phalanx.checkpoint.storage.location import open_store
@@ -71,22 +71,22 @@ class Server:
                 os.umask(errand.destination.umask)
                 threading.Thread(target=_abandon, args=(errand,), name="abandon", daemon=True).start()
 
-    def _task(self, message: Submit, descriptors: list[int]) -> Task:
+    def _task(self, message: Submit, descriptors: list[int]) -> PersistTask:
         slot, errand, *plans = descriptors
         said = Errand.from_bytes(_read(errand))
         plan = self._plans.get(message.plan, plans[0])
         job = self._jobs.get(message.job, plans[1]) if message.job else None
         for descriptor in plans:
             os.close(descriptor)
-        return Task(plan, said.record, slot, said.destination, job, message.hurry)
+        return PersistTask(plan, said.record, slot, said.destination, job, message.hurry)
 
-    def _work(self, task: Task) -> None:
+    def _work(self, task: PersistTask) -> None:
         if not task.hurry:
             _spare_the_cores()
         turn = nullcontext() if task.hurry else self._turns
-        Work(task, self._points, self._tell, turn, endings=self._endings).run()
+        PersistWork(task, self._points, self._tell, turn, endings=self._endings).run()
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _tell(self, outcome: PersistOutcome) -> None:
         with self._sending, suppress(OSError):  # a keeper that is gone needs no answer
             send(self._keeper, outcome)
 

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from phalanx.checkpoint.format.shard_plan import Record
-from phalanx.checkpoint.keeper_contract import Destination, Outcome, Task
+from phalanx.checkpoint.keeper_contract import Destination, PersistOutcome, PersistTask
 from phalanx.checkpoint.persist.publication import Writing
 from phalanx.ipc.local_socket import receive, send
 
@@ -35,7 +35,7 @@ class Submit:
 
     Attributes:
         plan, job: numbers of the plans, so that each is read once; job 0 is none.
-        hurry: as in `Task`.
+        hurry: as in `PersistTask`.
     """
 
     plan: int
@@ -49,7 +49,7 @@ class Abandon:
 
 
 TO_PERSISTER = {"Submit": Submit, "Abandon": Abandon}
-TO_KEEPER = {"Outcome": Outcome}
+TO_KEEPER = {"PersistOutcome": PersistOutcome}
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ _STDERR = 2
 class _Flight:
     """A task that the process has."""
 
-    task: Task
+    task: PersistTask
     written: bool = False
 
 
@@ -164,7 +164,7 @@ class PersisterProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._flights: dict[int, _Flight] = {}
-        self._late: list[Outcome] = []
+        self._late: list[PersistOutcome] = []
         self._shelf = Shelf()
         # One descriptor for whatever process there is, and for outcomes that no process will tell.
         self._ready: select.epoll | None = None
@@ -181,7 +181,7 @@ class PersisterProcess:
             if self._connection is None:
                 self._start()
 
-    def submit(self, task: Task) -> None:
+    def submit(self, task: PersistTask) -> None:
         """See `Persister`. The descriptor of the slot stays the caller's."""
         rank = task.plan.rank
         assert rank not in self._flights, f"rank {rank} has a task in flight"
@@ -197,7 +197,7 @@ class PersisterProcess:
         """See `Persister`; the same from the first task on, whatever process there is."""
         return -1 if self._ready is None else self._ready.fileno()
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[PersistOutcome]:
         """See `Persister`."""
         found = self._heard()
         found += self._late
@@ -218,7 +218,7 @@ class PersisterProcess:
             os.close(self._bell)
             self._ready = None
 
-    def _hand_over(self, task: Task) -> None:
+    def _hand_over(self, task: PersistTask) -> None:
         plan, plan_memory = self._shelf.put(task.plan)
         job, job_memory = self._shelf.put(task.job) if task.job is not None else (0, -1)
         errand = in_memory(Errand(task.destination, task.record).to_bytes())
@@ -243,9 +243,9 @@ class PersisterProcess:
                 self._ring()
         send(self._connection or self._start(), message, descriptors)
 
-    def _heard(self) -> list[Outcome]:
+    def _heard(self) -> list[PersistOutcome]:
         """What the process has told; buries it if it has died."""
-        found: list[Outcome] = []
+        found: list[PersistOutcome] = []
         while self._connection is not None:
             try:
                 outcome, _ = receive(self._connection, TO_KEEPER)
@@ -260,7 +260,7 @@ class PersisterProcess:
                 found.append(outcome)
         return found
 
-    def _note(self, outcome: Outcome) -> None:
+    def _note(self, outcome: PersistOutcome) -> None:
         if outcome.published:
             self._flights.pop(outcome.rank, None)
         elif outcome.rank in self._flights:
@@ -307,8 +307,8 @@ class PersisterProcess:
             problem = f"{how} while step {step} was being published"
         else:
             problem = f"{how} while it wrote rank {rank}'s shard of step {step}"
-            self._late.append(Outcome(rank, step, published=False, problem=problem))
-        self._late.append(Outcome(rank, step, published=True, problem=problem))
+            self._late.append(PersistOutcome(rank, step, published=False, problem=problem))
+        self._late.append(PersistOutcome(rank, step, published=True, problem=problem))
 
     def _end(self) -> str:
         """Make sure that the process is gone; how it ended."""

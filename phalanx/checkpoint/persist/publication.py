@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from phalanx.checkpoint.format.manifest import FileEntry
 from phalanx.checkpoint.format.shard_plan import Record
-from phalanx.checkpoint.keeper_contract import Task
+from phalanx.checkpoint.keeper_contract import PersistTask
 from phalanx.checkpoint.storage.checkpoint_store import Store, full_name
 from phalanx.checkpoint.storage.latest import Latest, read_latest, require_charge
 
@@ -35,13 +35,13 @@ class Writing(NamedTuple):
     nonce: str
 
     @staticmethod
-    def of(task: Task) -> Writing:
+    def of(task: PersistTask) -> Writing:
         """What `task` is part of."""
         return Writing(*task.record.snapshot, task.destination.nonce)
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardPart:
     """A shard that is written.
 
     Attributes:
@@ -57,9 +57,9 @@ class Part:
     record: Record
 
     @staticmethod
-    def of(task: Task, file: FileEntry) -> Part:
+    def of(task: PersistTask, file: FileEntry) -> ShardPart:
         """The shard of `task` is in `file`."""
-        return Part(Writing.of(task), task.plan.rank, file, replace(task.record, sums=()))
+        return ShardPart(Writing.of(task), task.plan.rank, file, replace(task.record, sums=()))
 
     def to_bytes(self) -> bytes:
         """As JSON."""
@@ -67,7 +67,7 @@ class Part:
         return (json.dumps(tree, indent=1, ensure_ascii=False) + "\n").encode()
 
     @staticmethod
-    def from_bytes(content: bytes) -> Part:
+    def from_bytes(content: bytes) -> ShardPart:
         """The reverse of `to_bytes`.
 
         Raises:
@@ -76,7 +76,7 @@ class Part:
         tree: dict[str, Any] = json.loads(content)
         file = FileEntry.model_validate(tree["file"])
         record = Record.from_text(json.dumps(tree["record"]))
-        return Part(Writing(*tree["writing"]), tree["rank"], file, record)
+        return ShardPart(Writing(*tree["writing"]), tree["rank"], file, record)
 
 
 def part_name(rank: int) -> str:

@@ -20,10 +20,10 @@ from phalanx.checkpoint.replicas.replica_link import (
     IDLE_S,
     Given,
     Holdings,
-    Link,
     LinkError,
     List,
     Missing,
+    ReplicaLink,
     TurnedAwayError,
     Want,
     call,
@@ -135,7 +135,7 @@ class RemoteCopy:
         record, plan: of it.
     """
 
-    def __init__(self, link: Link, record: Record, plan: ShardPlan) -> None:
+    def __init__(self, link: ReplicaLink, record: Record, plan: ShardPlan) -> None:
         self._link = link
         self.record = record
         self.plan = plan
@@ -192,7 +192,7 @@ def _fetch_apart(
         _fetch_run(link, record, run, memory)
 
 
-def _fetch_run(link: Link, record: Record, run: Run, memory: memoryview) -> None:
+def _fetch_run(link: ReplicaLink, record: Record, run: Run, memory: memoryview) -> None:
     given = _want(link, record.snapshot, record.rank, [run], plan=False)
     if _record(link, given.record) != record:
         raise DamagedError(f"step {record.step}, rank {record.rank} at {link.host} has another record than before")
@@ -201,7 +201,7 @@ def _fetch_run(link: Link, record: Record, run: Run, memory: memoryview) -> None
         raise DamagedError(describe(record, wrong, link.host))
 
 
-def _ask(link: Link, snapshot: SnapshotId, rank: int) -> tuple[Record, ShardPlan]:
+def _ask(link: ReplicaLink, snapshot: SnapshotId, rank: int) -> tuple[Record, ShardPlan]:
     given = _want(link, snapshot, rank, [], plan=True)
     record = _record(link, given.record)
     try:
@@ -216,7 +216,7 @@ def _ask(link: Link, snapshot: SnapshotId, rank: int) -> tuple[Record, ShardPlan
     return record, plan
 
 
-def _want(link: Link, snapshot: SnapshotId, rank: int, runs: list[Run], *, plan: bool) -> Given:
+def _want(link: ReplicaLink, snapshot: SnapshotId, rank: int, runs: list[Run], *, plan: bool) -> Given:
     link.send(Want(*snapshot, rank, runs, plan))
     answer = link.receive(Given, Missing)
     if isinstance(answer, Missing):
@@ -225,7 +225,7 @@ def _want(link: Link, snapshot: SnapshotId, rank: int, runs: list[Run], *, plan:
     return answer
 
 
-def _record(link: Link, text: str) -> Record:
+def _record(link: ReplicaLink, text: str) -> Record:
     try:
         return Record.from_text(text)
     except (ValueError, TypeError, KeyError) as error:
@@ -268,7 +268,7 @@ def _writable(buffer: Buffer) -> memoryview:
 
 
 @contextmanager
-def _called(endpoint: Endpoint, secret: bytes, idle_s: float) -> Iterator[Link]:
+def _called(endpoint: Endpoint, secret: bytes, idle_s: float) -> Iterator[ReplicaLink]:
     link = _call(endpoint, secret, idle_s)
     try:
         yield link
@@ -276,7 +276,7 @@ def _called(endpoint: Endpoint, secret: bytes, idle_s: float) -> Iterator[Link]:
         link.close()
 
 
-def _call(endpoint: Endpoint, secret: bytes, idle_s: float) -> Link:
+def _call(endpoint: Endpoint, secret: bytes, idle_s: float) -> ReplicaLink:
     for _ in range(_MORE_TRIES):
         with suppress(TurnedAwayError):
             return call(endpoint, secret, idle_s)

@@ -11,7 +11,7 @@ What follows is sealed under keys of this connection alone: who listens learns l
 is changed, repeated or put in by others ends the connection before any of it is used.
 
 A message is a length and a sealed JSON list of a kind and fields. Raw bytes are sealed in pieces of `PIECE_BYTES`, the
-last of a run shorter. Nothing is unpickled. Torch-free.
+last of a run shorter. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _ignore(piece: memoryview) -> None:
     """For who does not want to hear of it."""
 
 
-class Link:
+class ReplicaLink:
     """One end of a connection, used by one thread at a time; `hang_up` may be called by any.
 
     Args:
@@ -372,13 +372,13 @@ class Link:
             raise LinkError(f"the connection to {self.host} is too slow")
 
 
-def call(endpoint: Endpoint, secret: bytes, idle_s: float = IDLE_S) -> Link:
+def call(endpoint: Endpoint, secret: bytes, idle_s: float = IDLE_S) -> ReplicaLink:
     """Connect to the keeper at `endpoint`, trying its addresses in order, and make sure that it has the secret too.
 
     Raises:
         TurnedAwayError: it has hung up without a word. LinkError: no address answers, or it has another secret.
     """
-    link = Link(_connect(endpoint), endpoint.host, min(idle_s, _GREETING_S))
+    link = ReplicaLink(_connect(endpoint), endpoint.host, min(idle_s, _GREETING_S))
     try:
         link.ask(secret)
     except BaseException:

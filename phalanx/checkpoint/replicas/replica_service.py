@@ -14,23 +14,23 @@ import psutil
 
 from phalanx.checkpoint.format.shard_plan import Record, ShardPlan, SnapshotId
 from phalanx.checkpoint.keeper_contract import Endpoint, NotBegunError, RefusedError, Replicated, Slot, Vault
-from phalanx.checkpoint.replicas.interfaces import LOOPBACK, Network
 from phalanx.checkpoint.replicas.replica_link import (
     IDLE_S,
     LABEL,
     Given,
     Go,
     Holdings,
-    Link,
     List,
     Missing,
     Offer,
     Plan,
     PlanNeeded,
     Refused,
+    ReplicaLink,
     Stored,
     Want,
 )
+from phalanx.checkpoint.replicas.replica_routes import LOOPBACK, Network
 from phalanx.checkpoint.replicas.sender import (
     PERSIST_S,
     Parcel,
@@ -107,7 +107,7 @@ class Listener:
 
     def _serve(self, connection: socket.socket, caller: str, handshake: Handshake) -> None:
         try:
-            self._converse(Link(connection, caller, self._idle_s), handshake)
+            self._converse(ReplicaLink(connection, caller, self._idle_s), handshake)
         except OSError as error:
             if not self._closing:
                 self._report(str(error))
@@ -116,7 +116,7 @@ class Listener:
                 self._callers.pop(threading.current_thread())
             connection.close()
 
-    def _converse(self, link: Link, handshake: Handshake) -> None:
+    def _converse(self, link: ReplicaLink, handshake: Handshake) -> None:
         link.let_in(handshake, self._host)
         while link.waits_for_message():
             message = link.receive(Offer, List, Want)
@@ -137,17 +137,17 @@ class _Desk:
         self._plans: dict[str, ShardPlan] = {}
         self._arriving = _Arriving()
 
-    def tell(self, link: Link) -> None:
+    def tell(self, link: ReplicaLink) -> None:
         link.send(Holdings([(held.record.to_text(), held.is_replica) for held in self._vault.held()]))
 
-    def give(self, link: Link, want: Want) -> None:
+    def give(self, link: ReplicaLink, want: Want) -> None:
         try:
             with self._vault.pin(SnapshotId(want.step, want.attempt, want.set_id), want.rank) as copy:
                 self._give(link, want, *copy)
         except LookupError:
             link.send(Missing(f"step {want.step} of rank {want.rank} is not there any more"))
 
-    def _give(self, link: Link, want: Want, record: Record, plan: ShardPlan, descriptor: int) -> None:
+    def _give(self, link: ReplicaLink, want: Want, record: Record, plan: ShardPlan, descriptor: int) -> None:
         try:
             runs = list(spans(record, want.runs))
         except (ValueError, TypeError) as error:
@@ -157,7 +157,7 @@ class _Desk:
         for start, stop in runs:
             link.send_file(descriptor, start, stop - start, deadline_s(stop - start))
 
-    def take(self, link: Link, offer: Offer) -> None:
+    def take(self, link: ReplicaLink, offer: Offer) -> None:
         try:
             record = Record.from_text(offer.record)
             plan = self._plan(link, record)
@@ -172,14 +172,14 @@ class _Desk:
         self._plans[plan.sha256] = plan
         self._receive(link, record, plan)
 
-    def _plan(self, link: Link, record: Record) -> ShardPlan:
+    def _plan(self, link: ReplicaLink, record: Record) -> ShardPlan:
         known = self._plans.get(record.plan_sha256)
         if known is not None:
             return known
         link.send(PlanNeeded())
         return ShardPlan.from_bytes(link.receive(Plan).text.encode())
 
-    def _receive(self, link: Link, record: Record, plan: ShardPlan) -> None:
+    def _receive(self, link: ReplicaLink, record: Record, plan: ShardPlan) -> None:
         try:
             with self._arriving.from_(link, record.rank):
                 self._place(link, record, plan)
@@ -191,7 +191,7 @@ class _Desk:
             return
         link.send(Stored())
 
-    def _place(self, link: Link, record: Record, plan: ShardPlan) -> None:
+    def _place(self, link: ReplicaLink, record: Record, plan: ShardPlan) -> None:
         slot = self._slot(link, record, plan)
         try:
             link.send(Go())
@@ -205,7 +205,7 @@ class _Desk:
         self._vault.commit(plan, slot, record)
         self._points.reach("replica.committed", step=record.step, rank=record.rank)
 
-    def _slot(self, link: Link, record: Record, plan: ShardPlan) -> Slot:
+    def _slot(self, link: ReplicaLink, record: Record, plan: ShardPlan) -> Slot:
         try:
             return self._vault.place(plan, record.snapshot)
         except OSError:
@@ -226,10 +226,10 @@ class _Arriving:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._links: list[tuple[int, Link]] = []
+        self._links: list[tuple[int, ReplicaLink]] = []
 
     @contextmanager
-    def from_(self, link: Link, rank: int) -> Iterator[None]:
+    def from_(self, link: ReplicaLink, rank: int) -> Iterator[None]:
         """Within the context, `link` brings one."""
         with self._changed:
             self._links.append((rank, link))
@@ -240,7 +240,7 @@ class _Arriving:
                 self._links.remove((rank, link))
                 self._changed.notify_all()
 
-    def end_others(self, link: Link, rank: int) -> None:
+    def end_others(self, link: ReplicaLink, rank: int) -> None:
         """Hang up on all others that bring one of `rank`, and wait until what they brought is abandoned."""
         with self._changed:
             others = [entry for entry in self._links if entry[0] == rank and entry[1] is not link]
@@ -261,7 +261,7 @@ class ReplicaService:
     Args:
         vault: the memory.
         notify: called, from threads of this, with what became of every snapshot that was to be sent.
-        network: where to listen; see `phalanx.checkpoint.replicas.interfaces.network`. By default loopback.
+        network: where to listen; see `phalanx.checkpoint.replicas.replica_routes.network`. By default loopback.
         host: name of this host.
         points: ``replica.begin``, ``half`` and ``sent`` where one is sent, ``received`` and ``committed`` where it
             arrives.

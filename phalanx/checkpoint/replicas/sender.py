@@ -20,12 +20,12 @@ from phalanx.checkpoint.keeper_contract import Endpoint, Replicated
 from phalanx.checkpoint.replicas.replica_link import (
     IDLE_S,
     Go,
-    Link,
     LinkError,
     Offer,
     Plan,
     PlanNeeded,
     Refused,
+    ReplicaLink,
     Stored,
     call,
 )
@@ -40,7 +40,7 @@ def deadline_s(length_bytes: int) -> float:
     return time.monotonic() + _PATIENCE_S + length_bytes / _MIN_BYTES_PER_S
 
 
-def receive_chunks(link: Link, memory: memoryview, record: Record, first: int) -> list[int]:
+def receive_chunks(link: ReplicaLink, memory: memoryview, record: Record, first: int) -> list[int]:
     """Fill `memory`, which begins at chunk `first` of the shard, and say which chunks are not what the record says.
 
     All of it is read in any case, so that the conversation can go on.
@@ -152,7 +152,7 @@ class Sender:
         self._turned = threading.Event()
         self._wanted: Way | None = None
         self._lock = threading.Lock()
-        self._link: Link | None = None
+        self._link: ReplicaLink | None = None
         self._way: Way | None = None
         self._thread = threading.Thread(target=self._run, name="replica-send", daemon=True)
         self._thread.start()
@@ -250,7 +250,7 @@ class Sender:
         self._points.reach("replica.sent", step=record.step, rank=record.rank)
         _raise_refusal(link.receive(Stored, Refused))
 
-    def _open(self, parcel: Parcel, peer: Endpoint) -> Link:
+    def _open(self, parcel: Parcel, peer: Endpoint) -> ReplicaLink:
         self._check()
         way = Way(peer, parcel.record.attempt, parcel.secret)
         if self._link is None or self._way != way or self._link.is_broken():

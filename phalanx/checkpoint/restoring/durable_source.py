@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
 import io
 import pickle
 import time
@@ -16,17 +17,16 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 import torch
 from typing_extensions import Buffer
 
-from phalanx.checkpoint.all_ranks import at_first
+from phalanx.checkpoint.all_ranks import at_first, pack, unpack
 from phalanx.checkpoint.format import manifest as manifests
 from phalanx.checkpoint.format.checkpoint_files import Files, Span, read_evaluation, read_manifest
 from phalanx.checkpoint.format.dcp import read_box, read_spans
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError, FileEntry, Manifest, TensorEntry
 from phalanx.checkpoint.format.run_sums import RUN_BYTES, BadSumError, CheckedFile, run_starts
-from phalanx.checkpoint.format.tables import pack, share_out, unpack
 from phalanx.checkpoint.restoring.fit import Part, SavedBlock, SavedBlocks
 from phalanx.checkpoint.restoring.source import Fault, Rate, Reading
 from phalanx.checkpoint.storage.checkpoint_store import Store, Stored
-from phalanx.checkpoint.storage.latest import Order
+from phalanx.checkpoint.storage.latest import RestoreOrder
 from phalanx.core.errors import UserError
 from phalanx.core.files import StoreFailedError, store_failures_told
 from phalanx.core.peers import ALONE, Peers
@@ -240,7 +240,7 @@ class Checkpoints:
     ) -> None:
         self._store, self._verify, self._peers, self._tell, self._note = store, verify, peers, tell, note
         self._lines: list[str] = []
-        self._order = Order(store, self._lines.append)
+        self._order = RestoreOrder(store, self._lines.append)
         self._refused = refused
         self._identity = ""
         self._content = b""
@@ -413,3 +413,14 @@ def _archives(tensors: Mapping[str, TensorEntry]) -> dict[str, list[int]]:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def share_out(files: Mapping[str, int], workers: int) -> list[list[str]]:
+    """Divide files (name -> bytes) among `workers` so that all read about as many bytes; the same answer everywhere."""
+    shares: list[list[str]] = [[] for _ in range(workers)]
+    loads = [(0, index) for index in range(workers)]
+    for name, size_bytes in sorted(files.items(), key=lambda item: (-item[1], item[0])):
+        load, index = loads[0]
+        shares[index].append(name)
+        heapq.heapreplace(loads, (load + size_bytes, index))
+    return shares

@@ -6,8 +6,10 @@ All ranks agree that it fits before a byte is written. A `Part` is where a saved
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +18,6 @@ from torch import Tensor
 from phalanx.checkpoint.all_ranks import at_first, collected
 from phalanx.checkpoint.format.dcp import Block, SavedTensor, misfits, torch_dtype
 from phalanx.checkpoint.format.manifest import overlap
-from phalanx.checkpoint.format.tables import names_on_no_rank, names_to_bits
 from phalanx.core.errors import UserError
 from phalanx.core.peers import Peers
 
@@ -118,6 +119,17 @@ def require_fit(
     if problems:
         raise UserError("does not fit: " + "; ".join(problems), cure=cure, field=what)
     return Differences(tuple(missing), tuple(unexpected))
+
+
+def names_to_bits(order: Iterable[str], names: Container[str]) -> str:
+    """Which of `order` are among `names`, one bit each: many ranks can say what they have in a few hundred bytes."""
+    return hex(int("1" + "".join("1" if name in names else "0" for name in order), 2))
+
+
+def names_on_no_rank(order: Iterable[str], bits: Iterable[str]) -> tuple[str, ...]:
+    """Those of `order` that are in none of the answers of `names_to_bits`."""
+    some = bin(reduce(or_, (int(one, 16) for one in bits)))[3:]
+    return tuple(name for name, bit in zip(order, some, strict=True) if bit == "0")
 
 
 def listed(what: str, names: Sequence[str], count: int) -> list[str]:

@@ -20,15 +20,13 @@ import numpy as np
 from typing_extensions import Buffer
 from xxhash import xxh3_64
 
-from phalanx.checkpoint.all_ranks import everywhere
+from phalanx.checkpoint.all_ranks import everywhere, pack, unpack
 from phalanx.checkpoint.format.dcp import read_rows
 from phalanx.checkpoint.format.manifest import cover_fault
 from phalanx.checkpoint.format.run_sums import BadSumError, chunk_fault, first_fault, record_fault
 from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Record, ShardPlan
-from phalanx.checkpoint.format.tables import pack, unpack
 from phalanx.checkpoint.keeper.main import host_name
-from phalanx.checkpoint.keeper_contract import Endpoint, Keeper, KeeperLostError
-from phalanx.checkpoint.restoring.choices import Choice, summary
+from phalanx.checkpoint.keeper_contract import Endpoint, Keeper, KeeperLostError, RestorableSnapshot, summary
 from phalanx.checkpoint.restoring.fit import Part, SavedBlock, SavedBlocks
 from phalanx.checkpoint.restoring.source import Fault, Rate, Reading, RemoteCopies
 from phalanx.core.peers import Peers
@@ -261,7 +259,7 @@ class MemorySource:
 
     def __init__(
         self,
-        choice: Choice,
+        choice: RestorableSnapshot,
         hosts: Hosts,
         keeper: Keeper | None,
         remote: RemoteCopies | None,
@@ -357,7 +355,9 @@ class MemorySource:
         reading.add(Rate("peer", place, _came(wanted, shares), time.monotonic() - began_s, bits / 8 if bits else None))
 
 
-def describe(choice: Choice, hosts: Hosts, keeper: Keeper | None, peers: Peers) -> tuple[list[Any], list[Fault]]:
+def describe(
+    choice: RestorableSnapshot, hosts: Hosts, keeper: Keeper | None, peers: Peers
+) -> tuple[list[Any], list[Fault]]:
     """Called by all ranks together: the table of every shard, with the state; or which copies were refused.
 
     Each is read once, by the first rank of the first host that has it.
@@ -411,7 +411,7 @@ def _ask(keeper: Keeper) -> list[Any]:
 
 
 @contextmanager
-def _faults(reading: Reading, choice: Choice, host: str, rank: int) -> Iterator[None]:
+def _faults(reading: Reading, choice: RestorableSnapshot, host: str, rank: int) -> Iterator[None]:
     """What makes a copy unusable becomes a fault; all else is an error."""
     try:
         yield
@@ -422,7 +422,7 @@ def _faults(reading: Reading, choice: Choice, host: str, rank: int) -> Iterator[
         reading.faults.append(Fault(host, rank, cause or type(error).__name__))
 
 
-def _require_same(choice: Choice, rank: int, record: Record) -> None:
+def _require_same(choice: RestorableSnapshot, rank: int, record: Record) -> None:
     if (record.snapshot, record.rank, record.plan_sha256) != (choice.snapshot, rank, choice.plans[rank]):
         raise LookupError(f"another one lies there now, of step {record.step}, rank {record.rank}")
 

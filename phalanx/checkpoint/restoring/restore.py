@@ -1,7 +1,7 @@
 """Resume: all ranks take back the newest state that can be trusted, from the nearest place that has it.
 
 In this order: the memory of a rank's own host, that of another host, durable storage; then older states in the same
-order (see `phalanx.checkpoint.restoring.choices` for which is newer). All ranks restore the same state. What is not
+order (see `phalanx.checkpoint.keeper_contract` for which is newer). All ranks restore the same state. What is not
 what was written is refused with one line that says where and why, and all that was filled is filled again.
 """
 
@@ -18,12 +18,10 @@ from torch import Tensor
 from phalanx.checkpoint.all_ranks import agreed, everywhere
 from phalanx.checkpoint.format.dcp import Block, held
 from phalanx.checkpoint.format.shard_plan import SnapshotId, parse_state
-from phalanx.checkpoint.keeper_contract import Keeper
-from phalanx.checkpoint.restoring.choices import Choice, newest_first, restorable
+from phalanx.checkpoint.keeper_contract import Keeper, RestorableSnapshot, newest_first, restorable
 from phalanx.checkpoint.restoring.durable_source import Checkpoints
 from phalanx.checkpoint.restoring.fit import CURE, SOURCE, Differences, Part, SavedBlocks, parts, require_fit
 from phalanx.checkpoint.restoring.memory_source import Hosts, MemorySource, describe, hole, look
-from phalanx.checkpoint.restoring.shared_reads import Sharing, agree, give, readers
 from phalanx.checkpoint.restoring.source import (
     Fault,
     Kind,
@@ -31,7 +29,11 @@ from phalanx.checkpoint.restoring.source import (
     Reading,
     RemoteCopies,
     Restored,
+    Sharing,
     Source,
+    agree,
+    give,
+    readers,
     together,
 )
 from phalanx.checkpoint.storage.checkpoint_store import Store
@@ -210,7 +212,7 @@ def restore(
     cast: bool = False,
     select: Callable[[str], bool] | None = None,
     verify: bool = True,
-    refused: Refused | None = None,
+    refused: RefusedStates | None = None,
 ) -> Restored | None:
     """Fill tensors in place with the newest state that is whole and good, in whatever layout it was saved.
 
@@ -247,7 +249,7 @@ def restore(
         ValueError: a shard has not the size of its tensor.
     """
     began_s = time.monotonic()
-    refused = refused or Refused()
+    refused = refused or RefusedStates()
     log = _Log(report, peers.rank, refused.told)
     # A tensor without elements has no bytes in a snapshot, so it is not missed.
     fit = partial(require_fit, strict=strict, cast=cast, select=select, misses_empty=False, words=SOURCE)
@@ -295,7 +297,7 @@ def _blocks(
 
 
 @dataclass
-class Refused:
+class RefusedStates:
     """What was found to be damaged, so that it is not tried again, and what was said of it, so that it is said once.
 
     Attributes:
@@ -341,7 +343,7 @@ class _States:
         store: Store | None,
         verify: bool,
         peers: Peers,
-        refused: Refused,
+        refused: RefusedStates,
         log: _Log,
     ) -> None:
         self._keeper, self._remote, self._peers, self._log = keeper, remote, peers, log
@@ -381,15 +383,15 @@ class _States:
         """Why no durable checkpoint can be used, where there is or was one."""
         return [] if self._durable is None else self._durable.unusable()
 
-    def _bad(self, choice: Choice) -> set[tuple[str, int]]:
+    def _bad(self, choice: RestorableSnapshot) -> set[tuple[str, int]]:
         """The copies of it that have been refused before."""
         return {(host, rank) for snapshot, host, rank in self._refused.copies if snapshot == choice.snapshot}
 
-    def _newest_choice(self) -> Choice | None:
+    def _newest_choice(self) -> RestorableSnapshot | None:
         self._choices = [choice for choice in self._choices if choice.is_whole]
         return self._choices[0] if self._choices else None
 
-    def _has_newer(self, choice: Choice) -> bool:
+    def _has_newer(self, choice: RestorableSnapshot) -> bool:
         """Whether durable storage has what is newer than `choice`."""
         try:
             found = None if self._durable is None else self._durable.peek()
@@ -402,7 +404,7 @@ class _States:
         mine = newest_first(choice.snapshot.attempt, choice.snapshot.step)
         return found is not None and newest_first(found.attempt, found.step) > mine
 
-    def _open(self, choice: Choice) -> Source | None:
+    def _open(self, choice: RestorableSnapshot) -> Source | None:
         rows, faults = describe(choice, self._hosts, self._keeper, self._peers)
         if faults:
             self._refuse_copies(choice, faults)
@@ -417,7 +419,7 @@ class _States:
         self._choices.remove(choice)
         return None
 
-    def _refuse_copies(self, choice: Choice, faults: list[Fault]) -> None:
+    def _refuse_copies(self, choice: RestorableSnapshot, faults: list[Fault]) -> None:
         bad = {(fault.host, fault.holder) for fault in faults if fault.holder >= 0}
         self._refused.copies |= {(choice.snapshot, *copy) for copy in bad}
         lost = {fault.host for fault in faults if fault.holder < 0}

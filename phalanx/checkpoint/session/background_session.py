@@ -11,16 +11,15 @@ from torch import Tensor
 
 from phalanx.checkpoint import due as agendas
 from phalanx.checkpoint.all_ranks import at_first, everywhere
-from phalanx.checkpoint.due import Agenda, Decision
+from phalanx.checkpoint.due import Decision, SnapshotAgenda
 from phalanx.checkpoint.format import manifest as manifests
 from phalanx.checkpoint.format.checkpoint_files import Evaluation
 from phalanx.checkpoint.format.shard_plan import JobPlan, ShardPlan, SnapshotId, state_text
 from phalanx.checkpoint.keeper_contract import Keeper, Slot, Stage, Taken
-from phalanx.checkpoint.restoring.restore import Refused, Wanted, restore
+from phalanx.checkpoint.restoring.restore import RefusedStates, Wanted, restore
 from phalanx.checkpoint.restoring.source import Restored
-from phalanx.checkpoint.session.keeper_link import Job, Link, Neighbours
-from phalanx.checkpoint.session.ledger import Event, Ledger, Stall, StepPace
-from phalanx.checkpoint.session.snapshot_outcomes import GivingUp, LastCheckpoint, News
+from phalanx.checkpoint.session.keeper_link import KeeperLink, Neighbours, SessionContext
+from phalanx.checkpoint.session.snapshot_outcomes import Event, GivingUp, LastCheckpoint, Ledger, News, Stall, StepPace
 from phalanx.checkpoint.snapshot_copy import Copier, Copying
 from phalanx.checkpoint.snapshot_plans import Roles, make_plans
 from phalanx.checkpoint.storage.checkpoint_store import Store, step_of
@@ -52,7 +51,7 @@ class Session:
 
     blocks = False
 
-    def __init__(self, job: Job, link: Link, agenda: Agenda) -> None:
+    def __init__(self, job: SessionContext, link: KeeperLink, agenda: SnapshotAgenda) -> None:
         self.job = job
         self._link, self._agenda = link, agenda
         self._neighbours = Neighbours(job, link)
@@ -68,7 +67,7 @@ class Session:
         self._step: int | None = None
         self._taken: int | None = None
         self._persisted: int | None = None
-        self._refused = Refused()
+        self._refused = RefusedStates()
         self._evaluations: dict[int, Evaluation] = {}
         self._from = SnapshotId(-1, 0, "")  # training goes on from nothing that is in memory
 
@@ -78,7 +77,7 @@ class Session:
         return self.job.attempt
 
     @property
-    def link(self) -> Link:
+    def link(self) -> KeeperLink:
         """The connection to the keeper of this host."""
         return self._link
 
@@ -141,7 +140,7 @@ class Session:
         Args:
             tensors: by logical name, or a function that gives the present ones, for those that are not always the same
                 objects (the state of generators).
-            shards: which block of its logical tensor each is, as in `phalanx.checkpoint.save.save`.
+            shards: which block of its logical tensor each is, as in `phalanx.checkpoint.session.blocking_session.save`.
             roles: what each is to training, see `phalanx.checkpoint.format.shard_plan.Role`.
             overlap: see `phalanx.checkpoint.snapshot_copy.Copier`.
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.keeper_contract import Destination, Endpoint, Keeper, KeeperLostError, RefusedError
 from phalanx.checkpoint.replicas.fetch import PeerCopies
-from phalanx.checkpoint.replicas.placement import HostInfo, groups_of_hosts, place_replicas
+from phalanx.checkpoint.replicas.replica_routes import HostInfo, groups_of_hosts, place_replicas
 from phalanx.checkpoint.storage.latest import superseded
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
@@ -23,7 +23,7 @@ from phalanx.core.points import Points
 
 
 @dataclass(frozen=True)
-class Job:
+class SessionContext:
     """A run as its checkpoints see it.
 
     Attributes:
@@ -70,7 +70,7 @@ T = TypeVar("T")
 _PAUSE_S = 2.0  # between two attempts to connect
 
 
-class Link:
+class KeeperLink:
     """A keeper that may come and go. Methods may be called from any thread.
 
     Args:
@@ -180,7 +180,7 @@ class Neighbours:
         link: to the keeper of this host.
     """
 
-    def __init__(self, job: Job, link: Link) -> None:
+    def __init__(self, job: SessionContext, link: KeeperLink) -> None:
         self._job, self._link = job, link
         self._peer: Endpoint | None = None
         self._peer_host = _place(job) if job.replicated else ""
@@ -227,7 +227,7 @@ class Neighbours:
             keeper.replicate_to(self._peer, self._job.attempt, self._job.secret)
 
 
-def _place(job: Job) -> str:
+def _place(job: SessionContext) -> str:
     """The host that gets the replicas of this one's snapshots."""
     ranks: dict[str, list[int]] = {}
     for rank, host in enumerate(job.hosts):

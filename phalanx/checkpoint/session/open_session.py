@@ -19,15 +19,15 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from phalanx.checkpoint.all_ranks import at_first, everywhere
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.due import Agenda
+from phalanx.checkpoint.due import SnapshotAgenda
 from phalanx.checkpoint.interval import AutoInterval
 from phalanx.checkpoint.keeper.keeper_client import connect as connect_to
 from phalanx.checkpoint.keeper.keeper_start import address_for, ensure_keeper
 from phalanx.checkpoint.keeper.main import host_name
 from phalanx.checkpoint.keeper_contract import Destination, Keeper, KeeperLostError
 from phalanx.checkpoint.session.background_session import Session
-from phalanx.checkpoint.session.blocking import BlockingSession
-from phalanx.checkpoint.session.keeper_link import Job, Link
+from phalanx.checkpoint.session.blocking_session import BlockingSession
+from phalanx.checkpoint.session.keeper_link import KeeperLink, SessionContext
 from phalanx.checkpoint.storage.location import claimed
 from phalanx.core.errors import UserError
 from phalanx.core.files import current_umask
@@ -153,7 +153,7 @@ def open_session(
         UserError: the storage cannot be reached or written, or no keeper can be started; on all ranks.
     """
     options = dict(storage_options or config.storage_options)
-    links: list[Link] = []
+    links: list[KeeperLink] = []
     given: list[bytes | None] = []
 
     def greet() -> list[Any]:
@@ -171,8 +171,8 @@ def open_session(
     secret = _secret(config, peers, hosts, marks, given[0], report)
     destination = _destination(destination_url, options, nonce, config)
     about = (dict(run_config or {}), report, points)
-    job = Job(config, destination, attempt, secret, hosts, racks, peers, copies, layout, *about)
-    agenda = Agenda(config, AutoInterval(config, len(set(hosts))), decides=peers.rank == 0)
+    job = SessionContext(config, destination, attempt, secret, hosts, racks, peers, copies, layout, *about)
+    agenda = SnapshotAgenda(config, AutoInterval(config, len(set(hosts))), decides=peers.rank == 0)
     return Session(job, links[0], agenda)
 
 
@@ -213,9 +213,9 @@ def _connecting(destination_url: str, config: CheckpointConfig, peers: Peers) ->
     return try_again
 
 
-def _linked(connect: Callable[[], Keeper], report: Callable[[str], None]) -> Link:
+def _linked(connect: Callable[[], Keeper], report: Callable[[str], None]) -> KeeperLink:
     try:
-        return Link(connect, report)
+        return KeeperLink(connect, report)
     except (KeeperLostError, OSError) as error:
         cure = "see to that, or set checkpoint.mode=blocking, which needs no keeper"
         raise UserError(f"no keeper can be started on this host ({error})", cure=cure) from error

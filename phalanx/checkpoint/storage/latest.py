@@ -1,4 +1,4 @@
-"""The pointer to the latest checkpoint, which is also the fence against leftovers of earlier attempts. Torch-free.
+"""The pointer to the latest checkpoint, which is also the fence against leftovers of earlier attempts.
 
 The pointer is a row of small files, ``latest-00000001.json``, ``latest-00000002.json`` …, each made by exclusive
 creation (`Store.create`) with the number after the highest there is; the highest counts. So writers change it one after
@@ -290,7 +290,7 @@ def _sum(tree: object) -> str:
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
-class Order:
+class RestoreOrder:
     """The pointer's checkpoint, then older ones; all, where the pointer names none (or there is no pointer).
 
     Args:

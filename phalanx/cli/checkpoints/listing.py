@@ -19,8 +19,7 @@ from phalanx.checkpoint.format.manifest import DamagedCheckpointError, Manifest
 from phalanx.checkpoint.format.shard_plan import Record
 from phalanx.checkpoint.keeper.keeper_client import connect
 from phalanx.checkpoint.keeper.keeper_start import address_for, ensure_keeper, until_ended
-from phalanx.checkpoint.keeper_contract import KeeperLostError
-from phalanx.checkpoint.restoring.choices import restorable
+from phalanx.checkpoint.keeper_contract import KeeperLostError, restorable
 from phalanx.checkpoint.storage.checkpoint_store import Store
 from phalanx.checkpoint.storage.retention import prune
 from phalanx.cli.checkpoints.places import Place, destinations, first_usable, places

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from phalanx.checkpoint.session.ledger import Event
+from phalanx.checkpoint.session.snapshot_outcomes import Event
 from phalanx.core import units
 from phalanx.data.batch import Batch
 from phalanx.telemetry.loggers import Kind, MetricsLogger
