@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from phalanx.core.errors import UserError
 from phalanx.plan.hardware.cluster import Cluster
-from phalanx.plan.toml_tree import read_tree
+from phalanx.plan.measured_numbers import read_tree
 from phalanx.plan.types import Part, Prediction
 
 Indices = NDArray[np.int64]

@@ -9,7 +9,6 @@ from phalanx.plan.hardware.cluster import Cluster, GroupCurves, HostLinks, Netwo
 from phalanx.plan.hardware.device import Clock, Device, Format, FusedAttention, Stream, TableGemm, Tile, TileGemm
 from phalanx.plan.hardware.formula import LogCurve, LogGrid
 from phalanx.plan.hardware.schema import (
-    MANY,
     AttentionTable,
     ClusterFile,
     DeviceFile,
@@ -19,8 +18,8 @@ from phalanx.plan.hardware.schema import (
     ProtocolTable,
     RateTable,
     TileTable,
-    read_file,
 )
+from phalanx.plan.measured_numbers import MANY, read_file
 from phalanx.plan.types import Number, weakest
 
 _HERE = Path(__file__).parent
