@@ -1,8 +1,8 @@
 """What a rank exchanges with others in a step, and how much of it computing covers: bytes and seconds by axis.
 
-In each layer, tensor parallelism (`tensor`), context parallelism (`context`: keys and values in a ring, or heads among
-all), experts (`expert`) and ZeRO-3 (`sharded`) exchange; once per step the data-parallel ranks do (`exchange`:
-gradients, and weights where they are split); pipeline stages send to each other (`send_s`).
+In each layer there are `tensor_exchange`, `context_exchange` (keys and values in a ring, or heads among all),
+`expert_exchange` and `zero3_exchange`; once per step the data-parallel ranks exchange gradients, and weights where they
+are split (`data_exchange`); pipeline stages send to each other (`send_s`).
 
 Tensor parallelism: each branch of a block gathers the rows that sequence parallelism split, and scatters the sums of
 its output (Korthikanti et al., arXiv 2205.05198, section 4.2.2); without sequence parallelism one all-reduce stands for
@@ -22,6 +22,9 @@ from phalanx.plan.hardware.formula import functions
 from phalanx.plan.layer import routed_rows
 from phalanx.plan.operations import Local, Passes
 from phalanx.plan.types import Floats, Ints, Job, Strategy
+
+Array = NDArray[np.float64]
+
 
 FUSED_OVERLAP = 0.63
 """Mean share of an exchange that a fused kernel hides between devices with NVLink (Flux, arXiv 2406.06858: A100 0.63,
@@ -62,12 +65,13 @@ def row_exchange(job: Job, strategy: Strategy, cluster: Cluster, local: Local) -
     return RowExchange(gather_s, cluster.collective_s("reduce_scatter", num_bytes, strategy.tensor))
 
 
-def tensor(job: Job, strategy: Strategy, cluster: Cluster, local: Local, rows: RowExchange) -> Covered:
+def tensor_exchange(job: Job, strategy: Strategy, cluster: Cluster, local: Local, rows: RowExchange) -> Covered:
     """The exchanges of one layer."""
     if isinstance(strategy.tensor, int) and strategy.tensor == 1:
         return Covered()
     branches, calls = len(_inputs(job, local)), len(_inputs(job, local)) * (strategy.tensor > 1)
     gather, scatter = rows.gather_s, rows.scatter_s
+    # Recomputing a layer from its input repeats its exchanges; milder ways keep what they received.
     again = 1.0 if strategy.recompute == "full" else 0.0
     if not strategy.sequence_parallel:
         backward = _backward(job, cluster, local, scatter)
@@ -77,6 +81,7 @@ def tensor(job: Job, strategy: Strategy, cluster: Cluster, local: Local, rows: R
     both = branches * (gather + scatter)
     shown = _forward(job, strategy, cluster, local, gather, scatter)
     f = functions(shown)
+    # Backward overlaps as forward does, or runs its sums beside the products of weight gradients: whichever shows less.
     backward = f.least(shown, branches * gather + _backward(job, cluster, local, scatter))
     exposed = Passes(shown, again * shown, backward, 0.0)
     hidden = Passes(both - shown, again * (both - shown), both - backward + branches * gather, 0.0)
@@ -98,7 +103,7 @@ def _backward(job: Job, cluster: Cluster, local: Local, each: Floats) -> Floats:
     inputs = _inputs(job, local)
     if not job.software.tensor_backward_overlap:
         return len(inputs) * each
-    return sum(beside(each, _weight_gradient_s(job, cluster, local, rows)) for rows in inputs)
+    return sum(exposed_beside(each, _weight_gradient_s(job, cluster, local, rows)) for rows in inputs)
 
 
 def _weight_gradient_s(job: Job, cluster: Cluster, local: Local, rows: Floats) -> Floats:
@@ -150,7 +155,7 @@ def _chunked(pair: _Pair, chunks: int) -> Floats:
     return f.least(overlapped - pair.product_s, pair.exchange_s)
 
 
-def context(strategy: Strategy, cluster: Cluster, local: Local, attention: Passes) -> Covered:
+def context_exchange(strategy: Strategy, cluster: Cluster, local: Local, attention: Passes) -> Covered:
     """The exchanges of one layer whose attention takes `attention` seconds.
 
     Ring: in each of ``context - 1`` hops, a rank sends the keys and values that it has while it attends to them, which
@@ -185,11 +190,11 @@ def _ring(strategy: Strategy, cluster: Cluster, num_bytes: Floats, attention_s: 
     """Exposed and hidden seconds of one turn of the ring."""
     send = cluster.send_s(num_bytes, strategy.tensor)
     hops = strategy.context - 1
-    shown = hops * beside(send, attention_s / strategy.context)
+    shown = hops * exposed_beside(send, attention_s / strategy.context)
     return shown, hops * send - shown
 
 
-def expert(strategy: Strategy, cluster: Cluster, local: Local) -> Covered:
+def expert_exchange(strategy: Strategy, cluster: Cluster, local: Local) -> Covered:
     """Rows go to their experts and come back, forward and backward, with nothing beside (GShard, arXiv 2006.16668).
 
     With sequence parallelism each tensor-parallel rank sends the rows that it keeps.
@@ -204,7 +209,7 @@ def expert(strategy: Strategy, cluster: Cluster, local: Local) -> Covered:
     return Covered(Passes(each, again * each, each, 0.0), collectives=Passes(calls, again * calls, calls, 0))
 
 
-def sharded(job: Job, strategy: Strategy, cluster: Cluster, weights: Floats, computing: Passes) -> Covered:
+def zero3_exchange(job: Job, strategy: Strategy, cluster: Cluster, weights: Floats, computing: Passes) -> Covered:
     """The exchanges of one layer of `weights` elements per rank that computes for `computing` seconds.
 
     Weights are gathered for the forward and again for the backward pass, while the layer before computes; gradients are
@@ -217,7 +222,7 @@ def sharded(job: Job, strategy: Strategy, cluster: Cluster, weights: Floats, com
     scatter = cluster.collective_s("reduce_scatter", weights * job.software.reduce_bytes, ranks, strategy.tensor)
     if not job.software.data_overlap:
         return Covered(Passes(gather, 0.0, gather + scatter, 0.0), collectives=Passes(1, 0, 2, 0))
-    forward, backward = beside(gather, computing.forward), beside(gather + scatter, computing.backward)
+    forward, backward = exposed_beside(gather, computing.forward), exposed_beside(gather + scatter, computing.backward)
     hidden = Passes(gather - forward, 0.0, gather + scatter - backward, 0.0)
     return Covered(Passes(forward, 0.0, backward, 0.0), hidden, Passes(1, 0, 2, 0))
 
@@ -235,7 +240,7 @@ class DataExchange:
     gather_s: Floats
 
 
-def exchange(
+def data_exchange(
     job: Job, strategy: Strategy, cluster: Cluster, weights: Floats, ranks: Ints | None = None
 ) -> DataExchange:
     """Exchanges for `weights` elements of a rank, as one message each way.
@@ -270,9 +275,6 @@ def _fewer(sharded: Ints, copies: Ints, ranks: Ints) -> tuple[Ints, Ints]:
     f = functions(sharded, copies, ranks)
     copies_left = f.least(copies, ranks)
     return f.largest(ranks // copies_left, 1), copies_left
-
-
-Array = NDArray[np.float64]
 
 
 def reduce_tail_s(reduce_s: Array, ready_s: Array, backward_s: Array, buckets: Array) -> Array:
@@ -365,7 +367,7 @@ class Covered:
     collectives: Passes = field(default_factory=Passes)
 
 
-def beside(exchange_s: Floats, computing_s: Floats) -> Floats:
+def exposed_beside(exchange_s: Floats, computing_s: Floats) -> Floats:
     """Exposed seconds of an exchange beside computing, which it slows down."""
     f = functions(exchange_s, computing_s)
     return f.largest(exchange_s - computing_s, 0.0) + OVERLAP_SLOWDOWN * f.least(exchange_s, computing_s)

@@ -25,7 +25,7 @@ IN_STEP = "loader.in_step_s"
 """Of a cluster: what making a batch before its step takes, where a program does so."""
 
 
-def constants(
+def step_overheads(
     job: Job, strategy: Strategy, cluster: Cluster, weights: Weights, computing_s: Floats, step_s: Floats
 ) -> dict[str, Floats]:
     """Exposed seconds by path.
@@ -45,6 +45,7 @@ def constants(
         "data/tied_embedding": tied_embedding_s(job, strategy, cluster),
         "stragglers": waiting_s(strategy, cluster, computing_s),
     }
+    # The loader comes last: it works beside the whole step, so only what it takes longer than everything else counts.
     return found | {"loader": loader_s(job, strategy, cluster, step_s + sum(found.values()))}
 
 

@@ -15,12 +15,12 @@ from functools import lru_cache
 import numpy as np
 
 from phalanx.parallel.config import Schedule
-from phalanx.plan.communication import DataExchange, exchange, gather_lead_s, reduce_tail_s, send_s
+from phalanx.plan.communication import DataExchange, data_exchange, gather_lead_s, reduce_tail_s, send_s
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.jobs import check
 from phalanx.plan.memory import rank_memory
 from phalanx.plan.operations import Passes
-from phalanx.plan.overheads import IN_STEP, constants, start_up_s, with_residual
+from phalanx.plan.overheads import IN_STEP, start_up_s, step_overheads, with_residual
 from phalanx.plan.pipeline.evaluate import Array, StageCosts, StepTime, evaluate, evaluate_few
 from phalanx.plan.stages import (
     Costs,
@@ -55,10 +55,12 @@ def predict(job: Job, strategy: Strategy, cluster: Cluster, known: Known | None 
     pieces = known_costs(job, strategy, cluster, {} if known is None else known)
     line = timeline(job, strategy, cluster, pieces, stages_of(job, strategy, pieces.kinds))
     weights = weights_of(job.model, line.stages.different, pieces.kinds, strategy.tensor, strategy.expert)
+    # The rank that computes longest sets the pace: its passes, and what it waits for, are the whole step, so that the
+    # parts in the report add up to it.
     rank = int(line.time.busy_s.argmax())
     share = line.stages.shares[rank]
-    exchanges = [both(job, strategy, cluster, each) for each in weights]
-    data, held = data_time(job, strategy, line, weights, exchanges), _fullest(line.stages, weights)
+    exchanges = [weights_exchange(job, strategy, cluster, each) for each in weights]
+    data, held = data_time(job, strategy, line, weights, exchanges), _most_weights(line.stages, weights)
     exposed: dict[str, float] = {
         **computed_s(share, pieces, line.micro_batches),
         "pipeline/bubble": float(line.time.bubble_s[rank]),
@@ -67,7 +69,9 @@ def predict(job: Job, strategy: Strategy, cluster: Cluster, known: Known | None 
         "data/gather": data.lead_s,
         "data/reduce": data.tail_s,
     }
-    exposed |= constants(job, strategy, cluster, held, float(line.time.busy_s[rank]), sum(exposed.values()))
+    # These need the sums so far: slow ranks stretch the passes, and a loader hides behind everything before it.
+    exposed |= step_overheads(job, strategy, cluster, held, float(line.time.busy_s[rank]), sum(exposed.values()))
+    # An efficiency that the user gives says nothing about where time is lost: it stretches the whole step.
     exposed["efficiency"] = sum(exposed.values()) * (1 / job.added.efficiency - 1)
     hidden = {
         **hidden_s(share, pieces, line.micro_batches),
@@ -92,7 +96,7 @@ def predict(job: Job, strategy: Strategy, cluster: Cluster, known: Known | None 
     )
 
 
-def _fullest(stages: Stages, weights: Sequence[Weights]) -> Weights:
+def _most_weights(stages: Stages, weights: Sequence[Weights]) -> Weights:
     """The weights of the pipeline rank that has most of them."""
     totals = np.array([each.total for each in weights])[stages.places].sum(axis=0)
     return sum((weights[place] for place in stages.places[:, totals.argmax()]), Weights())
@@ -119,8 +123,9 @@ def timeline(job: Job, strategy: Strategy, cluster: Cluster, costs: Costs, stage
     """When every stage computes, exactly."""
     passes = [stage_passes(stage, costs) for stage in stages.different]
     micro_batches = strategy.micro_batches(job.global_batch)
+    # Without a pipeline there is nothing to schedule: the passes follow each other.
     if strategy.pipeline == 1:
-        return StepTimeline(stages, passes, micro_batches, _alone(passes[0], micro_batches))
+        return StepTimeline(stages, passes, micro_batches, _without_pipeline(passes[0], micro_batches))
     send = float(send_s(job, strategy, cluster, costs.local))
     time = _evaluated(
         strategy.schedule,
@@ -164,6 +169,8 @@ def _evaluated(
         passes: of each different stage: forward, backward, and the latter for inputs and for weights.
         alike: as in `Stages`, as bytes, which hash faster than numbers do.
     """
+    # The key of this cache is what the schedule depends on, and nothing else: a search asks for the same pipeline with
+    # many ways to shard state.
     which = np.frombuffer(alike, dtype=np.int64)
     forward, backward, backward_input, backward_weight = np.array(passes, dtype=np.float64)[which].T
     sends = np.full(len(which) - 1, send_s)
@@ -173,7 +180,7 @@ def _evaluated(
     return evaluate(schedule, ranks, chunks, micro_batches, stage_costs)
 
 
-def _alone(passes: Passes, micro_batches: int) -> StepTime:
+def _without_pipeline(passes: Passes, micro_batches: int) -> StepTime:
     """One rank that does all micro-batches, one after another."""
     span, none = float(passes.total * micro_batches), np.zeros(1)
     return StepTime(
@@ -220,6 +227,7 @@ def data_time(
     lead_s, after_s = gathered_s, reduced_s
     if job.software.data_overlap:
         lead_s, after_s = _not_covered(job, strategy, line, weights, reduce_s, gather_s)
+    # A rank that ends early reduces its gradients while others still compute; only what outlasts them is seen.
     early_s = line.time.span_s - line.time.end_s  # others still compute
     tail_s = np.maximum(after_s - early_s, 0.0)
     rank = int((lead_s + tail_s).argmax())
@@ -250,13 +258,13 @@ def _not_covered(
     return gather_lead_s(gather_s, time.first_forward_begin_s.T), after_s
 
 
-def both(job: Job, strategy: Strategy, cluster: Cluster, weights: Weights) -> DataExchange:
+def weights_exchange(job: Job, strategy: Strategy, cluster: Cluster, weights: Weights) -> DataExchange:
     """Dense weights are shared by all data-parallel ranks, experts by those that hold the same ones."""
-    dense = exchange(job, strategy, cluster, weights.dense)
+    dense = data_exchange(job, strategy, cluster, weights.dense)
     if not weights.experts:
         return dense
     ranks = strategy.data * strategy.context // strategy.expert
-    experts = exchange(job, strategy, cluster, weights.experts, ranks)
+    experts = data_exchange(job, strategy, cluster, weights.experts, ranks)
     return DataExchange(dense.reduce_s + experts.reduce_s, dense.gather_s + experts.gather_s)
 
 

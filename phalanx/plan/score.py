@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from phalanx.parallel.config import Schedule
 from phalanx.parallel.pipeline.schedules import placement_of
-from phalanx.plan.communication import exchange, send_s
+from phalanx.plan.communication import data_exchange, send_s
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.hardware.formula import distinct
 from phalanx.plan.memory import memory_bound
 from phalanx.plan.operations import Passes, local_of
-from phalanx.plan.overheads import constants, with_residual
+from phalanx.plan.overheads import step_overheads, with_residual
 from phalanx.plan.pipeline.bounds import StagePasses, lower_bound
-from phalanx.plan.stages import Costs, Weights, costs, of_embedding, of_head, of_kind, stage_bounds
+from phalanx.plan.stages import Costs, Weights, layer_costs, of_embedding, of_head, of_kind, stage_bounds
 from phalanx.plan.types import Floats, Ints, Job, Model, Strategy
 
 Array = NDArray[np.float64]
@@ -77,9 +77,11 @@ def score(job: Job, strategy: Strategy, cluster: Cluster) -> Scores:
         sent,
         blocking=not job.software.pipeline_overlap,
     )
+    # `first` and `last` each contain the layers, so `middle`, which is the layers alone, goes once.
     alone = micro_batches * (first.total + last.total - middle.total)
     through, busiest = _through_ranks(held, layers, embedding, head, micro_batches, sent, split)
     computing = np.where(strategy.pipeline > 1, busiest, alone)
+    # Two bounds from below: the paths through the schedule, and the busiest rank. The larger one is nearer.
     span = np.where(strategy.pipeline > 1, np.maximum(span, through), alone)
     chunk = _weights(job.model, strategy, pieces.kinds, held.least)
     ends = np.maximum(embedding.backward, head.backward)
@@ -92,7 +94,7 @@ def score(job: Job, strategy: Strategy, cluster: Cluster) -> Scores:
     fullest = Weights(
         np.maximum.reduce([_weights(job.model, strategy, pieces.kinds, rank.own).total for rank in held.ranks])
     )
-    rest = constants(job, strategy, cluster, fullest, computing, span + data)
+    rest = step_overheads(job, strategy, cluster, fullest, computing, span + data)
     step = (span + data + sum(rest.values())) / job.added.efficiency * _NEARLY
     return Scores(np.broadcast_to(step, np.shape(strategy.pipeline)), job, strategy)
 
@@ -109,7 +111,7 @@ def _layer_costs(job: Job, strategy: Strategy, cluster: Cluster) -> tuple[Costs,
     columns = [getattr(strategy, name) for name in names]
     first, which = distinct(*columns)
     axes: dict[str, Any] = {name: column[first] for name, column in zip(names, columns, strict=True)}
-    return costs(job, replace(strategy, **axes), cluster), which
+    return layer_costs(job, replace(strategy, **axes), cluster), which
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,7 +299,7 @@ def _data(
         backward_s: of one micro-batch through a chunk, at most.
         last_chunk_s: when the first rank needs the weights of its last chunk, at most.
     """
-    both = exchange(job, strategy, cluster, chunk.dense)
+    both = data_exchange(job, strategy, cluster, chunk.dense)
     if not job.software.data_overlap:
         return chunks * (both.reduce_s + both.gather_s)
     num_bytes = chunk.total * job.software.reduce_bytes

@@ -1,7 +1,7 @@
 """What each pipeline stage computes: which layers it holds, what a layer costs on a rank, and how many weights that is.
 
-`costs` gives one layer and both ends: kernels, exchanges, and the host that launches them; `stages_of` shares the
-layers out, and `stage_passes` adds up what one micro-batch takes on a stage.
+`layer_costs` gives each layer and both ends: kernels, exchanges, and the host that launches them; `stages_of` shares
+the layers out, and `stage_passes` adds up what one micro-batch takes on a stage.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ from phalanx.model.shapes import mean_keys
 from phalanx.parallel.config import Schedule
 from phalanx.parallel.pipeline.schedules import placement_of
 from phalanx.parallel.pipeline.split import cut
-from phalanx.plan.communication import Covered, RowExchange, context, expert, row_exchange, sharded, tensor
+from phalanx.plan.communication import (
+    Covered,
+    RowExchange,
+    context_exchange,
+    expert_exchange,
+    row_exchange,
+    tensor_exchange,
+    zero3_exchange,
+)
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.hardware.formula import functions
 from phalanx.plan.layer import embedding, head, layer, slower
@@ -76,6 +84,7 @@ class Stages(tuple[Stage, ...]):
         which = []
         for stage in self:
             key = (stage.layers, stage.first, stage.last)
+            # Most stages in the middle hold the same layers. What follows is done once for each different one.
             if key not in numbers:
                 numbers[key] = len(different)
                 different.append(stage)
@@ -110,6 +119,7 @@ class Stages(tuple[Stage, ...]):
 
 def stages_of(job: Job, strategy: Strategy, kinds: Sequence[tuple[int, bool]]) -> Stages:
     """The stages of the pipeline, in the order of the model."""
+    # A layout without a pipeline may still name chunks: they mean nothing on one rank.
     ranks, chunks = (strategy.pipeline, strategy.chunks) if strategy.pipeline > 1 else (1, 1)
     even = job.software.even_stages
     return _stages(job.model, job.sequence, even, strategy.schedule, ranks, chunks, tuple(kinds))
@@ -149,6 +159,7 @@ def stage_bounds(model: Model, sequence: int, stages: int, even: bool) -> tuple[
         share, over = divmod(model.layers, stages)
         return tuple(index * share + min(index, over) for index in range(stages + 1))
     pieces = [_flops(model, sequence, layer) for layer in range(model.layers)]
+    # A lookup is hardly any work, but the head is as much as several layers: the last stage gets fewer of them.
     pieces[0] += 2.0 * model.hidden
     pieces[-1] += 6.0 * model.vocab_rows * model.hidden
     return tuple(cut(pieces, stages))
@@ -158,11 +169,11 @@ def _flops(model: Model, sequence: int, layer: int) -> float:
     """Forward and backward FLOPs of one token in `layer`, as `phalanx.parallel.pipeline.split` counts them."""
     return 3 * (
         2.0 * layer_weights(model, layer, active=True)
-        + _per_key(model) * mean_keys(sequence, model.window_of(layer) or None)
+        + _flops_per_key(model) * mean_keys(sequence, model.window_of(layer) or None)
     )
 
 
-def _per_key(model: Model) -> float:
+def _flops_per_key(model: Model) -> float:
     return 4.0 * model.heads * model.head_dim
 
 
@@ -244,18 +255,18 @@ Known: TypeAlias = MutableMapping[Hashable, Costs]
 
 
 def known_costs(job: Job, strategy: Strategy, cluster: Cluster, known: Known) -> Costs:
-    """As `costs`, of a strategy with plain numbers; each is worked out once."""
+    """As `layer_costs`, of a strategy with plain numbers; each is worked out once."""
     key = (
         *(strategy.context, strategy.tensor, strategy.expert, strategy.micro_batch, strategy.recompute),
         *(strategy.sequence_parallel, strategy.tensor_overlap, strategy.tensor_chunks, strategy.context_method),
         strategy.shard if strategy.zero == 3 else 0,
     )
     if key not in known:
-        known[key] = costs(job, strategy, cluster)
+        known[key] = layer_costs(job, strategy, cluster)
     return known[key]
 
 
-def costs(job: Job, strategy: Strategy, cluster: Cluster) -> Costs:
+def layer_costs(job: Job, strategy: Strategy, cluster: Cluster) -> Costs:
     """What the pieces of `job` cost on a rank of `strategy`."""
     local, kinds = local_of(job, strategy), layer_kinds(job.model)
     rows = row_exchange(job, strategy, cluster, local)
@@ -279,15 +290,15 @@ def _layer(
 ) -> Cost:
     kernels = _timed(job, strategy, cluster, slower(layer(local, window, is_mixture), job.added.kernels))
     exchanges = {
-        "tensor": tensor(job, strategy, cluster, local, rows),
-        "context": context(strategy, cluster, local, kernels.by_path.get("compute/attention", Passes())),
+        "tensor": tensor_exchange(job, strategy, cluster, local, rows),
+        "context": context_exchange(strategy, cluster, local, kernels.by_path.get("compute/attention", Passes())),
     }
     if is_mixture:
-        exchanges["expert"] = expert(strategy, cluster, local)
+        exchanges["expert"] = expert_exchange(strategy, cluster, local)
     if strategy.zero == 3:
         computing = kernels.total + Passes.sum(each.exposed for each in exchanges.values())
         weights = of_kind(job.model, is_mixture, strategy.tensor, strategy.expert).total
-        exchanges["data/weights"] = sharded(job, strategy, cluster, weights, computing)
+        exchanges["data/weights"] = zero3_exchange(job, strategy, cluster, weights, computing)
     return _cost(job, cluster, kernels, exchanges)
 
 

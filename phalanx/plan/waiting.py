@@ -25,6 +25,8 @@ from phalanx.parallel.config import Schedule
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.types import Floats, Ints, Strategy
 
+Array: TypeAlias = NDArray[np.float64]
+
 
 def spread_of(cluster: Cluster) -> Spread:
     """How unequal the ranks of `cluster` are, from run to run the same; what varies from pass to pass is not known."""
@@ -40,8 +42,6 @@ def waiting_s(strategy: Strategy, cluster: Cluster, computing_s: Floats) -> Floa
     ranks_per_host = min(cluster.devices_per_host, cluster.devices)
     return computing_s * (slowest(spread_of(cluster), strategy.world_size, ranks_per_host).mean - 1)
 
-
-Array: TypeAlias = NDArray[np.float64]
 
 _REACH = 9.0
 """Standard deviations to both sides beyond which nothing is."""

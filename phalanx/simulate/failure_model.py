@@ -32,7 +32,7 @@ from statistics import NormalDist
 from typing import Any, Literal
 
 from phalanx.core.errors import UserError
-from phalanx.plan.toml_tree import read_tree
+from phalanx.plan.measured_numbers import read_tree
 from phalanx.plan.types import Mark
 
 DAY_S = 86_400.0

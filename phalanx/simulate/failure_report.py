@@ -57,7 +57,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class FailureReport:
-    """All that is told of a scenario.
+    """Everything that is reported about a scenario.
 
     Attributes:
         form: formulas, for failures without memory, in the long run.
@@ -82,7 +82,7 @@ class FailureReport:
 def make_report(
     outcome: RunsOutcome, source: str, compare_runs: int = 0, *, is_recorded: bool = False
 ) -> FailureReport:
-    """What is told of `outcome`.
+    """The report of `outcome`.
 
     Args:
         source: of the failures, for people.

@@ -31,6 +31,10 @@ from phalanx.simulate.run_state import (
     draw_lemons,
 )
 
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
 _MOST_EVENTS = 200_000
 _EVENTS_AT_ONCE = 2_000_000
 _HOSTS_AT_ONCE = 4_000_000
@@ -101,9 +105,6 @@ def _play_batch(scenario: FailureScenario, runs: int, hosts: int, seeds: tuple[i
     return RunSamples.of(state)
 
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
 _FINISH, _SLOT, _READY, _FAILURE, _END = range(5)
 
 
@@ -120,9 +121,11 @@ def play(state: RunState, history: History, until_s: float) -> None:
         times_s[_READY] = state.ready_s[runs]
         times_s[_FAILURE] = history.times_s[runs, cursor[runs]]
         times_s[_END] = until_s
+        # The first of the five to come wins; of equals the one that stands first, so that work that is done is not
+        # lost to a failure at the same moment.
         kinds = times_s.argmin(axis=0)
-        _pass(state, runs, times_s[kinds, np.arange(len(runs))])
-        runs = _do(state, history, runs, columns, kinds, cursor)
+        _advance_time(state, runs, times_s[kinds, np.arange(len(runs))])
+        runs = _apply_events(state, history, runs, columns, kinds, cursor)
 
 
 def _finish(state: RunState, runs: Ints) -> Floats:
@@ -136,7 +139,7 @@ def _finish(state: RunState, runs: Ints) -> Floats:
     return ends_s
 
 
-def _pass(state: RunState, runs: Ints, until_s: Floats) -> None:
+def _advance_time(state: RunState, runs: Ints, until_s: Floats) -> None:
     until_s = np.maximum(until_s, state.now_s[runs])
     is_running = state.phase[runs] == RUN
     running = runs[is_running]
@@ -145,16 +148,16 @@ def _pass(state: RunState, runs: Ints, until_s: Floats) -> None:
     state.now_s[runs] = until_s
 
 
-def _do(state: RunState, history: History, runs: Ints, columns: Ints, kinds: Ints, cursor: Ints) -> Ints:
+def _apply_events(state: RunState, history: History, runs: Ints, columns: Ints, kinds: Ints, cursor: Ints) -> Ints:
     """What is due in each run; those that go on."""
     due = runs[kinds == _SLOT]
     if len(due):
-        host_events.come_due(state, due, columns[kinds == _SLOT])
+        host_events.apply_due_slots(state, due, columns[kinds == _SLOT])
     _ready(state, runs[kinds == _READY])
     failing = runs[kinds == _FAILURE]
     if len(failing):
         cursor[failing] += 1
-        host_events.happen(state, history, failing, cursor[failing] - 1)
+        host_events.apply_failures(state, history, failing, cursor[failing] - 1)
     state.phase[runs[kinds == _FINISH]] = DONE
     going: Ints = runs[(kinds != _FINISH) & (kinds != _END)]
     return going

@@ -1,7 +1,7 @@
 """What events do to simulated runs: failures, repairs, spares, restarts, and training in between.
 
-`happen` applies failures from the history, `come_due` the slots whose time has come; hosts leave and come back, the job
-starts again with what there is; `train` moves steps and checkpoints on, and `lose` takes back what a failure costs.
+`apply_failures` takes failures from the history, `apply_due_slots` what comes due at a time; hosts leave and come back,
+the job starts again with what there is; `train` moves steps and checkpoints on, `lose` takes back what a failure costs.
 """
 
 from __future__ import annotations
@@ -64,14 +64,16 @@ class Hits:
         return self.history.stretch[self.runs, self.columns]
 
 
-def happen(state: RunState, history: History, runs: Ints, columns: Ints) -> None:
+def apply_failures(state: RunState, history: History, runs: Ints, columns: Ints) -> None:
     """Each run has its next event of the history."""
     hits = Hits(history, runs, columns)
     is_planned = hits.hosts == PLANNED_STOP
     hits = _each(state, hits, is_planned, _planned)
+    # A recorded year may have more hosts than the job and its spares; lemons that were replaced fail no more.
     hits = hits.where(hits.hosts < state.scenario.all_hosts)
     hits = hits.where(~(history.is_extra[hits.runs, hits.columns] & state.is_cured[hits.runs, hits.hosts]))
     places = state.host_groups.where[hits.runs, hits.hosts]
+    # Where the host is now decides what its failure does. All runs are looked at together, one kind after the other.
     is_away, in_job = places == AWAY, places == JOB
     _each(state, hits, in_job & state.classes.stops[hits.classes], _stopped)
     _each(state, hits, in_job & ~state.classes.stops[hits.classes], _unseen)
@@ -176,7 +178,7 @@ def _unseen(state: RunState, hits: Hits) -> None:
     refresh_speed(state, runs)
 
 
-def come_due(state: RunState, runs: Ints, columns: Ints) -> None:
+def apply_due_slots(state: RunState, runs: Ints, columns: Ints) -> None:
     """Each run has a slot whose time has come."""
     kinds = state.slots.kinds[runs, columns]
     is_over = state.slots.end_s[runs, columns] <= state.now_s[runs]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from phalanx.core.errors import UserError
-from phalanx.plan.toml_tree import read_tree
+from phalanx.plan.measured_numbers import read_tree
 from phalanx.simulate.fabric import Fabric, Hashing
 from phalanx.simulate.network_settings import Control, NetworkDescription, Retransmit, check_control
 

@@ -23,7 +23,7 @@ from pydantic import AfterValidator, Field, PlainValidator
 
 from phalanx.core.errors import UserError
 from phalanx.plan.hardware.cluster import Cluster
-from phalanx.plan.hardware.schema import Measured, SourceTexts, Table, read_file, refusal
+from phalanx.plan.measured_numbers import Measured, SourceTexts, Table, read_file, refusal
 from phalanx.plan.types import Number
 from phalanx.simulate.fabric import Fabric
 

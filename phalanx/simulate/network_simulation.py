@@ -88,6 +88,8 @@ def what_if(
     traffic.check(network.devices)
     _check_hosts(network, scenarios)
     jobs = [_Job(network, traffic, scenario) for scenario in scenarios]
+    # All hot links of all scenarios are collected first, since many are the same: each is then simulated once, and all
+    # side by side as arrays.
     links = _hot_links(jobs, draws)
     shown = _by_control(links) if curves else []
     table = HotLinkTable(list(dict.fromkeys([*links, *shown])), network.settings, network.fabric.nic_bytes_per_s)

@@ -20,6 +20,9 @@ from numpy.typing import NDArray
 
 from phalanx.simulate.failure_model import DAY_S, Duration, Failures, FailureScenario, Recovery
 
+Flags = NDArray[np.bool_]
+
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -249,8 +252,6 @@ class Slots:
             fresh = type(self)(len(old), old.shape[1])
             setattr(self, name, np.concatenate([old, getattr(fresh, name)], axis=1))
 
-
-Flags = NDArray[np.bool_]
 
 PLANNED_STOP = -1
 """The host, and the class, of a planned interruption."""

@@ -17,8 +17,11 @@ from numpy.typing import NDArray
 
 from phalanx.core.errors import UserError
 from phalanx.plan.hardware.cluster import Cluster
-from phalanx.plan.toml_tree import read_tree
+from phalanx.plan.measured_numbers import read_tree
 from phalanx.plan.types import Part, Prediction
+
+Indices = NDArray[np.int64]
+
 
 Pattern = Literal["ring", "neighbours", "all_to_all", "incast"]
 """Who sends to whom in a group: each to the next one (all-gather, reduce-scatter, all-reduce); to the next and the one
@@ -225,9 +228,6 @@ def _number(path: Path, key: str, value: object, *, whole: bool = False) -> floa
         cure = f"write it as a {'whole ' if whole else ''}number"
         raise UserError("is no number", cure=cure, field=f"{path}: {key}", value=value)
     return float(value)
-
-
-Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

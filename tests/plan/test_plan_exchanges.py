@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.plan.communication import context, exchange, gather_lead_s, reduce_tail_s, row_exchange, sharded, tensor
+from phalanx.plan.communication import (
+    context_exchange,
+    data_exchange,
+    gather_lead_s,
+    reduce_tail_s,
+    row_exchange,
+    tensor_exchange,
+    zero3_exchange,
+)
 from phalanx.plan.hardware.load import load_cluster
 from phalanx.plan.operations import Passes, local_of
 from phalanx.plan.software import MEGATRON_2022, MEGATRON_2023
@@ -66,12 +74,12 @@ def test_ranks_are_worked_out_beside_each_other_as_alone(chunks: int, ranks: int
 
 def test_split_state_scatters_and_gathers_what_an_all_reduce_sums() -> None:
     job = replace(JOB, software=replace(MEGATRON_2023, reduce_bytes=4, gather_bytes=4))
-    whole = exchange(job, Strategy(replicate=16, tensor=8, zero=0), CLUSTER, 1e9)
-    parts = exchange(job, Strategy(shard=16, tensor=8, zero=1), CLUSTER, 1e9)
+    whole = data_exchange(job, Strategy(replicate=16, tensor=8, zero=0), CLUSTER, 1e9)
+    parts = data_exchange(job, Strategy(shard=16, tensor=8, zero=1), CLUSTER, 1e9)
     assert parts.reduce_s + parts.gather_s == pytest.approx(whole.reduce_s, rel=0.05)
-    mixed = exchange(job, Strategy(replicate=4, shard=4, tensor=8, zero=1), CLUSTER, 1e9)
+    mixed = data_exchange(job, Strategy(replicate=4, shard=4, tensor=8, zero=1), CLUSTER, 1e9)
     assert mixed.gather_s < parts.gather_s
-    assert exchange(job, Strategy(tensor=8), CLUSTER, 1e9).reduce_s == 0
+    assert data_exchange(job, Strategy(tensor=8), CLUSTER, 1e9).reduce_s == 0
 
 
 @pytest.mark.parametrize("block", ["serial", "parallel"])
@@ -80,7 +88,7 @@ def test_exposed_and_hidden_are_all_of_it(block: str, overlap: Overlap) -> None:
     job = replace(JOB, model=replace(JOB.model, block=block))  # type: ignore[arg-type]
     strategy = Strategy(tensor=8, tensor_overlap=overlap, tensor_chunks=4)
     local = local_of(job, strategy)
-    found = tensor(job, strategy, CLUSTER, local, row_exchange(job, strategy, CLUSTER, local))
+    found = tensor_exchange(job, strategy, CLUSTER, local, row_exchange(job, strategy, CLUSTER, local))
     num_bytes = 2048 * 12288 * 2
     pair = sum(CLUSTER.collective_s(kind, num_bytes, 8) for kind in ("all_gather", "reduce_scatter"))
     branches = 1 if block == "parallel" else 2
@@ -95,9 +103,9 @@ def test_gradients_of_inputs_are_summed_beside_those_of_weights() -> None:
     job = replace(JOB, software=MEGATRON_2022)
     local = local_of(job, strategy)
     rows = row_exchange(job, strategy, CLUSTER, local)
-    beside = tensor(job, strategy, CLUSTER, local, rows).exposed
+    beside = tensor_exchange(job, strategy, CLUSTER, local, rows).exposed
     later = replace(job, software=replace(MEGATRON_2022, tensor_backward_overlap=False))
-    after = tensor(later, strategy, CLUSTER, local, rows)
+    after = tensor_exchange(later, strategy, CLUSTER, local, rows)
     assert beside.forward == after.exposed.forward == after.exposed.backward_input
     assert beside.backward_input < 0.3 * beside.forward
 
@@ -106,19 +114,21 @@ def test_weights_gathered_beside_computing_slow_it_down() -> None:
     strategy = Strategy(shard=64, zero=3)
     gather = CLUSTER.collective_s("all_gather", 1e9 * JOB.software.gather_bytes, 64, 1)
     scatter = CLUSTER.collective_s("reduce_scatter", 1e9 * JOB.software.reduce_bytes, 64, 1)
-    long = sharded(JOB, strategy, CLUSTER, 1e9, Passes(forward=10 * gather, backward_input=10 * (gather + scatter)))
+    long = zero3_exchange(
+        JOB, strategy, CLUSTER, 1e9, Passes(forward=10 * gather, backward_input=10 * (gather + scatter))
+    )
     assert long.exposed.forward == pytest.approx(0.1 * gather)
     assert long.exposed.backward_input == pytest.approx(0.1 * (gather + scatter))
-    short = sharded(JOB, strategy, CLUSTER, 1e9, Passes(forward=gather / 10))
+    short = zero3_exchange(JOB, strategy, CLUSTER, 1e9, Passes(forward=gather / 10))
     assert short.exposed.forward == pytest.approx(0.9 * gather + 0.1 * gather / 10)
     assert short.exposed.forward + short.hidden.forward == pytest.approx(gather)
-    assert sharded(JOB, Strategy(shard=64), CLUSTER, 1e9, Passes()).exposed.total == 0
+    assert zero3_exchange(JOB, Strategy(shard=64), CLUSTER, 1e9, Passes()).exposed.total == 0
 
 
 def test_keys_that_travel_beside_attention_slow_it_down() -> None:
     strategy = Strategy(context=2, sequence_parallel=False)
     local = local_of(JOB, strategy)
     send = CLUSTER.send_s(local.tokens * 2 * 12288 * 2, 1)
-    found = context(strategy, CLUSTER, local, Passes(forward=20 * send, backward_input=40 * send))
+    found = context_exchange(strategy, CLUSTER, local, Passes(forward=20 * send, backward_input=40 * send))
     assert found.exposed.forward == pytest.approx(0.1 * send)
     assert found.exposed.forward + found.hidden.forward == pytest.approx(send)

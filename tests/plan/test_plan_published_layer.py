@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.plan.hardware.load import load_cluster
 from phalanx.plan.software import MEGATRON_2022
-from phalanx.plan.stages import costs
+from phalanx.plan.stages import layer_costs
 from phalanx.plan.types import Job, Model, Recompute, Strategy
 
 MODEL = Model(layers=48, hidden=6144, heads=64, vocab_rows=51200, max_sequence=2048)
@@ -30,6 +30,6 @@ def test_layers_take_what_was_measured(
 ) -> None:
     strategy = Strategy(tensor=8, micro_batch=4, recompute=recompute, sequence_parallel=sequence_parallel)
     job = Job(MODEL, 2048, 4, "fp16", software=MEGATRON_2022)
-    total = costs(job, strategy, load_cluster("selene", 8)).layers[0].total
+    total = layer_costs(job, strategy, load_cluster("selene", 8)).layers[0].total
     assert 1e3 * total.forward == pytest.approx(forward_ms, rel=0.05)
     assert 1e3 * total.backward == pytest.approx(backward_ms, rel=0.06)

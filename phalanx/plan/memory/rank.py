@@ -39,6 +39,9 @@ from phalanx.plan.pipeline.grid import BACKWARD, FORWARD, WEIGHTS, make_orders
 from phalanx.plan.stages import RankShare, Stages, stages_of
 from phalanx.plan.types import Floats, Ints, Job, Model, Number, RankMemory, Strategy, layer_kinds
 
+Counts = NDArray[np.int64]
+
+
 __all__ = ["MemoryParts", "complete", "parts_of", "rank_memory"]
 
 
@@ -58,6 +61,7 @@ def rank_memory(job: Job, strategy: Strategy) -> tuple[RankMemory, ...]:
     moving, standing = _moving(pieces), dict[RankShare, MemoryParts]()
     found = []
     for rank, share in enumerate(stages.shares):
+        # Ranks between the ends of a pipeline hold alike: what stands still is computed once for all of them.
         if share not in standing:
             standing[share] = _plain(_parts(pieces, share, moving))
         found.append(RankMemory(rank, **complete(pieces, standing[share], activations[rank], first_passes[rank])))
@@ -360,9 +364,6 @@ def exchanged(pieces: Pieces) -> Floats:
     whole = local.tokens * pieces.job.model.hidden * local.compute_bytes
     split = (local.tensor > 1) & bool(pieces.strategy.sequence_parallel)
     return where(split, 2 * whole, 0)
-
-
-Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,6 +21,8 @@ from phalanx.parallel.config import Schedule
 from phalanx.plan.pipeline.grid import Grid, Indices, Rows, make_few, make_grid
 from phalanx.plan.types import Floats, Ints
 
+Array: TypeAlias = NDArray[np.float64]
+
 
 def evaluate(schedule: Schedule, ranks: int, chunks: int, micro_batches: int, costs: StageCosts) -> StepTime:
     """When `micro_batches` passes through `ranks` pipeline ranks with `chunks` chunks each are done.
@@ -301,9 +303,6 @@ def even_span(
         bubble = np.maximum(np.maximum(forward_s, backward_s), passes - weights_s)
         passes = passes + weights_s
     return chunks * micro_batches * passes + (ranks - 1) * bubble
-
-
-Array: TypeAlias = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,6 +21,9 @@ from numpy.typing import NDArray
 from phalanx.parallel.config import Schedule
 from phalanx.parallel.pipeline.schedules import make_table, placement_of
 
+Indices: TypeAlias = NDArray[np.int64]
+
+
 _NEVER = 1 << 40
 
 
@@ -217,8 +220,6 @@ def _in_flight(orders: Orders) -> Indices:
     in_flight.setflags(write=False)  # all steps of this grid share it
     return in_flight
 
-
-Indices: TypeAlias = NDArray[np.int64]
 
 FORWARD, BACKWARD, WEIGHTS = 0, 1, 2
 """Parts of a code. A backward pass is whole, or for the input only where weights come apart."""

@@ -98,7 +98,7 @@ def split_columns(strategies: Sequence[Strategy]) -> tuple[list[str], list[str]]
 
 
 def short_columns(strategies: Sequence[Strategy]) -> tuple[list[str], list[str]]:
-    """As `split_columns`, with the number of chunks told together with the schedule."""
+    """As `split_columns`, with the number of chunks shown with the schedule."""
     differing, same = split_columns(strategies)
     differing = list(dict.fromkeys("schedule" if name == "chunks" else name for name in differing))
     hidden = {"schedule", "chunks"} if "schedule" in differing else set()

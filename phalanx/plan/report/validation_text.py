@@ -113,7 +113,7 @@ def validation_json(
 
 
 def places_shown(result: TableResult, all_rows: bool) -> list[int]:
-    """Which rows of a table are told, in its order: of a long one the worst."""
+    """Which rows of a table are shown, in its order: of a long one the worst."""
     every = range(len(result.compared))
     if len(every) <= _MOST_ROWS or all_rows:
         return list(every)

@@ -30,6 +30,9 @@ from numpy.typing import NDArray
 from phalanx.plan.search.space import Group, Mask, SearchSpace
 from phalanx.plan.types import Floats, Prediction, Strategy
 
+Bounds = NDArray[np.float64]
+
+
 # A bound and a prediction are sums in another order: equal ones may differ in the last bits.
 _ROUNDING = 1e-9
 
@@ -141,10 +144,12 @@ class Frontier:
         """Layouts that may be among the best and are not predicted yet, those with the lowest bounds first."""
         end = 0
         best = sorted(self._exact_s[self._known(among, limit_bytes)].tolist())[:count]
+        # Growing slices: most searches end within the first ones, so that not all layouts need to be filtered.
         while end < len(self):
             begin, end = end, min(max(4 * end, 256), len(self))
             for place in begin + np.flatnonzero(among[begin:end] & (self.memory_bytes[begin:end] <= limit_bytes)):
                 slowest = best[-1] if len(best) == count else np.inf
+                # Layouts come in the order of their bounds: from here on none can be among the best.
                 if self.lower_s[place] * (1 - _ROUNDING) > slowest:
                     return
                 if np.isnan(self._exact_s[place]):
@@ -173,7 +178,6 @@ _NO_MEMORY = "tensor_overlap"
 # Below so many layouts, starting processes costs more than it saves.
 _FEW = 100_000
 
-Bounds = NDArray[np.float64]
 Part: TypeAlias = tuple[Bounds, Bounds]
 """Of one group: step times and memory."""
 

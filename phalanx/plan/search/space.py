@@ -21,6 +21,10 @@ from phalanx.core.layout import divisors
 from phalanx.plan.search.constraints import HOST_AXES, NUMBERS, Bound, Constraints, SearchTarget, options_of
 from phalanx.plan.types import Job, Strategy
 
+Column = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+
 NUMERIC = ("pipeline", "replicate", "shard", "context", "tensor", "expert", "micro_batch", "chunks")
 """Fields of a strategy that differ from row to row."""
 
@@ -348,10 +352,6 @@ def _row_rules(job: Job) -> list[Rule]:
             lambda table: (table["pipeline"] == 1) | (table["micro_batches"] >= table["pipeline"]),
         )
     ]
-
-
-Column = NDArray[np.int64]
-Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,25 @@
-"""The schemas of hardware files: devices, links and clusters in TOML, as pydantic classes.
+"""Numbers in TOML files that say how they are known, as pydantic types: value, mark, source and date.
 
-Almost every number says how it is known: value, mark, source and date. Each is checked against its unit, which is the
-ending of its key, so that someone who writes gigabytes or microseconds is told, with the file, the key and the cure.
-`phalanx.simulate` has fabrics in the same form.
+Hardware files and fabrics are schemas of `Table` with these types. Each number is checked against its unit, which is
+the ending of its key: gigabytes or microseconds are refused with the file, the key and the cure.
 """
 
 from __future__ import annotations
 
 import difflib
+import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast, get_args
+from typing import Annotated, Any, TypeVar, cast, get_args
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
-    Field,
     PlainValidator,
-    Tag,
     ValidationError,
     ValidationInfo,
     model_validator,
@@ -30,8 +27,6 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from phalanx.core.errors import UserError
-from phalanx.plan.hardware.device import Format, Tile
-from phalanx.plan.toml_tree import read_tree
 from phalanx.plan.types import Mark, Number
 
 MANY = 10_000_000
@@ -63,6 +58,8 @@ _OWN: Mapping[str, tuple[float, float]] = {
     "efficiency_ratio": (0.1, 2),
     "softness": (1, 100),
 }
+KIND = "kind:"
+"""Begins the tags of a union of tables, which are no part of where something is."""
 _LONG = 80  # characters of a value that a message shows
 _ABSENT: Any = object()
 _SHAPE = '{ value = .., mark = "measured|derived|assumed", source = ".." }'
@@ -96,7 +93,7 @@ class Table(BaseModel):
     @classmethod
     def _keys(cls, tree: Any) -> Any:
         if not isinstance(tree, dict):
-            raise _no_table(tree)
+            raise no_table(tree)
         _check_keys(tree, cls.model_fields, [key for key, field in cls.model_fields.items() if field.is_required()])
         return tree
 
@@ -107,6 +104,20 @@ class Table(BaseModel):
 
 
 T = TypeVar("T", bound=Table)
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """What tomllib makes of the file at `path`.
+
+    Raises:
+        UserError: it cannot be read, or is no TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError("cannot be read", cure=f"look at the file: {error.strerror}", field=str(path)) from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, no TOML, endless digits or brackets
+        raise UserError(f"is no TOML: {error}", cure="correct it there", field=str(path)) from error
 
 
 def read_file(kind: type[T], path: Path) -> T:
@@ -128,7 +139,7 @@ def read_file(kind: type[T], path: Path) -> T:
 def _told(path: Path, item: Any) -> UserError:
     """The first problem of a file, with where it is: the union of two kinds of table has their tags in the way."""
     said = item["ctx"]
-    keys = [str(part) for part in (*item["loc"], said["below"]) if part not in ("", *_TAGS)]
+    keys = [str(part) for part in (*item["loc"], said["below"]) if part != "" and not str(part).startswith(KIND)]
     field = f"{path.name}: {'.'.join(keys)}"
     cure = said["cure"].replace("[TABLE]", f"[{'.'.join(keys)}]")
     value = said.get("value", _ABSENT)
@@ -137,7 +148,8 @@ def _told(path: Path, item: Any) -> UserError:
     return UserError(said["problem"], cure=cure, field=field, value=value)
 
 
-def _no_table(value: Any, below: str = "") -> PydanticCustomError:
+def no_table(value: Any, below: str = "") -> PydanticCustomError:
+    """The error where a table should stand; `read_file` puts its name in."""
     return refusal("is no table", "write [TABLE] with its keys below", value, below=below)
 
 
@@ -155,7 +167,8 @@ def _check_keys(tree: Mapping[str, Any], known: Mapping[str, Any], required: Seq
             raise refusal("is no known key", cure, tree[key], below=key)
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """A string."""
     if not isinstance(value, str):
         raise refusal("is no text", "write it in quotes", value)
     return value
@@ -215,10 +228,10 @@ def _number(table: Any, info: ValidationInfo) -> Number:
     return Number(_plausible(key, marked.value), unit_of(key), marked.mark, marked.source)
 
 
-def _ratios(tree: Any, info: ValidationInfo) -> dict[str, float]:
+def ratios_of(tree: Any, info: ValidationInfo) -> dict[str, float]:
     """Ratios by kernel: ``rms_norm_forward_ratio`` is that of ``rms_norm_forward``."""
     if not isinstance(tree, dict):
-        raise _no_table(tree)
+        raise no_table(tree)
     found = {}
     for key, table in tree.items():
         try:
@@ -266,7 +279,8 @@ class Grid:
     source: str
 
 
-def _grid(table: Any, info: ValidationInfo) -> Grid:
+def grid_of(table: Any, info: ValidationInfo) -> Grid:
+    """Rows of numbers, all of the same length."""
     marked = _marked(table, info)
     rows = marked.value
     is_rows = isinstance(rows, list) and rows and all(isinstance(row, list) and row for row in rows)
@@ -277,65 +291,21 @@ def _grid(table: Any, info: ValidationInfo) -> Grid:
     return Grid(checked, marked.mark, marked.source)
 
 
-def _tiles(grid: Grid) -> Grid:
-    if len(grid.rows[0]) != len(fields(Tile)):
-        cure = f"write rows of {', '.join(part.name for part in fields(Tile))}"
-        raise refusal("is no list of tiles", cure)
-    for row in grid.rows:
-        tile = Tile(*row)
-        sizes = tile.rows >= 1 and tile.columns >= 1 and tile.splits >= 1 and tile.start_columns >= 0
-        if not sizes or not 0 < tile.share <= 1:
-            cure = "give rows, columns and splits of 1 or more, a share above 0 and up to 1, and start_columns from 0"
-            raise refusal("is no tile", cure, list(row))
-    return grid
-
-
-def _fit(key: str, grid: Grid, height: int, width: int, of: str) -> None:
+def check_size(key: str, grid: Grid, height: int, width: int, of: str) -> None:
     """Refuse a grid with more or fewer rows or columns than its axes have; `of` says what there is a row for."""
     if (len(grid.rows), len(grid.rows[0])) != (height, width):
         cure = f"write {height} rows of {width}: a row for each of {of}"
         raise refusal("does not fit its axes", cure, below=key)
 
 
-def _kind(value: Any) -> str:
-    if _text(value) not in ("gpu", "cpu"):
-        raise refusal("is no kind of device", 'write "gpu" or "cpu"', value)
-    return str(value)
-
-
-def _formats(tree: Any) -> Any:
-    if not isinstance(tree, dict):
-        raise _no_table(tree)
-    for key in tree:
-        if key not in get_args(Format):
-            raise refusal("is no format of numbers", "write half (bf16 and fp16) or fp32", below=key)
-    return tree
-
-
-def _device(value: Any) -> str | dict[int, str]:
-    """The device's file: one, or several by how many devices of a host are in use, where those share its cores."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, dict):
-        raise _no_table(value)
-    if not value or not all(key.isdecimal() and int(key) > 0 for key in value):
-        cure = 'write device = "NAME", or device = { 1 = "NAME", 2 = "NAME" } by devices in use on a host'
-        raise refusal("names no device", cure)
-    for key, name in value.items():
-        if not isinstance(name, str):
-            raise refusal("is no text", "write it in quotes", name, below=key)
-    return {int(key): name for key, name in value.items()}
-
-
-Text = Annotated[str, PlainValidator(_text)]
+Text = Annotated[str, PlainValidator(text_of)]
 Count = Annotated[int, PlainValidator(_count)]
 Measured = Annotated[Number, PlainValidator(_number)]
 Numbers = Annotated[tuple[float, ...], PlainValidator(_numbers)]
 Axis = Annotated[tuple[float, ...], PlainValidator(_axis)]
 Line = Annotated[tuple[float, ...], PlainValidator(_axis), AfterValidator(_line)]
 WholeAxis = Annotated[tuple[int, ...], PlainValidator(_whole_axis)]
-Rows = Annotated[Grid, PlainValidator(_grid)]
-_TAGS = ("tile_table", "rate_table")
+Rows = Annotated[Grid, PlainValidator(grid_of)]
 
 
 class SourceText(Table):
@@ -347,7 +317,7 @@ class SourceText(Table):
 
 def _tables(tree: Any) -> Any:
     if not isinstance(tree, dict):
-        raise _no_table(tree)
+        raise no_table(tree)
     return tree
 
 
@@ -356,209 +326,3 @@ SourceTexts = Annotated[dict[str, SourceText], BeforeValidator(_tables)]
 
 class _SourcesAlone(Table):
     sources: SourceTexts
-
-
-class TileTable(Table):
-    """Matrix products as tiles over a device's cores; see `TileGemm`."""
-
-    tiles: Annotated[Grid, PlainValidator(_grid), AfterValidator(_tiles)]
-    cores: Count
-    split_ratio: Measured
-    memory_ratio: Measured
-    softness: Measured
-    launch_s: Measured
-    clock_slower_ratio: Measured
-    clock_from_s: Measured
-    clock_to_s: Measured
-    correction_waves: Line | None = None
-    correction_columns: Line | None = None
-    correction_ratio: Rows | None = None
-    weight_gradient_ratio: Measured
-
-    @model_validator(mode="after")
-    def _fits(self) -> TileTable:
-        if self.clock_from_s.value >= self.clock_to_s.value:
-            cure = f"give more than clock_from_s, {self.clock_from_s.value:g}"
-            raise refusal("is no later than it begins", cure, self.clock_to_s.value, below="clock_to_s")
-        if self.correction_ratio is not None:
-            if self.correction_waves is None or self.correction_columns is None:
-                missing = "correction_waves" if self.correction_waves is None else "correction_columns"
-                raise refusal("is missing", "add it", below=missing)
-            size = len(self.correction_waves), len(self.correction_columns)
-            _fit("correction_ratio", self.correction_ratio, *size, "correction_waves")
-        return self
-
-
-class RateTable(Table):
-    """Matrix products measured size by size; see `TableGemm`."""
-
-    tokens: Axis
-    widths: Axis
-    product_flops_per_s: Rows
-    weight_gradient_flops_per_s: Rows
-
-    @model_validator(mode="after")
-    def _fits(self) -> RateTable:
-        for key in ("product_flops_per_s", "weight_gradient_flops_per_s"):
-            height = len(self.tokens) * len(self.widths)
-            _fit(key, getattr(self, key), height, len(self.widths), "tokens and of widths")
-        return self
-
-
-def _gemm_tag(tree: Any) -> str:
-    return "rate_table" if isinstance(tree, dict) and "widths" in tree else "tile_table"
-
-
-GemmTable = Annotated[
-    Annotated[TileTable, Tag("tile_table")] | Annotated[RateTable, Tag("rate_table")], Discriminator(_gemm_tag)
-]
-
-
-class AttentionTable(Table):
-    """Rates of fused attention, measured over the number of queries and the width of a head."""
-
-    queries: Axis
-    head_dims: WholeAxis
-    forward_flops_per_s: Rows
-    backward_flops_per_s: Rows
-
-    @model_validator(mode="after")
-    def _fits(self) -> AttentionTable:
-        for key in ("forward_flops_per_s", "backward_flops_per_s"):
-            _fit(key, getattr(self, key), len(self.head_dims), len(self.queries), "head_dims")
-        return self
-
-
-class StreamTable(Table):
-    """Kernels that only move bytes: a rate, or rates over the bytes of a kernel, and ratios of single kernels."""
-
-    bytes_per_s: Measured
-    kernel_bytes: Axis | None = None
-    achieved_bytes_per_s: Numbers | None = None
-    ratios: Annotated[dict[str, float], PlainValidator(_ratios)] = Field(default_factory=dict)
-
-    @model_validator(mode="after")
-    def _fits(self) -> StreamTable:
-        if self.kernel_bytes is None:
-            return self
-        if self.achieved_bytes_per_s is None:
-            raise refusal("is missing", "add it in bytes_per_s", below="achieved_bytes_per_s")
-        if len(self.achieved_bytes_per_s) != len(self.kernel_bytes):
-            cure = f"give {len(self.kernel_bytes)} rates, one for each of kernel_bytes"
-            raise refusal("does not fit its axis", cure, below="achieved_bytes_per_s")
-        return self
-
-
-class DeviceFile(Table):
-    """A file of ``devices/``."""
-
-    memory_bytes: Measured
-    memory_bytes_per_s: Measured
-    peak_half_flops_per_s: Measured
-    peak_fp32_flops_per_s: Measured
-    kernel_gap_s: Measured
-    host_launch_s: Measured
-    kernel_s: Measured
-    host_compiled_launch_s: Measured | None = None
-    kind: Annotated[Literal["gpu", "cpu"], PlainValidator(_kind)]
-    gemm: Annotated[dict[Format, GemmTable], BeforeValidator(_formats)]
-    attention: Annotated[dict[Format, AttentionTable], BeforeValidator(_formats)]
-    stream: StreamTable
-    sources: SourceTexts = Field(default_factory=dict)
-
-
-class GroupTable(Table):
-    """Times of a collective inside a host, over the bytes of a message and the number of ranks."""
-
-    message_bytes: Line
-    ranks: WholeAxis
-    time_s: Rows
-
-    @model_validator(mode="after")
-    def _fits(self) -> GroupTable:
-        _fit("time_s", self.time_s, len(self.ranks), len(self.message_bytes), "ranks")
-        return self
-
-
-class LinksFile(Table):
-    """A file of ``links/``."""
-
-    send_latency_s: Measured
-    send_bytes_per_s: Measured
-    all_reduce: GroupTable
-    all_gather: GroupTable
-    reduce_scatter: GroupTable
-    all_to_all: GroupTable
-    sources: SourceTexts = Field(default_factory=dict)
-
-
-class ProtocolTable(Table):
-    """Protocols of a ring or a tree between hosts, one number for each in every list."""
-
-    start_s: Numbers
-    hop_s: Numbers
-    inside_hop_s: Numbers
-    share_ratio: Numbers
-
-    @model_validator(mode="after")
-    def _fits(self) -> ProtocolTable:
-        if len({len(column) for column in (self.start_s, self.hop_s, self.inside_hop_s, self.share_ratio)}) > 1:
-            raise refusal("lists differ in length", "write one number for each protocol")
-        return self
-
-
-class NetworkTable(Table):
-    """The network between hosts."""
-
-    nic_bytes_per_s: Measured
-    achieved_ratio: Measured
-    latency_s: Measured
-    ring: ProtocolTable | None = None
-    tree: ProtocolTable | None = None
-
-
-class StragglersTable(Table):
-    """How far ranks and hosts differ."""
-
-    rank_sigma_ratio: Measured
-    slow_host_share_ratio: Measured
-    slow_host_excess_ratio: Measured
-
-
-class LoaderTable(Table):
-    """Making batches; `in_step_s` is what a program loses that makes each batch before its step."""
-
-    step_s: Measured
-    copy_bytes_per_s: Measured
-    in_step_s: Measured | None = None
-
-
-class StartUpTable(Table):
-    """From the start command to the first step."""
-
-    process_s: Measured
-    groups_s: Measured
-    read_bytes_per_s: Measured
-
-
-class PriceTable(Table):
-    """What a device costs."""
-
-    usd_per_device_hour: Measured
-
-
-class ClusterFile(Table):
-    """A file of ``clusters/``."""
-
-    devices: Count
-    devices_per_host: Count
-    device: Annotated[str | dict[int, str], PlainValidator(_device)]
-    nics_per_host: Count
-    network: NetworkTable
-    stragglers: StragglersTable
-    loader: LoaderTable
-    start_up: StartUpTable
-    price: PriceTable
-    efficiency_ratio: Measured | None = None
-    links: Text
-    sources: SourceTexts = Field(default_factory=dict)
