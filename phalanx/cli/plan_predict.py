@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from phalanx.cli.planning import Planned, as_efficient, as_program, cluster_of, job_to_search, plan_of
+from phalanx.cli.planning import Planned, as_efficient, cluster_of, job_to_search, plan_of, program_named
 from phalanx.cli.tables import make_console, tell_page
 from phalanx.core import units
 from phalanx.core.config import load
@@ -22,7 +22,7 @@ from phalanx.plan.report.page_blocks import Heading, write_page
 from phalanx.plan.report.search_text import search_text
 from phalanx.plan.report.text import prediction_text, run_line
 from phalanx.plan.score import score
-from phalanx.plan.search.constraints import SearchTarget, parse
+from phalanx.plan.search.constraints import SearchTarget, parse, restricted
 from phalanx.plan.search.frontier import CostModel
 from phalanx.plan.search.search import reliefs, search
 from phalanx.plan.stages import Known
@@ -50,7 +50,7 @@ def predict_command(
     """
     loaded = load(RunConfig, config, overrides).value
     machine, said = cluster_of(loaded, cluster, devices)
-    planned = as_efficient(as_program(plan_of(loaded, machine), software), machine, efficiency)
+    planned = as_efficient(plan_of(loaded, machine, program=software), machine, efficiency)
     planned = replace(planned, remarks=(*said, *planned.remarks))
     report = report_with(predict(planned.job, planned.strategy, machine), config.stem, planned, machine)
     if not report.fits:
@@ -110,10 +110,15 @@ def search_command(
     Raises:
         UserError: anything that a person can mend; that nothing is possible, or fits, is among it.
     """
+    program = program_named(software)
     asked = parse(where)
+    if program is not None:
+        asked = restricted(asked, program.name)
     loaded = load(RunConfig, config, overrides).value
     machine, said = cluster_of(loaded, cluster, devices)
-    searched = as_efficient(as_program(job_to_search(loaded, machine), software), machine, efficiency)
+    searched = as_efficient(job_to_search(loaded, machine), machine, efficiency)
+    if program is not None:
+        searched = replace(searched, job=replace(searched.job, software=program))
     searched = replace(searched, remarks=(*said, *searched.remarks))
     result = search(searched.job, SearchTarget.of(machine), costs_of(searched.job, machine), asked, top)
     report = report_with(result.best[0], config.stem, searched, machine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,14 +11,15 @@ from pathlib import Path
 from phalanx.core.errors import UserError
 from phalanx.data.config import configured_vocab_size
 from phalanx.model.shapes import num_parameters
-from phalanx.parallel.choose import Choice, Machines
+from phalanx.parallel.choose import Choice, Judge, Machines, Need
+from phalanx.parallel.config import ParallelConfig
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.hardware.device import Device
 from phalanx.plan.hardware.load import cluster_names, load_cluster
 from phalanx.plan.jobs import MODEL
 from phalanx.plan.overheads import residual_of
-from phalanx.plan.software import PHALANX, software_named
-from phalanx.plan.types import Job, Model, Precision, Strategy
+from phalanx.plan.software import LAYOUTS, PHALANX, software_named
+from phalanx.plan.types import Job, Model, Precision, Software, Strategy
 from phalanx.train.config import RunConfig
 from phalanx.train.derived.figures import complete_model, cpu_micro_batch, derive
 from phalanx.train.derived.fit import Choice as Passes
@@ -119,11 +121,14 @@ def check_devices(config: RunConfig, asked: int) -> None:
         raise UserError(f"is not --devices {asked}", cure="give one of the two", field="parallel.devices", value=said)
 
 
-def plan_of(config: RunConfig, cluster: Cluster, precision: Precision | None = None) -> Planned:
+def plan_of(
+    config: RunConfig, cluster: Cluster, precision: Precision | None = None, program: str | None = None
+) -> Planned:
     """What `config` has each of the cluster's devices do; what it leaves open is chosen as the trainer would.
 
     Args:
         precision: of matrix products; None: as the config says, or what is fast on the device.
+        program: that trains, which has layouts and memory of its own; None: ours.
 
     Raises:
         UserError: the settings are impossible, or sizes are not known or out of all bounds.
@@ -133,7 +138,10 @@ def plan_of(config: RunConfig, cluster: Cluster, precision: Precision | None = N
     model = complete_model(config, vocab_size)
     MODEL.check(Model.of(model))  # before memory is asked for layout after layout
     precision = precision or precision_of(config, cluster.device)
-    choice = _with_overlap(_choose(config, vocab_size, cluster, precision), cluster)
+    software = program_named(program)
+    choice = _with_overlap(_choose(config, vocab_size, cluster, precision, software), cluster)
+    if software is not None and (lacks := lacking(software.name, choice.config)):
+        raise lacks
     fit = Fit.of(
         config,
         model,
@@ -142,6 +150,7 @@ def plan_of(config: RunConfig, cluster: Cluster, precision: Precision | None = N
         device_bytes=cluster.device.memory_bytes,
         on_cpu=cluster.device.kind == "cpu",
         micro_batch=choice.micro_batch,
+        software=software,
     )
     passes, remark = _passes(config, fit, choice, cluster.device)
     strategy = fit.strategy(passes.micro_batch, passes.recompute)
@@ -180,15 +189,28 @@ def check_sizes(config: RunConfig) -> None:
             raise UserError("is more than can be predicted", cure=cure, field=field, value=value)
 
 
-def as_program(planned: Planned, name: str | None) -> Planned:
-    """The same in another program than ours, if one is named.
+def program_named(name: str | None) -> Software | None:
+    """Another program than ours, if one is named: ours is described by the config more closely than by a name.
 
     Raises:
         UserError: no such program is known.
     """
-    if name in (None, PHALANX.name):  # which the config describes more closely than a name
-        return planned
-    return replace(planned, job=replace(planned.job, software=software_named(name)))
+    return None if name in (None, PHALANX.name) else software_named(str(name))
+
+
+def lacking(name: str, parallel: ParallelConfig) -> UserError | None:
+    """What a layout has that a program does not; None: it could have it."""
+    idle = {
+        "zero": parallel.shard * parallel.context == 1,
+        "schedule": parallel.pipeline == 1,
+        "tensor_overlap": parallel.tensor == 1 or parallel.tensor_overlap == "auto",
+    }
+    for key, allowed in LAYOUTS.get(name, {}).items():
+        value = getattr(parallel, key)
+        if value not in allowed and not idle.get(key, False):
+            cure = f"set it to {' or '.join(map(str, allowed))}, or plan for another program"
+            return UserError(f"is not what {name} has", cure=cure, field=f"parallel.{key}", value=value)
+    return None
 
 
 def as_efficient(planned: Planned, cluster: Cluster, efficiency: float | None) -> Planned:
@@ -240,7 +262,9 @@ def _of_what_is_not_timed(config: RunConfig) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _choose(config: RunConfig, vocab_size: int, cluster: Cluster, precision: Precision) -> Choice:
+def _choose(
+    config: RunConfig, vocab_size: int, cluster: Cluster, precision: Precision, software: Software | None
+) -> Choice:
     """The layout of all devices, as the trainer would take it; axes that are all given stay, whether they fit or not.
 
     Raises:
@@ -253,8 +277,21 @@ def _choose(config: RunConfig, vocab_size: int, cluster: Cluster, precision: Pre
     device_bytes = cluster.device.memory_bytes
     judge = None
     if cluster.device.kind == "gpu":
-        judge = judge_of(config, complete_model(config, vocab_size), precision, device_bytes=device_bytes)
+        model = complete_model(config, vocab_size)
+        judge = judge_of(config, model, precision, device_bytes=device_bytes, software=software)
+        judge = judge if software is None else _of_program(software.name, judge)
     return choose(asked, vocab_size, Machines(cluster.devices_per_host, int(device_bytes)), judge)
+
+
+def _of_program(name: str, judge: Judge) -> Judge:
+    """The same, but for layouts that a program does not have."""
+
+    def judged(parallel: ParallelConfig, micro_batch: int) -> Need:
+        if lacks := lacking(name, parallel):
+            return Need("no", math.inf, 0.0, f"{lacks.field} {lacks.problem}; its layouts")
+        return judge(parallel, micro_batch)
+
+    return judged
 
 
 def _with_overlap(choice: Choice, cluster: Cluster) -> Choice:

@@ -288,7 +288,7 @@ def _filled(
         )
         if axis == "shard":
             what = {1: "optimizer state is", 2: "optimizer state and gradients are", 3: "state and weights are"}[zero]
-            reasons.append(f"zero = {zero}: {what} split over them; the smallest that fits talks least")
+            reasons.append(f"zero = {zero}: {what} split over them; what is split least talks least")
     return config.model_copy(update=update), tuple(reasons)
 
 

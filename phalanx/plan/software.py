@@ -151,6 +151,28 @@ SOFTWARE: Mapping[str, Software] = {
 }
 
 
+LAYOUTS: Mapping[str, Mapping[str, tuple[int | str, ...]]] = {
+    # Megatron-LM's distributed optimizer is ZeRO 1; papers of 2021 and 2022 train without context parallelism.
+    **{
+        name: {
+            "zero": (1,),
+            "schedule": ("1f1b", "interleaved_1f1b"),
+            "context": (1,),
+            "tensor_overlap": ("none",),
+        }
+        for name in (MEGATRON_2021.name, MEGATRON_2022.name, MEGATRON_2023.name, MEGATRON_DEEPSPEED.name)
+    },
+    MEGASCALE.name: {"zero": (1, 2), "schedule": ("1f1b", "interleaved_1f1b"), "context": (1,)},
+    MEGATRON_CORE.name: {"zero": (1,), "schedule": ("1f1b", "interleaved_1f1b")},
+    # fully_shard gathers weights again for the backward pass (3), or keeps them (2: reshard_after_forward=False).
+    FSDP2.name: {"zero": (2, 3)},
+    FSDP2_COMPILED.name: {"zero": (2, 3)},
+    DEEPSPEED.name: {"zero": (1, 2), "pipeline": (1,), "tensor": (1,), "context": (1,)},
+    DEEPSPEED_ZERO3.name: {"zero": (3,), "pipeline": (1,), "tensor": (1,), "context": (1,)},
+}
+"""What a program's layouts are restricted to, by key of ``[parallel]``; a key that is not named may be anything."""
+
+
 def software_named(name: str) -> Software:
     """The program of that name.
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from phalanx.core import units
 from phalanx.core.errors import UserError
 from phalanx.parallel.config import ContextMethod, Schedule
+from phalanx.plan.software import LAYOUTS
 from phalanx.plan.types import Job, Overlap, Recompute
 
 if TYPE_CHECKING:
@@ -145,6 +146,24 @@ def parse(words: Sequence[str]) -> Constraints:
             asked = replace(asked, inside_host=_axes(word, comparison, value))
     kept = tuple(bound for bound in asked.bounds if bound.name not in lifted)
     return replace(asked, bounds=(*own, *kept))
+
+
+def restricted(asked: Constraints, program: str) -> Constraints:
+    """The same among the layouts that a program has (`phalanx.plan.software.LAYOUTS`).
+
+    Raises:
+        UserError: `asked` is for a choice that the program does not have.
+    """
+    choices, bounds = dict(asked.choices), list(asked.bounds)
+    for key, allowed in LAYOUTS.get(program, {}).items():
+        if key in CHOICES:
+            choices[key] = tuple(value for value in choices.get(key, allowed) if value in allowed)
+            if not choices[key]:
+                cure = f"take {' or '.join(map(str, allowed))}, or search for another program"
+                raise UserError(f"is not what {program} has", cure=cure, field=key, value=asked.choices[key][0])
+        else:
+            bounds.append(Bound(key, "=", tuple(float(value) for value in allowed)))
+    return replace(asked, choices=choices, bounds=tuple(bounds))
 
 
 def _pieces(word: str) -> tuple[str, str, str]:

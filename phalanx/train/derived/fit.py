@@ -9,7 +9,7 @@ stopwatch or on what a trial left behind, so a run repeated on such a device doe
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from phalanx.core import units
@@ -19,7 +19,7 @@ from phalanx.parallel.choose import Judge, Need, Verdict
 from phalanx.parallel.config import ParallelConfig
 from phalanx.plan.jobs import make_job, make_strategy, software_of
 from phalanx.plan.memory import rank_memory
-from phalanx.plan.types import Job, Precision, Strategy
+from phalanx.plan.types import Job, Precision, Software, Strategy
 from phalanx.train.config import RunConfig
 
 Level = Literal["none", "selective", "mlp", "full"]
@@ -88,6 +88,7 @@ class Fit:
         device_bytes: float,
         on_cpu: bool = False,
         micro_batch: int = 0,
+        software: Software | None = None,
     ) -> Fit:
         """The choices that `config` leaves open.
 
@@ -95,11 +96,13 @@ class Fit:
             model: with vocabulary and longest sequence known.
             parallel: with every axis given.
             micro_batch: chosen already, by the config or a schedule; 0: not.
+            software: which program trains; None: ours.
         """
+        job = job_of(config, model, parallel, precision, on_cpu=on_cpu)
         share = config.train.global_batch // (parallel.replicate * parallel.shard)
         asked = config.train.recompute
         return cls(
-            job=job_of(config, model, parallel, precision, on_cpu=on_cpu),
+            job=job if software is None else replace(job, software=software),
             parallel=parallel,
             share=share,
             micro_batches=(micro_batch,) if micro_batch else tuple(reversed(divisors(share))),
@@ -200,19 +203,29 @@ class Fit:
         return next((choice for choice in found if choice.predicted_bytes <= self.limit_bytes), None)
 
 
-def judge_of(config: RunConfig, model: ModelConfig, precision: Precision, *, device_bytes: float) -> Judge:
+def judge_of(
+    config: RunConfig,
+    model: ModelConfig,
+    precision: Precision,
+    *,
+    device_bytes: float,
+    software: Software | None = None,
+) -> Judge:
     """Says of a layout of a run on GPUs whether it fits, run in the best way that `config` leaves open.
 
     Args:
         model: with vocabulary and longest sequence known.
         device_bytes: memory of the smallest device.
+        software: which program trains; None: ours.
     """
 
     def judge(parallel: ParallelConfig, micro_batch: int) -> Need:
         if parallel.tensor_overlap == "auto":  # decided later; it changes when things are held, not how much
             parallel = parallel.model_copy(update={"tensor_overlap": "none"})
         spread = config.model_copy(update={"parallel": parallel})
-        fit = Fit.of(spread, model, parallel, precision, device_bytes=device_bytes, micro_batch=micro_batch)
+        fit = Fit.of(
+            spread, model, parallel, precision, device_bytes=device_bytes, micro_batch=micro_batch, software=software
+        )
         return fit.need()
 
     return judge
