@@ -200,9 +200,9 @@ def test_every_file_is_hashed_once_by_some_rank(tmp_path: Path, monkeypatch: pyt
     hashed: list[str] = []
     attempt = DurableSource._attempt
 
-    def noted(source: DurableSource, reading: Reading, file: str, work: Callable[[], None]) -> None:
+    def noted(source: DurableSource, reading: Reading, files: Any, file: str, work: Callable[[Any], None]) -> None:
         hashed.append(file)
-        attempt(source, reading, file, work)
+        attempt(source, reading, files, file, work)
 
     monkeypatch.setattr(DurableSource, "_attempt", noted)
     succeed(SIZE, lambda peers: newest(tmp_path, pytest.fail, peers=peers))

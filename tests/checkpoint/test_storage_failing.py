@@ -37,7 +37,7 @@ from phalanx.checkpoint.format.checkpoint_files import EVALUATION, Evaluation
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError
 from phalanx.checkpoint.restoring.open_checkpoint import newest, open_checkpoint
 from phalanx.checkpoint.restoring.restore import restore
-from phalanx.checkpoint.save import save
+from phalanx.checkpoint.session.blocking_session import save
 from phalanx.checkpoint.storage import latest as pointer
 from phalanx.checkpoint.storage import object_streams
 from phalanx.checkpoint.storage.checkpoint_store import Store, Stored
