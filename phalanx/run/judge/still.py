@@ -38,7 +38,7 @@ _NOISE = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _LONGEST = 200_000
 _WAITS = re.compile(
     r"\(distributed/(?:distributed_c10d|c10d_logger|_functional_collectives)|^(?:_engine_run_backward|wait_tensor) "
-    r"|^synchronize \((?:cuda|accelerator)/|^wait_for_everyone \(accelerate/|^_wait \(core/tree_peers\.",
+    r"|^synchronize \((?:cuda|accelerator)/|^wait_for_everyone \(accelerate/|^_wait \(ipc/tree_peers\.",
 )
 """Functions of torch, and of ours, in which a rank waits for others; gradients are reduced inside of backward.
 
