@@ -54,6 +54,12 @@ class PolicyConfig(Config):
     settle_s: float = Field(
         0.4, ge=0, description="how long the culprit's own word is waited for after a failure that may follow, seconds"
     )
+    refusal_s: float = Field(
+        10.0,
+        ge=0,
+        description="how long other ranks are waited for where one ends with exit status 2 before any step: all, and it "
+        "is bad input, seconds",
+    )
     evidence_s: float = Field(3.0, ge=0.05, description="limit for evidence and its judgement, seconds")
     store_s: float = Field(10.0, ge=0.05, description="limit for opening a rendezvous store, seconds")
     start_s: float = Field(120.0, ge=0.05, description="limit for starting the processes of an attempt, seconds")
@@ -100,6 +106,7 @@ class PolicyConfig(Config):
         _below(self, "quick_check_s", "full_check_s")
         _below(self, "backoff_s", "backoff_limit_s")
         _below(self, "settle_s", "evidence_s")
+        _below(self, "settle_s", "refusal_s")
         _below(self, "unknown_stop_s", "stop_s")
         _below(self, "stop_s", "cut_off_s")
         if self.give_up_s and self.when_missing == "shrink":

@@ -271,6 +271,12 @@ class World:
         """Ranks raise an exception, or leave with a status; the others follow."""
         self._fail(ranks, kind, summary, "user" if kind in ("raised", "user") else "process")
 
+    def refuse(self, rank: int, summary: str) -> None:
+        """A rank leaves with exit status 2 before it has connected to any other, so that none follows."""
+        self._freeze()
+        failed = ev.WorkerFailed(0, self.state.attempt, rank, "usage", "process", summary, False, -1)
+        self._rank_ends(rank, self.state.attempt, failed)
+
     def _fail(self, ranks: list[int], kind: ev.FailureKind, summary: str, fault: ev.Fault) -> None:
         self._freeze()
         attempt, step = self.state.attempt, self._said_step()

@@ -338,6 +338,25 @@ def test_a_program_that_refuses_its_input_on_all_ranks_is_not_started_again_and_
     one.run_until(attempt_runs(2))
 
 
+def test_ranks_that_refuse_their_input_seconds_apart_are_waited_for():
+    world = World(Job("j", 2, 2))
+    world.run_until(lambda w: w.state.phase == "starting")
+    for rank in (1, 3, 0):
+        world.refuse(rank, "returned exit status 2: error: model.heads = 3")
+        world.run_for(1.5)
+    world.run_until(ended)
+    assert finish(world).status == 2 and len(world.taken("Start")) == 1
+
+
+def test_input_that_one_rank_refuses_twice_before_any_step_is_bad_input():
+    world = World(Job("j", 2, 2))
+    for attempt in (1, 2):
+        world.run_until(lambda w, n=attempt: w.state.phase == "starting" and w.state.attempt == n)
+        world.throw([1], "returned exit status 2: error: no such file", "usage")
+    world.run_until(ended)
+    assert finish(world).status == 2 and "before any step" in finish(world).reason
+
+
 def test_a_script_that_starts_on_no_host_is_bad_input_and_one_host_that_cannot_start_is_not():
     everywhere = World(Job("j", 3))
     for host in everywhere.hosts.values():

@@ -87,6 +87,8 @@ def of_one(state: State, failure: Failure) -> Ending | None:
         return Ending(2, f"bad input: rank {failure.rank} said so before the first step: {failure.summary}")
     if not _is_again(state.last_word, failure):
         return None
+    if failure.kind == "usage" and has_never_run(state):
+        return Ending(2, f"bad input: it came back in the next attempt, before any step: {failure.summary}")
     return _again(failure)
 
 

@@ -26,6 +26,8 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         joining_check: what a host has to pass before it may take part.
         active_check: what a suspect has to pass before it may take part again.
         settle_s: how long the culprit's own word is waited for, when a failure may only follow from another's.
+        refusal_s: how long the other ranks are waited for where one refuses its input (exit status 2) before any step:
+            what all refuse is bad input, what one refuses may be its host's.
         evidence_s: how long evidence and its judgement are waited for before workers that hang are killed.
         store_s: limit for opening a rendezvous store.
         start_s: limit for the start of an attempt's processes.
@@ -54,6 +56,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     joining_check: CheckKind = "quick"
     active_check: Literal["quick", "full"] = "quick"
     settle_s: float = 0.4
+    refusal_s: float = 10.0
     evidence_s: float = 3.0
     store_s: float = 10.0
     start_s: float = 120.0
@@ -89,7 +92,7 @@ _LIMITS = (
     *("evidence_s", "store_s", "start_s", "stop_s", "unknown_stop_s", "cut_off_s", "fault_window_s", "healthy_s"),
     *("passive_check_s", "quick_check_s", "full_check_s"),
 )
-_FROM_ZERO = ("replace_wait_s", "give_up_s", "settle_s", "grace_s", "max_restarts", "backoff_s")
+_FROM_ZERO = ("replace_wait_s", "give_up_s", "settle_s", "refusal_s", "grace_s", "max_restarts", "backoff_s")
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -406,6 +406,14 @@ def of_host(turn: Turn, host: str, failure: Failure, seen_by: str) -> None:
     where = Where(host, failure.rank, failure.step)
     if see(turn, "failure", seen_by, escalation.of_failure(host, failure), where, follows=failure.follows):
         add_failure(turn, host, failure)
+        _wait_for_refusals(turn, failure)
+
+
+def _wait_for_refusals(turn: Turn, failure: Failure) -> None:
+    """Ranks read their input within seconds of each other, and only what most of them refuse is bad input."""
+    state = turn.state
+    if state.phase == "diagnosing" and failure.kind == "usage" and blame.has_never_run(state):
+        turn.set(deadline_s=state.phase_since_s + max(state.policy.settle_s, state.policy.refusal_s))
 
 
 def _has_spoken(state: State, host: str) -> bool:
