@@ -57,8 +57,8 @@ class PolicyConfig(Config):
     refusal_s: float = Field(
         10.0,
         ge=0,
-        description="how long other ranks are waited for where one ends with exit status 2 before any step: all, and it "
-        "is bad input, seconds",
+        description="how long other ranks are waited for where one ends with exit status 2 before any step: all, and "
+        "it is bad input, seconds",
     )
     evidence_s: float = Field(3.0, ge=0.05, description="limit for evidence and its judgement, seconds")
     store_s: float = Field(10.0, ge=0.05, description="limit for opening a rendezvous store, seconds")
