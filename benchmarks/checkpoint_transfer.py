@@ -42,11 +42,11 @@ from xxhash import xxh3_64_intdigest
 
 from phalanx.checkpoint.format.run_sums import chunk_sums
 from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Piece, Record, ShardPlan, SnapshotId
-from phalanx.checkpoint.keeper.vault import MemoryVault
+from phalanx.checkpoint.keeper.snapshot_slots import MemoryVault
 from phalanx.checkpoint.keeper_contract import Endpoint, Replicated
 from phalanx.checkpoint.replicas.fetch import PeerCopies, fetch
 from phalanx.checkpoint.replicas.replica_service import ReplicaService
-from phalanx.checkpoint.restoring.fit import Part, SavedBlock
+from phalanx.checkpoint.restoring.compatibility import Part, SavedBlock
 from phalanx.checkpoint.restoring.memory_source import fill_from_memory
 from phalanx.checkpoint.restoring.restore import restore
 from phalanx.checkpoint.session.blocking_session import save

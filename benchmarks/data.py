@@ -122,7 +122,7 @@ def stage(name: str, folder: Path, kind: str) -> None:
 
 
 def _documents(source: SourceConfig) -> list[str]:
-    from phalanx.data.sources.files import list_files
+    from phalanx.data.sources.input_files import list_files
 
     texts = []
     for file in list_files(source):

@@ -30,7 +30,7 @@ from phalanx.model.config import ModelConfig
 from phalanx.model.decoder import Decoder
 from phalanx.model.generate import Sampler, Sampling, streams
 from phalanx.model.huggingface import export_folder
-from phalanx.model.logical import LogicalParameters, initialise
+from phalanx.model.logical_parameters import LogicalParameters, initialise
 from phalanx.model.shapes import num_parameters
 from phalanx.train.device import Device
 

@@ -21,7 +21,7 @@ import pyarrow.parquet
 from support.tile_fit import Chip, Products, errors, fitted
 
 import phalanx.plan.hardware as hardware
-from phalanx.plan.hardware.device import TileGemm
+from phalanx.plan.hardware.device_model import TileGemm
 from phalanx.plan.hardware.formula import LogCurve
 
 HERE = Path(hardware.__file__).parent

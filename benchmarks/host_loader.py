@@ -41,7 +41,7 @@ from phalanx.data.host_loader import HostLoaderClient, start_host_loader
 from phalanx.data.loader import Loader
 from phalanx.data.prepare import prepare
 from phalanx.data.samples import SampleReader
-from phalanx.data.tokens.prepared import Prepared
+from phalanx.data.tokens.prepared_corpus import Prepared
 
 WAYS = ("a loader per rank", "one per host")
 

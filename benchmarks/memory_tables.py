@@ -21,7 +21,7 @@ from phalanx.plan.memory import rank_memory
 from phalanx.plan.memory.rank import pieces_of
 from phalanx.plan.operations import Product, local_of
 from phalanx.plan.types import Job, StateBits, Strategy
-from phalanx.train.derived.fit import GPU_MEMORY_SHARE, LEVELS, Level
+from phalanx.train.derived.memory_fit import GPU_MEMORY_SHARE, LEVELS, Level
 
 _GIB, _MIB = 1 << 30, 1 << 20
 _CARD_BYTES = 79.1 * _GIB  # what an H100 of 80 GB reports

@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from phalanx.kernels.host_memory import keep_freed_memory
 from phalanx.kernels.linear import project
 from phalanx.parallel.group import Group
-from phalanx.parallel.tensor.linear import Spread, gather_products, products_scatter
-from phalanx.parallel.tensor.spread import make_overlap
+from phalanx.parallel.tensor.parallel_linear import Spread, gather_products, products_scatter
+from phalanx.parallel.tensor.tensor_parallel import make_overlap
 
 Result = dict[str, Any]
 

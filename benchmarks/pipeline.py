@@ -28,9 +28,9 @@ from torch.distributed.pipelining import (
 
 from phalanx.core.layout import Layout
 from phalanx.parallel.config import Schedule
-from phalanx.parallel.deferred import WeightQueue
+from phalanx.parallel.deferred_gradients import WeightQueue
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.pipeline.executor import PipelineExecutor
+from phalanx.parallel.pipeline.pipeline_executor import PipelineExecutor
 from phalanx.parallel.pipeline.schedules import Table, make_table
 from phalanx.parallel.rendezvous import open_store, port_of
 from phalanx.parallel.stage import AutogradStage

@@ -29,7 +29,7 @@ from pathlib import Path
 from phalanx.cli.planning import plan_of
 from phalanx.core.config import load
 from phalanx.kernels.linear import cpu_has_fast_bf16
-from phalanx.plan.hardware.load import load_cluster
+from phalanx.plan.hardware.hardware_files import load_cluster
 from phalanx.plan.predict import predict
 from phalanx.plan.types import Prediction
 from phalanx.train.config import RunConfig

@@ -24,7 +24,7 @@ from rich.table import Table
 from phalanx.data.batch import Batch
 from phalanx.model.config import ModelConfig
 from phalanx.model.decoder import Decoder
-from phalanx.model.logical import initialise
+from phalanx.model.logical_parameters import initialise
 from phalanx.optim.build import build_optimizer
 from phalanx.optim.config import OptimConfig
 from phalanx.parallel.config import ParallelConfig

@@ -15,7 +15,7 @@ import time
 import numpy as np
 from support.network.fixed_points import dcqcn_rest, swift_rest
 
-from phalanx.plan.hardware.load import load_cluster
+from phalanx.plan.hardware.hardware_files import load_cluster
 from phalanx.simulate.congestion import Cases, run_hot_spot
 from phalanx.simulate.network_scenario import make_scenario, usual_scenarios
 from phalanx.simulate.network_settings import CongestionSettings, Control, network_of

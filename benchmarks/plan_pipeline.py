@@ -24,8 +24,8 @@ import numpy as np
 from phalanx.parallel.config import Schedule
 from phalanx.plan.pipeline import grid
 from phalanx.plan.pipeline.bounds import StagePasses, lower_bound
-from phalanx.plan.pipeline.evaluate import StageCosts, evaluate
-from phalanx.plan.waiting import Spread, waiting
+from phalanx.plan.pipeline.step_time import StageCosts, evaluate
+from phalanx.plan.slowest_of_n import Spread, waiting
 
 STEPS: list[tuple[Schedule, int, int, int]] = [
     ("1f1b", 8, 1, 192),

@@ -23,7 +23,7 @@ from support.campaign.settings import PACE_S
 from support.leaving import nothing_left
 
 from phalanx.faults.campaign import STEPS, ci_cases, family_of, generate, healthy
-from phalanx.faults.manifest import Manifest
+from phalanx.faults.case_manifest import Manifest
 from phalanx.faults.referee import Results, summary
 
 SEED = 7

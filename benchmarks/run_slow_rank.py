@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phalanx.run.judge.rules import Matcher, load_rules
-from phalanx.run.judge.slow import SlowConfig, SlowJudge
+from phalanx.run.judge.log_rules import Matcher, load_rules
+from phalanx.run.judge.stragglers import SlowConfig, SlowJudge
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,10 @@ from support.leaving import nothing_left
 from support.starts import SCRIPTS, conclude, parser_of, read_arguments, spread, stepped_at_s
 
 from phalanx.launch.cores import Share
-from phalanx.launch.messages import Exited
-from phalanx.launch.script import Group, Places, Script, rank_specs, torchrun_environment
-from phalanx.launch.store import open_store_socket, store_spec
-from phalanx.launch.warm import WarmTemplate, Word
+from phalanx.launch.launch_messages import Exited
+from phalanx.launch.rendezvous_store import open_store_socket, store_spec
+from phalanx.launch.user_script import Group, Places, Script, rank_specs, torchrun_environment
+from phalanx.launch.warm_template import WarmTemplate, Word
 
 RANKS = 2
 LOOPBACK = "127.0.0.1"

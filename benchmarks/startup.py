@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.launch.environment import Worker
-from phalanx.launch.local import launch_local
+from phalanx.launch.local_ranks import launch_local
 
 TRAINING = ("phalanx.train.session", "torch.distributed")
 BAR_S = 1.5

@@ -228,7 +228,7 @@ def _serve(door: str, pipe: Any, folder: str) -> None:
 
 
 def _serve_keeper(pipe: Any) -> None:
-    from phalanx.checkpoint.keeper.vault import MemoryVault
+    from phalanx.checkpoint.keeper.snapshot_slots import MemoryVault
     from phalanx.checkpoint.replicas.replica_service import ReplicaService
 
     service = ReplicaService(MemoryVault(), lambda replicated: None, host="here")
@@ -238,7 +238,7 @@ def _serve_keeper(pipe: Any) -> None:
 
 
 def _serve_peer(pipe: Any) -> None:
-    from phalanx.checks.peer import serve_peer
+    from phalanx.checks.peer_bandwidth import serve_peer
 
     with serve_peer(key=SECRET) as port:
         pipe.send(port)
@@ -273,7 +273,7 @@ async def _serve_http(pipe: Any, tls: ssl.SSLContext | None) -> int:
     from phalanx.run.api.guard import Guard, Sessions
     from phalanx.run.api.server import HttpServer
     from phalanx.run.secrets import Token
-    from phalanx.run.wire.addresses import Address
+    from phalanx.run.wire.driver_address import Address
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
@@ -295,7 +295,7 @@ def _own_certificate(folder: Path) -> ssl.SSLContext:
 
 # Somebody who has the secret
 
-_NEEDED = ("phalanx.checkpoint.replicas.fetch", "phalanx.checks.peer", "phalanx.run.wire.client", "httpx")
+_NEEDED = ("phalanx.checkpoint.replicas.fetch", "phalanx.checks.peer_bandwidth", "phalanx.run.wire.client", "httpx")
 
 
 def _ask(door: str, port: int, folder: Path) -> Callable[[], None]:
@@ -323,7 +323,7 @@ def _ask_keeper(port: int) -> None:
 
 
 def _ask_peer(port: int) -> None:
-    from phalanx.checks.peer import measure_peer
+    from phalanx.checks.peer_bandwidth import measure_peer
 
     measure_peer(f"127.0.0.1:{port}", transfer_bytes=0, limit_s=_CALL_S, key=SECRET)
 

@@ -39,7 +39,7 @@ from contenders.task import Task
 from phalanx.core.config import load
 from phalanx.model.shapes import flops_per_token, num_parameters
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.figures import complete_model
+from phalanx.train.derived.run_numbers import complete_model
 
 HERE = Path(__file__).parent
 TINYSHAKESPEARE = HERE.parents[1] / "shared" / "data" / "text" / "tinyshakespeare" / "input.txt"

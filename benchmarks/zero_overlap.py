@@ -27,7 +27,7 @@ from phalanx.core.layout import Axis, Layout, Shard
 from phalanx.kernels.host_memory import keep_freed_memory
 from phalanx.model.config import ModelConfig
 from phalanx.model.decoder import Decoder
-from phalanx.model.logical import initial_values
+from phalanx.model.logical_parameters import initial_values
 from phalanx.model.shapes import num_parameters, parameter_table
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.group import Group

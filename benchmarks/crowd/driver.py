@@ -20,7 +20,7 @@ from phalanx.run.decide import actions
 from phalanx.run.decide.events import SuspectsNamed
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.driver.driver import Driver, Settings
-from phalanx.run.driver.loop import aside_of, keep_going
+from phalanx.run.driver.event_loop import aside_of, keep_going
 from phalanx.run.driver.write_ahead import Book
 from phalanx.run.journal import open_journal
 from phalanx.run.wire.server import ExecutorServer

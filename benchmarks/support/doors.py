@@ -27,8 +27,8 @@ from phalanx.core.config import load
 from phalanx.train.assemble import assemble
 from phalanx.train.config import RunConfig
 from phalanx.train.loop import train
-from phalanx.train.run import Run
 from phalanx.train.run_folder import open_for_training
+from phalanx.train.training_run import Run
 from support import tiny
 
 STEPS = (4, 8)
@@ -238,7 +238,7 @@ def _make_run(folder: Path) -> None:
 
     from phalanx.telemetry.loggers import open_loggers
     from phalanx.train.reports.display import make_display
-    from phalanx.train.reports.reporting import Reporter
+    from phalanx.train.reports.reporter import Reporter
 
     (folder / "home").write_text(str(folder))
     run = _assembled(folder, lambda _: None)

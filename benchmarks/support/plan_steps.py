@@ -17,9 +17,9 @@ from rich.console import Console
 
 from phalanx.core.config import load
 from phalanx.launch.environment import Worker
-from phalanx.launch.local import launch_local
+from phalanx.launch.local_ranks import launch_local
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.layout import wanted_ranks
+from phalanx.train.derived.run_layout import wanted_ranks
 
 
 class Stamps:

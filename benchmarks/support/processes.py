@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import Store
 
 from phalanx.core.layout import Layout
 from phalanx.launch.environment import Worker
-from phalanx.launch.local import launch_local
+from phalanx.launch.local_ranks import launch_local
 from phalanx.parallel.rendezvous import open_store
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from phalanx.plan.hardware.device import Clock, Tile, TileGemm
+from phalanx.plan.hardware.device_model import Clock, Tile, TileGemm
 from phalanx.plan.hardware.formula import ARRAYS, LogGrid
 
 SHAPES = (

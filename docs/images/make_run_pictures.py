@@ -24,11 +24,11 @@ from rich.terminal_theme import DIMMED_MONOKAI
 
 from phalanx.run.config import load_job
 from phalanx.run.drive.main import drive
-from phalanx.run.incidents.store import listed
-from phalanx.run.people import words
-from phalanx.run.people.html import page
-from phalanx.run.people.hub import Item, Overview, Source, Told, Wrote
-from phalanx.run.people.view import Panel
+from phalanx.run.incidents.incident_pages import listed
+from phalanx.run.reports import terminal_text
+from phalanx.run.reports.job_page import page
+from phalanx.run.reports.recent_events import Item, Overview, Source, Told, Wrote
+from phalanx.run.reports.live_view import Panel
 
 HERE = Path(__file__).parent
 STEPS_BEFORE, STEPS_AFTER = 60, 40
@@ -94,7 +94,7 @@ def draw_view(now: Overview, items: list[Item]) -> None:
     room = HEIGHT - len(probe.file.getvalue().splitlines())
     shown = [item for item in items if isinstance(item, Told) or (isinstance(item, Wrote) and item.rank == 0)]
     for item in shown[-room:]:
-        console.print(words.line(item), highlight=False, no_wrap=True, overflow="ellipsis")
+        console.print(terminal_text.line(item), highlight=False, no_wrap=True, overflow="ellipsis")
     console.print(panel)
     text = console.export_svg(title="phalanx run --hosts 2 --spares 1 -- train.py", theme=DIMMED_MONOKAI)
     text = re.sub(r"\s*@font-face \{.*?\}", "", text, flags=re.DOTALL)  # a picture loads nothing

@@ -129,7 +129,7 @@ class CheckpointConfig(Config):
     def due(self, step: int) -> bool:
         """Whether `every_steps` wants a checkpoint after optimizer step `step` (the first step is 1).
 
-        What `phalanx.checkpoint.due` says takes the other settings into account too.
+        What `phalanx.checkpoint.snapshot_schedule` says takes the other settings into account too.
         """
         return self.every_steps > 0 and step > 0 and step % self.every_steps == 0
 

@@ -20,9 +20,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from phalanx.checks.contract import Check, CheckResult, failed, passed
-from phalanx.checks.host import Host
-from phalanx.checks.neighbours import Threshold
+from phalanx.checks.check_host import Host
+from phalanx.checks.check_result import Check, CheckResult, failed, passed
+from phalanx.checks.pairwise_tests import Threshold
 from phalanx.checks.thresholds import OtherWork, given_threshold, hold, judge
 from phalanx.core.host import own_groups, read_number, read_text
 

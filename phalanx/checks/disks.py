@@ -19,9 +19,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from phalanx.checks.contract import Check, CheckResult, failed, passed, skipped
-from phalanx.checks.host import Host
-from phalanx.checks.neighbours import Threshold
+from phalanx.checks.check_host import Host
+from phalanx.checks.check_result import Check, CheckResult, failed, passed, skipped
+from phalanx.checks.pairwise_tests import Threshold
 from phalanx.checks.thresholds import OtherWork, given_threshold, hold, judge
 from phalanx.core.host import Mount, parse_mounts, read_text
 

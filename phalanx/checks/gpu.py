@@ -34,12 +34,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.checks.contract import Check, CheckResult, failed, passed, skipped
+from phalanx.checks.check_host import Host, recall, remember
+from phalanx.checks.check_result import Check, CheckResult, failed, passed, skipped
 from phalanx.checks.cpu import best_time
-from phalanx.checks.host import Host, recall, remember
 from phalanx.checks.kernel_lines import KernelLine
-from phalanx.checks.neighbours import Threshold
 from phalanx.checks.nvml import Gpu, NoGpusError, SilentGpusError, count_files, count_on_bus
+from phalanx.checks.pairwise_tests import Threshold
 from phalanx.checks.thresholds import copy_threshold, gemm_threshold, given_threshold, hold, judge
 from phalanx.core.units import duration
 

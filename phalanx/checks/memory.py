@@ -16,10 +16,10 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-from phalanx.checks.contract import Check, CheckResult, failed, passed, skipped
+from phalanx.checks.check_host import Host, recall, remember
+from phalanx.checks.check_result import Check, CheckResult, failed, passed, skipped
 from phalanx.checks.cpu import best_time
-from phalanx.checks.host import Host, recall, remember
-from phalanx.checks.neighbours import Threshold
+from phalanx.checks.pairwise_tests import Threshold
 from phalanx.checks.thresholds import OtherWork, given_threshold, hold, judge
 from phalanx.core.host import list_folder, parse_meminfo, read_number, read_text
 

@@ -2,7 +2,7 @@
 
 Bandwidth and latency of this host to itself: the network stack, without a network.
 
-Bandwidth and latency to other hosts, which serve `phalanx.checks.peer.serve_peer` on the training network.
+Bandwidth and latency to other hosts, which serve `phalanx.checks.peer_bandwidth.serve_peer` on the training network.
 
 All-to-all among the ranks of this host: NCCL over its GPUs, else gloo over some of its cores.
 """
@@ -13,12 +13,12 @@ import importlib
 import os
 from collections.abc import Mapping, Sequence
 
+from phalanx.checks.check_host import Host
+from phalanx.checks.check_result import Check, CheckResult, failed, skipped
 from phalanx.checks.collective import CollectiveError, run_here
-from phalanx.checks.contract import Check, CheckResult, failed, skipped
-from phalanx.checks.host import Host
-from phalanx.checks.neighbours import Threshold, slow_hosts
 from phalanx.checks.nvml import NoGpusError, SilentGpusError
-from phalanx.checks.peer import PeerError, PeerMeasure, measure_peer, read_key, serve_peer
+from phalanx.checks.pairwise_tests import Threshold, slow_hosts
+from phalanx.checks.peer_bandwidth import PeerError, PeerMeasure, measure_peer, read_key, serve_peer
 from phalanx.checks.thresholds import OtherWork, all_to_all_threshold, given_threshold, judge
 
 _LOOPBACK_NAME = "loopback"
@@ -81,7 +81,7 @@ def judge_peers(
 
     Args:
         is_suspect: the peers are believed good: if the way to one of them is good, this host is, and the others are in
-            doubt; see `phalanx.checks.neighbours`.
+            doubt; see `phalanx.checks.pairwise_tests`.
     """
     rates = {each.peer: min(each.send_bytes_per_s, each.receive_bytes_per_s) / 1e9 for each in measured}
     limits = {peer: given.value for peer, rate in rates.items() if rate < given.value} if given else slow_hosts(rates)

@@ -21,10 +21,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.checks.contract import Check, CheckResult, failed, passed, skipped
-from phalanx.checks.host import Host, recall, remember
-from phalanx.checks.neighbours import Threshold
-from phalanx.checks.ports import Port, is_named, read_ports
+from phalanx.checks.check_host import Host, recall, remember
+from phalanx.checks.check_result import Check, CheckResult, failed, passed, skipped
+from phalanx.checks.network_ports import Port, is_named, read_ports
+from phalanx.checks.pairwise_tests import Threshold
 from phalanx.checks.thresholds import given_threshold, hold
 from phalanx.core.host import boot_id
 from phalanx.core.units import duration

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from phalanx.checks import cpu, disks, gpu, leftovers, memory, network, nic, system
-from phalanx.checks.contract import LEVELS, Check, CheckResult, Level, failed
-from phalanx.checks.host import Host
-from phalanx.checks.isolated import run_isolated
+from phalanx.checks import cpu, disks, gpu, leftover_processes, memory, network, nic, system_settings
+from phalanx.checks.check_host import Host
+from phalanx.checks.check_result import LEVELS, Check, CheckResult, Level, failed
+from phalanx.checks.isolated_check import run_isolated
 from phalanx.core.errors import UserError
 
 CHECKS: tuple[Check, ...] = (
@@ -47,12 +47,12 @@ CHECKS: tuple[Check, ...] = (
     disks.SPACE,
     disks.DISK,
     disks.STORAGE,
-    system.CLOCK,
-    leftovers.CHECK,
-    system.TIMEOUTS,
+    system_settings.CLOCK,
+    leftover_processes.CHECK,
+    system_settings.TIMEOUTS,
     memory.SHM,
-    system.LIMITS,
-    system.TUNING,
+    system_settings.LIMITS,
+    system_settings.TUNING,
 )
 
 

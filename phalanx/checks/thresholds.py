@@ -3,7 +3,7 @@
 What a measured value is held against, and where that comes from: never a guess.
 
 In this order: what the user gave; published figures of the same hardware; the first passes of this host itself. Where
-none is known the value is shown without a verdict. Against other hosts, see `phalanx.checks.neighbours`.
+none is known the value is shown without a verdict. Against other hosts, see `phalanx.checks.pairwise_tests`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from phalanx.checks.contract import CheckResult, Outcome, passed
-from phalanx.checks.host import Host, recall, remember
-from phalanx.checks.neighbours import Threshold
+from phalanx.checks.check_host import Host, recall, remember
+from phalanx.checks.check_result import CheckResult, Outcome, passed
+from phalanx.checks.pairwise_tests import Threshold
 from phalanx.core.host import cpu_line, parse_cpu_ticks, read_text
 
 MOST_OTHER_WORK = 0.2

@@ -17,14 +17,14 @@ from typing import Any, cast
 import click
 from rich.markup import escape
 
-from phalanx.checks.calibration.contract import Precision
+from phalanx.checks.calibration.calibration_messages import Precision
 from phalanx.checks.nvml import count_files
 from phalanx.checks.thresholds import MOST_OTHER_WORK, OtherWork
 from phalanx.cli.tables import make_console, make_table
 from phalanx.core import units
 from phalanx.core.errors import UserError
 from phalanx.launch.cores import allowed_cpus, local_shares, read_cores
-from phalanx.plan.calibrate.files import MeasuredMachine, summary, write_cluster
+from phalanx.plan.calibrate.calibration_files import MeasuredMachine, summary, write_cluster
 from phalanx.plan.calibrate.measure import MeasurementPlan, Measurements, RankPlacement, found_of, measure
 
 _MOST_RANKS = 16

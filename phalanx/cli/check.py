@@ -16,9 +16,9 @@ from pathlib import Path
 import click
 from rich.markup import escape
 
-from phalanx.checks.contract import Check, CheckResult, Level
-from phalanx.checks.host import this_host
-from phalanx.checks.peer import serve_peer
+from phalanx.checks.check_host import this_host
+from phalanx.checks.check_result import Check, CheckResult, Level
+from phalanx.checks.peer_bandwidth import serve_peer
 from phalanx.checks.runner import CHECKS, choose, named, run_checks
 from phalanx.cli.tables import make_console, make_table
 from phalanx.core import units

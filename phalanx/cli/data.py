@@ -18,11 +18,11 @@ from phalanx.core.config import load
 from phalanx.core.errors import UserError
 from phalanx.data import prepare as preparing
 from phalanx.data.config import DataConfig
-from phalanx.data.sources.files import Split
-from phalanx.data.tokens.prepared import Prepared
+from phalanx.data.sources.input_files import Split
+from phalanx.data.tokens.prepared_corpus import Prepared
 from phalanx.data.tokens.shards import TokenStream
 from phalanx.train.config import RunConfig
-from phalanx.train.reports.preparing import PrepareDisplay
+from phalanx.train.reports.preparation_progress import PrepareDisplay
 
 
 @click.group()

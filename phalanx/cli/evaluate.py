@@ -14,8 +14,8 @@ from phalanx.core.config import load
 from phalanx.train.config import RunConfig
 from phalanx.train.evaluate import evaluate, held_out, held_out_loss
 from phalanx.train.reports.display import make_display, shown
-from phalanx.train.reports.reporting import describe
-from phalanx.train.signals import StopRequest, exit_status
+from phalanx.train.reports.reporter import describe
+from phalanx.train.stop_request import StopRequest, exit_status
 from phalanx.train.weights.trained import held_out_text, open_trained
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from phalanx.cli.plan_predict import report_with
 from phalanx.cli.planning import plan_of
 from phalanx.core.layout import Layout
-from phalanx.plan.hardware.load import load_cluster
+from phalanx.plan.hardware.hardware_files import load_cluster
 from phalanx.plan.predict import predict
-from phalanx.plan.report.as_json import prediction_json
+from phalanx.plan.report.report_json import prediction_json
 from phalanx.plan.types import Prediction
 from phalanx.train.config import RunConfig
-from phalanx.train.expected import LOADER, OPTIMIZER, PASSES, WAITING, Expected
+from phalanx.train.predicted_cost import LOADER, OPTIMIZER, PASSES, WAITING, Expected
 
 # Which part of a step, as training can tell them apart, the parts of a prediction belong to; the rest is waiting.
 _GROUPS = {"compute": PASSES, "efficiency": PASSES, "optimizer": OPTIMIZER, "loader": LOADER}

@@ -17,9 +17,9 @@ from phalanx.core import units
 from phalanx.core.config import Loaded, load, walk
 from phalanx.parallel.config import ParallelConfig
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.figures import Derived, check_early, derive, known_vocab_size
-from phalanx.train.derived.kernels import attention_lines, decide_compiling
-from phalanx.train.derived.layout import Spread, explain_spread, ignored_settings, wanted_ranks
+from phalanx.train.derived.kernel_choice import attention_lines, decide_compiling
+from phalanx.train.derived.run_layout import Spread, explain_spread, ignored_settings, wanted_ranks
+from phalanx.train.derived.run_numbers import Derived, check_early, derive, known_vocab_size
 
 
 @click.command()

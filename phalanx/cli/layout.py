@@ -16,7 +16,7 @@ from phalanx.core import units
 from phalanx.core.layout import AXES, Axis, Layout
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.pipeline.timeline import draw
-from phalanx.train.derived.layout import Spread, Stages, axes_text
+from phalanx.train.derived.run_layout import Spread, Stages, axes_text
 
 _WIDEST_DRAWING = 140
 _DRAWING_IN_A_PIPE = 100

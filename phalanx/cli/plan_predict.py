@@ -15,12 +15,12 @@ from phalanx.core import units
 from phalanx.core.config import load
 from phalanx.plan.hardware.cluster import Cluster
 from phalanx.plan.predict import predict
-from phalanx.plan.report.as_json import prediction_json, search_json
-from phalanx.plan.report.model import PredictionReport
-from phalanx.plan.report.page import prediction_figures, prediction_sections, search_figures, search_sections
 from phalanx.plan.report.page_blocks import Heading, write_page
+from phalanx.plan.report.report_json import prediction_json, search_json
+from phalanx.plan.report.report_model import PredictionReport
+from phalanx.plan.report.report_page import prediction_figures, prediction_sections, search_figures, search_sections
+from phalanx.plan.report.report_text import prediction_text, run_line
 from phalanx.plan.report.search_text import search_text
-from phalanx.plan.report.text import prediction_text, run_line
 from phalanx.plan.score import score
 from phalanx.plan.search.constraints import SearchTarget, parse, restricted
 from phalanx.plan.search.frontier import CostModel

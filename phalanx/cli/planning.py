@@ -11,20 +11,20 @@ from pathlib import Path
 from phalanx.core.errors import UserError
 from phalanx.data.config import configured_vocab_size
 from phalanx.model.shapes import num_parameters
-from phalanx.parallel.choose import Choice, Judge, Machines, Need
 from phalanx.parallel.config import ParallelConfig
+from phalanx.parallel.layout_choice import Choice, Judge, Machines, Need
 from phalanx.plan.hardware.cluster import Cluster
-from phalanx.plan.hardware.device import Device
-from phalanx.plan.hardware.load import cluster_names, load_cluster
+from phalanx.plan.hardware.device_model import Device
+from phalanx.plan.hardware.hardware_files import cluster_names, load_cluster
 from phalanx.plan.jobs import MODEL
 from phalanx.plan.overheads import residual_of
 from phalanx.plan.software import LAYOUTS, PHALANX, software_named
 from phalanx.plan.types import Job, Model, Precision, Software, Strategy
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.figures import complete_model, cpu_micro_batch, derive
-from phalanx.train.derived.fit import Choice as Passes
-from phalanx.train.derived.fit import Fit, first_level, job_of, judge_of
-from phalanx.train.derived.layout import choose, wanted_ranks
+from phalanx.train.derived.memory_fit import Choice as Passes
+from phalanx.train.derived.memory_fit import Fit, first_level, job_of, judge_of
+from phalanx.train.derived.run_layout import choose, wanted_ranks
+from phalanx.train.derived.run_numbers import complete_model, cpu_micro_batch, derive
 
 # A word of the driver's name for a GPU -> cluster of hosts with such GPUs; the first that is found holds.
 _GPUS = {"A100-SXM4-80GB": "selene", "H100 80GB HBM3": "h100_400g", "H200": "h200_400g"}

@@ -20,8 +20,8 @@ from phalanx.run.api.client import Client
 from phalanx.run.api.job import this_person
 from phalanx.run.decide import transition
 from phalanx.run.decide.policy import Policy
-from phalanx.run.driver.overview import end_without_driver, remember
-from phalanx.run.run_folder import (
+from phalanx.run.driver.job_status import end_without_driver, remember
+from phalanx.run.job_folder import (
     Card,
     Life,
     ask_supervisor,

@@ -27,9 +27,9 @@ from phalanx.run.backends.base import submit_job
 from phalanx.run.config import RunConfig, load_job
 from phalanx.run.drive.main import refuse
 from phalanx.run.flags import read_flags
-from phalanx.run.people.view import show
-from phalanx.run.people.words import Ranks
-from phalanx.run.run_folder import SUPERVISOR, Card, life, read_card, set_aside
+from phalanx.run.job_folder import SUPERVISOR, Card, life, read_card, set_aside
+from phalanx.run.reports.live_view import show
+from phalanx.run.reports.terminal_text import Ranks
 from phalanx.run.secrets import ensure_token
 from phalanx.run.supervise import TO_BE_STARTED_AGAIN, Supervisor, end_with
 
@@ -222,7 +222,7 @@ def _make_room_beside(given: _Given, card: Card) -> None:
 
 def _is_new(given: _Given, card: Card) -> bool:
     """Whether this begins a job, and does not take over the one whose card this is."""
-    from phalanx.run.driver.overview import is_over
+    from phalanx.run.driver.job_status import is_over
 
     return given.is_fresh or is_over(given.folder, card)
 

@@ -34,15 +34,15 @@ from phalanx.core.units import duration
 from phalanx.run.api.bodies import IncidentLine, LogLine, line_body, status_body
 from phalanx.run.api.client import Client
 from phalanx.run.clock import read_clocks
-from phalanx.run.driver.overview import overview, remember
+from phalanx.run.driver.job_status import overview, remember
+from phalanx.run.incidents.incident_pages import incidents_folder, listed, load, to_markdown
 from phalanx.run.incidents.report import Incident
-from phalanx.run.incidents.store import incidents_folder, listed, load, to_markdown
-from phalanx.run.logs.files import Follower, last_lines, rank_folders
-from phalanx.run.logs.lines import strip_ansi
-from phalanx.run.people.hub import HostView, Item, Overview
-from phalanx.run.people.view import show
-from phalanx.run.people.words import Ranks, harmless, link_troubles, moves_otherwise
-from phalanx.run.run_folder import life, read_card
+from phalanx.run.job_folder import life, read_card
+from phalanx.run.logs.log_files import Follower, last_lines, rank_folders
+from phalanx.run.logs.log_lines import strip_ansi
+from phalanx.run.reports.live_view import show
+from phalanx.run.reports.recent_events import HostView, Item, Overview
+from phalanx.run.reports.terminal_text import Ranks, harmless, link_troubles, moves_otherwise
 
 _STYLES = {
     "active": "green",
@@ -386,7 +386,7 @@ def _leave(found: Found) -> None:
 
 @dataclass
 class Attached:
-    """A job whose driver may be started again meanwhile; implements `phalanx.run.people.hub.Source`.
+    """A job whose driver may be started again meanwhile; implements `phalanx.run.reports.recent_events.Source`.
 
     Args:
         folder: of the run.

@@ -86,7 +86,7 @@ def command(
     Without CONFIG and --traffic the job is the 175B model of MegaScale, pipeline 8 x tensor 8 with 6 chunks, a batch
     of 6,144. Options describe the network as it is; below it come usual what-ifs, each a change of one thing.
     """
-    from phalanx.plan.hardware.load import load_cluster
+    from phalanx.plan.hardware.hardware_files import load_cluster
     from phalanx.simulate.network_scenario import make_scenario
     from phalanx.simulate.network_settings import network_of
     from phalanx.simulate.network_simulation import what_if

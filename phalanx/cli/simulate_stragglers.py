@@ -60,8 +60,8 @@ def _question(cluster: str, options: dict[str, Any]) -> StragglerScenario:
     """What the options say; what they leave open is the cluster's."""
     from dataclasses import replace
 
-    from phalanx.plan.hardware.load import load_cluster
-    from phalanx.plan.waiting import spread_of
+    from phalanx.plan.hardware.hardware_files import load_cluster
+    from phalanx.plan.slowest_of_n import spread_of
     from phalanx.simulate.failure_model import require
     from phalanx.simulate.stragglers import StragglerScenario
 

@@ -14,8 +14,8 @@ from phalanx.core.config import load
 from phalanx.core.errors import UserError
 from phalanx.launch.environment import worker_environment
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.layout import wanted_ranks
-from phalanx.train.expected import Expected
+from phalanx.train.derived.run_layout import wanted_ranks
+from phalanx.train.predicted_cost import Expected
 from phalanx.train.start import start
 
 

@@ -9,8 +9,8 @@ import click
 
 from phalanx.cli.tables import make_console, tell_page
 from phalanx.core.errors import UserError
-from phalanx.plan.report.page import validation_figures, validation_sections
 from phalanx.plan.report.page_blocks import Heading, write_page
+from phalanx.plan.report.report_page import validation_figures, validation_sections
 from phalanx.plan.report.validation_text import own_json, own_text, validation_json, validation_text
 from phalanx.plan.validate.compare import ablation, compare_all, compare_own
 from phalanx.plan.validate.left_out import judge, rows_of

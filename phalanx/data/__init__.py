@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from phalanx.core.lazy import lazy_names
+from phalanx.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from phalanx.data.batch import Batch
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from phalanx.data.loader import Loader, LoaderState
     from phalanx.data.prepare import open_prepared
     from phalanx.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, LibraryTokenizer, Tokenizer
-    from phalanx.data.tokens.prepared import Prepared
+    from phalanx.data.tokens.prepared_corpus import Prepared
 
 __all__ = [
     "Batch",
@@ -44,6 +44,6 @@ __getattr__, __dir__ = lazy_names(
         "phalanx.data.loader": ["Loader", "LoaderState"],
         "phalanx.data.prepare": ["open_prepared"],
         "phalanx.data.tokenizers.tokenizer": ["ByteTokenizer", "CharTokenizer", "LibraryTokenizer", "Tokenizer"],
-        "phalanx.data.tokens.prepared": ["Prepared"],
+        "phalanx.data.tokens.prepared_corpus": ["Prepared"],
     },
 )

@@ -57,12 +57,12 @@ from phalanx.data.batch import Batch
 from phalanx.data.config import DataConfig
 from phalanx.data.loader import LoaderState, endless
 from phalanx.data.samples import PackedSplit
-from phalanx.data.sharing import server
-from phalanx.data.sharing.process import Method, Task, fork_is_safe, start
-from phalanx.data.sharing.server import Failed, Hello, HostLoaderError, Ready, Wanted, Welcome
+from phalanx.data.sharing import loader_server
+from phalanx.data.sharing.loader_process import Method, Task, fork_is_safe, start
+from phalanx.data.sharing.loader_server import Failed, Hello, HostLoaderError, Ready, Wanted, Welcome
 from phalanx.data.sharing.slots import ReaderSlot, fields_of
-from phalanx.data.sources.files import Split
-from phalanx.data.tokens.prepared import Prepared
+from phalanx.data.sources.input_files import Split
+from phalanx.data.tokens.prepared_corpus import Prepared
 from phalanx.ipc import local_socket
 
 __all__ = ["HostLoader", "HostLoaderClient", "HostLoaderError", "start_host_loader", "why_no_host_loader"]
@@ -117,7 +117,7 @@ class HostLoader:
 
     def __init__(self, task: Task, method: Method) -> None:
         self.method = method
-        self.address, listener = server.listen()
+        self.address, listener = loader_server.listen()
         with listener:
             self._wait, self.pid, self._hold = start(task, listener, method)
         self._exit_code: int | None = None
@@ -187,10 +187,10 @@ class HostLoaderClient:
             HostLoaderError: the loader cannot be reached.
             ValueError: `ahead` is out of bounds.
         """
-        if not 1 <= ahead <= server.MAX_AHEAD:
-            raise ValueError(f"ahead = {ahead}: must be 1 to {server.MAX_AHEAD}")
+        if not 1 <= ahead <= loader_server.MAX_AHEAD:
+            raise ValueError(f"ahead = {ahead}: must be 1 to {loader_server.MAX_AHEAD}")
         steps = endless(counts) if isinstance(counts, int) else iter(counts)
-        hello = server.Hello(server.VERSION, self._rank, self._ranks, ahead, self._streams)
+        hello = loader_server.Hello(loader_server.VERSION, self._rank, self._ranks, ahead, self._streams)
         self._streams += 1
         return SharedStream(self._address, hello, state or LoaderState(), steps, pin_memory=pin_memory)
 
@@ -214,7 +214,7 @@ class SharedStream:
         self._on_the_way: deque[tuple[int, LoaderState]] = deque()
         self._asked = 0
         self._end: Exception | None = None
-        self._connection: socket.socket | None = server.connect(address)
+        self._connection: socket.socket | None = loader_server.connect(address)
         self._say(hello)
         for _ in range(hello.ahead):
             self._ask()
@@ -293,15 +293,15 @@ class SharedStream:
             raise HostLoaderError(f"{self._who} said {message} while step {step} was awaited")
         return message
 
-    def _hear(self) -> tuple[server.Message, list[int]]:
+    def _hear(self) -> tuple[loader_server.Message, list[int]]:
         assert self._connection is not None
-        message, descriptors = server.receive(self._connection)
+        message, descriptors = loader_server.receive(self._connection)
         if message is None:
             why = "it was killed, for instance for want of memory, or the rank that started it has ended"
             # the cause tells whoever looks for the culprit of a job's end that this only followed from another's
             raise HostLoaderError(f"{self._who} is gone: {why}") from ConnectionResetError("the loader hung up")
         if isinstance(message, Failed):
-            raise server.error_of(message, self._who)
+            raise loader_server.error_of(message, self._who)
         return message, descriptors
 
     def _copy(self, ready: Ready) -> Batch:

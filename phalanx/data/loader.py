@@ -24,10 +24,10 @@ import torch
 from phalanx.core.errors import UserError
 from phalanx.data.batch import Batch
 from phalanx.data.config import DataConfig
-from phalanx.data.order import Int64
 from phalanx.data.samples import Arrays, PackedSplit, SampleReader, read_mixed
-from phalanx.data.sources.files import Split
-from phalanx.data.tokens.prepared import Prepared
+from phalanx.data.shuffle import Int64
+from phalanx.data.sources.input_files import Split
+from phalanx.data.tokens.prepared_corpus import Prepared
 
 T = TypeVar("T")
 _END = object()

@@ -16,11 +16,12 @@ from phalanx.core.errors import UserError
 from phalanx.core.files import folder_lock, friendly_os_errors, write_json
 from phalanx.data.config import TOKEN_KINDS, DataConfig, SourceConfig
 from phalanx.data.encoding.encode import NAMED_SKIPS, collect_splits, delete_strangers, reusable_records, unit_digests
+from phalanx.data.encoding.encoding_worker import Job
 from phalanx.data.encoding.pool import encode_all
-from phalanx.data.encoding.worker import Job
-from phalanx.data.sources.files import InputFile, Rule, Unit, list_files, listing_digest, plan_units
+from phalanx.data.sources.input_files import InputFile, Rule, Unit, list_files, listing_digest, plan_units
 from phalanx.data.tokenizers.spec import TokenizerSpec, find_spec, make_spec, open_tokenizer
-from phalanx.data.tokens.prepared import (
+from phalanx.data.tokens.foreign_tokens import token_splits
+from phalanx.data.tokens.prepared_corpus import (
     FORMAT,
     MANIFEST,
     Prepared,
@@ -32,7 +33,6 @@ from phalanx.data.tokens.prepared import (
     source_name,
     write_splits,
 )
-from phalanx.data.tokens.tokenfiles import token_splits
 
 
 @dataclass(frozen=True)

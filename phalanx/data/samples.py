@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from phalanx.core.errors import UserError
 from phalanx.data.config import DataConfig
-from phalanx.data.order import Int64, Mixture, Permutation, derive_key
-from phalanx.data.sources.files import Split
-from phalanx.data.tokens.prepared import PreparedSource, PreparedSplit
+from phalanx.data.shuffle import Int64, Mixture, Permutation, derive_key
+from phalanx.data.sources.input_files import Split
+from phalanx.data.tokens.prepared_corpus import PreparedSource, PreparedSplit
 from phalanx.data.tokens.shards import TokenStream
 
 

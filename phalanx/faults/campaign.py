@@ -11,8 +11,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.faults.agenda import KINDS, Agenda, Clock, Order, PlaceKind
-from phalanx.faults.manifest import ActionName, Cluster, Expected, Incident, Lasts, Manifest, Place, Response, When
+from phalanx.faults.case_manifest import ActionName, Cluster, Expected, Incident, Lasts, Manifest, Place, Response, When
+from phalanx.faults.fault_schedule import KINDS, Agenda, Clock, Order, PlaceKind
 
 CLUSTER = Cluster(hosts=4, workers_per_host=2, spares=1)
 STEPS = 60

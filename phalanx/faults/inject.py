@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import UserError
-from phalanx.faults.agenda import Agenda, Begun, Memory, Order, is_due, new_record, read_agenda
+from phalanx.faults.fault_schedule import Agenda, Begun, Memory, Order, is_due, new_record, read_agenda
 from phalanx.faults.torch_hooks import (
     BELOW_THE_SCRIPT,
     OPTIMIZERS,
@@ -85,7 +85,8 @@ def install(
     Args:
         attempt: counted from 1.
         when_imported: ``when_imported(name, act)`` calls ``act(module)`` once the script has imported that module, as
-            `phalanx.launch.learning.when_imported` does; without it torch is imported now, if its steps are to count.
+            `phalanx.launch.optimizer_hook.when_imported` does; without it torch is imported now, if its steps are to
+            count.
 
     Raises:
         UserError: the agenda cannot be read, or asks for what cannot be done here.

@@ -19,9 +19,9 @@ from rich.table import Table
 
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_bytes
-from phalanx.faults.agenda import Record
 from phalanx.faults.campaign import family_of
-from phalanx.faults.manifest import Manifest
+from phalanx.faults.case_manifest import Manifest
+from phalanx.faults.fault_schedule import Record
 
 What = Literal["happened", "refused", "detected", "blamed", "acted", "progress", "loss", "ended", "left"]
 

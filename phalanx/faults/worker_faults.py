@@ -1,6 +1,6 @@
 """What a worker can do to itself: ends, stalls, too much memory, other load, wrong numbers, slowness.
 
-A new one needs a line in `INJECTORS` and one in `phalanx.faults.agenda`. An injector is
+A new one needs a line in `INJECTORS` and one in `phalanx.faults.fault_schedule`. An injector is
 ``(order, surroundings) → act``: it prepares all that is needed, and returns a Python function without arguments that
 does it. The act calls no further functions of this package: its own frame is disguised, theirs are not. Torch is
 reached through the optimizer's tensors.
@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from phalanx.core.host import PROC, own_groups, read_text
-from phalanx.faults.agenda import Begun, Order, still_lasts
+from phalanx.faults.fault_schedule import Begun, Order, still_lasts
 from phalanx.faults.torch_hooks import first_tensor, on_forward
 
 Act = Callable[[], None]

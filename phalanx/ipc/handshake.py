@@ -51,7 +51,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from phalanx.core.errors import UserError
-from phalanx.core.throttle import LogThrottle, and_others
+from phalanx.core.rate_limit import LogThrottle, and_others
 
 VARIABLE = "PHALANX_JOB_SECRET_FILE"
 """Names the file."""

@@ -3,8 +3,8 @@
 One interface, two ways: plain torch, which is the reference and what a CPU runs, and on a GPU with Triton the twin in
 `phalanx.kernels.cross_entropy_triton`, which reads 16-bit logits once from memory and writes their gradient over them,
 where the reference makes fp32 copies. Both heads use it: `phalanx.kernels.loss`, which has whole rows, and
-`phalanx.parallel.tensor.vocabulary`, where a rank has some columns of every row and the sums of the others come from
-the group between the two passes.
+`phalanx.parallel.tensor.vocabulary_parallel`, where a rank has some columns of every row and the sums of the others
+come from the group between the two passes.
 
 Shapes: C tokens of a chunk, V columns (words of this rank, padding included).
 """

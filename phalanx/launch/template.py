@@ -32,8 +32,8 @@ from typing import Any, NoReturn
 
 from phalanx.ipc.processes import STOP_SIGNALS, die_with_parent, name_process, why_not_fork
 from phalanx.launch.cores import bind
-from phalanx.launch.failures import failure_of_exception
-from phalanx.launch.messages import Broken, Exited, RankSpec, Ready, Returned, Send
+from phalanx.launch.launch_messages import Broken, Exited, RankSpec, Ready, Returned, Send
+from phalanx.launch.rank_failures import failure_of_exception
 
 
 def become_rank(spec: RankSpec, words: Connection, parent: int, phase: str, phase_began_ns: int) -> NoReturn:

@@ -14,8 +14,7 @@ from typing import Any
 
 import phalanx
 from phalanx.core.errors import UserError
-from phalanx.launch.failures import Failure, signal_name
-from phalanx.launch.messages import (
+from phalanx.launch.launch_messages import (
     Broken,
     Kill,
     Line,
@@ -29,6 +28,7 @@ from phalanx.launch.messages import (
     Spawn,
     Spawned,
 )
+from phalanx.launch.rank_failures import Failure, signal_name
 
 # NumPy's OpenBLAS starts its threads on import, and torch may look for devices through the driver: neither is for a
 # process that is to be forked.
@@ -204,7 +204,7 @@ def _start(environ: Mapping[str, str], folder: str) -> tuple[Line, subprocess.Po
         "import sys\n"
         "sys.path[:1] = [] if sys.path[:1] == [''] else sys.path[:1]\n"
         f"sys.path += [] if {home!r} in sys.path else [{home!r}]\n"
-        "from phalanx.launch.staying import serve_staying\n"
+        "from phalanx.launch.persistent_template import serve_staying\n"
         f"serve_staying({theirs.fileno()}, {os.getpid()})\n"
     )
     try:

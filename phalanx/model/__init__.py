@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from phalanx.core.lazy import lazy_names
+from phalanx.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from phalanx.model.config import ModelConfig, RopeScaling
     from phalanx.model.decoder import Decoder
     from phalanx.model.huggingface import export_folder, import_folder, load_decoder
-    from phalanx.model.logical import initialise
+    from phalanx.model.logical_parameters import initialise
     from phalanx.model.shapes import flops_per_token, num_parameters, parameter_table
 
 __all__ = [
@@ -32,7 +32,7 @@ __getattr__, __dir__ = lazy_names(
         "phalanx.model.config": ["ModelConfig", "RopeScaling"],
         "phalanx.model.decoder": ["Decoder"],
         "phalanx.model.huggingface": ["export_folder", "import_folder", "load_decoder"],
-        "phalanx.model.logical": ["initialise"],
+        "phalanx.model.logical_parameters": ["initialise"],
         "phalanx.model.shapes": ["flops_per_token", "num_parameters", "parameter_table"],
     },
 )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from phalanx.kernels.pointwise import swiglu
 from phalanx.model.config import ModelConfig
-from phalanx.model.context import Context, Site
+from phalanx.model.forward_context import Context, Site
 from phalanx.model.layers import Attention, InputProjection, Make, Norm, OutputProjection
 from phalanx.model.recompute import CHOOSING, Recompute, first_product, recomputed
 

@@ -31,7 +31,7 @@ from phalanx.kernels.masks import AttentionMask
 from phalanx.model.block import Block
 from phalanx.model.cache import KVCache
 from phalanx.model.config import ModelConfig
-from phalanx.model.context import Context, DropoutState, Site, call, call_untraced, compile_layers, dropout_rows
+from phalanx.model.forward_context import Context, DropoutState, Site, call, call_untraced, compile_layers, dropout_rows
 from phalanx.model.layers import Embedding, LossHead, Make, Matrix, Norm
 from phalanx.model.offload import Offload
 from phalanx.model.recompute import Recompute
@@ -39,7 +39,7 @@ from phalanx.model.rotary import Rotary, too_long
 
 
 class DecoderPart(nn.Module):
-    """Layers ``layers`` of a decoder, uninitialised (see `phalanx.model.logical`).
+    """Layers ``layers`` of a decoder, uninitialised (see `phalanx.model.logical_parameters`).
 
     Args:
         config: of the whole decoder, with `vocab_size` and `max_sequence` known.
@@ -100,7 +100,7 @@ class DecoderPart(nn.Module):
             block.recompute = what
 
     def compile(self, **options: Any) -> None:
-        """Compile each layer by torch.compile (`phalanx.model.context`)."""
+        """Compile each layer by torch.compile (`phalanx.model.forward_context`)."""
         self._apart = call_untraced()
         compile_layers(self.layers, **options)
 
@@ -190,7 +190,7 @@ class DecoderPart(nn.Module):
 
 
 class Decoder(DecoderPart):
-    """A decoder-only transformer, uninitialised (see `phalanx.model.logical`): the part that has everything.
+    """A decoder-only transformer, uninitialised (see `phalanx.model.logical_parameters`): the part that has everything.
 
     Args:
         config: with `vocab_size` and `max_sequence` known.

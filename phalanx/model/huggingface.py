@@ -30,7 +30,7 @@ from phalanx.core.files import fsync_folder, write_json
 from phalanx.model.config import ModelConfig
 from phalanx.model.decoder import Decoder
 from phalanx.model.hf_config import export_family, family_of, read_config, write_config
-from phalanx.model.logical import LogicalParameters
+from phalanx.model.logical_parameters import LogicalParameters
 from phalanx.model.shapes import Parameter, parameter_table
 
 

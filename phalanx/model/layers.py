@@ -23,7 +23,7 @@ from phalanx.kernels.linear import linear, project
 from phalanx.kernels.loss import linear_cross_entropy
 from phalanx.kernels.pointwise import rms_norm
 from phalanx.model.config import ModelConfig
-from phalanx.model.context import Attending, Context
+from phalanx.model.forward_context import Attending, Context
 from phalanx.model.rotary import rotate, rotate_heads
 
 

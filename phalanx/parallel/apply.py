@@ -14,22 +14,22 @@ from torch import Tensor
 
 from phalanx.core.layout import Shard
 from phalanx.model.config import ModelConfig
-from phalanx.model.context import leave_out
 from phalanx.model.decoder import DecoderPart
-from phalanx.model.logical import initial_values
+from phalanx.model.forward_context import leave_out
+from phalanx.model.logical_parameters import initial_values
 from phalanx.model.offload import make_offload
 from phalanx.model.recompute import Recompute
 from phalanx.model.shapes import parameter_table
 from phalanx.parallel.config import ParallelConfig
-from phalanx.parallel.context.spread import ContextSpread
-from phalanx.parallel.deferred import WeightQueue
+from phalanx.parallel.context.context_parallel import ContextSpread
+from phalanx.parallel.deferred_gradients import WeightQueue
 from phalanx.parallel.engine import Engine, Held
 from phalanx.parallel.feasible import local_config, tensor_shards
 from phalanx.parallel.group import Group, Groups
 from phalanx.parallel.pipeline.schedules import Placement, placement_of
 from phalanx.parallel.pipeline.split import StageSpan, split_stages
 from phalanx.parallel.stage import Stage
-from phalanx.parallel.tensor.spread import GatheredInput, ScatteredOutput, spread_tensor
+from phalanx.parallel.tensor.tensor_parallel import GatheredInput, ScatteredOutput, spread_tensor
 from phalanx.parallel.zero.chunk import Initial, ShardedChunk
 
 

@@ -67,7 +67,7 @@ class ParallelConfig(Config):
 
     @property
     def layout(self) -> Layout:
-        """The axes as given (`devices` is resolved by `phalanx.parallel.choose`)."""
+        """The axes as given (`devices` is resolved by `phalanx.parallel.layout_choice`)."""
         return Layout(self.pipeline, self.replicate, self.shard, self.context, self.tensor)
 
     @property

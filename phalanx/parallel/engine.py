@@ -16,13 +16,13 @@ from phalanx.core.layout import Axis, Shard
 from phalanx.kernels.attention import CausalKernel
 from phalanx.kernels.attention_trial import Trial
 from phalanx.model.config import ModelConfig
-from phalanx.model.context import DropoutState
+from phalanx.model.forward_context import DropoutState
 from phalanx.model.recompute import Recompute
 from phalanx.parallel.config import ParallelConfig
-from phalanx.parallel.context.spread import ContextSpread
-from phalanx.parallel.deferred import WeightQueue
+from phalanx.parallel.context.context_parallel import ContextSpread
+from phalanx.parallel.deferred_gradients import WeightQueue
 from phalanx.parallel.group import Groups, Work
-from phalanx.parallel.pipeline.executor import PipelineExecutor
+from phalanx.parallel.pipeline.pipeline_executor import PipelineExecutor
 from phalanx.parallel.pipeline.schedules import Placement, Table, forward_table, make_table
 from phalanx.parallel.stage import AutogradStage, MicroBatch, Samples, Stage, cut_micro_batch
 from phalanx.parallel.zero.chunk import ShardedChunk

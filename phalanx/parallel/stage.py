@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from phalanx.model.context import Context, DropoutState
 from phalanx.model.decoder import DecoderPart
-from phalanx.parallel.context.spread import Attend, ContextSpread
-from phalanx.parallel.deferred import WeightQueue
+from phalanx.model.forward_context import Context, DropoutState
+from phalanx.parallel.context.context_parallel import Attend, ContextSpread
+from phalanx.parallel.deferred_gradients import WeightQueue
 from phalanx.parallel.group import Group
-from phalanx.parallel.tensor.spread import local_context
+from phalanx.parallel.tensor.tensor_parallel import local_context
 
 # ruff: noqa: N802  (read-only attributes of a protocol, named as the batch names them)
 

@@ -269,8 +269,9 @@ def _fused(local: Local, name: str) -> str:
 _LOSS_BYTES = (34.0, 16.0)
 _FUSED_LOSS_BYTES = (4.0, 4.0)
 
-# As in phalanx.kernels.loss and phalanx.parallel.tensor.vocabulary: tokens come in chunks of so many logits, on a GPU
-# of as many as the weight has elements and so many at least; of so many tokens at least; few logits are not cut.
+# As in phalanx.kernels.loss and phalanx.parallel.tensor.vocabulary_parallel: tokens come in chunks of so many logits,
+# on a GPU of as many as the weight has elements and so many at least; of so many tokens at least; few logits are not
+# cut.
 _CHUNK_ELEMENTS = 1 << 21
 _LEAST_GPU_CHUNK_ELEMENTS = 1 << 28
 _LEAST_CHUNK = 256

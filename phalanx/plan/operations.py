@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from phalanx.plan.hardware.device import Device
+from phalanx.plan.hardware.device_model import Device
 from phalanx.plan.hardware.formula import any_array, largest
 from phalanx.plan.types import BYTES, Floats, Ints, Job, Model, Precision, Recompute, Software, Strategy
 

@@ -13,12 +13,12 @@ from dataclasses import replace
 from phalanx.core.errors import UserError
 from phalanx.optim.config import Kind
 from phalanx.plan.hardware.cluster import Cluster
-from phalanx.plan.hardware.device import Device
-from phalanx.plan.hardware.load import EFFICIENCY
+from phalanx.plan.hardware.device_model import Device
+from phalanx.plan.hardware.hardware_files import EFFICIENCY
 from phalanx.plan.operations import weight_bytes
+from phalanx.plan.slowest_of_n import waiting_s
 from phalanx.plan.stages import Weights
 from phalanx.plan.types import BYTES, Floats, Ints, Job, Residual, Strategy
-from phalanx.plan.waiting import waiting_s
 
 _SCALAR_BYTES = 8
 IN_STEP = "loader.in_step_s"

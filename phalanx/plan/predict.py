@@ -21,7 +21,7 @@ from phalanx.plan.jobs import check
 from phalanx.plan.memory import rank_memory
 from phalanx.plan.operations import Passes
 from phalanx.plan.overheads import IN_STEP, start_up_s, step_overheads, with_residual
-from phalanx.plan.pipeline.evaluate import Array, StageCosts, StepTime, evaluate, evaluate_few
+from phalanx.plan.pipeline.step_time import Array, StageCosts, StepTime, evaluate, evaluate_few
 from phalanx.plan.stages import (
     Costs,
     Known,

@@ -6,7 +6,7 @@ import functools
 import time
 from typing import NamedTuple
 
-from phalanx.faults.hosts import wall_clock
+from phalanx.faults.host_faults import wall_clock
 
 
 class Now(NamedTuple):

@@ -17,9 +17,9 @@ from phalanx.core.units import parse_size
 from phalanx.ipc import handshake
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.flags import Training, training_of, with_folder
-from phalanx.run.judge.limits import LimitConfig
-from phalanx.run.judge.slow import SlowConfig
-from phalanx.run.judge.traffic import TrafficConfig
+from phalanx.run.judge.interface_traffic import TrafficConfig
+from phalanx.run.judge.step_limits import LimitConfig
+from phalanx.run.judge.stragglers import SlowConfig
 from phalanx.run.secrets import OWN_VARIABLES, TlsFiles, require_tls_unless_loopback
 
 Devices = Literal["auto", "gpu", "cpu"]

@@ -65,7 +65,8 @@ class WorkerState(Message, frozen=True):
         steps_here: how many steps this process has done.
         is_absolute: `step` counts from the beginning of the training, not of this process.
         restored: step of the state with which this process began; 0: there was none; -1: not known.
-        still_s: for how long nothing of it has moved, as `phalanx.run.judge.still` has it; -1: it makes steps, or has
+        still_s: for how long nothing of it has moved, as `phalanx.run.judge.stack_traces` has it; -1: it makes steps,
+        or has
             not been looked at.
         stopped_s: for how long its process has been stopped, or dead and not yet reaped; 0: it runs.
         checkpoints: what storage can keep up with, where it cannot keep up with what is asked for; of rank 0.
@@ -137,7 +138,7 @@ class Finding(Message, frozen=True):
     """A rule has matched a line of a rank's output or of the kernel log (rank -1).
 
     Attributes:
-        fault, severity: of the rule; see `phalanx.run.judge.rules`.
+        fault, severity: of the rule; see `phalanx.run.judge.log_rules`.
     """
 
     rank: int
@@ -199,7 +200,7 @@ class Hello(Message, frozen=True, tag="hello"):
         rack: what it may fail together with; empty: not known.
         attempt: the highest that it has seen; 0: none.
         running: ranks of that attempt that still run here.
-        peer_port: where it serves `phalanx.checks.peer`, at that address; 0: nowhere.
+        peer_port: where it serves `phalanx.checks.peer_bandwidth`, at that address; 0: nowhere.
     """
 
     version: int
@@ -301,7 +302,8 @@ class WorkerEnded(Message, frozen=True, tag="worker-ended"):
 
     Attributes:
         code: as subprocess has it, negative for a signal.
-        kind, summary, text: as `phalanx.launch.failures.Failure` has them; ``returned`` with status 0 is a good end.
+        kind, summary, text: as `phalanx.launch.rank_failures.Failure` has them; ``returned`` with status 0 is a good
+        end.
         follows: it only says that a peer is gone.
         by_us: the executor had killed it.
     """

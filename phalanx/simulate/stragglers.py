@@ -1,7 +1,7 @@
 """What waiting for slow hosts costs over time: those that nobody finds, and those that are found and replaced.
 
-How long a step waits for its slowest rank is in `phalanx.plan.waiting`: ranks that differ for good, passes that differ
-each time, and a share of hosts that are slow. Where hosts get slow at a rate and are replaced when they are
+How long a step waits for its slowest rank is in `phalanx.plan.slowest_of_n`: ranks that differ for good, passes that
+differ each time, and a share of hosts that are slow. Where hosts get slow at a rate and are replaced when they are
 found, that share is rate times the time until then; each replacement is a restart of the whole job.
 
 MegaScale (arXiv 2402.15627, section 5) found about 0.5 % of hosts to be some 10 % slower; without them MFU was 0.7
@@ -26,7 +26,7 @@ from phalanx.figures.simulate import straggler_lines
 from phalanx.figures.style import Figure
 from phalanx.parallel.config import Schedule
 from phalanx.plan.report.page_blocks import Block, Cell, FigurePlace, Heading, PageTable, numbers, soft
-from phalanx.plan.waiting import Spread, Waiting, waiting
+from phalanx.plan.slowest_of_n import Spread, Waiting, waiting
 from phalanx.simulate.failure_model import DAY_S, require
 
 

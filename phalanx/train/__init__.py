@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from phalanx.core.lazy import lazy_names
+from phalanx.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from phalanx.train.config import EvaluateConfig, RunConfig, TrainConfig

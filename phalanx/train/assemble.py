@@ -15,37 +15,37 @@ from phalanx.checkpoint.restoring.restore import SpoiltError
 from phalanx.checkpoint.restoring.source import Restored
 from phalanx.checkpoint.session.open_session import Saver
 from phalanx.core.errors import UserError
-from phalanx.core.points import NO_POINTS, Points
+from phalanx.core.fault_points import NO_POINTS, Points
 from phalanx.data.loader import Loader
 from phalanx.data.prepare import Progress as PrepareProgress
 from phalanx.data.prepare import prepare
 from phalanx.data.tokenizers.spec import save_tokenizer
-from phalanx.data.tokens.prepared import Prepared
+from phalanx.data.tokens.prepared_corpus import Prepared
 from phalanx.launch.cores import ignored_threads
 from phalanx.model.decoder import Decoder
-from phalanx.model.logical import initialise
+from phalanx.model.logical_parameters import initialise
 from phalanx.model.offload import make_offload
 from phalanx.model.shapes import parameter_table
 from phalanx.optim.bad_step import BadStepJudge
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.apply import Build, build_engine
-from phalanx.parallel.choose import Machines
 from phalanx.parallel.config import ParallelConfig
+from phalanx.parallel.layout_choice import Machines
 from phalanx.parallel.tensor.fused import choose_overlap
 from phalanx.train.batches import open_stream
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.figures import complete_model, destination, total_steps
-from phalanx.train.derived.fit import first_level, judge_of
-from phalanx.train.derived.kernels import decide_compiling, lacking_for_a_gpu
-from phalanx.train.derived.layout import ignored_settings, resolve_layout
-from phalanx.train.derived.memory import described, require_memory, smaller_model, standing_bytes
+from phalanx.train.derived.kernel_choice import decide_compiling, lacking_for_a_gpu
+from phalanx.train.derived.memory_fit import first_level, judge_of
+from phalanx.train.derived.memory_needs import described, require_memory, smaller_model, standing_bytes
+from phalanx.train.derived.run_layout import ignored_settings, resolve_layout
+from phalanx.train.derived.run_numbers import complete_model, destination, total_steps
 from phalanx.train.device import Device, choose_device, measure_peak
-from phalanx.train.failures import explained
-from phalanx.train.pulse import START_S
+from phalanx.train.heartbeat import START_S
 from phalanx.train.ranks import Ranks
-from phalanx.train.run import Run, open_saver
 from phalanx.train.run_folder import RunFolder, note_hardware, told_changes
+from phalanx.train.system_errors import explained
 from phalanx.train.trainer import LocalTrainer, SpreadTrainer, Trainer
+from phalanx.train.training_run import Run, open_saver
 from phalanx.train.trials import choose_passes, described_attention, require_attention
 from phalanx.train.weights.initial import load_initial_weights
 from phalanx.train.weights.sampling import prompt_ids

@@ -22,7 +22,7 @@ from phalanx.kernels.linear import cpu_has_fast_bf16
 from phalanx.launch.cores import wanted_threads
 from phalanx.launch.environment import Worker, device_index
 from phalanx.train.config import TrainConfig
-from phalanx.train.derived.memory import host_available_bytes
+from phalanx.train.derived.memory_needs import host_available_bytes
 
 # Of address space, not of memory: room for the tensors of a step of the sizes that train on a CPU.
 _HUGE_PAGE_HEAP_BYTES = 2 << 30

@@ -14,11 +14,11 @@ from phalanx.checkpoint.stopping import deadline_due, find_deadline
 from phalanx.optim.schedule import lr_factor
 from phalanx.train.device import GarbageCollection
 from phalanx.train.evaluate import Evaluation
-from phalanx.train.expected import OPTIMIZER, PASSES
-from phalanx.train.reports.record import StepProfiler, StepRecord
-from phalanx.train.reports.reporting import Reporter
-from phalanx.train.run import Run
-from phalanx.train.signals import StopRequest
+from phalanx.train.predicted_cost import OPTIMIZER, PASSES
+from phalanx.train.reports.reporter import Reporter
+from phalanx.train.reports.step_record import StepProfiler, StepRecord
+from phalanx.train.stop_request import StopRequest
+from phalanx.train.training_run import Run
 
 
 @dataclass(frozen=True)

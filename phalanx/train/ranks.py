@@ -26,7 +26,7 @@ from phalanx.parallel.group import Waits
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.process_groups import maker
 from phalanx.parallel.rendezvous import Abort, open_store
-from phalanx.train.pulse import NO_PULSE, START_S, Pulse, open_page
+from phalanx.train.heartbeat import NO_PULSE, START_S, Pulse, open_page
 
 
 @dataclass

@@ -30,7 +30,7 @@ from phalanx.core.config import validate
 from phalanx.core.errors import UserError
 from phalanx.core.files import OddFileError, read_regular, write_json
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.changes import changes_between, require_allowed
+from phalanx.train.derived.resume_changes import changes_between, require_allowed
 
 _CONFIG_MOST_BYTES = 64 << 20
 _REFUSED_MOST_BYTES = 1 << 16

@@ -14,28 +14,28 @@ from rich.text import Text
 
 from phalanx.core import units
 from phalanx.core.errors import UserError
+from phalanx.core.fault_points import points_from_environment
 from phalanx.core.phases import Phases
-from phalanx.core.points import points_from_environment
 from phalanx.launch.cores import bind_started_elsewhere
 from phalanx.launch.environment import Worker
-from phalanx.launch.failures import errors_named
+from phalanx.launch.rank_failures import errors_named
 from phalanx.model.shapes import flops_per_token, num_parameters
 from phalanx.telemetry.loggers import MetricsLogger, Silent, open_loggers
 from phalanx.train.assemble import assemble
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.figures import default_folder
-from phalanx.train.derived.layout import axes_text
+from phalanx.train.derived.run_layout import axes_text
+from phalanx.train.derived.run_numbers import default_folder
 from phalanx.train.device import resident_bytes
-from phalanx.train.expected import Expected
-from phalanx.train.failures import explained
 from phalanx.train.loop import Outcome, train
+from phalanx.train.predicted_cost import Expected
 from phalanx.train.ranks import Ranks, meet
 from phalanx.train.reports.display import Display, make_display
-from phalanx.train.reports.preparing import PrepareDisplay
-from phalanx.train.reports.reporting import Reporter, describe
-from phalanx.train.run import Run
+from phalanx.train.reports.preparation_progress import PrepareDisplay
+from phalanx.train.reports.reporter import Reporter, describe
 from phalanx.train.run_folder import RunFolder, open_for_training, told_changes
-from phalanx.train.signals import exit_status
+from phalanx.train.stop_request import exit_status
+from phalanx.train.system_errors import explained
+from phalanx.train.training_run import Run
 from phalanx.train.trials import described_attention
 from phalanx.train.weights.sampling import continue_text
 from phalanx.train.weights.trained import open_trained

@@ -14,13 +14,13 @@ from phalanx.checkpoint.keeper.keeper_start import prepare_keeper
 from phalanx.data.prepare import prepare
 from phalanx.launch.cores import ignored_threads
 from phalanx.launch.environment import worker_environment
-from phalanx.launch.local import launch_local
+from phalanx.launch.local_ranks import launch_local
 from phalanx.launch.template import load_target
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.figures import check_early, default_folder, destination
-from phalanx.train.derived.layout import check_started, machines_here, resolve_layout, wanted_ranks
-from phalanx.train.expected import Expected
-from phalanx.train.reports.preparing import PrepareDisplay
+from phalanx.train.derived.run_layout import check_started, machines_here, resolve_layout, wanted_ranks
+from phalanx.train.derived.run_numbers import check_early, default_folder, destination
+from phalanx.train.predicted_cost import Expected
+from phalanx.train.reports.preparation_progress import PrepareDisplay
 from phalanx.train.run_folder import RunFolder
 
 # By name, because they import torch, which the launcher of ranks does without.

@@ -16,9 +16,9 @@ from phalanx.data.batch import Batch
 from phalanx.kernels.attention import CausalKernel
 from phalanx.kernels.attention_trial import Trial
 from phalanx.model.config import ModelConfig
-from phalanx.model.context import DropoutState
 from phalanx.model.decoder import Decoder
-from phalanx.model.logical import LogicalParameters
+from phalanx.model.forward_context import DropoutState
+from phalanx.model.logical_parameters import LogicalParameters
 from phalanx.model.recompute import Recompute
 from phalanx.optim.base import GradientNorm, Reduction, grad_norm, local
 from phalanx.parallel.engine import Engine

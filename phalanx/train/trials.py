@@ -20,12 +20,12 @@ import torch
 from phalanx.core.errors import UserError
 from phalanx.kernels.attention import CausalKernel, Kernel
 from phalanx.kernels.attention_trial import Trial, find_fault
-from phalanx.train.derived.figures import cpu_micro_batch
-from phalanx.train.derived.fit import LEVELS, Choice, Fit
-from phalanx.train.derived.kernels import AttentionChoice, attention_lines, kernels_to_try, title
-from phalanx.train.failures import too_big
-from phalanx.train.run import Run
+from phalanx.train.derived.kernel_choice import AttentionChoice, attention_lines, kernels_to_try, title
+from phalanx.train.derived.memory_fit import LEVELS, Choice, Fit
+from phalanx.train.derived.run_numbers import cpu_micro_batch
 from phalanx.train.run_folder import Refused
+from phalanx.train.system_errors import too_big
+from phalanx.train.training_run import Run
 
 _NO_MEMORY = "no memory"
 

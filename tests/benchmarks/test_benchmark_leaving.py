@@ -47,7 +47,7 @@ with nothing_left() as folder, tempfile.TemporaryDirectory() as inner:
 CAMPAIGN = """
 import sys, tempfile, time
 from pathlib import Path
-from phalanx.faults.hosts import small_disk
+from phalanx.faults.host_faults import small_disk
 from phalanx.run.backends.local import Network
 from support.campaign.control import forget_networks
 from support.campaign.settings import Places

@@ -13,10 +13,10 @@ from queue import SimpleQueue
 
 from phalanx.checkpoint.format.run_sums import chunk_sums, state_sum
 from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Piece, Record, ShardPlan, SnapshotId
-from phalanx.checkpoint.keeper.vault import MemoryVault
+from phalanx.checkpoint.keeper.snapshot_slots import MemoryVault
 from phalanx.checkpoint.keeper_contract import Endpoint, Replicated
 from phalanx.checkpoint.replicas.replica_service import ReplicaService
-from phalanx.core.points import NO_POINTS, Points
+from phalanx.core.fault_points import NO_POINTS, Points
 
 GUARD_S = 60.0
 SIZE_BYTES = 2 * CHUNK_BYTES + 12345

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from replica_helpers import Host, make_plan, put
 
 from phalanx.checkpoint.keeper_contract import Endpoint
-from phalanx.core.points import Points
+from phalanx.core.fault_points import Points
 
 
 def main() -> None:

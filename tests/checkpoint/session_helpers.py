@@ -12,7 +12,6 @@ from thread_ranks import Exchange, ThreadPeers
 from torch import Tensor
 
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.due import SnapshotAgenda
 from phalanx.checkpoint.format.shard_plan import JobPlan, Record, ShardPlan, SnapshotId
 from phalanx.checkpoint.interval import AutoInterval
 from phalanx.checkpoint.keeper_contract import (
@@ -29,8 +28,9 @@ from phalanx.checkpoint.keeper_contract import (
 )
 from phalanx.checkpoint.session.background_session import Session
 from phalanx.checkpoint.session.keeper_link import KeeperLink, SessionContext
+from phalanx.checkpoint.snapshot_schedule import SnapshotAgenda
+from phalanx.core.fault_points import NO_POINTS
 from phalanx.core.peers import ALONE, Peers
-from phalanx.core.points import NO_POINTS
 
 NOWHERE = Destination("/dev/null/nowhere", nonce="n1")
 

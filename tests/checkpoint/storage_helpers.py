@@ -21,7 +21,7 @@ from phalanx.checkpoint.storage import object_requests
 from phalanx.checkpoint.storage.checkpoint_store import Store
 from phalanx.checkpoint.storage.latest import advance
 from phalanx.checkpoint.storage.location import open_store
-from phalanx.core.points import NO_POINTS, Points
+from phalanx.core.fault_points import NO_POINTS, Points
 
 KINDS = ("folder", "memory", "s3")
 

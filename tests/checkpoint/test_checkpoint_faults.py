@@ -29,7 +29,7 @@ from phalanx.checkpoint.storage import folder as folders
 from phalanx.checkpoint.storage import folder_store
 from phalanx.checkpoint.storage.folder import candidates, clean, writing
 from phalanx.core.errors import UserError
-from phalanx.core.points import Points
+from phalanx.core.fault_points import Points
 
 
 def found(folder: Path, report: Callable[[str], None] = pytest.fail) -> Checkpoint:
@@ -125,7 +125,7 @@ SCRIPT = """
 import os, signal, sys, torch
 from pathlib import Path
 from phalanx.checkpoint.session.blocking_session import save
-from phalanx.core.points import Points
+from phalanx.core.fault_points import Points
 points = Points({sys.argv[2]: lambda **_: os.kill(os.getpid(), signal.SIGKILL)})
 save(Path(sys.argv[1]), 7, {"weight": torch.ones(3)}, {"fresh": True}, points=points)
 """

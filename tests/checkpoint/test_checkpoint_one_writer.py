@@ -31,8 +31,8 @@ from phalanx.checkpoint.session.open_session import Saver, open_saver
 from phalanx.checkpoint.storage.checkpoint_store import Store
 from phalanx.checkpoint.storage.latest import claim, read_latest
 from phalanx.core.errors import UserError
+from phalanx.core.fault_points import NO_POINTS, Points
 from phalanx.core.peers import ALONE
-from phalanx.core.points import NO_POINTS, Points
 
 SIZE = 2
 Write = Callable[[Job, Store, int, Points], None]

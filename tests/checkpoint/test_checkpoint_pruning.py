@@ -16,7 +16,7 @@ from phalanx.checkpoint.session.blocking_session import save
 from phalanx.checkpoint.storage import retention as pruning
 from phalanx.checkpoint.storage.folder import candidates
 from phalanx.checkpoint.storage.retention import Stocked, prune, unkept
-from phalanx.core.points import Points
+from phalanx.core.fault_points import Points
 
 
 def steps(folder: Path) -> list[int]:

@@ -26,8 +26,8 @@ from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.format import dcp
 from phalanx.checkpoint.format.manifest import Chunk, FileEntry, clash, cover_fault, overlap
 from phalanx.checkpoint.restoring import durable_source
+from phalanx.checkpoint.restoring.compatibility import names_on_no_rank, names_to_bits
 from phalanx.checkpoint.restoring.durable_source import DurableSource, share_out
-from phalanx.checkpoint.restoring.fit import names_on_no_rank, names_to_bits
 from phalanx.checkpoint.restoring.open_checkpoint import newest, open_checkpoint
 from phalanx.checkpoint.restoring.source import Reading
 from phalanx.checkpoint.session.blocking_session import STAGES, save
@@ -35,9 +35,9 @@ from phalanx.checkpoint.snapshot_plans import Written, from_text, to_text
 from phalanx.checkpoint.storage.folder import candidates
 from phalanx.checkpoint.storage.retention import prune
 from phalanx.core.errors import UserError
+from phalanx.core.fault_points import NO_POINTS, Points
 from phalanx.core.layout import Shard
 from phalanx.core.peers import Peers
-from phalanx.core.points import NO_POINTS, Points
 from phalanx.ipc.tree_peers import TreePeers
 
 SIZE = 3

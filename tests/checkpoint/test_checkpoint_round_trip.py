@@ -16,8 +16,8 @@ from torch import Tensor
 from phalanx.checkpoint.format.checkpoint_files import FolderFiles
 from phalanx.checkpoint.format.dcp import held
 from phalanx.checkpoint.format.manifest import Meta, config_sha256
+from phalanx.checkpoint.restoring.compatibility import parts
 from phalanx.checkpoint.restoring.durable_source import DurableSource
-from phalanx.checkpoint.restoring.fit import parts
 from phalanx.checkpoint.restoring.open_checkpoint import newest, open_checkpoint
 from phalanx.checkpoint.session.blocking_session import save
 from phalanx.core.errors import UserError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.checkpoint.foreign.checkpointer import Checkpointer, save_checkpoint
-from phalanx.checkpoint.foreign.put_back import UndrawnParameters
+from phalanx.checkpoint.foreign.restore_objects import UndrawnParameters
 from phalanx.core.errors import UserError
 
 

@@ -23,7 +23,7 @@ from phalanx.checkpoint.keeper import keeper_server as server_module
 from phalanx.checkpoint.keeper.keeper_client import connect
 from phalanx.checkpoint.keeper.keeper_server import KeeperServer, KeeperServices, Life
 from phalanx.checkpoint.keeper.keeper_start import end_keeper
-from phalanx.checkpoint.keeper.vault import MemoryVault
+from phalanx.checkpoint.keeper.snapshot_slots import MemoryVault
 from phalanx.checkpoint.keeper_contract import (
     Destination,
     Endpoint,

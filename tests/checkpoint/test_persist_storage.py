@@ -21,7 +21,7 @@ from phalanx.checkpoint.persist.checkpoint_writer import PersistWork
 from phalanx.checkpoint.persist.publication import ShardPart
 from phalanx.checkpoint.storage.checkpoint_store import Store
 from phalanx.checkpoint.storage.folder_store import LocalStore
-from phalanx.core.points import NO_POINTS
+from phalanx.core.fault_points import NO_POINTS
 
 
 class Refusing(LocalStore):

@@ -19,7 +19,7 @@ from phalanx.checkpoint.persist.checkpoint_writer import PersistWork
 from phalanx.checkpoint.persist.publication import Writing, forget_failure, withdraw
 from phalanx.checkpoint.storage.checkpoint_store import Store, SupersededError
 from phalanx.checkpoint.storage.latest import claim, read_latest
-from phalanx.core.points import NO_POINTS
+from phalanx.core.fault_points import NO_POINTS
 
 LONG_S = 3000.0
 

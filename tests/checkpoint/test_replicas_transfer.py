@@ -27,7 +27,7 @@ from phalanx.checkpoint.format.shard_plan import SnapshotId
 from phalanx.checkpoint.keeper_contract import Endpoint
 from phalanx.checkpoint.replicas.replica_link import Go, Offer, PlanNeeded, call
 from phalanx.checkpoint.replicas.replica_service import listen
-from phalanx.core.points import Points
+from phalanx.core.fault_points import Points
 
 NOBODY = Endpoint("gone", ("127.0.0.1",), 1)
 

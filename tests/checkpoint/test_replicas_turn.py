@@ -10,7 +10,7 @@ from replica_helpers import GUARD_S, SECRET, SET_ID, Host, hosts, make_plan, put
 
 from phalanx.checkpoint.format.shard_plan import SnapshotId
 from phalanx.checkpoint.keeper_contract import Endpoint
-from phalanx.core.points import Points
+from phalanx.core.fault_points import Points
 
 PLAN = make_plan()
 

@@ -11,7 +11,7 @@ from restoring_helpers import FakeKeeper, Host, save_durable, some_tensors, take
 from thread_ranks import ThreadPeers, run_ranks
 from torch import Tensor
 
-from phalanx.checkpoint.restoring.fit import Differences
+from phalanx.checkpoint.restoring.compatibility import Differences
 from phalanx.checkpoint.restoring.restore import Opened, Restored, restore
 from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.core.errors import UserError

@@ -27,7 +27,7 @@ from phalanx.checkpoint.storage.latest import claim
 from phalanx.checkpoint.storage.location import open_store
 from phalanx.checkpoint.storage.object_streams import RangeFile
 from phalanx.core.errors import UserError
-from phalanx.core.points import Points
+from phalanx.core.fault_points import Points
 
 
 def test_from_an_area_to_a_checkpoint(place: Place) -> None:
@@ -263,7 +263,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from phalanx.checkpoint.storage.folder_store import LocalStore
-from phalanx.core.points import Points
+from phalanx.core.fault_points import Points
 kill = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
 store = LocalStore(Path(sys.argv[1]), Points({sys.argv[2]: kill}))
 area = store.begin(1, 1, "aa")

@@ -40,8 +40,8 @@ from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.checkpoint.storage.location import open_store
 from phalanx.checkpoint.storage.object_streams import Ahead
 from phalanx.core.errors import UserError
+from phalanx.core.fault_points import NO_POINTS
 from phalanx.core.layout import Shard
-from phalanx.core.points import NO_POINTS
 
 GUARD_S = 30.0
 MB = 1 << 20

@@ -50,9 +50,9 @@ from phalanx.checkpoint.restoring.restore import restore
 from phalanx.checkpoint.storage.checkpoint_store import Store, Stored
 from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.checkpoint.storage.latest import claim, read_latest
-from phalanx.cli.checkpoints.listing import rows_of
-from phalanx.cli.checkpoints.places import Place as Listed
-from phalanx.core.points import NO_POINTS, Points
+from phalanx.cli.checkpoints.checkpoint_paths import Place as Listed
+from phalanx.cli.checkpoints.list_and_prune import rows_of
+from phalanx.core.fault_points import NO_POINTS, Points
 
 PLACES = pytest.mark.parametrize("place", ["folder", "s3"], indirect=True)
 UNREAD = (".metadata", "part-0.json")

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from phalanx.checks.calibration import kernels
-from phalanx.checks.calibration.contract import choose_scale, fitting, largest_operand, needed_bytes
+from phalanx.checks.calibration import kernel_cases
+from phalanx.checks.calibration.calibration_messages import choose_scale, fitting, largest_operand, needed_bytes
 from phalanx.checks.calibration.stopwatch import Pool
 from phalanx.core.errors import UserError
 
@@ -26,10 +26,10 @@ def run_all(scale):
     """Every case of a GPU's kernels, as the worker makes them."""
     wide = ShapesOnly(scale.pool, torch.float32)
     pool = ShapesOnly(scale.pool, torch.bfloat16)
-    found = kernels.products_cases(scale.tokens, scale.widths, "bf16", pool)
-    found += kernels.attention_cases(scale.attended, scale.queries, scale.head_dims, "bf16", pool)
-    found += kernels.streams_cases(scale.shapes, "bf16", pool, wide)
-    found += kernels.ends_cases(scale.heads, "bf16", pool, wide)
+    found = kernel_cases.products_cases(scale.tokens, scale.widths, "bf16", pool)
+    found += kernel_cases.attention_cases(scale.attended, scale.queries, scale.head_dims, "bf16", pool)
+    found += kernel_cases.streams_cases(scale.shapes, "bf16", pool, wide)
+    found += kernel_cases.ends_cases(scale.heads, "bf16", pool, wide)
     for case in found:
         case.run()
     return found

@@ -12,8 +12,8 @@ import pytest
 from checks_helpers import KnownGpus, empty_host
 
 from phalanx.checks import cpu, disks, memory, network
+from phalanx.checks.check_host import Host
 from phalanx.checks.collective import CollectiveError, Task, bus_bytes, read_rank, run_here, start_rank
-from phalanx.checks.host import Host
 from phalanx.checks.nvml import Gpu
 
 _CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]

@@ -18,9 +18,10 @@ from checks_helpers import empty_host
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.checks import system
-from phalanx.checks.host import host_from_settings
-from phalanx.checks.neighbours import (
+from phalanx.checks import system_settings
+from phalanx.checks.check_host import host_from_settings
+from phalanx.checks.network import check_loopback, check_peers, judge_peers
+from phalanx.checks.pairwise_tests import (
     Pair,
     Rates,
     Threshold,
@@ -30,8 +31,7 @@ from phalanx.checks.neighbours import (
     plan_suspects,
     slow_hosts,
 )
-from phalanx.checks.network import check_loopback, check_peers, judge_peers
-from phalanx.checks.peer import PeerError, PeerMeasure, _introduce, measure_peer, serve_peer
+from phalanx.checks.peer_bandwidth import PeerError, PeerMeasure, _introduce, measure_peer, serve_peer
 from phalanx.core.errors import UserError
 
 _SMALL = 1 << 20
@@ -104,7 +104,7 @@ def test_a_check_of_peers_reads_the_key_from_its_file(tmp_path: Path) -> None:
     key.write_text("one key\n")
     with serve_peer(key=b"one key") as port:
         host = empty_host(tmp_path, peers=(f"127.0.0.1:{port}",), peer_key=key, unix_s=time.time)
-        assert system.check_clock(host).outcome == "pass"
+        assert system_settings.check_clock(host).outcome == "pass"
         assert host_from_settings(host.settings()).peer_key == key
         missing = replace(host, peer_key=tmp_path / "none")
         assert "key cannot be read" in check_peers(missing).reason
@@ -114,7 +114,7 @@ def test_a_check_of_peers_reads_the_key_from_its_file(tmp_path: Path) -> None:
 def test_a_clock_that_is_wrong_is_told_of(tmp_path: Path, ahead_s: float) -> None:
     with serve_peer(clock_ns=lambda: time.time_ns() + round(ahead_s * 1e9)) as port:
         host = empty_host(tmp_path, peers=(f"127.0.0.1:{port}",), unix_s=time.time)
-        result = system.check_clock(host)
+        result = system_settings.check_clock(host)
     assert result.outcome == "fail"
     assert result.value == pytest.approx(abs(ahead_s), abs=10)
     assert ("ahead of us" if ahead_s > 0 else "behind us") in result.reason
@@ -124,20 +124,23 @@ def test_our_wrong_clock_is_seen_by_most_peers_and_one_wrong_peer_is_not_ours(tm
     right = [replace(_MEASURE, peer=f"h{number}:1") for number in range(3)]
     wrong = replace(_MEASURE, peer="h9:1", clock_ahead_s=-40.0)
     limit = Threshold(1.0, "test")
-    theirs = system.judge_clock([*right, wrong], True, limit)
+    theirs = system_settings.judge_clock([*right, wrong], True, limit)
     assert (theirs.outcome, theirs.reason) == ("pass", "h9:1: its clock is 40 s behind us; ours agrees with most")
     assert theirs.bad_peers == {"h9:1": "its clock is 40 s behind us"}
-    ours = system.judge_clock([replace(each, clock_ahead_s=5.0) for each in right], False, limit)
+    ours = system_settings.judge_clock([replace(each, clock_ahead_s=5.0) for each in right], False, limit)
     assert ours.outcome == "fail"
     assert "not synchronised" in ours.reason
     # What the way there takes is no skew.
-    assert system.judge_clock([replace(_MEASURE, clock_ahead_s=2.0, clock_error_s=1.5)], None, limit).outcome == "pass"
+    assert (
+        system_settings.judge_clock([replace(_MEASURE, clock_ahead_s=2.0, clock_error_s=1.5)], None, limit).outcome
+        == "pass"
+    )
 
 
 def test_an_injected_clock_of_ours(tmp_path: Path) -> None:
     with serve_peer() as port:
         host = empty_host(tmp_path, peers=(f"127.0.0.1:{port}",), unix_s=lambda: time.time() - 300)
-        assert system.check_clock(host).outcome == "fail"
+        assert system_settings.check_clock(host).outcome == "fail"
 
 
 @pytest.mark.parametrize(
@@ -153,8 +156,8 @@ def test_an_injected_clock_of_ours(tmp_path: Path) -> None:
 )
 def test_daemons_that_keep_the_clock(tmp_path: Path, answers: dict[str, str], synchronised: bool | None) -> None:
     host = empty_host(tmp_path, run=lambda command, limit_s: answers.get(command[0]))
-    assert system.ask_daemon(host) is synchronised
-    assert system.check_clock(host).outcome == ("skip" if synchronised is None else "pass")
+    assert system_settings.ask_daemon(host) is synchronised
+    assert system_settings.check_clock(host).outcome == ("skip" if synchronised is None else "pass")
 
 
 def _serve_once(answer: Callable[[socket.socket], None]) -> tuple[int, threading.Thread]:

@@ -10,8 +10,16 @@ import pytest
 from checks_helpers import add_rdma, empty_host, recorded, snapshot_tree, write_tree
 
 from phalanx.checks import nic
-from phalanx.checks.host import Host
-from phalanx.checks.ports import Port, is_interface_up, is_named, net_ports, rdma_ports, read_counters, read_ports
+from phalanx.checks.check_host import Host
+from phalanx.checks.network_ports import (
+    Port,
+    is_interface_up,
+    is_named,
+    net_ports,
+    rdma_ports,
+    read_counters,
+    read_ports,
+)
 
 _BOOT = "sys/kernel/random/boot_id"
 

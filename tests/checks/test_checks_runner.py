@@ -14,8 +14,8 @@ import checks_helpers as bad
 import pytest
 from checks_helpers import check, empty_host, fine
 
-from phalanx.checks.contract import LEVELS, CheckResult
-from phalanx.checks.host import Host, host_from_settings, recall, remember
+from phalanx.checks.check_host import Host, host_from_settings, recall, remember
+from phalanx.checks.check_result import LEVELS, CheckResult
 from phalanx.checks.runner import CHECKS, choose, named, run_checks, waves
 from phalanx.core.errors import UserError
 from phalanx.run.messages import CheckOutcome
@@ -144,7 +144,7 @@ def test_a_host_is_described_to_another_process(host: Host) -> None:
 def test_the_passive_set_loads_neither_torch_nor_numpy(tmp_path: Path) -> None:
     code = """
 import os, sys
-from phalanx.checks.host import this_host
+from phalanx.checks.check_host import this_host
 from phalanx.checks.runner import CHECKS
 from phalanx.checks.runner import choose, run_checks
 results = run_checks(choose(CHECKS, "passive"), this_host(os.environ))
@@ -162,7 +162,7 @@ print(sorted({"torch", "numpy", "fsspec", "pynvml"} & set(sys.modules)))
 def test_the_quick_set_loads_no_torch(tmp_path: Path) -> None:
     code = """
 import os, sys
-from phalanx.checks.host import this_host
+from phalanx.checks.check_host import this_host
 from phalanx.checks.runner import CHECKS
 from phalanx.checks.runner import choose, run_guarded
 host = this_host(os.environ, folder=sys.argv[1])

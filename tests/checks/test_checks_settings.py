@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from checks_helpers import empty_host, recorded, write_tree
 
-from phalanx.checks import cpu, disks, leftovers, memory, system
-from phalanx.checks.host import Host, cache_folder, run_command
-from phalanx.checks.isolated import run_isolated
-from phalanx.checks.leftovers import Process, judge_leftovers
-from phalanx.checks.system import ib_wait_s, judge_timeouts
+from phalanx.checks import cpu, disks, leftover_processes, memory, system_settings
+from phalanx.checks.check_host import Host, cache_folder, run_command
+from phalanx.checks.isolated_check import run_isolated
+from phalanx.checks.leftover_processes import Process, judge_leftovers
+from phalanx.checks.system_settings import ib_wait_s, judge_timeouts
 from phalanx.core.host import Mount
 
 
@@ -85,7 +85,7 @@ def test_notes_never_fail(host: Host) -> None:
         },
     )
     assert (memory.check_swap(host).outcome, memory.check_swap(host).value) == ("pass", 1.0)
-    told = system.check_tuning(host)
+    told = system_settings.check_tuning(host)
     assert told.outcome == "pass"
     for part in ("1 cores powersave", "huge pages: madvise", "numa_balancing=0"):
         assert part in told.reason
@@ -93,19 +93,19 @@ def test_notes_never_fail(host: Host) -> None:
 
 def test_limits() -> None:
     good = {"files": 1 << 20, "processes": -1, "pinned": 65536}
-    assert system.judge_limits(good, has_rdma=False).outcome == "pass"
-    bad = system.judge_limits({**good, "files": 256, "processes": 64}, has_rdma=True)
+    assert system_settings.judge_limits(good, has_rdma=False).outcome == "pass"
+    bad = system_settings.judge_limits({**good, "files": 256, "processes": 64}, has_rdma=True)
     assert bad.outcome == "fail"
     for part in ("256 open files", "64 processes", "65536 bytes may be pinned"):
         assert part in bad.reason
     assert "ulimit -l unlimited" in bad.action
-    assert system.judge_limits({**good, "pinned": -1}, has_rdma=True).outcome == "pass"
+    assert system_settings.judge_limits({**good, "pinned": -1}, has_rdma=True).outcome == "pass"
 
 
 def test_limits_of_pinned_memory_do_not_hold_for_all() -> None:
-    assert system.may_pin("Name:\tx\nCapEff:\t000001ffffffffff\n")
-    assert not system.may_pin("CapEff:\t00000000a80425fb\n")  # Docker's default
-    assert not system.may_pin("")
+    assert system_settings.may_pin("Name:\tx\nCapEff:\t000001ffffffffff\n")
+    assert not system_settings.may_pin("CapEff:\t00000000a80425fb\n")  # Docker's default
+    assert not system_settings.may_pin("")
 
 
 def test_shared_memory(host: Host, tmp_path: Path) -> None:
@@ -283,7 +283,9 @@ def test_a_real_orphan_is_found(host: Host) -> None:
     try:
         assert rank.stdout is not None
         rank.stdout.readline()
-        real = {each.pid: each for each in leftovers.read_processes(Path("/proc"), os.geteuid(), has_gpus=True)}
+        real = {
+            each.pid: each for each in leftover_processes.read_processes(Path("/proc"), os.geteuid(), has_gpus=True)
+        }
         assert real[rank.pid].is_rank
         assert real[rank.pid].parent == os.getpid()
         orphan = replace(real[rank.pid], parent=1)

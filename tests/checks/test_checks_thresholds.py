@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from checks_helpers import empty_host, write_tree
 
-from phalanx.checks.contract import CheckResult
-from phalanx.checks.host import Host
-from phalanx.checks.neighbours import Threshold, slow_hosts
+from phalanx.checks.check_host import Host
+from phalanx.checks.check_result import CheckResult
+from phalanx.checks.pairwise_tests import Threshold, slow_hosts
 from phalanx.checks.thresholds import (
     FIRST_PASSES,
     OtherWork,

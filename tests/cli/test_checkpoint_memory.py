@@ -15,7 +15,7 @@ from torch import nn
 from phalanx.checkpoint import Checkpointer
 from phalanx.checkpoint.format.shard_plan import Record
 from phalanx.checkpoint.keeper.keeper_start import address_for, end_keeper
-from phalanx.cli.checkpoints.listing import kept
+from phalanx.cli.checkpoints.list_and_prune import kept
 from phalanx.core.errors import UserError
 
 GUARD_S = 120.0

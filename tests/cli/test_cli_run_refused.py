@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from phalanx.cli.main import group
 from phalanx.core.errors import UserError
 from phalanx.ipc.processes import Identity, identity_of
-from phalanx.run.run_folder import Card, write_card
+from phalanx.run.job_folder import Card, write_card
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from phalanx.data.config import DataConfig, SourceConfig, TokenizerConfig
 from phalanx.data.loader import Loader, LoaderState, Prefetcher
 from phalanx.data.prepare import prepare
 from phalanx.data.samples import SampleReader
-from phalanx.data.sources import files
-from phalanx.data.tokens.prepared import PreparedSource, PreparedSplit
+from phalanx.data.sources import input_files
+from phalanx.data.tokens.prepared_corpus import PreparedSource, PreparedSplit
 from phalanx.data.tokens.shards import Mapped, Shard, TokenStream, npy_writer
 
 
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MIN_UNIT_BYTES", 2048)
+    monkeypatch.setattr(input_files, "MIN_UNIT_BYTES", 2048)
 
 
 def make(folder: Path, **changes: object) -> Loader:

@@ -18,9 +18,9 @@ from phalanx.core.files import folder_lock
 from phalanx.data.config import DataConfig, SourceConfig, TokenizerConfig
 from phalanx.data.encoding import encode, pool
 from phalanx.data.prepare import Progress, open_prepared, prepare
-from phalanx.data.sources import files
-from phalanx.data.tokens import prepared
-from phalanx.data.tokens.prepared import Prepared, read_manifest
+from phalanx.data.sources import input_files
+from phalanx.data.tokens import prepared_corpus
+from phalanx.data.tokens.prepared_corpus import Prepared, read_manifest
 
 RUN = """
 import sys
@@ -37,7 +37,7 @@ print(prepared.fingerprint)
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MIN_UNIT_BYTES", 4096)
+    monkeypatch.setattr(input_files, "MIN_UNIT_BYTES", 4096)
 
 
 def corpus(folder: Path, count: int = 2000, **settings: Any) -> DataConfig:
@@ -268,7 +268,7 @@ class TestDisk:
         monkeypatch.undo()
         folder = next((tmp_path / "prepared").glob("jsonl-*"))
         assert not [p for p in folder.iterdir() if p.name.startswith(".")]
-        monkeypatch.setattr(files, "MIN_UNIT_BYTES", 4096)
+        monkeypatch.setattr(input_files, "MIN_UNIT_BYTES", 4096)
         assert len(documents(prepare(config, workers=1))) > 1000
 
     def test_a_real_limit_on_file_size(self, tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_a_manifest_of_another_format_is_no_manifest(tmp_path: Path, monkeypatch
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match="has not been prepared"):
         open_prepared(config)
-    assert prepared.read_manifest(folder) is None
+    assert prepared_corpus.read_manifest(folder) is None
 
 
 def test_a_large_vocabulary_takes_four_bytes_a_token() -> None:

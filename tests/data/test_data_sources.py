@@ -14,9 +14,9 @@ from data_helpers import documents, lines, make_config, stored, write_jsonl, wri
 from phalanx.core.errors import UserError
 from phalanx.data.config import SourceConfig, TokenizerConfig
 from phalanx.data.prepare import prepare
-from phalanx.data.sources import files, text
-from phalanx.data.sources.files import Unit, list_files, plan_units
-from phalanx.data.sources.text import split_text
+from phalanx.data.sources import input_files, text_reader
+from phalanx.data.sources.input_files import Unit, list_files, plan_units
+from phalanx.data.sources.text_reader import split_text
 
 
 def run(folder: Path, source: SourceConfig, **settings: object) -> list[str]:
@@ -26,9 +26,9 @@ def run(folder: Path, source: SourceConfig, **settings: object) -> list[str]:
 @pytest.fixture
 def tiny_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units, pieces and searches so small that a few KiB are cut in many places."""
-    monkeypatch.setattr(files, "MIN_UNIT_BYTES", 512)
-    monkeypatch.setattr(text, "PIECE_BYTES", 64)
-    monkeypatch.setattr(text, "SEARCH_BYTES", 40)
+    monkeypatch.setattr(input_files, "MIN_UNIT_BYTES", 512)
+    monkeypatch.setattr(text_reader, "PIECE_BYTES", 64)
+    monkeypatch.setattr(text_reader, "SEARCH_BYTES", 40)
 
 
 @pytest.mark.usefixtures("tiny_units")
@@ -100,7 +100,7 @@ def test_packed_json_lines(tmp_path: Path) -> None:
 def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(files, "MIN_UNIT_BYTES", 512)
+    monkeypatch.setattr(input_files, "MIN_UNIT_BYTES", 512)
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": lines(100), "n": list(range(100))}), path, row_group_size=10)
     source = SourceConfig(kind="parquet", path=str(path))
@@ -128,13 +128,13 @@ def test_a_pattern(tmp_path: Path) -> None:
 
 
 def test_the_standard_library_leaves_out_tests_and_installed_packages() -> None:
-    files = list_files(SourceConfig(kind="python-stdlib"))
-    names = {file.name for file in files}
+    listed = list_files(SourceConfig(kind="python-stdlib"))
+    names = {file.name for file in listed}
     assert {"os.py", "json/decoder.py"} <= names
     assert not [n for n in names if n.startswith(("test/", "site-packages/")) or "/tests/" in n]
-    assert sum(file.size for file in files) > 5_000_000
+    assert sum(file.size for file in listed) > 5_000_000
     root = Path(sysconfig.get_path("stdlib"))
-    assert next(f for f in files if f.name == "os.py").path == str(root / "os.py")
+    assert next(f for f in listed if f.name == "os.py").path == str(root / "os.py")
 
 
 def test_the_standard_librarys_tests_in_other_encodings_are_left_out_and_counted(tmp_path: Path) -> None:

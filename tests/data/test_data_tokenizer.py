@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from phalanx.core.errors import UserError
 from phalanx.data.config import DataConfig, SourceConfig, TokenizerConfig, configured_vocab_size
 from phalanx.data.prepare import open_prepared, prepare
-from phalanx.data.sources import text
-from phalanx.data.sources.text import split_text
-from phalanx.data.tokenizers import making
+from phalanx.data.sources import text_reader
+from phalanx.data.sources.text_reader import split_text
+from phalanx.data.tokenizers import bpe_training
 from phalanx.data.tokenizers.spec import open_saved_tokenizer, save_tokenizer
 from phalanx.data.tokenizers.tokenizer import (
     ByteTokenizer,
@@ -102,21 +102,21 @@ class TestTrained:
     ) -> None:
         config = bpe_config(tmp_path)
         here = prepare(config, workers=1).fingerprint
-        monkeypatch.setattr(making, "LITTLE_BYTES", 0)
-        monkeypatch.setattr(making, "train_bpe", None)
+        monkeypatch.setattr(bpe_training, "LITTLE_BYTES", 0)
+        monkeypatch.setattr(bpe_training, "train_bpe", None)
         there = config.model_copy(update={"folder": str(tmp_path / "there")})
         assert prepare(there, workers=1).fingerprint == here
 
     def test_its_errors_arrive_whole(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(making, "LITTLE_BYTES", 0)
+        monkeypatch.setattr(bpe_training, "LITTLE_BYTES", 0)
         config = bpe_config(tmp_path)
         write_text(tmp_path / "corpus.txt", lines(300)).write_bytes(b"bad \xff text")
         with pytest.raises(UserError, match=r"is not UTF-8 text at byte 4 \(0xff\); convert the file, or set bad_utf8"):
             prepare(config, workers=1)
 
     def test_an_end_without_an_answer_is_said(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(making, "LITTLE_BYTES", 0)
-        monkeypatch.setattr(making, "start_helper", lambda _name: start_helper("phalanx.no_such_module"))
+        monkeypatch.setattr(bpe_training, "LITTLE_BYTES", 0)
+        monkeypatch.setattr(bpe_training, "start_helper", lambda _name: start_helper("phalanx.no_such_module"))
         with pytest.raises(UserError, match=r"ended with code \d+; look above"):
             prepare(bpe_config(tmp_path), workers=1)
 
@@ -166,7 +166,7 @@ class TestGpt2:
     def test_cutting_into_pieces_does_not_change_a_token(
         self, gpt2: LibraryTokenizer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(text, "PIECE_BYTES", 3000)
+        monkeypatch.setattr(text_reader, "PIECE_BYTES", 3000)
         for module in (os, subprocess):
             body = Path(str(module.__file__)).read_text()[:60_000]
             pieces = list(split_text(body))

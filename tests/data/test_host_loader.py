@@ -18,7 +18,7 @@ from phalanx.core.errors import UserError
 from phalanx.data.host_loader import HostLoaderClient, HostLoaderError, start_host_loader, why_no_host_loader
 from phalanx.data.loader import Loader, LoaderState
 from phalanx.data.prepare import prepare
-from phalanx.data.sharing import server
+from phalanx.data.sharing import loader_server
 
 pytestmark = pytest.mark.skipif(why_no_host_loader() is not None, reason=str(why_no_host_loader()))
 
@@ -240,7 +240,7 @@ class TestErrors:
             start_host_loader(corpus.prepared, config, indices=[0])
 
     def test_another_error_names_the_loader(self) -> None:
-        error = server.error_of(server.failed_with(ValueError("no such thing")), "the loader")
+        error = loader_server.error_of(loader_server.failed_with(ValueError("no such thing")), "the loader")
         assert isinstance(error, HostLoaderError)
         assert str(error) == "the loader failed: ValueError: no such thing"
 

@@ -18,8 +18,8 @@ from host_loader_helpers import LIMIT_S, count_of, ended, forked, heard, make_co
 
 from phalanx.data.host_loader import HostLoader, HostLoaderClient, HostLoaderError, why_no_host_loader
 from phalanx.data.loader import Loader
-from phalanx.data.sharing import server
-from phalanx.data.sharing.process import fork_is_safe
+from phalanx.data.sharing import loader_server
+from phalanx.data.sharing.loader_process import fork_is_safe
 from phalanx.ipc import local_socket
 
 pytestmark = pytest.mark.skipif(why_no_host_loader() is not None, reason=str(why_no_host_loader()))
@@ -171,10 +171,10 @@ class TestLeavesNothing:
 
     def test_readers_cannot_write_to_what_others_read(self, corpus: Loader) -> None:
         with started(corpus, [0]) as host:
-            connection = server.connect(host.address)
-            local_socket.send(connection, server.Hello(server.VERSION, 0, 1, 2, 0))
-            welcome, descriptors = server.receive(connection)
-            assert welcome == server.Welcome(host.pid)
+            connection = loader_server.connect(host.address)
+            local_socket.send(connection, loader_server.Hello(loader_server.VERSION, 0, 1, 2, 0))
+            welcome, descriptors = loader_server.receive(connection)
+            assert welcome == loader_server.Welcome(host.pid)
             assert len(descriptors) == 2
             for descriptor in descriptors:
                 with pytest.raises(OSError, match="Bad file descriptor"):
@@ -183,5 +183,5 @@ class TestLeavesNothing:
             connection.close()
 
     def test_the_loader_process_needs_no_torch(self) -> None:
-        program = "import phalanx.data.sharing.process, sys, json; print(json.dumps('torch' in sys.modules))"
+        program = "import phalanx.data.sharing.loader_process, sys, json; print(json.dumps('torch' in sys.modules))"
         assert json.loads(subprocess.check_output([sys.executable, "-c", program], text=True)) is False

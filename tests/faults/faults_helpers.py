@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.faults.agenda import KINDS, Clock, Memory, Record, write_agenda
 from phalanx.faults.campaign import agenda_of
+from phalanx.faults.case_manifest import Cluster, Incident, Lasts, Manifest, Place, When
+from phalanx.faults.fault_schedule import KINDS, Clock, Memory, Record, write_agenda
 from phalanx.faults.inject import HOST, VARIABLE
-from phalanx.faults.manifest import Cluster, Incident, Lasts, Manifest, Place, When
 
 GUARD_S = 180.0
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.faults.agenda import KINDS
 from phalanx.faults.campaign import CI_FAMILIES, CLUSTER, STEPS, agenda_of, ci_cases, family_of, generate, healthy
-from phalanx.faults.manifest import Cluster, parse
+from phalanx.faults.case_manifest import Cluster, parse
+from phalanx.faults.fault_schedule import KINDS
 
 CASES = generate(7)
 

@@ -13,7 +13,7 @@ import pytest
 from faults_helpers import PLAIN_LOOP, Job, incident, job_folder
 
 from phalanx.core.errors import UserError
-from phalanx.faults.agenda import KINDS, Agenda, Memory, new_record, read_agenda, write_agenda
+from phalanx.faults.fault_schedule import KINDS, Agenda, Memory, new_record, read_agenda, write_agenda
 from phalanx.faults.inject import VARIABLE, install, install_from_environment
 from phalanx.faults.worker_faults import (
     INJECTORS,
@@ -204,6 +204,6 @@ def test_only_one_of_many_claims(folder: Path) -> None:
 
 def _order_of(one: Any) -> Any:
     from phalanx.faults.campaign import agenda_of
-    from phalanx.faults.manifest import Manifest
+    from phalanx.faults.case_manifest import Manifest
 
     return agenda_of(Manifest(id="one", seed=1, incidents=(one,)), "calls").orders[0]

@@ -22,8 +22,9 @@ import pytest
 from faults_helpers import GUARD_S, running, state_of, until
 
 from phalanx.core.errors import UserError
-from phalanx.faults.agenda import KINDS
-from phalanx.faults.hosts import (
+from phalanx.faults.case_manifest import Incident, Lasts, Place, When
+from phalanx.faults.fault_schedule import KINDS
+from phalanx.faults.host_faults import (
     LARGEST_DISK_BYTES,
     VARIABLE,
     Machine,
@@ -41,8 +42,7 @@ from phalanx.faults.hosts import (
     stopped,
     wall_clock,
 )
-from phalanx.faults.manifest import Incident, Lasts, Place, When
-from phalanx.faults.proxy import Link
+from phalanx.faults.tcp_proxy import Link
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 

@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
-from phalanx.faults.agenda import KINDS, SAFETY_ORDER, Agenda, read_agenda, write_agenda
 from phalanx.faults.campaign import agenda_of
-from phalanx.faults.manifest import (
+from phalanx.faults.case_manifest import (
     Cluster,
     Expected,
     Incident,
@@ -29,6 +28,7 @@ from phalanx.faults.manifest import (
     parse,
     save,
 )
+from phalanx.faults.fault_schedule import KINDS, SAFETY_ORDER, Agenda, read_agenda, write_agenda
 
 VALUES: dict[type, st.SearchStrategy[Any]] = {
     int: st.integers(-(2**53), 2**53),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from faults_helpers import GUARD_S, PLAIN_LOOP, TORCH_LOOP, Job, incident, job_folder, running, until
 
-from phalanx.faults.agenda import telling_words
+from phalanx.faults.fault_schedule import telling_words
 from phalanx.faults.torch_hooks import Spot, disguised
 from phalanx.faults.worker_faults import ERRORS, INJECTORS, LINES
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from phalanx.core.errors import UserError
-from phalanx.faults.agenda import Record
 from phalanx.faults.campaign import generate
-from phalanx.faults.manifest import Expected, Incident, Manifest, Place, Response, When
+from phalanx.faults.case_manifest import Expected, Incident, Manifest, Place, Response, When
+from phalanx.faults.fault_schedule import Record
 from phalanx.faults.referee import Fact, Result, Results, Score, facts_of, judge, lost_steps, summary
 
 STEPS = 10

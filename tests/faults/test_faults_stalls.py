@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from faults_helpers import TORCH_LOOP, Job, incident, job_folder, running, state_of, until
 
-from phalanx.faults.agenda import Begun, Order, is_due, still_lasts
+from phalanx.faults.fault_schedule import Begun, Order, is_due, still_lasts
 from phalanx.faults.worker_faults import LINES, RefusedError, Surroundings, slow
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
@@ -151,7 +151,7 @@ def test_of_several_optimizers_one_counts_until_it_is_used_no_longer(folder: Pat
 
 
 def test_torch_may_be_imported_later_by_the_script(folder: Path) -> None:
-    before = "from phalanx.launch.learning import when_imported"
+    before = "from phalanx.launch.optimizer_hook import when_imported"
     loop = "import sys\nassert 'torch' not in sys.modules\n" + TORCH_LOOP
     job = Job(folder, loop, "optimizer", before, "when_imported=when_imported").prepare(incident("exit", status=4))
     code, out, err = job.run()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from faults_helpers import Job, incident, job_folder, running, until
 
-from phalanx.faults.manifest import Cluster, Expected, Manifest, Response
+from phalanx.faults.case_manifest import Cluster, Expected, Manifest, Response
 from phalanx.faults.referee import Fact, facts_of, judge
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="needs Linux"), pytest.mark.slow]

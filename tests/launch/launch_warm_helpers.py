@@ -12,10 +12,10 @@ from typing import Any
 
 from phalanx.launch.cores import Share
 from phalanx.launch.environment import without_worker
-from phalanx.launch.messages import Exited, Over
-from phalanx.launch.script import Group, Places, Script, rank_specs
-from phalanx.launch.store import open_store_socket, store_spec
-from phalanx.launch.warm import Gone, WarmTemplate, Word
+from phalanx.launch.launch_messages import Exited, Over
+from phalanx.launch.rendezvous_store import open_store_socket, store_spec
+from phalanx.launch.user_script import Group, Places, Script, rank_specs
+from phalanx.launch.warm_template import Gone, WarmTemplate, Word
 
 GUARD_S = 60.0
 LOOPBACK = "127.0.0.1"

@@ -12,7 +12,7 @@ from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
 from phalanx.core.peers import PeerError
 from phalanx.launch.environment import Worker
-from phalanx.launch.failures import (
+from phalanx.launch.rank_failures import (
     Ending,
     Failure,
     describe,

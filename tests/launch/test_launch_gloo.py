@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.launch.cores import local_shares
-from phalanx.launch.local import launch_local
+from phalanx.launch.local_ranks import launch_local
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 
@@ -53,7 +53,7 @@ TORCHRUN_SCRIPT = """
 import datetime, os, sys
 from torch.distributed import TCPStore
 from phalanx.launch.environment import worker_environment
-from phalanx.launch.failures import errors_named
+from phalanx.launch.rank_failures import errors_named
 from phalanx.core.layout import Layout
 worker = worker_environment()
 assert (worker.launcher, worker.world_size, worker.local_world_size, worker.attempt) == ("torchrun", 2, 2, 0)

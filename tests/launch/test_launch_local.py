@@ -17,7 +17,7 @@ import pytest
 
 from phalanx.core.layout import Layout
 from phalanx.launch.cores import local_shares
-from phalanx.launch.local import launch_local
+from phalanx.launch.local_ranks import launch_local
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 

@@ -22,7 +22,7 @@ RANKS = 2
 PROGRAM = f"""
 import sys
 sys.path[:0] = [{str(Path(__file__).parent)!r}]
-from phalanx.launch.local import launch_local
+from phalanx.launch.local_ranks import launch_local
 status = launch_local({RANKS}, "launch_targets:" + sys.argv[1], (sys.argv[2], *map(int, sys.argv[3:])))
 assert "torch" not in sys.modules and "numpy" not in sys.modules
 sys.exit(status)

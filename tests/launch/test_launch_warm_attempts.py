@@ -19,10 +19,10 @@ from launch_warm_helpers import GUARD_S, host, is_gone, until_gone
 import phalanx
 from phalanx.core.errors import UserError
 from phalanx.core.progress import read_progress
-from phalanx.launch.failures import Failure
-from phalanx.launch.messages import Exited, Over, Returned
-from phalanx.launch.script import Group
-from phalanx.launch.warm import Gone
+from phalanx.launch.launch_messages import Exited, Over, Returned
+from phalanx.launch.rank_failures import Failure
+from phalanx.launch.user_script import Group
+from phalanx.launch.warm_template import Gone
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 

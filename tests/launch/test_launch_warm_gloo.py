@@ -12,9 +12,9 @@ import pytest
 from launch_warm_helpers import GUARD_S, host, is_gone
 
 from phalanx.core.progress import read_progress
-from phalanx.launch.messages import Exited, Over, Returned
-from phalanx.launch.store import STORE_RANK
-from phalanx.launch.warm import PRELOAD
+from phalanx.launch.launch_messages import Exited, Over, Returned
+from phalanx.launch.rendezvous_store import STORE_RANK
+from phalanx.launch.warm_template import PRELOAD
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),

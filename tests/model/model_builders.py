@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phalanx.model.config import ModelConfig
 from phalanx.model.decoder import Decoder
-from phalanx.model.logical import initialise
+from phalanx.model.logical_parameters import initialise
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"kv_heads": 2},

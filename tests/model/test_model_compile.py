@@ -7,7 +7,7 @@ import torch
 from model_builders import build, tiny, tokens
 from torch._dynamo.utils import counters
 
-from phalanx.model.context import DropoutState
+from phalanx.model.forward_context import DropoutState
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ from model_reference import reference_logits
 from torch import Tensor
 
 from phalanx.core.errors import UserError
-from phalanx.model.context import DropoutState
 from phalanx.model.decoder import Decoder
-from phalanx.model.logical import LogicalParameters
+from phalanx.model.forward_context import DropoutState
+from phalanx.model.logical_parameters import LogicalParameters
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -18,7 +18,7 @@ from phalanx.model.decoder import Decoder
 from phalanx.model.generate import generate_batch
 from phalanx.model.hf_config import read_config, write_config
 from phalanx.model.huggingface import export_folder, import_folder, load_decoder, parity, rules
-from phalanx.model.logical import LogicalParameters
+from phalanx.model.logical_parameters import LogicalParameters
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

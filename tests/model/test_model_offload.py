@@ -11,8 +11,8 @@ import torch
 from model_builders import VARIANTS, build, tiny, tokens
 from torch import Tensor
 
-from phalanx.model.context import DropoutState
 from phalanx.model.decoder import Decoder
+from phalanx.model.forward_context import DropoutState
 from phalanx.model.offload import Offload, PlainLanes
 from phalanx.model.recompute import Recompute
 

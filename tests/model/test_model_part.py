@@ -8,7 +8,7 @@ from torch import Tensor
 
 from phalanx.model.config import ModelConfig
 from phalanx.model.decoder import Decoder, DecoderPart
-from phalanx.model.logical import LogicalParameters, initialise
+from phalanx.model.logical_parameters import LogicalParameters, initialise
 
 
 def config(**changes: object) -> ModelConfig:

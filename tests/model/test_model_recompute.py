@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.model.context import DropoutState
 from phalanx.model.decoder import Decoder
+from phalanx.model.forward_context import DropoutState
 from phalanx.model.recompute import Recompute
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)

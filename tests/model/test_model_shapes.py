@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.core.errors import UserError
 from phalanx.model.config import ModelConfig
-from phalanx.model.logical import LogicalParameters
+from phalanx.model.logical_parameters import LogicalParameters
 from phalanx.model.shapes import flops_per_token, mean_keys, num_parameters, parameter_table
 
 GPT2 = ModelConfig(

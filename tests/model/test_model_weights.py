@@ -10,7 +10,7 @@ import torch
 from model_builders import VARIANTS, build, tiny, tokens
 
 from phalanx.model.decoder import Decoder
-from phalanx.model.logical import LogicalParameters, initial_values, initialise
+from phalanx.model.logical_parameters import LogicalParameters, initial_values, initialise
 from phalanx.model.shapes import parameter_table
 
 

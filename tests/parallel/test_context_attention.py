@@ -16,10 +16,10 @@ from phalanx.core.layout import Layout
 from phalanx.kernels.attention import AttentionDropout, CausalKernel, Kernel, attention
 from phalanx.kernels.attention_trial import Shape, find_fault
 from phalanx.model.config import ModelConfig
-from phalanx.model.context import Attending, DropoutState
+from phalanx.model.forward_context import Attending, DropoutState
 from phalanx.parallel.config import ContextMethod
 from phalanx.parallel.context.blocks import Block, Partial, Piece, attend, attend_backward, tried, way_of
-from phalanx.parallel.context.spread import ContextSpread
+from phalanx.parallel.context.context_parallel import ContextSpread
 from phalanx.parallel.process_groups import make_gloo
 
 BATCH, HEADS, LENGTH, SIZE = 2, 4, 24, 8

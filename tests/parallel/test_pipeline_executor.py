@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from phalanx.core.layout import Layout
 from phalanx.parallel.config import Schedule
-from phalanx.parallel.deferred import WeightQueue
-from phalanx.parallel.pipeline.executor import PipelineError, PipelineExecutor, _Mail
+from phalanx.parallel.deferred_gradients import WeightQueue
+from phalanx.parallel.pipeline.pipeline_executor import PipelineError, PipelineExecutor, _Mail
 from phalanx.parallel.pipeline.schedules import Message, Step, Table, forward_table, make_table
 from phalanx.parallel.process_groups import make_gloo
 from phalanx.parallel.stage import AutogradStage

@@ -32,9 +32,9 @@ from phalanx.parallel.tensor.fused import (
     chosen,
     obstacle_to_sharing,
 )
-from phalanx.parallel.tensor.linear import Spread, gather_products, products_scatter
 from phalanx.parallel.tensor.overlap import Overlap, PlainOverlap
-from phalanx.parallel.tensor.spread import make_overlap
+from phalanx.parallel.tensor.parallel_linear import Spread, gather_products, products_scatter
+from phalanx.parallel.tensor.tensor_parallel import make_overlap
 from phalanx.parallel.tensor.tiles import TilesOverlap
 
 ROWS, INPUTS, WIDTHS = 40, 16, (24, 32)

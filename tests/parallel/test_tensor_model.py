@@ -13,13 +13,13 @@ from torch import Tensor
 
 from phalanx.core.layout import Layout, Shard
 from phalanx.model.config import ModelConfig
-from phalanx.model.context import DropoutState
 from phalanx.model.decoder import Decoder, DecoderPart
-from phalanx.model.logical import LogicalParameters, initialise
-from phalanx.parallel.deferred import WeightQueue
+from phalanx.model.forward_context import DropoutState
+from phalanx.model.logical_parameters import LogicalParameters, initialise
+from phalanx.parallel.deferred_gradients import WeightQueue
 from phalanx.parallel.feasible import local_config, tensor_shards
 from phalanx.parallel.group import Group
-from phalanx.parallel.tensor.spread import local_context, spread_tensor
+from phalanx.parallel.tensor.tensor_parallel import local_context, spread_tensor
 
 VARIANTS: dict[str, dict[str, Any]] = model_builders.VARIANTS | {
     "qwen": model_builders.VARIANTS["qwen"] | {"kv_heads": 2},  # a single key/value head cannot be split

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from phalanx.core.errors import UserError
 from phalanx.model.config import ModelConfig
 from phalanx.model.decoder import DecoderPart
-from phalanx.model.logical import LogicalParameters
+from phalanx.model.logical_parameters import LogicalParameters
 from phalanx.model.shapes import parameter_table
 from phalanx.parallel.feasible import local_config, tensor_shards
 

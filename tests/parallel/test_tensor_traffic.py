@@ -9,11 +9,11 @@ from ranks import ThreadGroups, run_ranks
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout
 from phalanx.model.config import ModelConfig
-from phalanx.model.context import DropoutState
 from phalanx.model.decoder import DecoderPart
+from phalanx.model.forward_context import DropoutState
 from phalanx.parallel.feasible import local_config
 from phalanx.parallel.group import Group, Traffic
-from phalanx.parallel.tensor.spread import local_context, local_rows, spread_tensor
+from phalanx.parallel.tensor.tensor_parallel import local_context, local_rows, spread_tensor
 
 HIDDEN, LENGTH = 32, 16
 

@@ -17,9 +17,9 @@ from zero_runs import SEED, Job, assert_parity, batch, make_chunk, single, split
 from phalanx.core.layout import Layout
 from phalanx.model.decoder import Decoder
 from phalanx.model.layers import Part
-from phalanx.model.logical import initialise
+from phalanx.model.logical_parameters import initialise
 from phalanx.parallel.config import ParallelConfig
-from phalanx.parallel.deferred import WeightQueue
+from phalanx.parallel.deferred_gradients import WeightQueue
 from phalanx.parallel.zero.bucket import Kind, Place, StoredParameter, runs
 
 LAYOUTS = {

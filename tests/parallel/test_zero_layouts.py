@@ -13,7 +13,7 @@ from zero_runs import SEED, Job, assert_parity, batch, make_chunk, optimizer_of,
 from phalanx.core.errors import UserError
 from phalanx.core.layout import Layout, Shard
 from phalanx.model.decoder import DecoderPart
-from phalanx.model.logical import initial_values
+from phalanx.model.logical_parameters import initial_values
 from phalanx.model.shapes import parameter_table
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.zero.chunk import ShardedChunk

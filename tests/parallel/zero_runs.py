@@ -13,14 +13,14 @@ from torch import Tensor
 from phalanx.core.layout import Layout, Shard
 from phalanx.model.config import ModelConfig
 from phalanx.model.decoder import Decoder, DecoderPart
-from phalanx.model.logical import LogicalParameters, initial_values, initialise
+from phalanx.model.logical_parameters import LogicalParameters, initial_values, initialise
 from phalanx.model.shapes import parameter_table
 from phalanx.optim.build import OptimizerSet, build_optimizer
 from phalanx.optim.config import OptimConfig
 from phalanx.parallel.config import ParallelConfig
-from phalanx.parallel.deferred import WeightQueue
+from phalanx.parallel.deferred_gradients import WeightQueue
 from phalanx.parallel.feasible import local_config, tensor_shards
-from phalanx.parallel.tensor.spread import local_context, spread_tensor
+from phalanx.parallel.tensor.tensor_parallel import local_context, spread_tensor
 from phalanx.parallel.zero.chunk import ShardedChunk
 from phalanx.parallel.zero.reductions import GradientNorm, reduction_over
 

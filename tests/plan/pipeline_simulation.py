@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from phalanx.parallel.config import Schedule
 from phalanx.parallel.pipeline.schedules import Action, Table, make_table
-from phalanx.plan.pipeline.evaluate import StageCosts
+from phalanx.plan.pipeline.step_time import StageCosts
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
 

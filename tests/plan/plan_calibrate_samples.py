@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from phalanx.checks.calibration.contract import Answer, Precision, Timing
+from phalanx.checks.calibration.calibration_messages import Answer, Precision, Timing
 from phalanx.model.shapes import mean_keys
 
 PRODUCT_FLOPS_PER_S = 50e9

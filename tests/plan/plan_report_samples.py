@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.plan.report.model import PredictionReport
+from phalanx.plan.report.report_model import PredictionReport
 from phalanx.plan.types import Job, Model, Part, Prediction, RankMemory, StageTimes, Strategy
 
 GIB = float(2**30)

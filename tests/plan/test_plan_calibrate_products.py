@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.plan.hardware.device import TableGemm
+from phalanx.plan.hardware.device_model import TableGemm
 
 TOKENS, WIDTHS = (128.0, 512.0, 2048.0), (128.0, 384.0, 1024.0, 2048.0)
 sizes = st.integers(1, 20_000)

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from phalanx.checks.calibration import kernels, worker
-from phalanx.checks.calibration.contract import Task
-from phalanx.checks.calibration.kernels import both_ways
+from phalanx.checks.calibration import calibration_worker, kernel_cases
+from phalanx.checks.calibration.calibration_messages import Task
+from phalanx.checks.calibration.kernel_cases import both_ways
 from phalanx.checks.calibration.stopwatch import Case, Pool, Stopwatch
 from phalanx.parallel.group import Group, Work
 
@@ -122,9 +122,9 @@ def test_kernels_are_compiled_for_the_larger_shapes_under_names_of_their_own(mon
     made: list[object] = []
     monkeypatch.setattr(torch, "compile", lambda function, **_: made.append(function) or function)
     pool = Pool(CPU, torch.float32, 1 << 16)
-    plain = kernels.streams_cases(((8, 64), (16, 64)), "fp32", pool, pool)
+    plain = kernel_cases.streams_cases(((8, 64), (16, 64)), "fp32", pool, pool)
     assert not made
-    found = kernels.streams_cases(((8, 64), (16, 64)), "fp32", pool, pool, compiled=True)
+    found = kernel_cases.streams_cases(((8, 64), (16, 64)), "fp32", pool, pool, compiled=True)
     extra = [case for case in found if "_compiled_" in case.what]
     assert len(found) == len(plain) + len(extra) and {case.sizes["tokens"] for case in extra} == {16}
     kinds = {case.what.partition("_compiled_")[0] for case in extra}
@@ -170,7 +170,7 @@ def test_operands_are_views_of_one_block_and_go_round() -> None:
 
 def test_products_are_those_of_a_layer() -> None:
     pool = Pool(CPU, torch.float32, 1 << 12)
-    cases = kernels.products_cases((8,), (4, 16), "fp32", pool)
+    cases = kernel_cases.products_cases((8,), (4, 16), "fp32", pool)
     assert [case.what for case in cases] == ["product", "weight_gradient"] * 4
     shapes = {tuple(case.sizes.values()): case.run() for case in cases if case.what == "product"}
     assert shapes[8, 16, 4].shape == (8, 16)
@@ -198,6 +198,6 @@ def test_both_passes_of_a_function_are_cases_of_their_own() -> None:
 
 def test_one_thread_is_timed_by_what_it_has_of_its_core() -> None:
     task = Task("store", 0, 1, 1, (), "cpu", (), False, 1, 0.0)
-    assert worker._clock(task) is time.process_time
-    assert worker._clock(replace(task, threads=2)) is time.perf_counter
-    assert worker._clock(replace(task, device="cuda")) is time.perf_counter
+    assert calibration_worker._clock(task) is time.process_time
+    assert calibration_worker._clock(replace(task, threads=2)) is time.perf_counter
+    assert calibration_worker._clock(replace(task, device="cuda")) is time.perf_counter

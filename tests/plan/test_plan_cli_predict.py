@@ -17,11 +17,11 @@ from phalanx.cli.plan import command as plan
 from phalanx.cli.planning import Planned, cluster_of, plan_of
 from phalanx.core.config import load
 from phalanx.core.errors import UserError
-from phalanx.plan.hardware.load import load_cluster
+from phalanx.plan.hardware.hardware_files import load_cluster
 from phalanx.plan.memory import rank_memory
 from phalanx.plan.predict import predict
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.fit import GPU_MEMORY_SHARE
+from phalanx.train.derived.memory_fit import GPU_MEMORY_SHARE
 
 ROOT = Path(__file__).parents[2]
 GPT = str(ROOT / "configs" / "plan" / "gpt-175b.toml")

@@ -16,7 +16,7 @@ from phalanx.cli.expecting import expected_of, grouped
 from phalanx.cli.planning import known_cluster, plan_of
 from phalanx.core.config import load
 from phalanx.core.errors import UserError
-from phalanx.plan.hardware.load import load_cluster
+from phalanx.plan.hardware.hardware_files import load_cluster
 from phalanx.plan.predict import predict
 from phalanx.train.config import RunConfig
 

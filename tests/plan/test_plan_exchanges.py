@@ -19,7 +19,7 @@ from phalanx.plan.communication import (
     tensor_exchange,
     zero3_exchange,
 )
-from phalanx.plan.hardware.load import load_cluster
+from phalanx.plan.hardware.hardware_files import load_cluster
 from phalanx.plan.operations import Passes, local_of
 from phalanx.plan.software import MEGATRON_2022, MEGATRON_2023
 from phalanx.plan.types import Job, Model, Overlap, Strategy

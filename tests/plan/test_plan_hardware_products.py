@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.plan.hardware import device_names, load_device
-from phalanx.plan.hardware.device import Clock, TileGemm
+from phalanx.plan.hardware.device_model import Clock, TileGemm
 
 GPUS = [name for name in device_names() if name != "cpu_host"]
 SIDES = st.integers(min_value=16, max_value=65536)

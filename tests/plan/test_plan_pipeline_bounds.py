@@ -15,7 +15,7 @@ from phalanx.core.errors import UserError
 from phalanx.parallel.config import Schedule
 from phalanx.parallel.pipeline.schedules import Table, _one_forward_one_backward, placement_of
 from phalanx.plan.pipeline.bounds import StagePasses, lower_bound
-from phalanx.plan.pipeline.evaluate import StageCosts, evaluate, evaluate_few, even_span
+from phalanx.plan.pipeline.step_time import StageCosts, evaluate, evaluate_few, even_span
 
 SPLITS = ("interleaved_zero_bubble", "zbv")
 

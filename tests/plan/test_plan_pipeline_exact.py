@@ -14,8 +14,8 @@ from pipeline_simulation import Case, Events, cases, duration, sending, simulate
 from phalanx.core.errors import UserError
 from phalanx.parallel.pipeline.schedules import Action, make_table
 from phalanx.parallel.pipeline.timeline import simulate as in_units
-from phalanx.plan.pipeline import evaluate as advance
-from phalanx.plan.pipeline.evaluate import StageCosts, StepTime, evaluate
+from phalanx.plan.pipeline import step_time as advance
+from phalanx.plan.pipeline.step_time import StageCosts, StepTime, evaluate
 
 
 def timed(case: Case) -> StepTime:
@@ -195,6 +195,6 @@ def test_costs_of_another_number_of_stages_are_refused() -> None:
 
 def test_no_torch_comes_with_it() -> None:
     code = (
-        "import sys, phalanx.plan.pipeline.evaluate, phalanx.plan.pipeline.evaluate; sys.exit('torch' in sys.modules)"
+        "import sys, phalanx.plan.pipeline.step_time, phalanx.plan.pipeline.step_time; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0

@@ -15,11 +15,11 @@ from plan_report_samples import report
 
 from phalanx.core.errors import UserError
 from phalanx.parallel.config import Schedule
-from phalanx.plan.hardware.load import load_cluster
+from phalanx.plan.hardware.hardware_files import load_cluster
 from phalanx.plan.predict import predict
-from phalanx.plan.report.model import PredictionReport
-from phalanx.plan.report.page import prediction_figures, prediction_sections, step_timeline
 from phalanx.plan.report.page_blocks import html_of, write_page
+from phalanx.plan.report.report_model import PredictionReport
+from phalanx.plan.report.report_page import prediction_figures, prediction_sections, step_timeline
 from phalanx.plan.software import MEGATRON_2022, PHALANX
 from phalanx.plan.types import Job, Model, Software, Strategy
 

@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 from search_costs import GPT3, FakeCosts
 
-from phalanx.plan.report.as_json import search_json
-from phalanx.plan.report.page import search_figures, search_sections
 from phalanx.plan.report.page_blocks import write_page
+from phalanx.plan.report.report_json import search_json
+from phalanx.plan.report.report_page import search_figures, search_sections
 from phalanx.plan.report.search_text import (
     axes_of,
     numbers_of,

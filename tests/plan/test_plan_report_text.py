@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from plan_report_samples import part, prediction, report
 from rich.console import Console
 
-from phalanx.plan.report.as_json import prediction_json
-from phalanx.plan.report.model import MEMORY_KINDS, make_tree, printed, pruned
-from phalanx.plan.report.text import bar, prediction_text, run_line, seconds_text, wrapped
+from phalanx.plan.report.report_json import prediction_json
+from phalanx.plan.report.report_model import MEMORY_KINDS, make_tree, printed, pruned
+from phalanx.plan.report.report_text import bar, prediction_text, run_line, seconds_text, wrapped
 
 
 def _text(width: int = 80, ranks: int = 8, fullest: float = 51.0, sources: bool = False) -> str:

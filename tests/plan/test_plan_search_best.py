@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from search_costs import GPT3, FakeCosts, FakeScores
 
-from phalanx.plan.report.model import limits_of
+from phalanx.plan.report.report_model import limits_of
 from phalanx.plan.search.constraints import CHOICES, SearchTarget, parse
 from phalanx.plan.search.frontier import CostModel, scored
 from phalanx.plan.search.search import SearchResult, memory_bytes, search

@@ -8,10 +8,10 @@ import pytest
 from search_costs import FakeCosts
 
 from phalanx.model.config import ModelConfig
-from phalanx.parallel.choose import Machines, choose_layout
 from phalanx.parallel.feasible import Task
+from phalanx.parallel.layout_choice import Machines, choose_layout
 from phalanx.plan.jobs import make_strategy
-from phalanx.plan.report.model import foreign, toml_keys
+from phalanx.plan.report.report_model import foreign, toml_keys
 from phalanx.plan.search.constraints import SearchTarget, parse
 from phalanx.plan.search.search import search
 from phalanx.plan.types import Job, Model, Strategy

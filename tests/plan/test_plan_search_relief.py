@@ -10,13 +10,13 @@ import pytest
 from plan_report_samples import report
 from rich.console import Console
 
-from phalanx.plan.hardware.load import load_cluster
+from phalanx.plan.hardware.hardware_files import load_cluster
 from phalanx.plan.predict import predict
-from phalanx.plan.report.as_json import prediction_json
-from phalanx.plan.report.model import changed_settings
-from phalanx.plan.report.page import prediction_sections
 from phalanx.plan.report.page_blocks import html_of
-from phalanx.plan.report.text import prediction_text
+from phalanx.plan.report.report_json import prediction_json
+from phalanx.plan.report.report_model import changed_settings
+from phalanx.plan.report.report_page import prediction_sections
+from phalanx.plan.report.report_text import prediction_text
 from phalanx.plan.score import score
 from phalanx.plan.search.constraints import SearchTarget
 from phalanx.plan.search.frontier import CostModel

@@ -16,9 +16,9 @@ from search_costs import GPT3
 from phalanx.core.errors import UserError
 from phalanx.core.layout import divisors
 from phalanx.model.config import ModelConfig
-from phalanx.parallel.choose import Machines, choose_layout
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.feasible import Task
+from phalanx.parallel.layout_choice import Machines, choose_layout
 from phalanx.plan.search.constraints import SearchTarget, parse
 from phalanx.plan.search.space import NUMERIC, SearchSpace, layouts
 from phalanx.plan.types import Job, Model

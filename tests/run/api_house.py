@@ -18,9 +18,9 @@ from phalanx.run.api.app import make_app
 from phalanx.run.api.job import Job
 from phalanx.run.api.server import HttpServer
 from phalanx.run.decide import policy
-from phalanx.run.people.hub import Hub
+from phalanx.run.reports.recent_events import Hub
 from phalanx.run.secrets import Token, ensure_token
-from phalanx.run.wire.addresses import Address
+from phalanx.run.wire.driver_address import Address
 
 GUARD_S = 60.0
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from phalanx.run.judge.limits import LimitConfig, StepJudge
+from phalanx.run.judge.step_limits import LimitConfig, StepJudge
 from phalanx.run.messages import WorkerState
 
 BACKWARD = """Thread 0x00007f1 (most recent call first):

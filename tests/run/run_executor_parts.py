@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from phalanx.run import messages
-from phalanx.run.executor.evidence import Subject
 from phalanx.run.executor.executor import Executor
+from phalanx.run.executor.flight_recorder import Subject
 from phalanx.run.executor.reaper import Killed
 from phalanx.run.executor.workers import Here, Senses
 from phalanx.run.messages import report_of

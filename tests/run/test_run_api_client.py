@@ -21,13 +21,13 @@ from phalanx.run.api.client import Client
 from phalanx.run.clock import Now
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.decide.state import Host, State
-from phalanx.run.driver.overview import Known, overview
+from phalanx.run.driver.job_status import Known, overview
+from phalanx.run.incidents.incident_pages import store
 from phalanx.run.incidents.report import Incident, Outcome, Seen
-from phalanx.run.incidents.store import store
-from phalanx.run.logs.files import RankLog
+from phalanx.run.job_folder import Card, write_card
+from phalanx.run.logs.log_files import RankLog
 from phalanx.run.messages import WorkerState
-from phalanx.run.people.hub import HostView, Overview, Told
-from phalanx.run.run_folder import Card, write_card
+from phalanx.run.reports.recent_events import HostView, Overview, Told
 
 
 @pytest.fixture
@@ -240,7 +240,7 @@ def test_a_driver_that_does_not_answer_is_an_error_that_may_pass(house: House) -
 
 
 def test_the_job_out_of_its_journal_is_the_job_that_the_driver_knew(tmp_path: Path) -> None:
-    from phalanx.run.driver.overview import remember
+    from phalanx.run.driver.job_status import remember
 
     town = make_town(tmp_path)
     town.until(running(1))

@@ -17,7 +17,7 @@ from api_house import GUARD_S, House, open_house
 from phalanx.run.api import guard, server
 from phalanx.run.api.app import make_app
 from phalanx.run.api.guard import SESSION_S, Sessions
-from phalanx.run.people.hub import Wrote
+from phalanx.run.reports.recent_events import Wrote
 from phalanx.run.secrets import Token
 from phalanx.run.wire import connection
 

@@ -11,8 +11,8 @@ import trustme
 from api_house import GUARD_S, House, open_house
 
 from phalanx.run.api.client import Client
-from phalanx.run.people.hub import Overview
-from phalanx.run.run_folder import Card, write_card
+from phalanx.run.job_folder import Card, write_card
+from phalanx.run.reports.recent_events import Overview
 from phalanx.run.secrets import TlsFiles, server_context
 
 

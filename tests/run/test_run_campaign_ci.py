@@ -12,7 +12,7 @@ import pytest
 from support.campaign.running import run_case
 
 from phalanx.faults.campaign import ci_cases, generate
-from phalanx.faults.manifest import Manifest
+from phalanx.faults.case_manifest import Manifest
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="needs Linux"), pytest.mark.slow]
 

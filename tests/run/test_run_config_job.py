@@ -257,7 +257,7 @@ def test_examples_of_the_docs_are_accepted(tmp_path: Path) -> None:
 def test_nothing_of_this_knows_torch() -> None:
     program = (
         "import sys, phalanx.run.secrets, phalanx.run.journal, phalanx.run.config, phalanx.run.flags\n"
-        "import phalanx.run.logs.pump, phalanx.run.logs.files, phalanx.run.incidents.store\n"
+        "import phalanx.run.logs.log_pump, phalanx.run.logs.log_files, phalanx.run.incidents.incident_pages\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -16,13 +16,13 @@ import pytest
 from driver_helpers import FakeHost, Town, running
 
 from phalanx.checks.network import judge_peers
-from phalanx.checks.peer import PeerMeasure
+from phalanx.checks.peer_bandwidth import PeerMeasure
 from phalanx.run import messages
 from phalanx.run.backends.local import INTERFACE, Network
 from phalanx.run.decide import actions
 from phalanx.run.decide.policy import Job
+from phalanx.run.incidents.incident_pages import to_markdown
 from phalanx.run.incidents.report import Incident, after
-from phalanx.run.incidents.store import to_markdown
 from phalanx.run.secrets import ensure_token
 
 Links = dict[str, float]
@@ -169,7 +169,7 @@ from phalanx.checks.runner import CHECKS
 from phalanx.run import messages
 from phalanx.run.executor.main import open_to_peers
 from phalanx.run.executor.workers import Here
-from phalanx.run.executor.monitor import Means, check
+from phalanx.run.executor.check_runner import Means, check
 
 name, address, token, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4])
 others = frozenset(one.name for one in CHECKS) - {"peers", "clock"}

@@ -7,11 +7,11 @@ from dataclasses import asdict
 import msgspec
 import pytest
 
-from phalanx.checks.contract import CheckResult, failed, passed
-from phalanx.checks.neighbours import Threshold
+from phalanx.checks.check_result import CheckResult, failed, passed
 from phalanx.checks.network import judge_peers
-from phalanx.checks.peer import PeerMeasure
-from phalanx.checks.system import judge_clock
+from phalanx.checks.pairwise_tests import Threshold
+from phalanx.checks.peer_bandwidth import PeerMeasure
+from phalanx.checks.system_settings import judge_clock
 from phalanx.run import messages
 from phalanx.run.clock import Now
 from phalanx.run.decide.events import CheckFailed, CheckPassed

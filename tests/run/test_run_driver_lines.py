@@ -8,7 +8,7 @@ from driver_helpers import Town, running
 
 from phalanx.run.clock import Now
 from phalanx.run.decide.policy import Job
-from phalanx.run.driver.findings import LINES_PER_S, LineBudget
+from phalanx.run.driver.judgements import LINES_PER_S, LineBudget
 from phalanx.run.messages import HostState, LogLine, heartbeat
 
 HOST = HostState(0.0, 0, 0, 0)

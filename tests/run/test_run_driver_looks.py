@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.run.clock import Now
-from phalanx.run.driver.findings import Look
+from phalanx.run.driver.judgements import Look
 from phalanx.run.messages import Evidence, RankEvidence
 
 RANKS = {"a": (0, 1), "b": (2, 3)}

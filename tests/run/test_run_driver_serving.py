@@ -17,7 +17,7 @@ from phalanx.run.clock import Now, read_clocks
 from phalanx.run.decide import actions
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.driver.driver import Driver, Settings
-from phalanx.run.driver.loop import BackendOrders, keep_going, let_leave
+from phalanx.run.driver.event_loop import BackendOrders, keep_going, let_leave
 from phalanx.run.driver.write_ahead import Aside, Book
 from phalanx.run.journal import open_journal
 from phalanx.run.wire.client import DriverLink

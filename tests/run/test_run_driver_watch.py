@@ -24,7 +24,7 @@ from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.decide.state import State
 from phalanx.run.driver.attempt import ADVANCED_S, BROKEN_STEPS, AttemptWatch
 from phalanx.run.driver.hosts import HostWatch
-from phalanx.run.driver.overview import Known, overview
+from phalanx.run.driver.job_status import Known, overview
 from phalanx.run.messages import Heartbeat, Hello, HostState, WorkerEnded, WorkerState, heartbeat
 
 HOST = HostState(0.0, 0, 0, 0)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from phalanx.faults.hosts import VARIABLE, set_offset
+from phalanx.faults.host_faults import VARIABLE, set_offset
 
 SHOW = "import time; from phalanx.run.clock import read_clocks; now = read_clocks(); print(now.unix_s - time.time())"
 

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from phalanx.ipc.processes import dump_signal, read_process
-from phalanx.run.executor.evidence import FlightSource, Subject, gather
-from phalanx.run.executor.monitor import Reader
-from phalanx.run.executor.stacks import Stacks, format_py_spy, py_spy_program, stacks_of
-from phalanx.run.judge.rules import KERNEL_RANK, Matcher, load_rules
-from phalanx.run.judge.still import main_stack
+from phalanx.run.executor.check_runner import Reader
+from phalanx.run.executor.flight_recorder import FlightSource, Subject, gather
+from phalanx.run.executor.stack_dumps import Stacks, format_py_spy, py_spy_program, stacks_of
+from phalanx.run.judge.log_rules import KERNEL_RANK, Matcher, load_rules
+from phalanx.run.judge.stack_traces import main_stack
 from phalanx.run.messages import Accelerator
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
@@ -116,7 +116,7 @@ def test_whom_only_py_spy_halts_is_not_halted(
     assert process is not None
     seen = iter(states)
     monkeypatch.setattr(
-        "phalanx.run.executor.evidence.read_process", lambda *_: replace(process, state=next(seen, expected))
+        "phalanx.run.executor.flight_recorder.read_process", lambda *_: replace(process, state=next(seen, expected))
     )
     gathered = gather([Subject(0, process.pid)], attempt=1, within_s=1.0, program=NO_PY_SPY)
     assert gathered.ranks[0].state == expected

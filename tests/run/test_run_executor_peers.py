@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from phalanx.checks.peer import PeerError, measure_peer
+from phalanx.checks.peer_bandwidth import PeerError, measure_peer
 from phalanx.checks.runner import CHECKS
+from phalanx.run.executor.check_runner import Means, check
 from phalanx.run.executor.main import open_to_peers
-from phalanx.run.executor.monitor import Means, check
 from phalanx.run.executor.workers import Here
 from phalanx.run.secrets import ensure_token
 

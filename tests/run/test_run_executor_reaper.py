@@ -18,8 +18,8 @@ from phalanx.checkpoint.keeper.keeper_start import end_keeper, is_listening
 from phalanx.core.errors import UserError
 from phalanx.ipc.processes import descendants, processes, read_process
 from phalanx.run.executor import reaper
-from phalanx.run.executor.containment import Group, Home, homes, until_killed
-from phalanx.run.executor.processes import describe
+from phalanx.run.executor.control_groups import Group, Home, homes, until_killed
+from phalanx.run.executor.system_calls import describe
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are held together on Linux only")
 

@@ -14,9 +14,9 @@ import pytest
 from run_executor_parts import GUARD_S, SENSES, make_executor, workers_of
 
 from phalanx.run import messages
-from phalanx.run.executor.evidence import Subject, gather
-from phalanx.run.executor.stacks import py_spy_program, stacks_of
-from phalanx.run.judge.still import main_stack
+from phalanx.run.executor.flight_recorder import Subject, gather
+from phalanx.run.executor.stack_dumps import py_spy_program, stacks_of
+from phalanx.run.judge.stack_traces import main_stack
 
 WITHIN_S = 2.0
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from phalanx.launch.script import Script
-from phalanx.launch.warm import WarmTemplate, Word
+from phalanx.launch.user_script import Script
+from phalanx.launch.warm_template import WarmTemplate, Word
 from phalanx.run import messages
 from phalanx.run.executor.workers import Workers
-from phalanx.run.logs.files import RankLog, last_lines
-from phalanx.run.logs.lines import Tails
-from phalanx.run.logs.pump import Pump
+from phalanx.run.logs.log_files import RankLog, last_lines
+from phalanx.run.logs.log_lines import Tails
+from phalanx.run.logs.log_pump import Pump
 from phalanx.run.wire.codec import Kept, encode
 
 GUARD_S = 60.0

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from phalanx.core.errors import UserError
+from phalanx.run.incidents.incident_pages import PAGE_LINES, incidents_folder, listed, load, store, to_html, to_markdown
 from phalanx.run.incidents.report import Decided, Incident, Lost, Outcome, Seen, Took, from_json, to_json
-from phalanx.run.incidents.store import PAGE_LINES, incidents_folder, listed, load, store, to_html, to_markdown
 
 T = 1_795_294_398.0
 

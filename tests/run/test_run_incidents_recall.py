@@ -16,13 +16,13 @@ from phalanx.run.clock import Now
 from phalanx.run.decide.actions import Action, AddToIncident, CloseIncident, OpenIncident
 from phalanx.run.decide.policy import Job
 from phalanx.run.driver.write_ahead import Book
-from phalanx.run.incidents.keeper import Keeper, completed, told
+from phalanx.run.incidents.evidence_files import Keeper, completed, told
+from phalanx.run.incidents.incident_pages import load, page_of, store
 from phalanx.run.incidents.report import Incident, Seen
-from phalanx.run.incidents.store import load, page_of, store
 from phalanx.run.journal import Entry, Journal, open_journal
 from phalanx.run.messages import WorkerEnded
-from phalanx.run.people.hub import Hub
-from phalanx.run.people.webhook import Audience
+from phalanx.run.reports.recent_events import Hub
+from phalanx.run.reports.webhook import Audience
 
 JOB = Job("train", hosts=2, workers_per_host=2)
 SECRET = "correct-horse"

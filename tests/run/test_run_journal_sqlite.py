@@ -26,7 +26,7 @@ from phalanx.run.journal import (
     open_journal,
     read_journal,
 )
-from phalanx.run.journal.places import is_network_file_system
+from phalanx.run.journal.journal_tables import is_network_file_system
 
 HERE = Path(__file__).parent
 

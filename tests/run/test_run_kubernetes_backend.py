@@ -19,7 +19,7 @@ from phalanx.core.errors import UserError
 from phalanx.run.backends.base import Listener, Movable
 from phalanx.run.backends.kubernetes.api import ClusterApi, ClusterError
 from phalanx.run.backends.kubernetes.backend import KubernetesBackend
-from phalanx.run.backends.kubernetes.options import KubernetesOptions
+from phalanx.run.backends.kubernetes.kubernetes_options import KubernetesOptions
 
 GUARD_S = 60.0
 BASE = "phalanx-train"

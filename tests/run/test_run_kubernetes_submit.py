@@ -23,8 +23,8 @@ from phalanx.core.errors import UserError
 from phalanx.run.backends.base import submit_job
 from phalanx.run.backends.kubernetes import entry
 from phalanx.run.backends.kubernetes.api import ClusterApi, ClusterError, indexes
+from phalanx.run.backends.kubernetes.kubernetes_options import KubernetesOptions, read_options
 from phalanx.run.backends.kubernetes.manifests import DRIVER_VARIABLE, base_name, executors, for_driver, host_name
-from phalanx.run.backends.kubernetes.options import KubernetesOptions, read_options
 from phalanx.run.backends.kubernetes.submit import make_all
 from phalanx.run.config import RunConfig, load_job
 from phalanx.run.executor.main import Settings

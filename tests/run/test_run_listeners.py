@@ -17,7 +17,7 @@ import pytest
 from run_executor_parts import GUARD_S, make_executor
 from support.recovery.job import Job
 
-from phalanx.launch.store import open_store_socket
+from phalanx.launch.rendezvous_store import open_store_socket
 from phalanx.run import messages
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.run.logs.files import (
+from phalanx.run.logs.log_files import (
     Follower,
     Line,
     RankLog,

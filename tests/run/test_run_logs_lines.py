@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.run.logs.lines import LineSplitter, Tails, cut, escape_for_html, share_of, strip_ansi
+from phalanx.run.logs.log_lines import LineSplitter, Tails, cut, escape_for_html, share_of, strip_ansi
 
 
 def split(*blocks: bytes, most: int = 1 << 14) -> list[str]:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.run.logs.files import RankLog, last_lines
-from phalanx.run.logs.lines import Tails
-from phalanx.run.logs.pump import Pump
+from phalanx.run.logs.log_files import RankLog, last_lines
+from phalanx.run.logs.log_lines import Tails
+from phalanx.run.logs.log_pump import Pump
 
 GUARD_S = 60
 

@@ -28,7 +28,7 @@ from phalanx.run.backends.slurm.submit import job_file, sbatch_command, script
 from phalanx.run.config import RunConfig, load_job
 from phalanx.run.decide.policy import Job
 from phalanx.run.secrets import client_context, ensure_certificate, server_context
-from phalanx.run.wire.addresses import address_towards
+from phalanx.run.wire.driver_address import address_towards
 
 
 def job(**options: object) -> RunConfig:

@@ -19,8 +19,8 @@ from driver_helpers import Town, running
 from rich.console import Console
 from rich.text import Text
 
+from phalanx.core.asyncio_tasks import told
 from phalanx.core.errors import UserError
-from phalanx.core.tasks import told
 from phalanx.run import messages
 from phalanx.run.api.guard import Guard, Sessions
 from phalanx.run.api.server import HttpServer
@@ -30,21 +30,21 @@ from phalanx.run.clock import Now
 from phalanx.run.decide.actions import OpenIncident
 from phalanx.run.decide.policy import Job
 from phalanx.run.drive.main import _begin, _step_down, heed_signals, told_to
+from phalanx.run.executor.check_runner import Checking
 from phalanx.run.executor.main import _read_kernel
-from phalanx.run.executor.monitor import Checking
 from phalanx.run.executor.workers import TEXT_CHARS, sendable
-from phalanx.run.incidents import keeper
-from phalanx.run.incidents.keeper import Keeper
+from phalanx.run.incidents import evidence_files
+from phalanx.run.incidents.evidence_files import Keeper
+from phalanx.run.incidents.incident_pages import load
 from phalanx.run.incidents.report import Incident
-from phalanx.run.incidents.store import load
-from phalanx.run.logs.files import RankLog
-from phalanx.run.logs.lines import Tails
-from phalanx.run.logs.pump import Pump
-from phalanx.run.people.hub import Hub, Told
-from phalanx.run.people.view import _Painter, show
-from phalanx.run.people.webhook import Webhook
+from phalanx.run.logs.log_files import RankLog
+from phalanx.run.logs.log_lines import Tails
+from phalanx.run.logs.log_pump import Pump
+from phalanx.run.reports.live_view import _Painter, show
+from phalanx.run.reports.recent_events import Hub, Told
+from phalanx.run.reports.webhook import Webhook
 from phalanx.run.secrets import Token
-from phalanx.run.wire.addresses import Address
+from phalanx.run.wire.driver_address import Address
 
 GUARD_S = 60.0
 
@@ -83,7 +83,7 @@ def test_a_task_that_nobody_awaits_is_told_while_it_is_held() -> None:
 def test_of_reports_one_that_cannot_be_made_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    good = keeper.store
+    good = evidence_files.store
 
     def store(folder: Path, incident: Incident) -> Path:
         if incident.number == 1:
@@ -93,7 +93,7 @@ def test_of_reports_one_that_cannot_be_made_leaves_the_others(
     def deliver(incident: Incident, page: Path) -> None:
         raise FaultError("nobody is told")
 
-    monkeypatch.setattr(keeper, "store", store)
+    monkeypatch.setattr(evidence_files, "store", store)
     kept = Keeper(tmp_path, "j", (), deliver)
     for number in (1, 2, 3):
         kept.tell(OpenIncident(number, 1, "x", "y"), Now(0, 1.0))

@@ -23,7 +23,7 @@ from wire_helpers import (
 )
 
 from phalanx.run import messages as m
-from phalanx.run.wire import addresses, codec, proof, server
+from phalanx.run.wire import codec, driver_address, proof, server
 
 UPGRADE = (
     b"GET /executors HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
@@ -33,7 +33,7 @@ UPGRADE = (
 
 async def tcp(address, sent=b"", source="127.0.0.1"):
     """A stranger's bytes, and all that comes back until the driver hangs up."""
-    reader, writer = await asyncio.open_connection(*addresses.parse(address), local_addr=(source, 0))
+    reader, writer = await asyncio.open_connection(*driver_address.parse(address), local_addr=(source, 0))
     try:
         writer.write(sent)
         return await reader.read()
@@ -252,7 +252,7 @@ def test_garbage_never_hurts_anybody_but_its_sender(parts, has_proof, step):
                     raw.channel.abort("over")
                     await driver.heard.until(lambda: driver.server.hosts() == ["good"])
             else:
-                reader, writer = await asyncio.open_connection(*addresses.parse(driver.address))
+                reader, writer = await asyncio.open_connection(*driver_address.parse(driver.address))
                 writer.write(b"".join(parts))
                 writer.close()
                 await reader.read()
@@ -368,8 +368,8 @@ async def test_those_who_say_nothing_shut_no_door(monkeypatch):
     monkeypatch.setattr(server, "MAX_UNPROVEN", 20)
     async with driving() as driver:
         for _ in range(2 * server.FAILURES):
-            (await asyncio.open_connection(*addresses.parse(driver.address)))[1].close()
-        idle = [await asyncio.open_connection(*addresses.parse(driver.address)) for _ in range(60)]
+            (await asyncio.open_connection(*driver_address.parse(driver.address)))[1].close()
+        idle = [await asyncio.open_connection(*driver_address.parse(driver.address)) for _ in range(60)]
         async with executing(driver.address) as here:
             await here.welcomed()
         for _, writer in idle:

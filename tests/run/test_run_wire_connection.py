@@ -25,7 +25,7 @@ from wire_helpers import (
 
 from phalanx.core.errors import UserError
 from phalanx.run import messages as m
-from phalanx.run.wire import addresses, client, codec, proof
+from phalanx.run.wire import client, codec, driver_address, proof
 from phalanx.run.wire.client import DriverLink, ReplacedError
 from phalanx.run.wire.server import ExecutorServer, Mark
 from phalanx.run.wire.websocket import MAX_UNSENT_BYTES
@@ -54,7 +54,7 @@ async def test_what_is_said_before_there_is_a_driver_is_kept_but_for_heartbeats(
         assert not executor.link.send(heartbeat(1)) and not executor.link.send(ended(0))
         executor.link.send(ended(1))
         assert executor.link.pending == 2
-        async with driving(addresses.parse(address).port) as driver:
+        async with driving(driver_address.parse(address).port) as driver:
             await executor.link.drained()
             assert driver.messages() == [ended(0), ended(1)] and executor.link.pending == 0
 
@@ -94,10 +94,10 @@ async def test_one_message_to_all():
 @runs
 async def test_a_driver_that_comes_back_elsewhere_is_found_by_its_file(tmp_path):
     path = tmp_path / "driver"
-    async with executing(addresses.published(path)) as executor:
+    async with executing(driver_address.published(path)) as executor:
         for number in range(3):
             async with driving() as driver:
-                addresses.publish(path, driver.server.address)
+                driver_address.publish(path, driver.server.address)
                 await executor.welcomed(number + 1)
                 executor.link.send(ended(number))
                 await executor.link.drained()
@@ -327,7 +327,7 @@ def test_an_open_address_without_tls_is_not_listened_on_nor_called():
 @runs
 async def test_an_open_address_that_a_file_names_is_not_called_without_tls(tmp_path):
     (tmp_path / "driver").write_text("192.0.2.1:7000\n")
-    async with executing(addresses.published(tmp_path / "driver")) as executor:
+    async with executing(driver_address.published(tmp_path / "driver")) as executor:
         while "needs TLS" not in executor.link.problem:
             await asyncio.sleep(0.01)
 

@@ -14,12 +14,12 @@ from wire_helpers import JOB, TOKEN, Clock, ended, heartbeat, hello
 
 from phalanx.core.addresses import is_loopback
 from phalanx.core.errors import UserError
-from phalanx.core.throttle import LogThrottle
+from phalanx.core.rate_limit import LogThrottle
 from phalanx.run import messages as m
 from phalanx.run.secrets import require_tls_unless_loopback
-from phalanx.run.wire import addresses, client, codec, proof, server, websocket
-from phalanx.run.wire.addresses import Address
+from phalanx.run.wire import client, codec, driver_address, proof, server, websocket
 from phalanx.run.wire.client import Backoff
+from phalanx.run.wire.driver_address import Address
 
 
 def handshake(token: bytes = TOKEN):
@@ -151,13 +151,13 @@ def test_one_line_in_ten_seconds_and_a_count_of_the_others():
 
 @pytest.mark.parametrize("text", ["127.0.0.1:80", "node-7.cluster:65535", "[::1]:7000"])
 def test_addresses_that_are_some(text):
-    assert str(addresses.parse(text)) == text
+    assert str(driver_address.parse(text)) == text
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":80", "host:0", "host:65536", "::1:80", "host:8o", "h:²"])
 def test_addresses_that_are_none_say_how_to_write_one(text):
     with pytest.raises(UserError, match="write host:port"):
-        addresses.parse(text)
+        driver_address.parse(text)
 
 
 @pytest.mark.parametrize(("host", "is_one"), [("127.8.9.1", True), ("::1", True), ("localhost", True),
@@ -174,11 +174,11 @@ def test_an_open_address_without_tls_is_refused_and_with_it_is_not():
 
 
 def test_the_address_file_is_read_each_time(tmp_path):
-    where = addresses.published(tmp_path / "driver")
+    where = driver_address.published(tmp_path / "driver")
     with pytest.raises(OSError):
         where()
     for port in (7000, 7001):
-        addresses.publish(tmp_path / "driver", Address("::1", port))
+        driver_address.publish(tmp_path / "driver", Address("::1", port))
         assert where() == [f"[::1]:{port}"]
 
 

@@ -14,7 +14,7 @@ import trustme
 import uvloop
 from wire_helpers import driving, ended, executing, guarded, runs
 
-from phalanx.run.wire import addresses
+from phalanx.run.wire import driver_address
 
 HERE = Path(__file__).parent
 
@@ -38,8 +38,8 @@ async def test_a_driver_that_is_killed_again_and_again_hears_everything_once(tmp
         return [tuple(json.loads(line)) for line in journal.read_text().splitlines()]
 
     async with (
-        executing(addresses.published(where), "a") as first,
-        executing(addresses.published(where), "b") as second,
+        executing(driver_address.published(where), "a") as first,
+        executing(driver_address.published(where), "b") as second,
     ):
         for kill in range(kills):
             with driver_process(journal, where):

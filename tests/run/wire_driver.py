@@ -11,7 +11,7 @@ from pathlib import Path
 from wire_helpers import JOB, TOKEN
 
 from phalanx.run import messages as m
-from phalanx.run.wire import addresses
+from phalanx.run.wire import driver_address
 from phalanx.run.wire.server import ExecutorServer, Mark
 
 
@@ -47,7 +47,7 @@ async def main(journal: Path, where: Path) -> None:
         marks=marks,
     )
     async with server:
-        addresses.publish(where, server.address)
+        driver_address.publish(where, server.address)
         await asyncio.Event().wait()
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from phalanx.run import messages
 from phalanx.run import messages as m
 from phalanx.run.wire import codec, proof
-from phalanx.run.wire.addresses import parse
 from phalanx.run.wire.client import Backoff, DriverLink
+from phalanx.run.wire.driver_address import parse
 from phalanx.run.wire.server import ExecutorServer
 from phalanx.run.wire.websocket import Channel, Ending, client_protocol, quiet_logger, server_protocol
 

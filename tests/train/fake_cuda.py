@@ -272,7 +272,7 @@ def step(
     from phalanx.optim.bad_step import BadStepJudge
     from phalanx.optim.build import build_optimizer
     from phalanx.optim.config import BadStepConfig, OptimConfig
-    from phalanx.train.reports.record import StepRecord
+    from phalanx.train.reports.step_record import StepRecord
     from phalanx.train.trainer import LocalTrainer
 
     device, model = _device(), _model(changes, fp8_layers)

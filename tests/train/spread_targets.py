@@ -17,9 +17,9 @@ from phalanx.train import ranks as meeting
 from phalanx.train.config import RunConfig
 from phalanx.train.device import Device
 from phalanx.train.ranks import Ranks
-from phalanx.train.run import Run
 from phalanx.train.session import train_rank
 from phalanx.train.trainer import SpreadTrainer
+from phalanx.train.training_run import Run
 
 
 def raise_at_step_5(worker: Worker, config: RunConfig, folder: str) -> int:

@@ -13,8 +13,8 @@ from phalanx.core.errors import UserError
 from phalanx.kernels.attention_trial import Shape, Trial
 from phalanx.train import trials
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.kernels import attention_lines, kernels_to_try
-from phalanx.train.run import Progress
+from phalanx.train.derived.kernel_choice import attention_lines, kernels_to_try
+from phalanx.train.training_run import Progress
 from phalanx.train.trials import described_attention, require_attention, settle_attention
 
 SHAPE = Shape(4, 8, 2, 256, 64, torch.bfloat16)

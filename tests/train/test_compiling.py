@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from phalanx.train.config import RunConfig
-from phalanx.train.derived import kernels
-from phalanx.train.derived.kernels import Compiling, decide_compiling, lacking_for_a_gpu
+from phalanx.train.derived import kernel_choice
+from phalanx.train.derived.kernel_choice import Compiling, decide_compiling, lacking_for_a_gpu
 
 TENSOR = {"parallel": {"tensor": 2}}
 ZERO_BUBBLE = {"parallel": {"pipeline": 2, "schedule": "zbv"}}
@@ -48,14 +48,14 @@ def test_what_no_compiler_sees_is_named(settings: dict[str, Any], named: str) ->
 def test_a_gpu_without_a_c_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(kernel_choice.importlib.util, "find_spec", lambda name: name)
     on, why = decide_compiling(_config({}), on_gpu=True, lacking=lacking_for_a_gpu())
     assert not on and "there is no C compiler here" in why
     assert decide_compiling(_config({}, compile=True), on_gpu=True, lacking=why).on
 
 
 def test_a_gpu_without_triton_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(kernel_choice.importlib.util, "find_spec", lambda name: None)
     assert "no package triton" in decide_compiling(_config({}), on_gpu=True, lacking=lacking_for_a_gpu()).why
 
 

@@ -43,9 +43,9 @@ from phalanx.train import session
 from phalanx.train.config import EvaluateConfig
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.reports.display import LiveDisplay, Looked, PlainDisplay
-from phalanx.train.reports.reporting import describe
-from phalanx.train.run import Run
-from phalanx.train.signals import StopRequest
+from phalanx.train.reports.reporter import describe
+from phalanx.train.stop_request import StopRequest
+from phalanx.train.training_run import Run
 
 pytestmark = pytest.mark.usefixtures("no_peak")
 

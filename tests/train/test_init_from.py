@@ -16,7 +16,7 @@ from phalanx.checkpoint.restoring.open_checkpoint import newest
 from phalanx.core.config import load
 from phalanx.core.errors import UserError
 from phalanx.train.config import RunConfig
-from phalanx.train.run import Run
+from phalanx.train.training_run import Run
 from phalanx.train.weights.convert import export_run, import_config
 from phalanx.train.weights.trained import open_trained
 

@@ -16,7 +16,7 @@ from train_helpers import begin, configured
 from phalanx.core.errors import UserError
 from phalanx.model.config import ModelConfig
 from phalanx.model.decoder import Decoder
-from phalanx.model.logical import LogicalParameters
+from phalanx.model.logical_parameters import LogicalParameters
 from phalanx.train.weights.initial import read_llama
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))

@@ -19,11 +19,11 @@ from phalanx.core.errors import UserError
 from phalanx.launch.cores import ignored_threads
 from phalanx.train import start
 from phalanx.train.config import RunConfig, TrainConfig
-from phalanx.train.derived import memory
-from phalanx.train.derived.figures import check_early
-from phalanx.train.derived.memory import host_available_bytes, require_memory, standing_bytes
+from phalanx.train.derived import memory_needs
+from phalanx.train.derived.memory_needs import host_available_bytes, require_memory, standing_bytes
+from phalanx.train.derived.run_numbers import check_early
 from phalanx.train.device import choose_device
-from phalanx.train.failures import explained, out_of_memory
+from phalanx.train.system_errors import explained, out_of_memory
 
 
 @pytest.mark.usefixtures("no_peak")
@@ -61,7 +61,7 @@ def test_a_model_that_cannot_fit_is_refused_with_its_parts() -> None:
 LIMITED = """
 import resource
 from pathlib import Path
-from phalanx.train.derived.memory import host_available_bytes
+from phalanx.train.derived.memory_needs import host_available_bytes
 
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 print(host_available_bytes())
@@ -76,7 +76,7 @@ def test_available_memory_minds_the_host_and_the_limit_of_this_process(monkeypat
     unlimited, limited = map(int, shown.split())
     assert 0 < limited < 72 << 20  # with what the heap holds already without using it
     assert limited <= unlimited < 2**50
-    monkeypatch.setattr(memory, "available_bytes", lambda: 2**20)  # of the host and its control groups
+    monkeypatch.setattr(memory_needs, "available_bytes", lambda: 2**20)  # of the host and its control groups
     assert host_available_bytes() == 2**20
 
 

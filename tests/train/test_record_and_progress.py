@@ -13,10 +13,10 @@ from rich.console import Console
 
 from phalanx.data.prepare import Progress as PrepareProgress
 from phalanx.train.reports.display import LiveDisplay, PlainDisplay, Status, fitting, format_status, make_display
-from phalanx.train.reports.preparing import PrepareDisplay
-from phalanx.train.reports.record import StepRecord, StepReport
-from phalanx.train.run import Progress
-from phalanx.train.signals import StopRequest
+from phalanx.train.reports.preparation_progress import PrepareDisplay
+from phalanx.train.reports.step_record import StepRecord, StepReport
+from phalanx.train.stop_request import StopRequest
+from phalanx.train.training_run import Progress
 
 
 class Clock:

@@ -29,12 +29,12 @@ from train_helpers import (
 
 from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
 from phalanx.core.errors import UserError
-from phalanx.core.points import Points
+from phalanx.core.fault_points import Points
 from phalanx.data.batch import Batch
-from phalanx.model.logical import initialise
+from phalanx.model.logical_parameters import initialise
 from phalanx.train import assemble
-from phalanx.train.run import Run
 from phalanx.train.run_folder import RunFolder
+from phalanx.train.training_run import Run
 
 pytestmark = pytest.mark.usefixtures("no_peak")
 

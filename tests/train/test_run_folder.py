@@ -15,7 +15,7 @@ from support.odd_files import ODD_FILES
 from phalanx.core.config import Config, known_keys, load, validate
 from phalanx.core.errors import UserError
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.changes import ASKED, FREE, TABLE, changes_between, classes
+from phalanx.train.derived.resume_changes import ASKED, FREE, TABLE, changes_between, classes
 from phalanx.train.run_folder import RunFolder, note_hardware, open_for_training
 
 

@@ -31,10 +31,10 @@ from train_helpers import (
 )
 
 from phalanx.checkpoint.restoring.open_checkpoint import open_checkpoint
-from phalanx.launch.local import launch_local
+from phalanx.launch.local_ranks import launch_local
 from phalanx.parallel.config import ParallelConfig
 from phalanx.parallel.feasible import needed_bytes
-from phalanx.train.derived.layout import task_of
+from phalanx.train.derived.run_layout import task_of
 
 pytestmark = [
     pytest.mark.usefixtures("no_peak"),

@@ -7,9 +7,9 @@ import pytest
 from phalanx.core.config import validate
 from phalanx.core.errors import UserError
 from phalanx.core.phases import Phases
-from phalanx.parallel.choose import Machines
+from phalanx.parallel.layout_choice import Machines
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.layout import check_started, resolve_layout
+from phalanx.train.derived.run_layout import check_started, resolve_layout
 from phalanx.train.session import started
 
 

@@ -26,10 +26,10 @@ from phalanx.optim.bad_step import _Mailbox
 from phalanx.optim.base import SkippingOptimizer
 from phalanx.train.config import RunConfig
 from phalanx.train.evaluate import evaluate
-from phalanx.train.run import Run
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.session import sample
 from phalanx.train.trainer import accumulate_gradients
+from phalanx.train.training_run import Run
 
 pytestmark = pytest.mark.usefixtures("no_peak")
 

@@ -19,15 +19,15 @@ from rich.console import Console
 from support import tiny
 
 from phalanx.core.config import load
-from phalanx.core.points import NO_POINTS, Points
+from phalanx.core.fault_points import NO_POINTS, Points
 from phalanx.data.batch import Batch
 from phalanx.train import assemble as assembling
 from phalanx.train import session
 from phalanx.train.config import RunConfig
 from phalanx.train.loop import Outcome, train
-from phalanx.train.reports.reporting import Reporter
-from phalanx.train.run import Run
+from phalanx.train.reports.reporter import Reporter
 from phalanx.train.run_folder import open_for_training
+from phalanx.train.training_run import Run
 
 TINY: dict[str, Any] = tiny.SETTINGS | {
     "train.steps": 20,

@@ -21,15 +21,15 @@ import psutil
 import trustme
 
 from phalanx.core.errors import UserError
-from phalanx.faults.agenda import KINDS, Memory, write_agenda
 from phalanx.faults.campaign import agenda_of
-from phalanx.faults.hosts import Machine, NotDoneError, happen, is_time, kill, set_offset, small_disk, tree_of
-from phalanx.faults.manifest import Incident, Manifest
-from phalanx.faults.proxy import Link
+from phalanx.faults.case_manifest import Incident, Manifest
+from phalanx.faults.fault_schedule import KINDS, Memory, write_agenda
+from phalanx.faults.host_faults import Machine, NotDoneError, happen, is_time, kill, set_offset, small_disk, tree_of
 from phalanx.faults.referee import Fact, facts_of
+from phalanx.faults.tcp_proxy import Link
 from phalanx.run.backends.local import INTERFACE, Network, number_of
 from phalanx.run.journal import JournalError, read_journal
-from phalanx.run.wire.addresses import parse, publish
+from phalanx.run.wire.driver_address import parse, publish
 from support.campaign.settings import (
     DISK_BYTES,
     SUBNET,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from phalanx.core.files import write_json
 from phalanx.faults.campaign import SLOW_STEPS
-from phalanx.faults.manifest import Manifest
+from phalanx.faults.case_manifest import Manifest
 from phalanx.faults.referee import Result, Results, Score, judge
 from support.campaign.control import SCRIPT, Run, work_folder
 from support.campaign.settings import QUIET

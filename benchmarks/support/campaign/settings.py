@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.faults.agenda import KINDS
-from phalanx.faults.manifest import Manifest
+from phalanx.faults.case_manifest import Manifest
+from phalanx.faults.fault_schedule import KINDS
 from phalanx.run.config import toml_value
 
 DISK_BYTES = 320 << 20  # more than a test of a disk writes

@@ -9,8 +9,8 @@ from typing import Any
 from phalanx.plan.jobs import make_job, make_strategy, software_of
 from phalanx.plan.types import Job, Strategy
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.figures import complete_model
-from phalanx.train.derived.fit import first_level
+from phalanx.train.derived.memory_fit import first_level
+from phalanx.train.derived.run_numbers import complete_model
 
 VOCABULARY = 500
 _MODEL = {"layers": 4, "hidden": 128, "heads": 4, "vocab_multiple": 64}

@@ -18,7 +18,7 @@ from phalanx.model.decoder import Decoder
 from phalanx.model.shapes import parameter_table
 from phalanx.optim.build import OptimizerSet, build_optimizer
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.pipeline.executor import _Mail
+from phalanx.parallel.pipeline.pipeline_executor import _Mail
 from phalanx.parallel.stage import AutogradStage
 from phalanx.train.assemble import build_trainer
 from phalanx.train.device import Device

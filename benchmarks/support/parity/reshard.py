@@ -22,16 +22,16 @@ from phalanx.checkpoint.session.blocking_session import save
 from phalanx.core.config import load
 from phalanx.data.prepare import prepare
 from phalanx.launch.environment import Worker
-from phalanx.launch.local import launch_local
+from phalanx.launch.local_ranks import launch_local
 from phalanx.telemetry.loggers import Silent, open_loggers
 from phalanx.train.assemble import assemble
 from phalanx.train.config import RunConfig
 from phalanx.train.loop import train
 from phalanx.train.ranks import Ranks, meet
 from phalanx.train.reports.display import make_display
-from phalanx.train.reports.reporting import Reporter
-from phalanx.train.run import Run
+from phalanx.train.reports.reporter import Reporter
 from phalanx.train.run_folder import RunFolder, open_for_training
+from phalanx.train.training_run import Run
 from support import tiny
 from support.parity.compare import BAR, relative_error
 

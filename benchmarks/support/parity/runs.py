@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx.core.layout import Shard
 from phalanx.model.decoder import Decoder
-from phalanx.model.logical import initialise
+from phalanx.model.logical_parameters import initialise
 from phalanx.model.shapes import parameter_table
 from phalanx.optim.base import GradientNorm, Reduction, grad_norm, local
 from phalanx.optim.build import OptimizerSet, build_optimizer

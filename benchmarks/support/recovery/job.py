@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from phalanx.run.journal.places import JournalError
+from phalanx.run.journal.journal_tables import JournalError
 from phalanx.run.journal.writing import read_journal
 
 _MARK = "RECOVERY_JOB"

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from phalanx.checkpoint.all_ranks import agreed
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.foreign.foreign_session import Saving, Updates
-from phalanx.checkpoint.foreign.put_back import UndrawnParameters, look, put_back
+from phalanx.checkpoint.foreign.restore_objects import UndrawnParameters, look, put_back
 from phalanx.checkpoint.foreign.training_state import TrainingState
 from phalanx.checkpoint.restoring.restore import Wanted, restore
 from phalanx.checkpoint.restoring.source import Restored

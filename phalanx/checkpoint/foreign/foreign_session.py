@@ -131,7 +131,7 @@ class Saving:
         """What was restored lies in the memory of hosts, and perhaps nowhere else."""
 
     def restore(self, wanted: Wanted) -> Restored | None:
-        """See `phalanx.checkpoint.foreign.put_back.Restore`."""
+        """See `phalanx.checkpoint.foreign.restore_objects.Restore`."""
         restored = self._session.restore(wanted, strict=False)
         self.only_in_memory = restored is not None and restored.only_in_memory
         return restored

@@ -19,10 +19,10 @@ from typing import Any
 
 from phalanx.checkpoint.format.shard_plan import ALIGN_BYTES, JobPlan, ShardPlan, SnapshotId
 from phalanx.checkpoint.keeper import keeper_messages
-from phalanx.checkpoint.keeper.examiner import Examiner
 from phalanx.checkpoint.keeper.keeper_messages import Line, Mailbox
+from phalanx.checkpoint.keeper.snapshot_slots import Cell, MemoryVault, Pin
 from phalanx.checkpoint.keeper.snapshot_stages import Replicas, Snapshot, SnapshotStages
-from phalanx.checkpoint.keeper.vault import Cell, MemoryVault, Pin
+from phalanx.checkpoint.keeper.snapshot_verifier import Examiner
 from phalanx.checkpoint.keeper_contract import (
     Destination,
     Endpoint,
@@ -33,7 +33,7 @@ from phalanx.checkpoint.keeper_contract import (
     Taken,
 )
 from phalanx.core.errors import UserError
-from phalanx.core.points import NO_POINTS, Points
+from phalanx.core.fault_points import NO_POINTS, Points
 from phalanx.ipc import local_socket
 
 _EMPTY_TTL_S = 120.0  # ranks may take a while to import what they need

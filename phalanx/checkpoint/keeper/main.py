@@ -23,10 +23,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from phalanx.checkpoint.keeper.keeper_server import KeeperServer, KeeperServices
+from phalanx.checkpoint.keeper.snapshot_slots import MemoryVault
 from phalanx.checkpoint.keeper.snapshot_stages import LatePersister, LateReplicas, Replicas
-from phalanx.checkpoint.keeper.vault import MemoryVault
 from phalanx.checkpoint.keeper_contract import Persister, Replicated
-from phalanx.core.points import Points, points_from_environment
+from phalanx.core.fault_points import Points, points_from_environment
 from phalanx.ipc.processes import STOP_SIGNALS, give_way, name_process
 
 # Those that a terminal or a scheduler sends to every process of a job: the ranks decide what they mean.

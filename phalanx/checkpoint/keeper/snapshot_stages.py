@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from phalanx.checkpoint.format.shard_plan import JobPlan, Record, ShardPlan, SnapshotId
-from phalanx.checkpoint.keeper.examiner import ExamineJob, Examiner, Rhythm
-from phalanx.checkpoint.keeper.vault import Cell, MemoryVault, Pin
+from phalanx.checkpoint.keeper.snapshot_slots import Cell, MemoryVault, Pin
+from phalanx.checkpoint.keeper.snapshot_verifier import ExamineJob, Examiner, Rhythm
 from phalanx.checkpoint.keeper_contract import (
     Destination,
     Endpoint,

@@ -57,7 +57,7 @@ from phalanx.checkpoint.storage.checkpoint_store import Store, SupersededError
 from phalanx.checkpoint.storage.latest import advance, read_latest, require_charge
 from phalanx.checkpoint.storage.location import open_store
 from phalanx.checkpoint.storage.retention import prune
-from phalanx.core.points import Points
+from phalanx.core.fault_points import Points
 
 
 class BadMemoryError(ValueError):

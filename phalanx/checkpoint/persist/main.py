@@ -17,7 +17,7 @@ from phalanx.checkpoint.persist.checkpoint_writer import PersistWork
 from phalanx.checkpoint.persist.persister_process import TO_PERSISTER, Errand, Known, Submit, read_memory
 from phalanx.checkpoint.persist.publication import Endings, withdraw
 from phalanx.checkpoint.storage.location import open_store
-from phalanx.core.points import Points, points_from_environment
+from phalanx.core.fault_points import Points, points_from_environment
 from phalanx.ipc.local_socket import receive, send
 from phalanx.ipc.processes import STOP_SIGNALS, die_with_parent, name_process
 

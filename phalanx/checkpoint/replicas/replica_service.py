@@ -42,7 +42,7 @@ from phalanx.checkpoint.replicas.sender import (
     receive_chunks,
     spans,
 )
-from phalanx.core.points import NO_POINTS, Points
+from phalanx.core.fault_points import NO_POINTS, Points
 from phalanx.ipc.handshake import BACKLOG, Gate, Handshake
 
 _MOST_CALLERS = 1024

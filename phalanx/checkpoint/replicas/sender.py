@@ -29,7 +29,7 @@ from phalanx.checkpoint.replicas.replica_link import (
     Stored,
     call,
 )
-from phalanx.core.points import NO_POINTS, Points
+from phalanx.core.fault_points import NO_POINTS, Points
 
 _PATIENCE_S = 60.0
 _MIN_BYTES_PER_S = 1 << 20

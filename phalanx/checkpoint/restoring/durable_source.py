@@ -23,7 +23,7 @@ from phalanx.checkpoint.format.checkpoint_files import Files, Span, read_evaluat
 from phalanx.checkpoint.format.dcp import read_box, read_spans
 from phalanx.checkpoint.format.manifest import DamagedCheckpointError, FileEntry, Manifest, TensorEntry
 from phalanx.checkpoint.format.run_sums import RUN_BYTES, BadSumError, CheckedFile, run_starts
-from phalanx.checkpoint.restoring.fit import Part, SavedBlock, SavedBlocks
+from phalanx.checkpoint.restoring.compatibility import Part, SavedBlock, SavedBlocks
 from phalanx.checkpoint.restoring.source import Fault, Rate, Reading
 from phalanx.checkpoint.storage.checkpoint_store import Store, Stored
 from phalanx.checkpoint.storage.latest import RestoreOrder

@@ -27,7 +27,7 @@ from phalanx.checkpoint.format.run_sums import BadSumError, chunk_fault, first_f
 from phalanx.checkpoint.format.shard_plan import CHUNK_BYTES, Record, ShardPlan
 from phalanx.checkpoint.keeper.main import host_name
 from phalanx.checkpoint.keeper_contract import Endpoint, Keeper, KeeperLostError, RestorableSnapshot, summary
-from phalanx.checkpoint.restoring.fit import Part, SavedBlock, SavedBlocks
+from phalanx.checkpoint.restoring.compatibility import Part, SavedBlock, SavedBlocks
 from phalanx.checkpoint.restoring.source import Fault, Rate, Reading, RemoteCopies
 from phalanx.core.peers import Peers
 

@@ -15,8 +15,8 @@ from phalanx.checkpoint.format import manifest as manifests
 from phalanx.checkpoint.format.checkpoint_files import Files, examine, files_of
 from phalanx.checkpoint.format.dcp import Block, held, torch_dtype
 from phalanx.checkpoint.format.manifest import MANIFEST, DamagedCheckpointError, Manifest
+from phalanx.checkpoint.restoring.compatibility import CHECKPOINT, Differences, listed, parts, require_fit
 from phalanx.checkpoint.restoring.durable_source import DurableSource
-from phalanx.checkpoint.restoring.fit import CHECKPOINT, Differences, listed, parts, require_fit
 from phalanx.checkpoint.restoring.restore import Opened, Targets, restore
 from phalanx.checkpoint.storage.checkpoint_store import Store
 from phalanx.checkpoint.storage.folder_store import LocalStore

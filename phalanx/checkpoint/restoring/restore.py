@@ -19,8 +19,8 @@ from phalanx.checkpoint.all_ranks import agreed, everywhere
 from phalanx.checkpoint.format.dcp import Block, held
 from phalanx.checkpoint.format.shard_plan import SnapshotId, parse_state
 from phalanx.checkpoint.keeper_contract import Keeper, RestorableSnapshot, newest_first, restorable
+from phalanx.checkpoint.restoring.compatibility import CURE, SOURCE, Differences, Part, SavedBlocks, parts, require_fit
 from phalanx.checkpoint.restoring.durable_source import Checkpoints
-from phalanx.checkpoint.restoring.fit import CURE, SOURCE, Differences, Part, SavedBlocks, parts, require_fit
 from phalanx.checkpoint.restoring.memory_source import Hosts, MemorySource, describe, hole, look
 from phalanx.checkpoint.restoring.source import (
     Fault,

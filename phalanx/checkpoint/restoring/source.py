@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.checkpoint.format.dcp import Block
 from phalanx.checkpoint.format.shard_plan import Record, ShardPlan, SnapshotId
 from phalanx.checkpoint.keeper_contract import Endpoint
-from phalanx.checkpoint.restoring.fit import Differences, Part, SavedBlocks
+from phalanx.checkpoint.restoring.compatibility import Differences, Part, SavedBlocks
 from phalanx.core import units
 from phalanx.core.layout import Shard
 from phalanx.core.peers import Copies

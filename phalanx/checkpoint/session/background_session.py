@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.checkpoint import due as agendas
+from phalanx.checkpoint import snapshot_schedule as agendas
 from phalanx.checkpoint.all_ranks import at_first, everywhere
-from phalanx.checkpoint.due import Decision, SnapshotAgenda
 from phalanx.checkpoint.format import manifest as manifests
 from phalanx.checkpoint.format.checkpoint_files import Evaluation
 from phalanx.checkpoint.format.shard_plan import JobPlan, ShardPlan, SnapshotId, state_text
@@ -22,6 +21,7 @@ from phalanx.checkpoint.session.keeper_link import KeeperLink, Neighbours, Sessi
 from phalanx.checkpoint.session.snapshot_outcomes import Event, GivingUp, LastCheckpoint, Ledger, News, Stall, StepPace
 from phalanx.checkpoint.snapshot_copy import Copier, Copying
 from phalanx.checkpoint.snapshot_plans import Roles, make_plans
+from phalanx.checkpoint.snapshot_schedule import Decision, SnapshotAgenda
 from phalanx.checkpoint.storage.checkpoint_store import Store, step_of
 from phalanx.checkpoint.storage.latest import read_latest
 from phalanx.checkpoint.storage.location import clean, has_names, open_store
@@ -325,7 +325,7 @@ class Session:
             self._neighbours.tell(keeper)
 
     def _state(self) -> int:
-        """What this rank's keeper can do now; see `phalanx.checkpoint.due`."""
+        """What this rank's keeper can do now; see `phalanx.checkpoint.snapshot_schedule`."""
         if self._neighbours.changed:
             return agendas.RENEWED
         if self._copier is None:

@@ -24,7 +24,6 @@ from typing_extensions import Buffer
 
 from phalanx.checkpoint.all_ranks import agreed, at_first
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.due import FREE, SnapshotAgenda
 from phalanx.checkpoint.format import manifest as manifests
 from phalanx.checkpoint.format.checkpoint_files import Evaluation
 from phalanx.checkpoint.format.dcp import Block
@@ -39,6 +38,7 @@ from phalanx.checkpoint.restoring.source import Restored
 from phalanx.checkpoint.session.background_session import Tensors
 from phalanx.checkpoint.session.snapshot_outcomes import Event
 from phalanx.checkpoint.snapshot_plans import Plans, Roles, agree, plans_of
+from phalanx.checkpoint.snapshot_schedule import FREE, SnapshotAgenda
 from phalanx.checkpoint.storage.checkpoint_store import Store, SupersededError
 from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.checkpoint.storage.latest import superseded
@@ -46,9 +46,9 @@ from phalanx.checkpoint.storage.location import claimed, clean, has_names, open_
 from phalanx.checkpoint.storage.retention import add_evaluation, prune
 from phalanx.core import units
 from phalanx.core.errors import UserError
+from phalanx.core.fault_points import NO_POINTS, Points
 from phalanx.core.layout import Layout, Shard
 from phalanx.core.peers import ALONE, Copies, Peers
-from phalanx.core.points import NO_POINTS, Points
 
 STAGES = (
     "checkpoint.begin",

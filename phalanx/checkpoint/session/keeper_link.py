@@ -17,9 +17,9 @@ from phalanx.checkpoint.replicas.fetch import PeerCopies
 from phalanx.checkpoint.replicas.replica_routes import HostInfo, groups_of_hosts, place_replicas
 from phalanx.checkpoint.storage.latest import superseded
 from phalanx.core.errors import UserError
+from phalanx.core.fault_points import Points
 from phalanx.core.layout import Layout
 from phalanx.core.peers import Copies, Peers
-from phalanx.core.points import Points
 
 
 @dataclass(frozen=True)

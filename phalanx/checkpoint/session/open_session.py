@@ -19,7 +19,6 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from phalanx.checkpoint.all_ranks import at_first, everywhere
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.due import SnapshotAgenda
 from phalanx.checkpoint.interval import AutoInterval
 from phalanx.checkpoint.keeper.keeper_client import connect as connect_to
 from phalanx.checkpoint.keeper.keeper_start import address_for, ensure_keeper
@@ -28,12 +27,13 @@ from phalanx.checkpoint.keeper_contract import Destination, Keeper, KeeperLostEr
 from phalanx.checkpoint.session.background_session import Session
 from phalanx.checkpoint.session.blocking_session import BlockingSession
 from phalanx.checkpoint.session.keeper_link import KeeperLink, SessionContext
+from phalanx.checkpoint.snapshot_schedule import SnapshotAgenda
 from phalanx.checkpoint.storage.location import claimed
 from phalanx.core.errors import UserError
+from phalanx.core.fault_points import NO_POINTS, Points
 from phalanx.core.files import current_umask
 from phalanx.core.layout import Layout
 from phalanx.core.peers import ALONE, Copies, Peers
-from phalanx.core.points import NO_POINTS, Points
 from phalanx.ipc.handshake import VARIABLE, derive, read_job_secret
 
 _MARK_BYTES = 8

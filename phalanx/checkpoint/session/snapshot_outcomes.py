@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 
 from phalanx.checkpoint.all_ranks import at_first
-from phalanx.checkpoint.due import SnapshotAgenda
 from phalanx.checkpoint.interval import AutoInterval
 from phalanx.checkpoint.keeper_contract import Keeper, KeeperLostError, SnapshotProgress, Stage
 from phalanx.checkpoint.persist.publication import Writing, forget_failure, withdraw
 from phalanx.checkpoint.session.keeper_link import KeeperLink, SessionContext
+from phalanx.checkpoint.snapshot_schedule import SnapshotAgenda
 from phalanx.checkpoint.storage.checkpoint_store import SupersededError
 from phalanx.checkpoint.storage.location import open_store
 from phalanx.core.errors import UserError

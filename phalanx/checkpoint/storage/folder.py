@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.core.errors import UserError
+from phalanx.core.fault_points import NO_POINTS, Points
 from phalanx.core.files import fsync_folder
-from phalanx.core.points import NO_POINTS, Points
 
 _log = logging.getLogger(__name__)
 

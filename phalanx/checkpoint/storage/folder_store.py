@@ -30,8 +30,8 @@ from phalanx.checkpoint.storage import folder as folders
 from phalanx.checkpoint.storage.checkpoint_store import KEY_MOST_BYTES, Stored, SupersededError
 from phalanx.checkpoint.storage.latest import read_latest, require_charge
 from phalanx.core.errors import UserError
+from phalanx.core.fault_points import NO_POINTS, Points
 from phalanx.core.files import fsync_folder, read_regular
-from phalanx.core.points import NO_POINTS, Points
 
 BUFFER_BYTES = 4 << 20
 _BUFFERS = 2

@@ -17,7 +17,7 @@ from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.checkpoint.storage.latest import claim
 from phalanx.checkpoint.storage.object_store import ObjectStore
 from phalanx.core.errors import UserError
-from phalanx.core.points import NO_POINTS, Points
+from phalanx.core.fault_points import NO_POINTS, Points
 
 _FIELD = "checkpoint.folder"
 _HALF_URL = re.compile(r"(s3a?|gs|gcs|abfss?|az|https?|file|memory):")  # a folder of that name is never meant

@@ -27,8 +27,8 @@ from phalanx.checkpoint.storage import checkpoint_store
 from phalanx.checkpoint.storage.checkpoint_store import KEY_MOST_BYTES, Stored
 from phalanx.checkpoint.storage.object_requests import LISTING_S, bounded, creator, retried
 from phalanx.checkpoint.storage.object_streams import Ahead, RangeFile, Take, abandon, upload
+from phalanx.core.fault_points import NO_POINTS, Points
 from phalanx.core.files import StoreFailedError, too_large
-from phalanx.core.points import NO_POINTS, Points
 
 _S3 = ("s3://", "s3a://")
 _CONNECTIONS = 64  # kept by the client library, whose own default is 10: streams of all ranks of a host's persister

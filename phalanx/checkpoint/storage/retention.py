@@ -15,8 +15,8 @@ from phalanx.checkpoint.storage.checkpoint_store import Store, Stored, step_of
 from phalanx.checkpoint.storage.folder_store import LocalStore
 from phalanx.checkpoint.storage.latest import read_latest
 from phalanx.core.errors import UserError
+from phalanx.core.fault_points import NO_POINTS, Points
 from phalanx.core.peers import ALONE, Peers
-from phalanx.core.points import NO_POINTS, Points
 
 
 class Rules(Protocol):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from phalanx.checks.calibration.contract import Precision, Timing
+from phalanx.checks.calibration.calibration_messages import Precision, Timing
 from phalanx.parallel.group import Group
 
 _LEAST_S = 0.003  # of one turn: far above what the clock and the loop take

@@ -18,10 +18,10 @@ import numpy as np
 from phalanx.core.files import write_json
 from phalanx.data.config import SourceConfig
 from phalanx.data.sources.documents import read_pieces, was_skipped
-from phalanx.data.sources.files import Rule, Split, Unit
-from phalanx.data.sources.text import Piece, open_raw
+from phalanx.data.sources.input_files import Rule, Split, Unit
+from phalanx.data.sources.text_reader import Piece, open_raw
 from phalanx.data.tokenizers.tokenizer import IntArray, Tokenizer
-from phalanx.data.tokens.prepared import MANIFEST, PreparedSplit, combined_digest
+from phalanx.data.tokens.prepared_corpus import MANIFEST, PreparedSplit, combined_digest
 from phalanx.data.tokens.shards import NpyWriter, Shard, npy_writer
 
 BATCH_CHARACTERS = 1 << 20

@@ -13,8 +13,8 @@ from typing import Any
 
 from phalanx.core.errors import UserError
 from phalanx.data.encoding.encode import UnitRecord
-from phalanx.data.encoding.worker import Encoder, Job
-from phalanx.data.sources.files import Unit
+from phalanx.data.encoding.encoding_worker import Encoder, Job
+from phalanx.data.sources.input_files import Unit
 from phalanx.ipc.processes import start_helper
 
 Beat = Callable[[int, int], None]
@@ -74,7 +74,7 @@ def _in_processes(units: Sequence[Unit], job: Job, workers: int, beat: Beat) -> 
 
 
 def _start(job: Job) -> subprocess.Popen[str]:
-    process = start_helper("phalanx.data.encoding.worker")
+    process = start_helper("phalanx.data.encoding.encoding_worker")
     _send(process, job.to_json())
     return process
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from phalanx.core.errors import UserError
 from phalanx.data.config import SourceConfig
-from phalanx.data.sources.files import Part, parquet_rows
-from phalanx.data.sources.text import (
+from phalanx.data.sources.input_files import Part, parquet_rows
+from phalanx.data.sources.text_reader import (
     Piece,
     Utf8,
     bad_byte,

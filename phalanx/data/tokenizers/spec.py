@@ -15,8 +15,8 @@ from typing import Any
 from phalanx.core.errors import UserError
 from phalanx.core.files import folder_lock, friendly_os_errors, write_bytes, write_json
 from phalanx.data.config import DataConfig, TokenizerConfig
-from phalanx.data.sources.files import list_files, listing_digest
-from phalanx.data.tokenizers.making import MAKERS, sources_of
+from phalanx.data.sources.input_files import list_files, listing_digest
+from phalanx.data.tokenizers.bpe_training import MAKERS, sources_of
 from phalanx.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, IdTokenizer, LibraryTokenizer, Tokenizer
 
 _SPEC = "tokenizer_spec.json"

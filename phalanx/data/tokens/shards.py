@@ -19,7 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from phalanx.core.errors import UserError
 from phalanx.core.files import atomic_writer
-from phalanx.data.order import Int64
+from phalanx.data.shuffle import Int64
 
 _HEADER_BYTES = 128
 

@@ -1,6 +1,6 @@
 """Starts the processes that measure this machine, and collects their answers by name and size.
 
-The processes are `phalanx.checks.calibration.worker`; this one stays without torch.
+The processes are `phalanx.checks.calibration.calibration_worker`; this one stays without torch.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.checks.calibration.contract import Answer, Kind, Precision, Task, Timing, together
+from phalanx.checks.calibration.calibration_messages import Answer, Kind, Precision, Task, Timing, together
 from phalanx.core.errors import UserError
 
-_WORKER = "phalanx.checks.calibration.worker"
+_WORKER = "phalanx.checks.calibration.calibration_worker"
 # By its name alone, so that nothing here imports torch.
 
 

@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from phalanx.checks.calibration.contract import TINY, Precision, Timing
+from phalanx.checks.calibration.calibration_messages import TINY, Precision, Timing
 from phalanx.optim.config import Kind as Optimizer
 from phalanx.plan.calibrate.measure import Measurements, at
-from phalanx.plan.hardware.device import Device
+from phalanx.plan.hardware.device_model import Device
 from phalanx.plan.layer import embedding, head, layer
 from phalanx.plan.operations import Local, Operation, Stream, local_of, timed
 from phalanx.plan.overheads import norm_s, update_s

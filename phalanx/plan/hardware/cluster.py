@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from phalanx.plan.hardware.device import Device, number_of
+from phalanx.plan.hardware.device_model import Device, number_of
 from phalanx.plan.hardware.formula import Functions, LogCurve, functions
 from phalanx.plan.types import Mark, Number
 

@@ -34,8 +34,8 @@ from phalanx.plan.memory.model_state import (
     ways_of,
 )
 from phalanx.plan.operations import Local, local_of
-from phalanx.plan.pipeline.evaluate import Array
 from phalanx.plan.pipeline.grid import BACKWARD, FORWARD, WEIGHTS, make_orders
+from phalanx.plan.pipeline.step_time import Array
 from phalanx.plan.stages import RankShare, Stages, stages_of
 from phalanx.plan.types import Floats, Ints, Job, Model, Number, RankMemory, Strategy, layer_kinds
 

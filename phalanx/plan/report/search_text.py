@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.core.layout import Layout
-from phalanx.plan.report.model import foreign, limits_of, toml_keys
-from phalanx.plan.report.text import make_columns, seconds_text, title, wrapped
+from phalanx.plan.report.report_model import foreign, limits_of, toml_keys
+from phalanx.plan.report.report_text import make_columns, seconds_text, title, wrapped
 from phalanx.plan.search.frontier import memory_bytes
 from phalanx.plan.search.search import ChoiceOutcome, SearchResult, Sensitivity
 from phalanx.plan.types import Prediction, Strategy

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.plan.overheads import LEAST_EFFICIENCY, MOST_EFFICIENCY
-from phalanx.plan.report.text import make_columns, title, wrapped
+from phalanx.plan.report.report_text import make_columns, title, wrapped
 from phalanx.plan.validate.assumptions import AFTER_COMPARING
 from phalanx.plan.validate.compare import Change, Own, TableResult, is_inside
 from phalanx.plan.validate.left_out import Judged

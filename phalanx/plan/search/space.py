@@ -1,7 +1,8 @@
 """The layouts that are searched: rows of numbers times the choices that each of them can have.
 
 `numeric_layouts` enumerates all ways to share devices, batch and layers by the rules that `phalanx train` keeps: those
-of `phalanx.parallel.choose`, on columns of numbers; tests hold the two side by side. `LayoutTable` holds the rows as
+of `phalanx.parallel.layout_choice`, on columns of numbers; tests hold the two side by side. `LayoutTable` holds the
+rows as
 columns: rows are added by what can follow them, and taken away by rules that count how many. Choices, such as the
 schedule, are `Option`s, which `layouts` combines with the rows.
 """

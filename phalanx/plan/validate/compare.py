@@ -24,7 +24,7 @@ from phalanx.core.errors import UserError
 from phalanx.core.layout import divisors
 from phalanx.optim.config import Kind as Optimizer
 from phalanx.parallel.config import ParallelConfig
-from phalanx.plan.hardware.load import load_cluster
+from phalanx.plan.hardware.hardware_files import load_cluster
 from phalanx.plan.jobs import phalanx_software
 from phalanx.plan.overheads import residual_of
 from phalanx.plan.predict import predict

@@ -12,8 +12,8 @@ from typing import Any, Literal, cast
 
 from phalanx.core.errors import UserError
 from phalanx.plan.hardware.cluster import Cluster
-from phalanx.plan.hardware.device import Device, FusedAttention, TableGemm, TileGemm
-from phalanx.plan.hardware.load import load_cluster
+from phalanx.plan.hardware.device_model import Device, FusedAttention, TableGemm, TileGemm
+from phalanx.plan.hardware.hardware_files import load_cluster
 from phalanx.plan.types import Job, Model, Recompute, Residual, Strategy
 from phalanx.plan.validate.assumptions import Setting
 

@@ -31,10 +31,10 @@ from phalanx.run.api import bodies
 from phalanx.run.api import job as streams
 from phalanx.run.api.guard import Guard, Sessions
 from phalanx.run.api.job import CONTENT_TYPE, Job, Metrics, OrderError, unknown_host
+from phalanx.run.incidents.incident_pages import listed, load, to_markdown
 from phalanx.run.incidents.report import Incident
-from phalanx.run.incidents.store import listed, load, to_markdown
-from phalanx.run.people.html import incident_page, page
-from phalanx.run.people.hub import SHOWN_HOSTS
+from phalanx.run.reports.job_page import incident_page, page
+from phalanx.run.reports.recent_events import SHOWN_HOSTS
 from phalanx.run.secrets import Token
 
 _WHAT = {

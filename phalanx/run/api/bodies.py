@@ -15,8 +15,8 @@ import msgspec
 from phalanx.run import messages
 from phalanx.run.decide.state import HostState as StateOfHost
 from phalanx.run.incidents.report import Incident
-from phalanx.run.logs.files import Line
-from phalanx.run.people.hub import HostView, Overview, Told, Wrote
+from phalanx.run.logs.log_files import Line
+from phalanx.run.reports.recent_events import HostView, Overview, Told, Wrote
 
 # What a later version adds does not keep an earlier client from reading the rest: unknown fields are no error.
 

@@ -18,8 +18,8 @@ import msgspec
 from phalanx.core.errors import UserError
 from phalanx.run.api import bodies
 from phalanx.run.incidents.report import Incident
-from phalanx.run.people.hub import SHOWN_HOSTS, Item, Overview
-from phalanx.run.run_folder import Card, read_card
+from phalanx.run.job_folder import Card, read_card
+from phalanx.run.reports.recent_events import SHOWN_HOSTS, Item, Overview
 from phalanx.run.secrets import TlsFiles, client_context, read_token
 
 _ANSWER_S = 10.0
@@ -30,7 +30,7 @@ Body = TypeVar("Body")
 
 
 class Client:
-    """One job; implements `phalanx.run.people.hub.Source`.
+    """One job; implements `phalanx.run.reports.recent_events.Source`.
 
     Args:
         folder: of the run.

@@ -29,10 +29,10 @@ from phalanx.run.clock import Now, read_clocks
 from phalanx.run.decide import events
 from phalanx.run.decide.state import PHASES, Host, State
 from phalanx.run.driver.driver import Driver
-from phalanx.run.driver.overview import Known, host_views, overview
+from phalanx.run.driver.job_status import Known, host_views, overview
 from phalanx.run.driver.write_ahead import Book
-from phalanx.run.logs.files import Follower, last_lines, rank_folders
-from phalanx.run.people.hub import HostView, Hub, Overview, Wrote
+from phalanx.run.logs.log_files import Follower, last_lines, rank_folders
+from phalanx.run.reports.recent_events import HostView, Hub, Overview, Wrote
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 

@@ -26,8 +26,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from phalanx.core.addresses import is_loopback
+from phalanx.core.asyncio_tasks import told
 from phalanx.core.errors import UserError
-from phalanx.core.tasks import told
 from phalanx.run.api.app import make_app
 from phalanx.run.api.guard import Guard, Scope
 from phalanx.run.api.job import Job
@@ -35,11 +35,11 @@ from phalanx.run.clock import read_clocks
 from phalanx.run.config import RunConfig
 from phalanx.run.driver.driver import Driver
 from phalanx.run.driver.write_ahead import Book
-from phalanx.run.people.hub import Hub
-from phalanx.run.run_folder import Card, card_of_this_process, write_card
+from phalanx.run.job_folder import Card, card_of_this_process, write_card
+from phalanx.run.reports.recent_events import Hub
 from phalanx.run.secrets import TlsFiles, read_token, server_context
-from phalanx.run.wire.addresses import Address, bound, parse, publish, published
 from phalanx.run.wire.connection import Arrivals, Turns
+from phalanx.run.wire.driver_address import Address, bound, parse, publish, published
 
 MOST_STRANGERS = 256
 """Connections that were heard and have not shown the token: the oldest goes when there is another."""

@@ -29,16 +29,16 @@ from typing import Any, Literal
 from pydantic import Field
 
 from phalanx.core.addresses import host_of
+from phalanx.core.asyncio_tasks import told
 from phalanx.core.config import Config
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_json
-from phalanx.core.tasks import told
 from phalanx.ipc.processes import Identity, Watched, identity_of
-from phalanx.launch.failures import signal_name
+from phalanx.launch.rank_failures import signal_name
 from phalanx.run.backends.base import ExecutorCommand, Listener, Ordered, options_of
 from phalanx.run.config import RunConfig
-from phalanx.run.wire import addresses
-from phalanx.run.wire.addresses import Address
+from phalanx.run.wire import driver_address
+from phalanx.run.wire.driver_address import Address
 
 INTERFACE = "eth0"
 """What a host's interface is called inside of its namespace."""
@@ -229,7 +229,7 @@ def check(config: RunConfig) -> None:
         return
     for name, text in (("run.listen", config.listen), ("run.http", config.http)):
         host, _, port = text.rpartition(":")  # checked by the config
-        addresses.bound(Address(host.strip("[]"), int(port)), name).close()
+        driver_address.bound(Address(host.strip("[]"), int(port)), name).close()
 
 
 def _network_of(config: RunConfig, options: Options, folder: Path) -> Network:

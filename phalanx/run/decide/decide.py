@@ -16,9 +16,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from phalanx.run.decide import attempts, blame, escalation, host_checks, recovery, transition
+from phalanx.run.decide import attempts, escalation, fault_attribution, host_checks, recovery, transition
 from phalanx.run.decide.actions import Action, Check, Evict, Gather, OpenStore, Release, Stop, Where
-from phalanx.run.decide.blame import OF_THE_HOST
 from phalanx.run.decide.escalation import would_do
 from phalanx.run.decide.events import (
     Advanced,
@@ -54,6 +53,7 @@ from phalanx.run.decide.events import (
     WorkerFailed,
     WorkersReturned,
 )
+from phalanx.run.decide.fault_attribution import OF_THE_HOST
 from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.decide.state import Ending, Failure, Host, State, initial
 from phalanx.run.decide.transition import Own, Turn
@@ -82,7 +82,7 @@ def on_unprepared(turn: Turn, event: Unprepared) -> None:
     if state.ending is not None or host is None or host.state in ("evicted", "gone"):
         return
     if event.is_common:
-        if blame.has_never_run(state):
+        if fault_attribution.has_never_run(state):
             attempts.end(turn, Ending(transition.BAD_INPUT, f"bad input: {event.problem}"), 0.0)
     elif state.has_workers and state.has_place(name):
         recovery.on_start_failed(turn, StartFailed(event.at_s, state.attempt, name, event.problem))
@@ -487,7 +487,7 @@ def _advise_if_due(turn: Turn) -> None:
 def _end_of_all(turn: Turn) -> None:
     """Nothing runs any more and nothing is to be done."""
     reason = "every rank has ended, and the policy only advises"
-    transition.finish(turn, blame.verdict(turn.state) or Ending(transition.NO_PROGRESS, reason))
+    transition.finish(turn, fault_attribution.verdict(turn.state) or Ending(transition.NO_PROGRESS, reason))
 
 
 def to_json(value: State | Event | Action | Policy | Job) -> bytes:

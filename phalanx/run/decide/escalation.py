@@ -8,7 +8,7 @@ well have written checkpoints that nobody here can see.
 
 What to do about a fault, by how often it has come: the ladder.
 
-Who is at fault, and how often it was, says `phalanx.run.decide.blame`.
+Who is at fault, and how often it was, says `phalanx.run.decide.fault_attribution`.
 
 Restart in place → active checks of the suspect → evict it → evict the group that shares the fault → the previous
 version of the code. When to stop is the brakes' to say (`phalanx.run.decide.escalation`).
@@ -23,8 +23,8 @@ from collections.abc import Iterable
 import msgspec
 from msgspec.structs import replace
 
-from phalanx.run.decide import blame
-from phalanx.run.decide.blame import Blame, culprits
+from phalanx.run.decide import fault_attribution
+from phalanx.run.decide.fault_attribution import Blame, culprits
 from phalanx.run.decide.policy import CheckKind, Policy
 from phalanx.run.decide.state import Brakes, Ending, Failure, Progress, Recovery, State, can_spare
 
@@ -198,8 +198,8 @@ def _by_history(state: State, recovery: Recovery, leave: dict[str, str]) -> Plan
         why = f"{len(blamed)} of {len(state.placement)} hosts at once: a common cause, no host is blamed"
         what = "all of them restart in place after a passive check"
         return Plan(what, why, dict.fromkeys(blamed, "passive"), leave)
-    marks = tuple(dict.fromkeys(mark for blame in blamed.values() for mark in blame.marks))
-    if max(blame.level for blame in blamed.values()) >= 3:
+    marks = tuple(dict.fromkeys(mark for at_fault in blamed.values() for mark in at_fault.marks))
+    if max(at_fault.level for at_fault in blamed.values()) >= 3:
         return _shared(state, recovery, blamed, leave, marks)
     return _each(state, blamed, leave, marks)
 
@@ -248,7 +248,7 @@ def _nobody(state: State, recovery: Recovery, leave: dict[str, str]) -> Plan:
 
 def _each(state: State, blamed: dict[str, Blame], leave: dict[str, str], marks: tuple[str, ...]) -> Plan:
     """Restart in place, check, or evict, each suspect for itself."""
-    levels = {host: blame.level for host, blame in blamed.items()}
+    levels = {host: at_fault.level for host, at_fault in blamed.items()}
     bad = {host for host, level in levels.items() if level == 2}
     if bad and not can_spare(state, bad | set(leave)):
         levels = {host: min(level, 1) for host, level in levels.items()}
@@ -350,7 +350,7 @@ def would_do(state: State) -> str:
     recovery = state.recovery
     if recovery is None:
         return "nothing would be done"
-    ending = blame.verdict(state) or verdict(state.policy, pressed(state))
+    ending = fault_attribution.verdict(state) or verdict(state.policy, pressed(state))
     if ending is not None:
         return f"all workers would be stopped and the job ended with status {ending.status}: {ending.reason}"
     first = "evidence would be gathered, then " if recovery.cause == "hang" else ""

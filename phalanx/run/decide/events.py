@@ -18,7 +18,7 @@ FailureKind = Literal["user", "syntax", "raised", "interrupted", "signal", "stat
 
 USAGE = 2
 """Exit status of a program that refuses what it was given; a failure of kind ``usage``."""
-"""As `phalanx.launch.failures.Kind`."""
+"""As `phalanx.launch.rank_failures.Kind`."""
 
 
 class EventBase(msgspec.Struct, frozen=True, tag_field="event", forbid_unknown_fields=True):
@@ -225,7 +225,7 @@ class WorkerFailed(EventBase, frozen=True, tag="worker-failed"):
     """A rank has ended as it should not; not one that was killed by order.
 
     Attributes:
-        fault: class, by the rules for logs and `phalanx.launch.failures`.
+        fault: class, by the rules for logs and `phalanx.launch.rank_failures`.
         summary: one line.
         follows: it only says that a peer is gone.
         step: in which it was, counted as in `Advanced`; -1: before the first, or not known.
@@ -259,7 +259,7 @@ class WorkersReturned(EventBase, frozen=True, tag="workers-returned"):
 
 
 class NoProgress(EventBase, frozen=True, tag="no-progress"):
-    """No step for longer than the limit; see `phalanx.run.judge.limits.Standing`.
+    """No step for longer than the limit; see `phalanx.run.judge.step_limits.Standing`.
 
     Attributes:
         age_s: for how long.

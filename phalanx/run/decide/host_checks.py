@@ -4,8 +4,8 @@ Hosts of an attempt are tested with each other, in two rounds, so that a bad lin
 
 In the first round each is tested with its neighbour in the placement, beside its other tests. A pair that is bad makes
 both of its hosts doubtful, and no more than that: who reports a failure need not be at fault. In the second round each
-doubtful host is tested with a host of a good pair (see `phalanx.checks.neighbours`). One that is bad there too is bad.
-Where no pair is good, or more are bad than can be by chance, there is a common cause, and nobody is blamed.
+doubtful host is tested with a host of a good pair (see `phalanx.checks.pairwise_tests`). One that is bad there too is
+bad. Where no pair is good, or more are bad than can be by chance, there is a common cause, and nobody is blamed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from phalanx.checks.neighbours import Pair, bad_pairs, doubtful, plan_neighbours, plan_suspects
+from phalanx.checks.pairwise_tests import Pair, bad_pairs, doubtful, plan_neighbours, plan_suspects
 from phalanx.run.decide import escalation, transition
 from phalanx.run.decide.actions import Check
 from phalanx.run.decide.events import CheckFailed, CheckPassed

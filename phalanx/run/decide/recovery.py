@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from phalanx.core.units import duration
-from phalanx.run.decide import blame, escalation, host_checks, transition
+from phalanx.run.decide import escalation, fault_attribution, host_checks, transition
 from phalanx.run.decide.actions import Gather, Stop, Where
 from phalanx.run.decide.events import (
     Fault,
@@ -102,7 +102,7 @@ def add_failure(turn: Turn, host: str, failure: Failure) -> None:
     turn.learn(
         failures={**recovery.failures, host: (*known, short)},
         failed=recovery.failed + ranks,
-        words=blame.counted(recovery.words, short, ranks),
+        words=fault_attribution.counted(recovery.words, short, ranks),
         is_clear=recovery.is_clear or _is_clear(state, short),
     )
 
@@ -111,7 +111,7 @@ def _is_clear(state: State, failure: Failure) -> bool:
     """Whether nothing that others say could change what is made of it."""
     if failure.follows:
         return False
-    return failure.kind in _DECISIVE or blame.of_one(state, failure) is not None
+    return failure.kind in _DECISIVE or fault_attribution.of_one(state, failure) is not None
 
 
 def add_lost(turn: Turn, host: str, why: str) -> None:
@@ -227,10 +227,10 @@ def _judge(turn: Turn) -> None:
     # A job that only stands still may just take long, so that its restarts are no reason to end it.
     is_stillness = escalation.is_stillness(recovery)
     pressed = escalation.counted(state) if is_stillness else escalation.pressed(state)
-    turn.set(last_word=blame.last_word(state))
-    if script := blame.first_own(state):
+    turn.set(last_word=fault_attribution.last_word(state))
+    if script := fault_attribution.first_own(state):
         turn.advise(escalation.read_log(script.rank, script.summary))
-    ending = blame.verdict(state) or escalation.verdict(state.policy, pressed)
+    ending = fault_attribution.verdict(state) or escalation.verdict(state.policy, pressed)
     if ending is not None:
         turn.decided(f"the job ends with status {ending.status}", ending.reason)
         turn.set(ending=ending)
@@ -248,7 +248,7 @@ def _name_who_left(turn: Turn) -> None:
     state, recovery = turn.state, turn.state.recovery
     if not state.left or recovery is None or recovery.lost:
         return
-    if any(not failure.follows for failure in blame.failures_of(state)):
+    if any(not failure.follows for failure in fault_attribution.failures_of(state)):
         return
     turn.learn(suspects={}, group="", group_hosts=())  # the others wait, and look guilty of that
     for rank, step in state.left.items():
@@ -412,7 +412,7 @@ def of_host(turn: Turn, host: str, failure: Failure, seen_by: str) -> None:
 def _wait_for_refusals(turn: Turn, failure: Failure) -> None:
     """Ranks read their input within seconds of each other, and only what most of them refuse is bad input."""
     state = turn.state
-    if state.phase == "diagnosing" and failure.kind == "usage" and blame.has_never_run(state):
+    if state.phase == "diagnosing" and failure.kind == "usage" and fault_attribution.has_never_run(state):
         turn.set(deadline_s=state.phase_since_s + max(state.policy.settle_s, state.policy.refusal_s))
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from phalanx.checks.neighbours import Pair
+from phalanx.checks.pairwise_tests import Pair
 from phalanx.run.decide.events import Fault
 from phalanx.run.decide.policy import CheckKind, Job, Policy
 
@@ -258,7 +258,7 @@ class Hangs(Value, frozen=True):
         step: the highest after which it hung.
         places: where in their code ranks were then.
         limit_s: of the last one.
-        floor_s: what `phalanx.run.judge.limits.LimitConfig.floor_s` is at least from now on; 0: as it is set.
+        floor_s: what `phalanx.run.judge.step_limits.LimitConfig.floor_s` is at least from now on; 0: as it is set.
         is_widened: that has been done for the last one.
     """
 
@@ -289,7 +289,7 @@ class State(Value, frozen=True):
         checks: by host.
         checks_due_s: the limit of no check is before that; None: none is awaited, or the last one was answered.
         ways: by host that has tested them, in a recovery with `Rounds`.
-        history: times of faults, by where they were; see `phalanx.run.decide.blame` and ``ladder``.
+        history: times of faults, by where they were; see `phalanx.run.decide.fault_attribution` and ``ladder``.
         leaving: hosts with `Host.leaves`, to find them quickly.
         asked: for how many hosts the back end was asked last.
         began_s: when the job did; None: it has not.

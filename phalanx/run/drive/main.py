@@ -34,9 +34,9 @@ from typing import Any
 import msgspec
 import psutil
 
+from phalanx.core.asyncio_tasks import told
 from phalanx.core.errors import UserError
-from phalanx.core.tasks import told
-from phalanx.core.throttle import LogThrottle
+from phalanx.core.rate_limit import LogThrottle
 from phalanx.core.units import size
 from phalanx.run import messages
 from phalanx.run.api.job import known
@@ -46,19 +46,19 @@ from phalanx.run.clock import read_clocks, unix_s
 from phalanx.run.config import RunConfig, workers_on
 from phalanx.run.decide.events import StopAsked
 from phalanx.run.driver.driver import Driver, Settings
-from phalanx.run.driver.findings import class_of, suspects_named
+from phalanx.run.driver.event_loop import BackendOrders, aside_of, keep_going, let_leave
 from phalanx.run.driver.host_comparison import PeersConfig
-from phalanx.run.driver.loop import BackendOrders, aside_of, keep_going, let_leave
-from phalanx.run.driver.overview import overview
+from phalanx.run.driver.job_status import overview
+from phalanx.run.driver.judgements import class_of, suspects_named
 from phalanx.run.driver.write_ahead import Aside, Book
-from phalanx.run.executor.accelerators import Accelerators
+from phalanx.run.executor.accelerator_probe import Accelerators
 from phalanx.run.executor.main import Settings as ExecutorSettings
 from phalanx.run.journal import Journal, JournalError, open_journal
-from phalanx.run.judge.rules import Matcher, load_rules
-from phalanx.run.people.hub import SHOWN_HOSTS, Hub, Item, Overview, Source
-from phalanx.run.people.webhook import Audience, check_url, secrets_among
+from phalanx.run.judge.log_rules import Matcher, load_rules
+from phalanx.run.reports.recent_events import SHOWN_HOSTS, Hub, Item, Overview, Source
+from phalanx.run.reports.webhook import Audience, check_url, secrets_among
 from phalanx.run.secrets import Token, ensure_token, server_context, without_tokens
-from phalanx.run.wire.addresses import publish
+from phalanx.run.wire.driver_address import publish
 from phalanx.run.wire.server import ExecutorServer
 
 _log = logging.getLogger(__name__)
@@ -220,7 +220,7 @@ def refuse(config: RunConfig) -> None:
     if config.backend == "local":
         _see_ranks(config)
     if "://" in config.journal:
-        from phalanx.run.journal.places import place_for  # SQLAlchemy is slow to import
+        from phalanx.run.journal.journal_tables import place_for  # SQLAlchemy is slow to import
 
         place_for(config.journal, config.job_name, os.environ)
 
@@ -444,7 +444,7 @@ def _step_down(driver: Driver, ordering: asyncio.Task[None]) -> None:
 
 @dataclass(frozen=True)
 class _Here:
-    """The job of the driver in this process; implements `phalanx.run.people.hub.Source`."""
+    """The job of the driver in this process; implements `phalanx.run.reports.recent_events.Source`."""
 
     driver: Driver
     book: Book

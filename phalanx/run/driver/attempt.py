@@ -26,7 +26,7 @@ from phalanx.run.decide.events import (
     WorkerFailed,
     WorkersReturned,
 )
-from phalanx.run.judge.limits import LimitConfig, Standing, StepJudge
+from phalanx.run.judge.step_limits import LimitConfig, Standing, StepJudge
 from phalanx.run.messages import BadReportError, Heartbeat, WorkerEnded, WorkerState, report_of
 
 ADVANCED_S = 10.0
@@ -220,7 +220,7 @@ class AttemptWatch:
         return [LeftEarly(now.unix_s, self.attempt, ranks, tuple(self._returned[rank] for rank in ranks))]
 
     def standing(self, now: Now) -> Standing:
-        """Whether steps are made; see `phalanx.run.judge.limits.StepJudge`."""
+        """Whether steps are made; see `phalanx.run.judge.step_limits.StepJudge`."""
         return self._judge.standing(now.monotonic_s)
 
     def is_paused(self, now: Now) -> bool:

@@ -21,12 +21,12 @@ from phalanx.run.decide.actions import Action, ranks_of
 from phalanx.run.decide.events import Event, SuspectsNamed
 from phalanx.run.decide.state import State, next_deadline
 from phalanx.run.driver.attempt import AttemptWatch
-from phalanx.run.driver.findings import BEFORE_S, Findings, LineBudget, Look, by_its_end
 from phalanx.run.driver.host_comparison import Peers, PeersConfig
 from phalanx.run.driver.hosts import HostWatch, Preparing, commands, judged, serves_at
+from phalanx.run.driver.judgements import BEFORE_S, Findings, LineBudget, Look, by_its_end
 from phalanx.run.driver.write_ahead import Aside, Book, GroupCommit
-from phalanx.run.judge.limits import MOST_WIDENED_S, LimitConfig
-from phalanx.run.logs.lines import share_of
+from phalanx.run.judge.step_limits import MOST_WIDENED_S, LimitConfig
+from phalanx.run.logs.log_lines import share_of
 from phalanx.run.messages import BadReportError, report_of
 from phalanx.run.wire.codec import KeptMessage
 from phalanx.run.wire.connection import Mark

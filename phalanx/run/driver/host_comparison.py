@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from phalanx.run.clock import Now
 from phalanx.run.decide.events import Event, SlowHost, TrafficSilent
-from phalanx.run.judge.limits import Standing
-from phalanx.run.judge.slow import SlowConfig, SlowJudge
-from phalanx.run.judge.traffic import Traffic, TrafficConfig, TrafficJudge
+from phalanx.run.judge.interface_traffic import Traffic, TrafficConfig, TrafficJudge
+from phalanx.run.judge.step_limits import Standing
+from phalanx.run.judge.stragglers import SlowConfig, SlowJudge
 from phalanx.run.messages import Heartbeat
 
 SETTLING_S = 10.0

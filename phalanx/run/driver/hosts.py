@@ -32,7 +32,7 @@ from phalanx.run.decide import actions
 from phalanx.run.decide.actions import Action, ranks_of
 from phalanx.run.decide.events import CheckFailed, CheckPassed, Event, HostJoined, HostUnknown, Unprepared
 from phalanx.run.messages import BadReportError, Heartbeat, Hello, HostState, Prepare, Prepared, report_of
-from phalanx.run.wire.addresses import Address
+from phalanx.run.wire.driver_address import Address
 
 SILENT_HEARTBEATS = 3.5
 """After the time of so many heartbeats without one, a host is unknown."""

@@ -27,7 +27,7 @@ from phalanx.run.decide.policy import Job, Policy
 from phalanx.run.decide.state import initial
 from phalanx.run.decide.transition import Own
 from phalanx.run.journal import Draft, Entry, JournalError, JournalLostError
-from phalanx.run.journal.places import Kind
+from phalanx.run.journal.journal_tables import Kind
 from phalanx.run.wire.connection import Mark
 
 

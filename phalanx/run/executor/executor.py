@@ -22,17 +22,17 @@ from typing import Any
 
 import msgspec
 
-from phalanx.launch.script import Script
-from phalanx.launch.store import open_store_socket
-from phalanx.launch.warm import LEARNT, WarmTemplate, Word, open_cache
+from phalanx.launch.rendezvous_store import open_store_socket
+from phalanx.launch.user_script import Script
+from phalanx.launch.warm_template import LEARNT, WarmTemplate, Word, open_cache
 from phalanx.run import messages
-from phalanx.run.executor.monitor import Checking
-from phalanx.run.executor.sensors import Carried
-from phalanx.run.executor.stillness import QuietRank, StillnessWatch
+from phalanx.run.executor.check_runner import Checking
+from phalanx.run.executor.host_sensors import Carried
+from phalanx.run.executor.socket_activity import QuietRank, StillnessWatch
 from phalanx.run.executor.workers import Here, Holder, Line, Senses, Workers, sendable
-from phalanx.run.judge.still import LOOK_S
-from phalanx.run.logs.lines import Tails
-from phalanx.run.logs.pump import Pump
+from phalanx.run.judge.stack_traces import LOOK_S
+from phalanx.run.logs.log_lines import Tails
+from phalanx.run.logs.log_pump import Pump
 from phalanx.run.messages import heartbeat
 from phalanx.run.wire.codec import TooLargeError
 

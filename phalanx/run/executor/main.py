@@ -17,21 +17,21 @@ from pathlib import Path
 import msgspec
 
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checks.peer import serve_peer
+from phalanx.checks.peer_bandwidth import serve_peer
 from phalanx.core.errors import UserError
 from phalanx.ipc.handshake import derive, hand_out
 from phalanx.run import messages
 from phalanx.run.clock import unix_s
-from phalanx.run.executor.accelerators import Accelerators
+from phalanx.run.executor.accelerator_probe import Accelerators
+from phalanx.run.executor.check_runner import Means, follow_kernel, make_senses
 from phalanx.run.executor.executor import Executor
 from phalanx.run.executor.kernel_log import KernelLog, open_sources
-from phalanx.run.executor.monitor import Means, follow_kernel, make_senses
 from phalanx.run.executor.reaper import Reaper, choose_way, run_guarded
 from phalanx.run.executor.workers import Here
-from phalanx.run.logs.files import KEPT_BYTES, SEGMENT_BYTES
+from phalanx.run.logs.log_files import KEPT_BYTES, SEGMENT_BYTES
 from phalanx.run.secrets import TlsFiles, client_context, read_token, without_tokens
-from phalanx.run.wire.addresses import address_towards, parse, published
 from phalanx.run.wire.client import DriverLink, ReplacedError
+from phalanx.run.wire.driver_address import address_towards, parse, published
 
 _log = logging.getLogger(__name__)
 

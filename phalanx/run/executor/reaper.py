@@ -43,8 +43,17 @@ from phalanx.checkpoint.keeper_contract import KeeperLostError
 from phalanx.core.errors import UserError
 from phalanx.core.host import PROC
 from phalanx.ipc.processes import STOP_SIGNALS, Process, descendants, name_process, processes, read_process
-from phalanx.run.executor.containment import ByGroup, ByNamespace, BySubreaper, Group, Way, homes, strike, until_killed
-from phalanx.run.executor.processes import (
+from phalanx.run.executor.control_groups import (
+    ByGroup,
+    ByNamespace,
+    BySubreaper,
+    Group,
+    Way,
+    homes,
+    strike,
+    until_killed,
+)
+from phalanx.run.executor.system_calls import (
     become_subreaper,
     children_of_this,
     describe,

@@ -24,19 +24,19 @@ from phalanx.core.errors import UserError
 from phalanx.core.progress import Progress, ProgressReader, create_page
 from phalanx.ipc.processes import dump_beside
 from phalanx.launch.cores import local_shares
-from phalanx.launch.failures import Failure, failure_of_exit
-from phalanx.launch.messages import Exited, Over, Returned
-from phalanx.launch.script import Group, Places, Script, rank_specs
-from phalanx.launch.store import STORE_RANK, store_spec
+from phalanx.launch.launch_messages import Exited, Over, Returned
+from phalanx.launch.rank_failures import Failure, failure_of_exit
+from phalanx.launch.rendezvous_store import STORE_RANK, store_spec
 from phalanx.launch.template_process import TemplateGoneError
-from phalanx.launch.warm import Gone, WarmTemplate, Word
+from phalanx.launch.user_script import Group, Places, Script, rank_specs
+from phalanx.launch.warm_template import Gone, WarmTemplate, Word
 from phalanx.run import messages
 from phalanx.run.decide.events import USAGE
-from phalanx.run.executor.evidence import FlightSource, Subject, recorder_variables, source_of
+from phalanx.run.executor.flight_recorder import FlightSource, Subject, recorder_variables, source_of
 from phalanx.run.executor.reaper import Killed
-from phalanx.run.executor.stillness import QuietRank, StillnessWatch, quiet_after_s
-from phalanx.run.logs.files import KEPT_BYTES, SEGMENT_BYTES, RankLog
-from phalanx.run.logs.pump import Pump
+from phalanx.run.executor.socket_activity import QuietRank, StillnessWatch, quiet_after_s
+from phalanx.run.logs.log_files import KEPT_BYTES, SEGMENT_BYTES, RankLog
+from phalanx.run.logs.log_pump import Pump
 from phalanx.run.wire.codec import KeptMessage
 
 

@@ -1,6 +1,13 @@
 """What has happened to a job and what was decided, in order, for good: written by one driver, read by anybody."""
 
-from phalanx.run.journal.places import Draft, DriverStart, Entry, JournalError, JournalLostError, JournalTakenError
+from phalanx.run.journal.journal_tables import (
+    Draft,
+    DriverStart,
+    Entry,
+    JournalError,
+    JournalLostError,
+    JournalTakenError,
+)
 from phalanx.run.journal.writing import Journal, JournalReader, open_journal, read_journal
 
 __all__ = [

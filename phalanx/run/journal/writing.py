@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 
 from phalanx.core.errors import UserError
-from phalanx.run.journal import places
-from phalanx.run.journal.places import (
+from phalanx.run.journal import journal_tables
+from phalanx.run.journal.journal_tables import (
     SCHEMA,
     Draft,
     DriverStart,
@@ -50,7 +50,7 @@ class JournalReader:
             JournalError: it cannot be read.
         """
         with told(self._place):
-            yield from places.each(self._connection, self._job, from_sequence)
+            yield from journal_tables.each(self._connection, self._job, from_sequence)
 
     def starts(self) -> list[DriverStart]:
         """The drivers that have written it.
@@ -59,7 +59,7 @@ class JournalReader:
             JournalError: it cannot be read.
         """
         with told(self._place), self._connection.begin():
-            return places.starts(self._connection, self._job)
+            return journal_tables.starts(self._connection, self._job)
 
     def close(self) -> None:
         """Let go of it."""
@@ -159,7 +159,7 @@ class Journal:
         self._turn = threading.Lock()
         self.epoch = epoch
         with connection.begin():
-            self._last = places.last_sequence(connection, job)
+            self._last = journal_tables.last_sequence(connection, job)
         self._is_last_known = True
 
     @property
@@ -209,7 +209,7 @@ class Journal:
             connection = self._place.connect()
         try:
             with told(self._place):
-                yield from places.each(connection, self._job, from_sequence)
+                yield from journal_tables.each(connection, self._job, from_sequence)
         finally:
             with suppress(sa.exc.DBAPIError):
                 connection.close()
@@ -249,18 +249,18 @@ class Journal:
         """One try; gives the sequence of the last entry."""
         connection = self._connected()
         with connection.begin():
-            if places.newest_epoch(connection, self._job) != self.epoch:
+            if journal_tables.newest_epoch(connection, self._job) != self.epoch:
                 raise JournalLostError(f"another driver writes {self._place}: this one ({self.epoch}) has to end")
             entries = _numbered(drafts, self._last + 1, self.epoch)
             if not self._is_last_known:
                 # Of a connection that broke it is not known whether the commit had been done. If so the same is not
                 # appended again, and anything else comes after it.
-                there = places.chunk(connection, self._job, self._last + 1, len(drafts) + 1)
+                there = journal_tables.chunk(connection, self._job, self._last + 1, len(drafts) + 1)
                 if there == entries:
                     return entries[-1].sequence
                 if there:
-                    entries = _numbered(drafts, places.last_sequence(connection, self._job) + 1, self.epoch)
-            places.add_entries(connection, self._job, entries)
+                    entries = _numbered(drafts, journal_tables.last_sequence(connection, self._job) + 1, self.epoch)
+            journal_tables.add_entries(connection, self._job, entries)
         return entries[-1].sequence
 
     def _connected(self) -> sa.Connection:
@@ -343,7 +343,7 @@ def _holder(place: Place, job: str) -> str:
     try:
         connection = place.connect()
         with connection, connection.begin():
-            start = places.starts(connection, job)[-1]
+            start = journal_tables.starts(connection, job)[-1]
     except (sa.exc.DBAPIError, UserError, IndexError):  # it has only just begun
         return ""
     return f" (process {start.pid} on {start.host})"
@@ -353,9 +353,9 @@ def _begin(place: Place, connection: sa.Connection, job: str, clock: Clock) -> i
     """Take the next epoch."""
     place.create(connection)
     with connection.begin():
-        earlier = places.starts(connection, job)
+        earlier = journal_tables.starts(connection, job)
         check_schema(place, earlier)
         epoch = earlier[-1].epoch + 1 if earlier else 1
         start = DriverStart(epoch, clock.unix_s(), socket.gethostname(), os.getpid(), SCHEMA)
-        places.add_start(connection, job, start)
+        journal_tables.add_start(connection, job, start)
     return epoch

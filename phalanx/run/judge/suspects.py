@@ -4,7 +4,7 @@ Looked for in this order, and the first that names a few ranks decides:
 
 1. ranks that did not answer: who waits still does, who hangs does not (MegaScale, arXiv 2402.15627, section 5.2);
 2. processes that are stopped or dead;
-3. ranks that wait for nobody, while by NCCL's flight records others wait for them: `phalanx.run.judge.wave_front`;
+3. ranks that wait for nobody, while by NCCL's flight records others wait for them: `phalanx.run.judge.hang_analysis`;
 4. processes that are stuck in the kernel, which one that waits for its GPU may be too;
 5. ranks at an older step;
 6. ranks whose stack is not in a collective while all others' are; else those whose stack is not that of most
@@ -27,9 +27,9 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from phalanx.run.judge.flight import FlightRecord, MemberTexts, read_record
-from phalanx.run.judge.still import Frame, has_ended, main_stack, waits_for_peers, without_lines
-from phalanx.run.judge.wave_front import Blame, blame
+from phalanx.run.judge.flight_records import FlightRecord, MemberTexts, read_record
+from phalanx.run.judge.hang_analysis import Blame, blame
+from phalanx.run.judge.stack_traces import Frame, has_ended, main_stack, waits_for_peers, without_lines
 from phalanx.run.messages import RankEvidence
 
 _BAD_STATES = {

@@ -17,12 +17,12 @@ from contextlib import suppress
 from typing import NamedTuple, Protocol, cast
 
 from phalanx.core.errors import UserError
-from phalanx.core.throttle import LogThrottle
+from phalanx.core.rate_limit import LogThrottle
 from phalanx.run import messages
 from phalanx.run.secrets import require_tls_unless_loopback
-from phalanx.run.wire import addresses, codec, proof
-from phalanx.run.wire.addresses import Address
+from phalanx.run.wire import codec, driver_address, proof
 from phalanx.run.wire.codec import Accepted, Answer, BadMessageError, Challenge, Kept, KeptMessage, Received, encode
+from phalanx.run.wire.driver_address import Address
 from phalanx.run.wire.server import Clock
 from phalanx.run.wire.websocket import Channel, Ending, client_protocol, quiet_logger
 
@@ -413,7 +413,7 @@ class DriverLink:
     async def _try_all(self) -> None:
         try:
             found = await asyncio.to_thread(self._where)
-            targets = [addresses.parse(text) for text in ([found] if isinstance(found, str) else found)]
+            targets = [driver_address.parse(text) for text in ([found] if isinstance(found, str) else found)]
         except (OSError, ValueError) as error:
             self._note(f"where the driver is cannot be told: {error}")
             return
@@ -456,5 +456,5 @@ class DriverLink:
 def _checked(where: str | Sequence[str], context: ssl.SSLContext | None) -> Where:
     texts = [where] if isinstance(where, str) else list(where)
     for text in texts:
-        require_tls_unless_loopback(addresses.parse(text).host, context, "driver address")
+        require_tls_unless_loopback(driver_address.parse(text).host, context, "driver address")
     return lambda: texts

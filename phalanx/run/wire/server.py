@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
-from phalanx.core.throttle import LogThrottle, and_others
+from phalanx.core.rate_limit import LogThrottle, and_others
 from phalanx.run import messages
 from phalanx.run.secrets import require_tls_unless_loopback
-from phalanx.run.wire import addresses, codec, proof, websocket
-from phalanx.run.wire.addresses import Address
+from phalanx.run.wire import codec, driver_address, proof, websocket
 from phalanx.run.wire.codec import Answer, KeptMessage
 from phalanx.run.wire.connection import Arrivals, Mark, Peer
+from phalanx.run.wire.driver_address import Address
 from phalanx.run.wire.websocket import Ending, quiet_logger
 
 FAILURES = 100
@@ -148,7 +148,7 @@ class ExecutorServer:
         limit_s = HANDSHAKE_S if self._ssl is not None else None
         self._server = await loop.create_server(
             self._connection,
-            sock=addresses.bound(self._listen_at, self._field),
+            sock=driver_address.bound(self._listen_at, self._field),
             ssl=self._ssl,
             backlog=_BACKLOG,
             ssl_handshake_timeout=limit_s,

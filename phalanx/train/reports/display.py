@@ -15,7 +15,7 @@ from rich.table import Table
 from phalanx.core import units
 from phalanx.data.batch import Batch
 from phalanx.train.evaluate import HeldOut
-from phalanx.train.reports.record import StepReport
+from phalanx.train.reports.step_record import StepReport
 
 _GAP = 2
 _ECHO = 2  # left free at the end of the last line, where a terminal shows ^C, lest it wrap and leave debris

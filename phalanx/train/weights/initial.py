@@ -24,9 +24,9 @@ from phalanx.data.tokenizers.spec import open_saved_tokenizer
 from phalanx.data.tokenizers.tokenizer import LibraryTokenizer, Tokenizer
 from phalanx.model.config import ModelConfig
 from phalanx.model.huggingface import import_folder
-from phalanx.model.logical import fill
+from phalanx.model.logical_parameters import fill
 from phalanx.model.shapes import parameter_table
-from phalanx.train.derived.figures import complete_model
+from phalanx.train.derived.run_numbers import complete_model
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.trainer import Trainer
 from phalanx.train.weights.trained import same_ids, take_newest

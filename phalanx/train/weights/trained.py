@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx.checkpoint.restoring.fit import Differences
+from phalanx.checkpoint.restoring.compatibility import Differences
 from phalanx.checkpoint.restoring.restore import Targets, Wanted, restore
 from phalanx.checkpoint.restoring.source import Restored
 from phalanx.checkpoint.storage.location import open_store
@@ -19,9 +19,9 @@ from phalanx.data.prepare import prepare
 from phalanx.data.tokenizers.spec import open_saved_tokenizer, saved_tokenizer_config
 from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.model.decoder import Decoder
-from phalanx.model.logical import LogicalParameters
+from phalanx.model.logical_parameters import LogicalParameters
 from phalanx.train.config import RunConfig
-from phalanx.train.derived.figures import complete_model
+from phalanx.train.derived.run_numbers import complete_model
 from phalanx.train.device import Device, choose_device
 from phalanx.train.run_folder import RunFolder
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from phalanx.core.asyncio_tasks import told
 from phalanx.core.errors import UserError
-from phalanx.core.tasks import told
 from phalanx.run.backends.base import Listener, Ordered
 from phalanx.run.backends.kubernetes import manifests
 from phalanx.run.backends.kubernetes.api import (
@@ -40,8 +40,8 @@ from phalanx.run.backends.kubernetes.api import (
     why_leaving,
     why_waiting,
 )
+from phalanx.run.backends.kubernetes.kubernetes_options import KubernetesOptions, read_options
 from phalanx.run.backends.kubernetes.manifests import DRIVER_VARIABLE, executors
-from phalanx.run.backends.kubernetes.options import KubernetesOptions, read_options
 from phalanx.run.clock import read_clocks
 from phalanx.run.config import RunConfig
 

@@ -17,7 +17,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from phalanx.run.backends.kubernetes.options import KubernetesOptions, Quantities, workers_per_host
+from phalanx.run.backends.kubernetes.kubernetes_options import KubernetesOptions, Quantities, workers_per_host
 from phalanx.run.config import RunConfig, toml_value
 
 DOMAIN = "phalanx-train"

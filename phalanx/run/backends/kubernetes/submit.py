@@ -8,8 +8,8 @@ import sys
 
 from phalanx.core.errors import UserError
 from phalanx.run.backends.kubernetes.api import ClusterApi, ClusterError, connect, current_namespace
+from phalanx.run.backends.kubernetes.kubernetes_options import read_options
 from phalanx.run.backends.kubernetes.manifests import DRIVER_VARIABLE, Manifest, base_name, for_driver
-from phalanx.run.backends.kubernetes.options import read_options
 from phalanx.run.config import RunConfig
 from phalanx.run.secrets import TOKEN_BYTES
 

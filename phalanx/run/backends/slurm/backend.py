@@ -26,9 +26,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from phalanx.core.asyncio_tasks import told
 from phalanx.core.errors import UserError
 from phalanx.core.files import write_json
-from phalanx.core.tasks import told
 from phalanx.ipc.processes import Identity, Watched, identity_of
 from phalanx.run.backends.base import Listener, Ordered
 from phalanx.run.backends.slurm import commands

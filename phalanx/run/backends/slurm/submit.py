@@ -21,7 +21,7 @@ from phalanx.core.errors import UserError
 from phalanx.core.files import write_bytes, write_json
 from phalanx.launch.environment import expand_hosts
 from phalanx.run.backends.slurm import commands
-from phalanx.run.backends.slurm.batch import FOLDER, JOB_FILE
+from phalanx.run.backends.slurm.batch_script import FOLDER, JOB_FILE
 from phalanx.run.backends.slurm.commands import (
     COMMAND_S,
     Allocation,
@@ -32,9 +32,9 @@ from phalanx.run.backends.slurm.commands import (
 )
 from phalanx.run.config import RunConfig, TlsConfig, toml_value
 from phalanx.run.decide.transition import NO_HOSTS, STOPPED
-from phalanx.run.run_folder import read_card
+from phalanx.run.job_folder import read_card
 from phalanx.run.secrets import ensure_certificate, ensure_token
-from phalanx.run.wire.addresses import address_towards
+from phalanx.run.wire.driver_address import address_towards
 
 
 def settle(config: RunConfig) -> RunConfig:
@@ -178,7 +178,7 @@ def sbatch_command(config: RunConfig, options: SlurmOptions, folder: Path) -> li
 
 def script(folder: Path) -> str:
     """Of the job."""
-    program = shlex.join([sys.executable, "-m", "phalanx.run.backends.slurm.batch", str(folder)])
+    program = shlex.join([sys.executable, "-m", "phalanx.run.backends.slurm.batch_script", str(folder)])
     return f"#!/bin/sh\nexec {program}\n"
 
 

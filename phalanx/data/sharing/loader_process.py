@@ -1,0 +1,191 @@
+"""Making the loader process: a fork of this one where that is safe, else a new Python. Torch-free.
+
+It never outlives the process that started it: the kernel kills it then (PR_SET_PDEATHSIG). That counts the thread that
+started it, so only the main thread asks for it; always, a pipe tells it too, and it ends with its last reader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from typing import Literal, NoReturn
+
+from phalanx.data.config import DataConfig
+from phalanx.data.samples import Arrays, PackedSplit, Parts
+from phalanx.data.sharing.loader_server import serve
+from phalanx.data.sources.input_files import Split
+from phalanx.ipc.processes import STOP_SIGNALS, die_with_parent, name_process
+
+Method = Literal["fork", "exec"]
+
+# Those that a terminal or a scheduler sends to every process of a job: the ranks decide what they mean.
+_IGNORED = STOP_SIGNALS
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a loader process is to serve: samples of `parts` of a split, to so many readers of each index.
+
+    `cores`: those it may run on; None: those of the process that starts it.
+    """
+
+    parts: Parts
+    config: DataConfig
+    split: Split
+    seed: int | None
+    readers: Mapping[int, int]
+    cores: tuple[int, ...] | None = None
+
+
+def fork_is_safe() -> bool:
+    """Whether a fork of this process works: it has one thread, the kernel says, and no device was initialised.
+
+    The locks that other threads hold stay locked forever in a fork; a device's driver does not survive it.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return False
+    return len(os.listdir("/proc/self/task")) == 1  # noqa: PTH208
+
+
+def start(task: Task, listener: socket.socket, method: Method) -> tuple[Callable[[float | None], int], int, int]:
+    """Start a loader process that serves `task` at `listener`.
+
+    Returns:
+        A function that waits for its end, so many seconds at most, and returns its exit status as `subprocess` has it
+        (raising `subprocess.TimeoutExpired`); its process id; and the descriptor to close when it shall end.
+    """
+    life, hold = os.pipe()
+    mortal = threading.current_thread() is threading.main_thread()
+    try:
+        wait, pid = (_fork if method == "fork" else _execute)(task, listener, life, mortal)
+    except BaseException:
+        os.close(hold)
+        raise
+    finally:
+        os.close(life)
+    return wait, pid, hold
+
+
+def _fork(task: Task, listener: socket.socket, life: int, mortal: bool) -> tuple[Callable[[float | None], int], int]:
+    parent = os.getpid()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            gc.freeze()  # what the parent had stays as it is: neither collected nor, by that, copied
+            _hide_descriptors({0, 1, 2, listener.fileno(), life})
+            _become(task, listener, life, parent if mortal else None)
+        finally:
+            os._exit(1)  # whatever happens, the frames of the parent are not for this process
+    return _Forked(pid).wait, pid
+
+
+def _execute(task: Task, listener: socket.socket, life: int, mortal: bool) -> tuple[Callable[[float | None], int], int]:
+    with tempfile.TemporaryFile() as file:
+        pickle.dump((task, os.getpid() if mortal else None), file)
+        file.seek(0)
+        program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import new_process"
+        descriptors = [file.fileno(), listener.fileno(), life]
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"{program}; new_process(*{descriptors})"],
+            stdin=subprocess.DEVNULL,
+            pass_fds=descriptors,
+        )
+    return process.wait, process.pid
+
+
+def new_process(task_fd: int, listener_fd: int, life: int) -> NoReturn:
+    """The first thing that a new Python does: it becomes the loader that its parent wrote down."""
+    with os.fdopen(task_fd, "rb") as file:
+        task, parent = pickle.load(file)
+    _become(task, socket.socket(fileno=listener_fd), life, parent)
+
+
+def _become(task: Task, listener: socket.socket, life: int, parent: int | None) -> NoReturn:
+    status = 1
+    try:
+        _set_up(parent)
+        if task.cores:
+            os.sched_setaffinity(0, task.cores)
+        serve(listener, _reader(task), task.readers, life)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _reader(task: Task) -> Callable[[int, int], Arrays]:
+    """Reads samples; what is wrong with the corpus is told to each reader that asks for some."""
+    try:
+        return PackedSplit(task.parts, task.config, split=task.split, seed=task.seed).read
+    except Exception as error:
+        problem = error
+
+        def refuse(start: int, count: int) -> Arrays:
+            raise problem
+
+        return refuse
+
+
+def _set_up(parent: int | None) -> None:
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    name_process("phalanx loader")
+    if parent is not None:
+        die_with_parent(parent)
+
+
+def _hide_descriptors(kept: set[int]) -> None:
+    """Put nothing in the place of each descriptor of the parent's, whose peers else would not see its end.
+
+    They are not closed, since objects of the parent's still believe to own their numbers.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        descriptor = int(name)
+        with contextlib.suppress(OSError):  # the one that listed the folder is gone
+            if descriptor not in kept and os.fstat(descriptor):
+                os.dup2(nothing, descriptor)
+
+
+@dataclass
+class _Forked:
+    """A child that `subprocess` does not know."""
+
+    pid: int
+    status: int | None = None
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Its exit status, as `subprocess.Popen.wait` has it."""
+        if self.status is not None:
+            return self.status
+        if timeout_s is not None:
+            self._await_end(timeout_s)
+        _, status = os.waitpid(self.pid, 0)
+        self.status = os.waitstatus_to_exitcode(status)
+        return self.status
+
+    def _await_end(self, timeout_s: float) -> None:
+        ended = os.pidfd_open(self.pid)
+        try:
+            if not wait([ended], timeout_s):
+                raise subprocess.TimeoutExpired(f"loader process {self.pid}", timeout_s)
+        finally:
+            os.close(ended)

@@ -1,0 +1,323 @@
+"""Parquet sources, through pyarrow (an optional package).
+
+Which files a source is made of, and how they are cut into units of work.
+
+Which documents are held out: a rule that knows nothing but their names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import itertools
+import os
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from phalanx.core.errors import UserError
+from phalanx.data.config import SourceConfig
+from phalanx.data.shuffle import derive_key
+from phalanx.data.sources.text_reader import cut_after, is_packed
+
+ROWS = 256
+
+
+def cut_row_groups(path: str, target_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """Cut a Parquet file into runs ``(first row group, end, bytes)`` of about `target_bytes`."""
+    metadata = open_parquet(path).metadata
+    begin, size = 0, 0
+    for group in range(metadata.num_row_groups):
+        size += metadata.row_group(group).total_byte_size
+        if size >= target_bytes or group + 1 == metadata.num_row_groups:
+            yield begin, group + 1, size
+            begin, size = group + 1, 0
+
+
+def open_parquet(path: str) -> Any:
+    """A `pyarrow.parquet.ParquetFile`.
+
+    Raises:
+        UserError: pyarrow is not installed, or the file is no Parquet.
+    """
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ModuleNotFoundError:
+        cure = "install it: pip install 'phalanx-train[parquet]'"
+        raise UserError("reading Parquet needs the package pyarrow", cure=cure, value=path) from None
+    try:
+        return parquet.ParquetFile(path)
+    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
+        raise UserError(f"is no readable Parquet file ({error})", cure="check the file", value=path) from None
+
+
+def parquet_rows(
+    path: str, begin_group: int, end_group: int, columns: Sequence[str]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield ``(row number in the file, {column: value})`` of some row groups, a few rows in memory at a time.
+
+    A column that is not in the file is left out of the rows.
+
+    Raises:
+        UserError: the file is damaged, or a text in it is not UTF-8.
+    """
+    file = open_parquet(path)
+    row = sum(file.metadata.row_group(group).num_rows for group in range(begin_group))
+    there = [column for column in columns if column in file.schema_arrow.names]
+    groups = list(range(begin_group, end_group))
+    batches = file.iter_batches(batch_size=ROWS, row_groups=groups, columns=there, use_threads=False)
+    while True:
+        try:
+            batch = next(batches, None)
+            records = [] if batch is None else batch.to_pylist() if there else [{}] * batch.num_rows
+        except (OSError, ValueError) as error:  # damaged, or a text that is not UTF-8
+            cure = "write the file again, its text as UTF-8"
+            raise UserError(f"from row {row} on cannot be read ({error})", cure=cure, value=path) from None
+        if batch is None:
+            return
+        for record in records:
+            yield row, record
+            row += 1
+
+
+Split = Literal["train", "validation"]
+MIN_UNIT_BYTES = 1 << 20
+MAX_UNIT_BYTES = 256 << 20
+UNITS = 64
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file as it was listed: `name` is its path below the source's root, the same on every machine."""
+
+    path: str
+    name: str
+    size: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """The documents of one file that start in ``[begin, end)`` (bytes; rows groups for Parquet).
+
+    `split` is set where a part belongs to one split as a whole. `fresh` says whether the first byte starts a document
+    (a plain text file is one document, and may be cut into several parts).
+    """
+
+    path: str
+    name: str
+    begin: int
+    end: int
+    num_bytes: int
+    file_size: int
+    mtime_ns: int
+    split: Split | None = None
+    fresh: bool = True
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one worker does at a time, and what one shard holds."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Input bytes, packed as they lie on disk."""
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def signature(self) -> str:
+        """A hash of what is read, by names and sizes: it names the unit's files."""
+        return digest(f"{p.name}\0{p.begin}\0{p.end}\0{p.file_size}\0{p.split}" for p in self.parts)[:20]
+
+    @property
+    def times(self) -> str:
+        """A hash of the files' places and times of change."""
+        return digest(f"{p.path}\0{p.mtime_ns}" for p in self.parts)
+
+
+def digest(lines: Iterable[str]) -> str:
+    """BLAKE2b of lines of text, in hexadecimal."""
+    result = hashlib.blake2b(digest_size=16)
+    for line in lines:
+        result.update(line.encode("utf-8", "surrogateescape") + b"\n")
+    return result.hexdigest()
+
+
+def list_files(source: SourceConfig) -> list[InputFile]:
+    """Every input file of `source`, in order of name, without those that are empty.
+
+    Raises:
+        UserError: a path or pattern that matches nothing, or nothing but empty files.
+    """
+    if source.kind == "python-stdlib":
+        found = dict(_standard_library(source.include_tests))
+    else:
+        found = {}
+        for pattern in source.path:
+            found.update((name, path) for path, name in _matches(pattern, source))
+    files = []
+    for name in sorted(found):
+        status = _stat(found[name])
+        if status.st_size:
+            files.append(InputFile(str(found[name]), name, status.st_size, status.st_mtime_ns))
+    if not files:
+        raise UserError(
+            f"source of kind {source.kind!r} is empty: {len(found)} files, none with a byte in it",
+            cure="check the path and the extensions",
+            field="data.sources.path",
+            value=list(source.path),
+        )
+    return files
+
+
+def listing_digest(files: Iterable[InputFile]) -> str:
+    """A hash by which a later run sees, without reading them, that the inputs are the same."""
+    return digest(f"{f.path}\0{f.name}\0{f.size}\0{f.mtime_ns}" for f in files)
+
+
+def plan_units(source: SourceConfig, files: list[InputFile], tail: float) -> list[Unit]:
+    """Cut the files into units of similar size; small files share a unit, large ones are cut where that is safe.
+
+    The cut depends on the files alone, never on the number of workers. `tail` is the share at the end of every file
+    that is held out (0: none).
+    """
+    target = min(max(sum(f.size for f in files) // UNITS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
+    units: list[Unit] = []
+    group: list[Part] = []
+    for part in (part for file in files for part in _parts(source, file, target, tail)):
+        if group and sum(p.num_bytes for p in group) + part.num_bytes > target:
+            units.append(Unit(tuple(group)))
+            group = []
+        group.append(part)
+    return [*units, Unit(tuple(group))]
+
+
+def _parts(source: SourceConfig, file: InputFile, target: int, tail: float) -> Iterator[Part]:
+    whole = Part(file.path, file.name, 0, file.size, file.size, file.size, file.mtime_ns)
+    if source.kind == "parquet":
+        yield from (replace(whole, begin=a, end=b, num_bytes=size) for a, b, size in cut_row_groups(file.path, target))
+    elif source.kind == "text" and tail:
+        _refuse_packed(file.path)
+        border = cut_after(file.path, round(file.size * (1 - tail)), words=False)
+        yield from _ranges(replace(whole, end=border, split="train"), target, _text_cut)
+        yield from _ranges(replace(whole, begin=border, split="validation"), target, _text_cut)
+    elif is_packed(file.path) or source.utf8_policy == "skip":
+        yield whole
+    elif source.kind == "jsonl" or (source.document_separator and not _overlaps_itself(source.document_separator)):
+        yield from _ranges(whole, target, lambda path, place: place)
+    elif source.document_separator:
+        yield whole
+    else:
+        yield from _ranges(whole, target, _text_cut)
+
+
+def _ranges(part: Part, target: int, cut: Callable[[str, int], int]) -> Iterator[Part]:
+    """Cut ``[begin, end)`` into about equal ranges of at most `target` bytes; those after the first are not fresh."""
+    length = part.end - part.begin
+    pieces = -(-length // target)
+    borders = [part.begin, *(cut(part.path, part.begin + length * k // pieces) for k in range(1, pieces)), part.end]
+    for begin, end in itertools.pairwise(borders):
+        end = min(end, part.end)
+        if begin < end:
+            yield replace(part, begin=begin, end=end, num_bytes=end - begin, fresh=begin == part.begin)
+
+
+def _text_cut(path: str, place: int) -> int:
+    return cut_after(path, place, words=True)
+
+
+def _refuse_packed(path: str) -> None:
+    if is_packed(path):
+        raise UserError(
+            "cannot hold out the tail of a packed file",
+            cure="unpack it first",
+            field="data.validation_split",
+            value=path,
+        )
+
+
+def _overlaps_itself(separator: str) -> bool:
+    """Whether an occurrence can start within another one; then a search from the middle may find other places."""
+    return any(separator.startswith(separator[k:]) for k in range(1, len(separator)))
+
+
+def _matches(pattern: str, source: SourceConfig) -> Iterator[tuple[Path, str]]:
+    """The files a path or pattern stands for, each with its name below the pattern's root."""
+    path = Path(pattern).expanduser()
+    if path.is_dir():
+        found = [Path(folder, file) for folder, _, files in os.walk(path) for file in files]
+        root = path
+    elif path.exists():
+        if not path.is_file():
+            cure = "write what it gives into a file first, since text is read several times and in parts"
+            raise UserError("is no regular file", cure=cure, field="data.sources.path", value=str(path))
+        found, root = [path], path.parent
+    elif source.kind == "megatron" and path.with_name(path.name + ".bin").exists():
+        found, root = [path.with_name(path.name + ".bin")], path.parent
+    else:
+        plain = list(itertools.takewhile(lambda part: not set(part) & set("*?["), path.parts))
+        root, rest = Path(*plain), "/".join(path.parts[len(plain) :])
+        found = [match for match in root.glob(rest) if match.is_file()] if rest else []
+    endings = source.extensions or (_ENDINGS.get(source.kind, ()) if path.is_dir() else ())
+    found = [file for file in found if not endings or file.name.endswith(endings)]
+    if not found:
+        raise UserError(
+            f"no file found for the source of kind {source.kind!r}"
+            + (f" with extensions {endings}" if endings else ""),
+            cure="check the path (it is relative to the folder you start phalanx in)",
+            field="data.sources.path",
+            value=pattern,
+        )
+    for file in found:
+        yield file, file.relative_to(root).as_posix() if file.is_relative_to(root) else file.as_posix()
+
+
+_ENDINGS: dict[str, tuple[str, ...]] = {
+    "text": (".txt", ".txt.gz", ".txt.zst"),
+    "jsonl": (".jsonl", ".json", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst"),
+    "parquet": (".parquet",),
+    "nanogpt": (".bin",),
+    "megatron": (".bin", ".idx"),
+}
+
+
+def _standard_library(include_tests: bool) -> Iterator[tuple[str, Path]]:
+    root = Path(sysconfig.get_path("stdlib"))
+    for folder, folders, files in os.walk(root):
+        left_out = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
+        left_out |= set() if include_tests else {"test", "tests", "idle_test"}
+        folders[:] = [name for name in folders if name not in left_out]
+        for name in files:
+            if name.endswith(".py"):
+                path = Path(folder, name)
+                yield path.relative_to(root).as_posix(), path
+
+
+def _stat(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as error:
+        raise UserError(
+            f"cannot be read ({error.strerror})",
+            cure="check the file and its rights",
+            field="data.sources.path",
+            value=str(path),
+        ) from None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which split a document belongs to: held out with probability `held_out`, by a keyed hash of its name."""
+
+    held_out: float
+    seed: int
+
+    def split(self, name: str, part: Part) -> Split:
+        """The split of the document called `name` (unless its whole part belongs to one)."""
+        if part.split is not None:
+            return part.split
+        return "validation" if derive_key("held out", self.seed, name) < self.held_out * 2**64 else "train"

@@ -1,0 +1,279 @@
+"""What the launcher, its template process and the ranks say to each other, over private sockets.
+
+They are sent pickled by `multiprocessing.connection`: both ends are processes of one program, over sockets that nobody
+else can open.
+
+The socket between a launcher and a template that stays: whole messages, with descriptors beside them.
+
+Both ends are processes of one program, over a socket that nobody else can open, so messages are pickled. What does not
+fit into a packet goes into memory that is handed over beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.ipc.local_socket import PACKET_BYTES
+from phalanx.launch.cores import Share
+from phalanx.launch.environment import Worker
+from phalanx.launch.rank_failures import Failure
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """Everything that makes one rank out of a fork of the template, or out of a new Python.
+
+    Attributes:
+        worker: who it is; its `listen_fd` is open in the template under this number.
+        share: its cores and threads.
+        output_fd: where its stdout and stderr go; None: where the launcher's go.
+        target, arguments: ``module:function``, called with the worker and then `arguments`.
+        environ: its environment variables.
+        path, argv: `sys.path` and `sys.argv`; of a template that stays, `path` is what stands before its own.
+        speaks: whether `target` gets, after the worker, a function that sends a message to the launcher.
+    """
+
+    worker: Worker
+    share: Share
+    output_fd: int | None
+    target: str
+    arguments: Sequence[Any]
+    environ: Mapping[str, str]
+    path: Sequence[str]
+    argv: Sequence[str]
+    speaks: bool = False
+
+
+@dataclass(frozen=True)
+class Send:
+    """To the template: send a signal to the ranks, those that still run."""
+
+    ranks: Sequence[int]
+    signal: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """From the template: all is imported.
+
+    Attributes:
+        fork_refused: why the ranks cannot be forked; None where they can.
+    """
+
+    fork_refused: str | None
+
+
+@dataclass(frozen=True)
+class Broken:
+    """From the template: something could not be imported; nothing was started."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class Returned:
+    """From a rank: its target returned, or raised SystemExit, with this exit status.
+
+    Attributes:
+        threads: names of those that keep its process alive for now.
+    """
+
+    rank: int
+    status: int
+    threads: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Exited:
+    """From the template: the process of a rank is gone.
+
+    Attributes:
+        code: as subprocess has it, negative for a signal.
+        is_killed: the template has killed it, and nobody else had before.
+    """
+
+    rank: int
+    time_ns: int
+    code: int
+    is_killed: bool = False
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """From a rank: modules that its script has imported, in order, in one or more pieces."""
+
+    rank: int
+    modules: Sequence[str]
+    is_last: bool
+
+
+# To and from a template that stays; descriptors travel beside the messages, and are named by their place among them.
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """To the template, once: what to import.
+
+    Attributes:
+        modules: that must be there.
+        learnt: that may be there, if that does no harm; see `phalanx.launch.optimizer_hook`.
+        path_entry, argv: as the script will have them.
+        bytecode: folder for bytecode that Python would not keep; None: there is none.
+    """
+
+    modules: Sequence[str]
+    learnt: Sequence[str]
+    path_entry: str
+    argv: Sequence[str]
+    bytecode: Path | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """From the template: all is imported.
+
+    Attributes:
+        fork_refused: why the ranks cannot be forked; None where they can.
+        refused: of `Prepare.learnt`, what must not be imported beforehand; this template is spoiled if there is any.
+        stamps: of the files that it has imported.
+    """
+
+    fork_refused: str | None
+    refused: Sequence[str]
+    stamps: Mapping[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Spawn:
+    """To the template: start the processes of an attempt. The descriptors of `specs` are places."""
+
+    attempt: int
+    specs: Sequence[RankSpec]
+    fork: bool
+
+
+@dataclass(frozen=True)
+class Spawned:
+    """From the template: they run; or why not, and then none does."""
+
+    attempt: int
+    pids: Mapping[int, int]
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class SendTo:
+    """To the template: send a signal to ranks of an attempt, those that still run."""
+
+    attempt: int
+    ranks: Sequence[int]
+    signal: int
+
+
+@dataclass(frozen=True)
+class Kill:
+    """To the template: kill all processes of an attempt at once, and say when none is left."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Of:
+    """From the template: what is said of a rank of an attempt."""
+
+    attempt: int
+    word: Failure | Returned | Exited | Learnt
+
+
+@dataclass(frozen=True)
+class Over:
+    """From the template: all processes of an attempt have ended and are reaped, their process groups too."""
+
+    attempt: int
+
+
+_MAX_DESCRIPTORS = 253  # SCM_MAX_FD of Linux
+_ELSEWHERE = b"m"  # a pickle of this protocol begins with another byte
+
+
+class LineGoneError(Exception):
+    """The process at the other end has hung up, or takes nothing more."""
+
+
+class Line:
+    """One end.
+
+    Args:
+        connection: a Unix socket of kind SOCK_SEQPACKET; if it does not block, neither does this.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def fileno(self) -> int:
+        """The descriptor to wait for."""
+        return self._connection.fileno()
+
+    def send(self, message: Any, descriptors: Sequence[int] = ()) -> None:
+        """Send a message; the descriptors stay open here.
+
+        Raises:
+            LineGoneError: the other end is gone, or has not read for so long that nothing more fits.
+        """
+        packet = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        memory = -1
+        try:
+            if len(packet) > PACKET_BYTES:
+                memory = _memory_of(packet)
+                packet, descriptors = _ELSEWHERE, [memory, *descriptors]
+            socket.send_fds(self._connection, [packet], list(descriptors), socket.MSG_NOSIGNAL)
+        except OSError as error:
+            raise LineGoneError(str(error)) from error
+        finally:
+            if memory >= 0:
+                os.close(memory)
+
+    def receive(self) -> tuple[Any, list[int]]:
+        """The next message, and its descriptors, which are then the caller's.
+
+        Raises:
+            LineGoneError: the other end has hung up.
+            BlockingIOError: there is none, and this end does not block.
+        """
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(
+                self._connection, PACKET_BYTES, _MAX_DESCRIPTORS, getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+            )
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise LineGoneError(str(error)) from error
+        if not packet:
+            raise LineGoneError("it has hung up")
+        if packet == _ELSEWHERE:
+            memory, *descriptors = descriptors
+            with os.fdopen(memory, "rb") as file:
+                file.seek(0)
+                packet = file.read()
+        return pickle.loads(packet), descriptors
+
+    def close(self) -> None:
+        """Hang up."""
+        self._connection.close()
+
+
+def _memory_of(packet: bytes) -> int:
+    memory = os.memfd_create("phalanx message")
+    try:
+        with os.fdopen(os.dup(memory), "wb") as file:
+            file.write(packet)
+    except OSError:
+        os.close(memory)
+        raise
+    return memory

@@ -1,0 +1,255 @@
+"""A job as one web page that needs nothing else, and of which no word can be markup. Pure, torch-free.
+
+The page loads nothing, runs no script and asks for itself again by a header of its own, so that it can be sent with
+``Content-Security-Policy: default-src 'none'; style-src 'unsafe-inline'``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from urllib.parse import quote
+
+from phalanx.core.units import duration, size
+from phalanx.run.incidents.incident_pages import Summary, to_html
+from phalanx.run.incidents.report import Incident
+from phalanx.run.logs.log_lines import cut, escape_for_html
+from phalanx.run.reports import terminal_text
+from phalanx.run.reports.live_view import doing
+from phalanx.run.reports.recent_events import HostView, Item, Overview, Told, Wrote
+
+REFRESH_S = 3
+
+_EVENTS = 30
+_LINES = 40
+_INCIDENTS = 20
+_HOSTS = 200
+_LINE_CHARS = 400
+
+_STYLE = """
+:root{color-scheme:light dark;--line:#8883;--soft:#777;--good:#18794e;--warn:#ad5700;--bad:#c62a2f;--card:#8881}
+@media(prefers-color-scheme:dark){:root{--soft:#999;--good:#4cc38a;--warn:#ffa057;--bad:#ff6369}}
+*{box-sizing:border-box}
+body{font:15px/1.45 system-ui,sans-serif;margin:0 auto;padding:1.2rem;max-width:76rem}
+h1{font-size:1.35rem;margin:0 0 .8rem}h2{font-size:1.02rem;margin:1.6rem 0 .5rem}
+a{color:inherit}small,.soft{color:var(--soft)}.good{color:var(--good)}.warning{color:var(--warn)}.error{color:var(--bad)}
+.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(6.5rem,1fr));gap:.6rem;margin:0}
+.facts div{background:var(--card);border-radius:.5rem;padding:.55rem .8rem}
+.facts dt{color:var(--soft);font-size:.8rem}.facts dd{margin:0;font-size:1.15rem;font-variant-numeric:tabular-nums}
+.note{border-left:.3rem solid var(--warn);background:var(--card);padding:.5rem .8rem;margin:.9rem 0;border-radius:.2rem}
+.note.error{border-color:var(--bad);color:inherit}.note.good{border-color:var(--good);color:inherit}
+article td:first-child{white-space:nowrap}
+.wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
+th{font-weight:500;color:var(--soft);font-size:.8rem}
+th,td{text-align:left;padding:.28rem .7rem .28rem 0;vertical-align:top}
+td{border-top:1px solid var(--line)}.n{text-align:right}.n+:not(.n){padding-left:.6rem}
+pre{margin:0;font:12.5px/1.5 ui-monospace,monospace;white-space:pre-wrap;overflow-wrap:anywhere}
+.box{background:var(--card);border-radius:.5rem;padding:.6rem .8rem;max-height:26rem;overflow-y:auto}
+"""
+
+_STATES = {
+    "active": "good",
+    "spare": "soft",
+    "joining": "soft",
+    "draining": "warning",
+    "unknown": "warning",
+    "suspect": "warning",
+    "evicted": "error",
+    "gone": "error",
+}
+
+
+def page(now: Overview, items: Sequence[Item], incidents: Sequence[Summary], link: str = "incidents/") -> str:
+    """A job now.
+
+    Args:
+        items: what was said and written lately, in order.
+        incidents: all of them, in order.
+        link: what comes before the number of an incident in the address of its page.
+    """
+    told = [item for item in items if isinstance(item, Told)]
+    wrote = [item for item in items if isinstance(item, Wrote)]
+    parts = [
+        f"<h1>{_text(now.job)} <small>{_text(_phase(now))}</small></h1>",
+        *_notes(now, link),
+        _facts(now),
+        _section("Hosts", _hosts(now)),
+        _section("Incidents", _incidents(incidents, link)),
+        _section("Last events", _box(_event(one) for one in reversed(told[-_EVENTS:]))),
+        _section("Last lines of ranks", _box(_line(one) for one in wrote[-_LINES:])),
+        f"<p><small>As of {_date(now.unix_s)} UTC{_again(now)}.</small></p>",
+    ]
+    return _whole(f"{now.job}: {now.phase}", parts, None if now.status is not None else REFRESH_S)
+
+
+def incident_page(incident: Incident, back: str = "/") -> str:
+    """One incident, as a page; `back`: address of the job's page."""
+    title = f"{incident.job}: incident {incident.number}"
+    parts = [f'<p><a href="{_text(back)}">← {_text(incident.job)}</a></p>', to_html(incident)]
+    return _whole(title, parts, REFRESH_S if incident.outcome is None else None)
+
+
+def _whole(title: str, parts: Iterable[str], refresh_s: int | None) -> str:
+    again = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s is not None else ""
+    return "\n".join(
+        [
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            f'<meta name="viewport" content="width=device-width,initial-scale=1">{again}',
+            f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body>",
+            *parts,
+            "</body></html>\n",
+        ]
+    )
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section><h2>{_text(title)}</h2>{content}</section>"
+
+
+def _text(text: str) -> str:
+    return escape_for_html(terminal_text.harmless(text))
+
+
+# The job
+
+
+def _phase(now: Overview) -> str:
+    if now.status is not None:
+        return "done" if now.status == 0 else f"ended with status {now.status}"
+    attempt = f", attempt {now.attempt}" if now.attempt else ""
+    return f"{now.phase}{attempt}, for {duration(now.phase_s)}"
+
+
+def _notes(now: Overview, link: str) -> list[str]:
+    notes = []
+    if now.incident is not None:
+        about = f'<a href="{_text(link)}{now.incident.number}">Incident {now.incident.number}</a>'
+        why = _text(now.incident.why)
+        notes.append(f'<p class="note">{about} is open for {terminal_text.age(now.incident.age_s)}: {why}</p>')
+    if now.status is not None:
+        notes.append(f'<p class="note {"good" if now.status == 0 else "error"}">{_text(terminal_text.ending(now))}</p>')
+    if now.advise_only:
+        notes.append('<p class="note">The policy only advises: nothing is restarted or replaced.</p>')
+    return notes
+
+
+def _facts(now: Overview) -> str:
+    known = [
+        ("step", f"{now.step:,}" if now.step >= 0 else "none yet"),
+        ("steps/s", f"{now.steps_per_s:.3g}" if now.steps_per_s >= 0 else "–"),
+        ("last step", f"{terminal_text.age(now.step_age_s)} ago" if now.step_age_s >= 0 else "–"),
+        *([("last movement", f"{terminal_text.age(now.quiet_s)} ago")] if terminal_text.moves_otherwise(now) else []),
+        ("hosts", f"{_active(now):,} of {now.hosts_wanted:,}"),
+        ("ranks", f"{now.world_size:,}"),
+        ("spares ready", f"{now.hosts_by_state.get('spare', 0):,}"),
+        ("recoveries", f"{now.recoveries:,}"),
+        ("running for", duration(now.age_s) if now.age_s > 0 else "–"),
+        ("training", f"{100 * now.training_s / now.age_s:.1f} %" if now.age_s > 0 else "–"),
+    ]
+    cells = "".join(f"<div><dt>{name}</dt><dd>{_text(value)}</dd></div>" for name, value in known)
+    return f'<dl class="facts">{cells}</dl>'
+
+
+def _active(now: Overview) -> int:
+    return now.hosts_by_state.get("active", sum(host.state == "active" for host in now.hosts))
+
+
+# Tables
+
+
+def _hosts(now: Overview) -> str:
+    order = sorted(now.hosts, key=lambda host: (terminal_text.is_calm(host), host.place < 0, host.place, host.name))
+    has_gpus = any(host.seen is not None and host.seen.accelerators for host in now.hosts)
+    gpu = (":gpu",) if has_gpus else ()
+    heads = ("host", "state", ":ranks", ":step", ":s/step", ":heard", ":cpu", ":memory free", *gpu, "doing")
+    rows = [_host(host, has_gpus) for host in order[:_HOSTS]]
+    total = max(sum(now.hosts_by_state.values()), len(now.hosts))
+    more = f"<p><small>of {total:,} hosts: {_text(terminal_text.counted(now))}</small></p>" if total > len(rows) else ""
+    return _table(heads, rows, "no host yet") + more
+
+
+def _host(host: HostView, has_gpus: bool) -> list[str]:
+    seen = host.seen
+    steps = [worker.step for worker in host.workers if worker.step >= 0]
+    pace = max((worker.last_step_s for worker in host.workers), default=0.0)
+    known = [one.utilisation for one in (seen.accelerators if seen is not None else ()) if one.utilisation >= 0]
+    return [
+        _text(host.name),
+        f'<span class="{_STATES.get(host.state, "")}">{_text(host.state)}</span>',
+        f"{host.ranks[0]}–{host.ranks[-1]}" if len(host.ranks) > 1 else "".join(map(str, host.ranks)),
+        f"{min(steps):,}" if steps else "",
+        f"{pace:.3g}" if pace > 0 else "",
+        terminal_text.age(host.silent_s),
+        f"{100 * seen.cpu_load:.0f} %" if seen is not None else "",
+        size(seen.memory_free_bytes) if seen is not None else "",
+        *([f"{100 * sum(known) / len(known):.0f} %" if known else ""] if has_gpus else []),
+        _text(cut(doing(host), _LINE_CHARS)),
+    ]
+
+
+def _incidents(incidents: Sequence[Summary], link: str) -> str:
+    heads = (":", "began", "what", "result", ":seconds", ":steps lost")
+    rows = []
+    for one in reversed(incidents[-_INCIDENTS:]):
+        address = f"{_text(link)}{quote(str(one.number))}"
+        rows.append(
+            [
+                f'<a href="{address}">{one.number}</a>',
+                _date(one.began_unix_s),
+                f'<a href="{address}">{_text(cut(one.title, _LINE_CHARS))}</a>',
+                _text(one.result),
+                f"{one.seconds:.2f}" if one.seconds is not None else "",
+                str(one.lost_steps) if one.lost_steps else "",
+            ]
+        )
+    more = f"<p><small>and {len(incidents) - _INCIDENTS} before</small></p>" if len(incidents) > _INCIDENTS else ""
+    return _table(heads, rows, "none so far") + more
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], nothing: str) -> str:
+    """A table of cells that are markup; heads with a colon before them are of numbers."""
+    if not rows:
+        return f'<p class="soft">{nothing}</p>'
+    classes = [' class="n"' if head.startswith(":") else "" for head in heads]
+    top = "".join(f"<th{mark}>{head.lstrip(':')}</th>" for head, mark in zip(heads, classes, strict=True))
+    body = [
+        "<tr>" + "".join(f"<td{mark}>{cell}</td>" for cell, mark in zip(row, classes, strict=True)) + "</tr>"
+        for row in rows
+    ]
+    return f'<div class="wide"><table><tr>{top}</tr>\n' + "\n".join(body) + "</table></div>"
+
+
+# What was said
+
+
+def _box(lines: Iterable[str]) -> str:
+    text = "\n".join(lines)
+    return f'<div class="box"><pre>{text}</pre></div>' if text else '<p class="soft">nothing so far</p>'
+
+
+def _event(told: Told) -> str:
+    said = "\n".join(_text(cut(part, _LINE_CHARS)) for part in terminal_text.said(told).split("\n"))
+    return f'<span class="soft">{_time(told.unix_s)}</span> <span class="{_text(told.level)}">{said}</span>'
+
+
+def _line(wrote: Wrote) -> str:
+    return f'<span class="soft">[rank {wrote.rank}]</span> {_text(cut(wrote.text, _LINE_CHARS))}'
+
+
+def _again(now: Overview) -> str:
+    return "" if now.status is not None else f"; the page asks again every {REFRESH_S} s"
+
+
+def _date(unix_s: float) -> str:
+    return _moment(unix_s, "%Y-%m-%d %H:%M:%S")
+
+
+def _time(unix_s: float) -> str:
+    return _moment(unix_s, "%H:%M:%S")
+
+
+def _moment(unix_s: float, form: str) -> str:
+    try:
+        return datetime.fromtimestamp(unix_s, UTC).strftime(form)
+    except (ValueError, OverflowError, OSError):  # of a clock that is beside itself
+        return "–"

@@ -1,0 +1,272 @@
+"""The first steps of a run held against what was expected of them, and how long the parts of a step take."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+
+from phalanx.core import units
+from phalanx.core.files import write_json
+from phalanx.data.batch import Batch
+from phalanx.train.predicted_cost import BETWEEN, LOADER, PASSES, WAITING, WORDS, Expected
+from phalanx.train.training_run import Run
+
+
+class Laps:
+    """Marks of time within steps.
+
+    On a GPU a mark is an event in the device's queue: nothing waits for it before `medians` is asked for, and a part is
+    what the device did in it. On a CPU it is the clock, and what was waited for other ranks is told apart.
+
+    Args:
+        device: that computes.
+        waited_ns: how long this rank has waited for others so far.
+        clock: seconds, monotonic; of a CPU.
+    """
+
+    def __init__(
+        self, device: torch.device, waited_ns: Callable[[], int], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._waited_ns, self._clock = waited_ns, clock
+        self._steps: list[list[tuple[str, _Mark]]] = []
+
+    @property
+    def count(self) -> int:
+        """Steps that have begun."""
+        return len(self._steps)
+
+    def begin_step(self) -> None:
+        """A step begins, and its first part."""
+        self._steps.append([("", self._mark())])
+
+    def end(self, name: str) -> None:
+        """A part ends here that began where the last one ended."""
+        self._steps[-1].append((name, self._mark()))
+
+    def medians(self) -> tuple[float, dict[str, float]]:
+        """Seconds of a whole step, and of each part: medians over all steps. Waits for the device."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        rows = [self._row(step) for step in self._steps]
+        names = dict.fromkeys(name for row in rows for name in row)
+        parts = {name: median(row.get(name, 0.0) for row in rows) for name in names}
+        return median(sum(row.values()) for row in rows), parts
+
+    def _row(self, step: list[tuple[str, _Mark]]) -> dict[str, float]:
+        row: dict[str, float] = defaultdict(float)
+        for (_, begin), (name, end) in pairwise(step):
+            waited_s = 0.0 if self._on_gpu else end.waited_s - begin.waited_s
+            row[name] += begin.until_s(end) - waited_s
+            if not self._on_gpu:
+                row[WAITING] += waited_s
+        return dict(row)
+
+    def _mark(self) -> _Mark:
+        if not self._on_gpu:
+            return _Mark(self._clock(), self._waited_ns() * 1e-9)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return _Mark(event=event)
+
+
+class _Mark:
+    """A moment: of the clock, or of the device's queue."""
+
+    def __init__(self, at_s: float = 0.0, waited_s: float = 0.0, event: torch.cuda.Event | None = None) -> None:
+        self._at_s, self.waited_s, self._event = at_s, waited_s, event
+
+    def until_s(self, other: _Mark) -> float:
+        """Seconds from here to there."""
+        if self._event is not None and other._event is not None:
+            return float(self._event.elapsed_time(other._event)) / 1e3
+        return other._at_s - self._at_s
+
+
+FILE = "prediction.json"
+WARM_UP = 5
+"""Steps in which caches, allocators and compilers settle."""
+MEASURED = 10
+_LEAST = 3
+_LARGE = 0.15
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What steps took, medians.
+
+    Attributes:
+        first, last: steps, counted from 1.
+        parts: seconds by name.
+        memory_bytes: of this rank: tensors at their most on a GPU; on a CPU, what the process has grown by.
+        with_libraries: that holds what libraries took, too, and is no measure of the prediction.
+    """
+
+    first: int
+    last: int
+    step_s: float
+    parts: Mapping[str, float]
+    memory_bytes: float
+    with_libraries: bool = False
+
+
+class Watch:
+    """Times a run's first steps, says how they compare with what was expected, and keeps both in the run folder.
+
+    Args:
+        expected: None: nothing is watched.
+        note: shows a line to a person.
+        base_bytes: memory of the process before anything of the run was made.
+    """
+
+    def __init__(self, expected: Expected | None, run: Run, note: Callable[[str], None], base_bytes: int = 0) -> None:
+        self._expected = expected if run.ranks.is_first else None
+        self._run, self._note, self._base_bytes = run, note, base_bytes
+        self._laps: Laps | None = None
+        self._warm_from = run.progress.step + WARM_UP
+        self._misfit = expected.misfit(str(run.config.parallel.layout), run.progress.micro_batch) if expected else ""
+
+    def start(self) -> None:
+        """Say what is expected, and write it down."""
+        if self._expected is None:
+            return
+        self._note(expected_line(self._expected, self._run))
+        if self._misfit:
+            self._note(f"  it is for {self._misfit}, and may be off by that")
+        self._write(None)
+
+    def over(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches; a step begins with waiting for its own."""
+        while True:
+            self._begin_step()
+            batch = next(batches, None)
+            if batch is None:
+                return
+            self.end(LOADER)
+            yield batch
+
+    def _begin_step(self) -> None:
+        if self._expected is None or self._run.progress.step < self._warm_from:
+            return
+        if self._laps is None:
+            self._laps = Laps(self._run.device.torch_device, lambda: self._run.ranks.waits.waited_ns)
+            if self._run.device.torch_device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()  # what trying micro-batches took is none of a step's
+        self._laps.begin_step()
+
+    def end(self, part: str) -> None:
+        """A part of the step has ended."""
+        if self._laps is not None:
+            self._laps.end(part)
+
+    def end_step(self, *, ending: bool) -> None:
+        """A step has ended; when enough have, or the run is `ending`, they are compared, once."""
+        self.end(BETWEEN)
+        if self._laps is None or self._expected is None:
+            return
+        steps = self._laps.count
+        if steps >= MEASURED or (ending and steps >= _LEAST):
+            self._compare(self._expected, self._laps.medians(), steps)
+            self._expected = self._laps = None
+
+    def _compare(self, expected: Expected, times: tuple[float, dict[str, float]], steps: int) -> None:
+        last = self._run.progress.step
+        memory_bytes = self._run.device.memory_in_use_bytes() - self._base_bytes
+        on_cpu = self._run.device.torch_device.type == "cpu"
+        measured = Measured(last - steps + 1, last, *times, memory_bytes, with_libraries=on_cpu)
+        self._note(difference_line(expected, measured))
+        self._write(measured)
+
+    def _write(self, measured: Measured | None) -> None:
+        assert self._expected is not None
+        write_json(self._run.folder.path / FILE, comparison(self._expected, measured, self._misfit))
+
+
+def expected_line(expected: Expected, run: Run) -> str:
+    """What is expected of the run, in one line."""
+    tokens = run.config.train.global_batch * run.config.data.sequence_length
+    left = run.total_steps - run.progress.step
+    return (
+        f"expected: step {_time(expected.step_s)}{_between(expected)}, {tokens / expected.step_s:,.0f} tokens/s, "
+        f"{units.size(expected.memory_bytes)}, {left} steps in {units.duration(left * expected.step_s)} "
+        f"({expected.source})"
+    )
+
+
+def _between(expected: Expected) -> str:
+    """Where a step lies in 8 of 10 cases, if that is known."""
+    if expected.interval_s is None:
+        return ""
+    low_s, high_s = expected.interval_s
+    return f" ({_time(low_s)} to {_time(high_s)} in 8 of 10 cases)"
+
+
+def difference_line(expected: Expected, measured: Measured) -> str:
+    """How steps compare with what was expected; where they differ much, what most of that is."""
+    line = (
+        f"measured over steps {measured.first} to {measured.last}: step {_time(measured.step_s)}, "
+        f"{_more(measured.step_s, expected.step_s)}; memory {units.size(measured.memory_bytes)}, "
+    )
+    line += "libraries included" if measured.with_libraries else _more(measured.memory_bytes, expected.memory_bytes)
+    if abs(difference(measured.step_s, expected.step_s)) <= _LARGE:
+        return line
+    name = most_off(expected, measured)
+    was, wanted = measured.parts.get(name, 0.0), told_apart(expected, measured).get(name, 0.0)
+    return f"{line}\n  most of the difference: {WORDS[name]}, {_time(was)} where {_time(wanted)} was expected"
+
+
+def difference(measured: float, expected: float) -> float:
+    """How much more was measured than expected, ratio."""
+    return measured / expected - 1 if expected else 0.0
+
+
+def told_apart(expected: Expected, measured: Measured) -> dict[str, float]:
+    """The expected parts as far as they could be measured: on a GPU, waiting for others lies within the passes."""
+    parts = dict(expected.parts)
+    if WAITING not in measured.parts:
+        parts[PASSES] = parts.get(PASSES, 0.0) + parts.pop(WAITING, 0.0)
+    return parts
+
+
+def most_off(expected: Expected, measured: Measured) -> str:
+    """The part that explains most of the difference of the step."""
+    sign = 1 if measured.step_s >= expected.step_s else -1
+    wanted = told_apart(expected, measured)
+    names = [*measured.parts, *(name for name in wanted if name not in measured.parts)]
+    return max(names, key=lambda name: sign * (measured.parts.get(name, 0.0) - wanted.get(name, 0.0)))
+
+
+def comparison(expected: Expected, measured: Measured | None, misfit: str) -> dict[str, Any]:
+    """Both as JSON values, with units in the keys."""
+    told = {name: value for name, value in asdict(expected).items() if name != "details"}
+    compared: dict[str, Any] = {"expected": told | {"parts": _in_seconds(expected.parts)}, "measured": None}
+    if measured is not None:
+        compared["measured"] = asdict(measured) | {"parts": _in_seconds(measured.parts)}
+        compared["step_difference_ratio"] = difference(measured.step_s, expected.step_s)
+        if not measured.with_libraries:
+            compared["memory_difference_ratio"] = difference(measured.memory_bytes, expected.memory_bytes)
+        compared["most_off"] = most_off(expected, measured)
+    return {"version": 1, **compared, "misfit": misfit, "prediction": dict(expected.details)}
+
+
+def _in_seconds(parts: Mapping[str, float]) -> dict[str, float]:
+    return {f"{name}_s": seconds for name, seconds in parts.items()}
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def _more(measured: float, expected: float) -> str:
+    """``5.7 % more than expected``."""
+    ratio = difference(measured, expected)
+    if ratio > 1:
+        return f"{ratio + 1:.1f} times what was expected"
+    return f"{100 * abs(ratio):.1f} % {'more' if ratio >= 0 else 'less'} than expected"
