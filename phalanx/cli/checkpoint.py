@@ -14,16 +14,16 @@ from phalanx.core.errors import UserError
 
 _ROOM = "phalanx.cli.checkpoints"
 _LAZY = {
-    "ls": (f"{_ROOM}.listing:ls_command", "Show the checkpoints of RUN, newest first."),
-    "show": (f"{_ROOM}.showing:show_command", "Show what a checkpoint holds: tensors, layout, size, health."),
-    "verify": (f"{_ROOM}.showing:verify_command", "Hold every byte of a checkpoint against its checksum."),
-    "diff": (f"{_ROOM}.comparing:diff_command", "Compare two checkpoints; exit status 1 if they differ."),
+    "ls": (f"{_ROOM}.list_and_prune:ls_command", "Show the checkpoints of RUN, newest first."),
+    "show": (f"{_ROOM}.show:show_command", "Show what a checkpoint holds: tensors, layout, size, health."),
+    "verify": (f"{_ROOM}.show:verify_command", "Hold every byte of a checkpoint against its checksum."),
+    "diff": (f"{_ROOM}.diff:diff_command", "Compare two checkpoints; exit status 1 if they differ."),
     "convert": (
-        f"{_ROOM}.converting:convert_command",
+        f"{_ROOM}.convert:convert_command",
         "Into other files or dtypes, from plain DCP, from and to Hugging Face.",
     ),
-    "keep": (f"{_ROOM}.listing:keep_command", "Start the process that keeps snapshots of RUN in memory here."),
-    "prune": (f"{_ROOM}.listing:prune_command", "Delete checkpoints of RUN that are not to be kept."),
+    "keep": (f"{_ROOM}.list_and_prune:keep_command", "Start the process that keeps snapshots of RUN in memory here."),
+    "prune": (f"{_ROOM}.list_and_prune:prune_command", "Delete checkpoints of RUN that are not to be kept."),
 }
 _ALIASES = {
     "list": _LAZY["ls"],

@@ -1,6 +1,6 @@
 """Effective training time by formulas, without simulating a run, for failures without memory. Needs no NumPy.
 
-*Young* (1974) and *Daly* (2006) for the interval between checkpoints are those of `phalanx.checkpoint.policy`.
+*Young* (1974) and *Daly* (2006) for the interval between checkpoints are those of `phalanx.checkpoint.interval`.
 
 *Meta* (Revisiting Reliability, arXiv 2410.21680): with N hosts, r failures per host and time, u restarts, q queueing, Δ
 between checkpoints and R of training

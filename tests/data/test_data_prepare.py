@@ -24,10 +24,10 @@ from phalanx.data.tokens.prepared_corpus import Prepared, read_manifest
 
 RUN = """
 import sys
-from phalanx.data.sources import files
+from phalanx.data.sources import input_files
 from phalanx.data.config import DataConfig
 from phalanx.data.prepare import prepare
-files.MIN_UNIT_BYTES = 4096
+input_files.MIN_UNIT_BYTES = 4096
 config = DataConfig.model_validate_json(sys.argv[1])
 prepared = prepare(config, workers=int(sys.argv[2]), progress=lambda p: print(p.num_tokens, flush=True))
 assert "torch" not in sys.modules, "preparing must not import torch"

@@ -202,7 +202,7 @@ def test_an_agenda_is_written_and_read(tmp_path: Path) -> None:
 
 
 def test_no_part_of_it_loads_torch() -> None:
-    modules = "inject, hosts, referee, campaign, proxy, worker_faults"
+    modules = "inject, host_faults, referee, campaign, tcp_proxy, worker_faults"
     program = f"import sys; from phalanx.faults import {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
