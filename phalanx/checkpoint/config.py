@@ -1,4 +1,4 @@
-"""Settings of ``[checkpoint]``: when checkpoints are taken, where they go, and which are kept. Torch-free."""
+"""Settings of ``[checkpoint]``: when checkpoints are taken, where they go, and which are kept."""
 
 from __future__ import annotations
 

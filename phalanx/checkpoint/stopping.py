@@ -1,4 +1,4 @@
-"""Whether training has to end soon: a stop signal has come, or the scheduler's deadline is near. Torch-free."""
+"""Whether training has to end soon: a stop signal has come, or the scheduler's deadline is near."""
 
 from __future__ import annotations
 

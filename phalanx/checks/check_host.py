@@ -1,4 +1,6 @@
-"""What a check remembers of this host from one time to the next: a small file each.
+"""The host as checks see it, passed in so that a check can be tried on recorded files; and what checks remember of it.
+
+What a check remembers of this host from one time to the next: a small file each.
 
 A file takes the place of the one before at once. It is not forced to the disk: after a power failure the memory is lost
 and is learnt again, and a check that only reads must not wait for a disk.

@@ -1,4 +1,4 @@
-"""A check in a process of its own: asked through stdin, answering through stdout, killed at its limit. Torch-free."""
+"""A check in a process of its own: asked through stdin, answering through stdout, killed at its limit."""
 
 from __future__ import annotations
 

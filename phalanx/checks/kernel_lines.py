@@ -1,4 +1,4 @@
-"""The kernel's log: its lines in all formats, their times, and reading them without waiting. Torch-free."""
+"""The kernel's log: its lines in all formats, their times, and reading them without waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ports of network cards as the kernel tells of them: RDMA devices and network interfaces. Torch-free.
+"""Ports of network cards as the kernel tells of them: RDMA devices and network interfaces.
 
 See Documentation/ABI/stable/sysfs-class-infiniband and Documentation/ABI/testing/sysfs-class-net of Linux.
 """

@@ -1,4 +1,4 @@
-"""Bandwidth, latency and clock between two hosts: one serves, one measures. Torch-free, TCP.
+"""Bandwidth, latency and clock between two hosts: one serves, one measures. TCP.
 
 A message is one letter and a number of eight bytes. ``P``: answer the same (latency). ``T``: answer this host's Unix
 time in ns. ``S`` n: n bytes follow; answer when all are there. ``R`` n: send n bytes. Nothing is stored or run, and

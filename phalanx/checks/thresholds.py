@@ -1,4 +1,6 @@
-"""How much other work the host does while a check measures: what it slows down says nothing about the hardware.
+"""Thresholds of checks: what a measured value is held against, its source, and how busy the host was meanwhile.
+
+How much other work the host does while a check measures: what it slows down says nothing about the hardware.
 
 What a measured value is held against, and where that comes from: never a guess.
 

@@ -1,4 +1,4 @@
-"""`phalanx check`: self-tests of this host, before a job and after trouble. Torch-free."""
+"""`phalanx check`: self-tests of this host, before a job and after trouble."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`phalanx run`: keep any torchrun-style script running, and look after what runs. Torch-free."""
+"""`phalanx run`: keep any torchrun-style script running, and look after what runs."""
 
 from __future__ import annotations
 

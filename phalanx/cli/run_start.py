@@ -1,4 +1,4 @@
-"""`phalanx run … SCRIPT`: a job is started, in the foreground or not, and its driver is kept alive. Torch-free."""
+"""`phalanx run … SCRIPT`: a job is started, in the foreground or not, and its driver is kept alive."""
 
 from __future__ import annotations
 

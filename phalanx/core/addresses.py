@@ -1,4 +1,4 @@
-"""Network addresses and interfaces as people and the settings of NCCL and gloo name them. Torch-free."""
+"""Network addresses and interfaces as people and the settings of NCCL and gloo name them."""
 
 from __future__ import annotations
 

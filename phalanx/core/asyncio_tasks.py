@@ -1,4 +1,4 @@
-"""Tasks that nobody awaits: what they raise is told to their loop, whose handler writes it down. Torch-free.
+"""Tasks that nobody awaits: what they raise is told to their loop, whose handler writes it down.
 
 asyncio itself says so only when a task is thrown away, and of one that is held it never does.
 """

@@ -1,4 +1,4 @@
-"""What the kernel says of this host below /proc and /sys: small files, the processor, free memory. Torch-free.
+"""What the kernel says of this host below /proc and /sys: small files, the processor, free memory.
 
 Memory that is to be had heeds the limits of control groups of either version.
 """

@@ -1,4 +1,4 @@
-"""The named axes of a layout, which rank sits where, and what part of a logical tensor a rank holds. Torch-free.
+"""The named axes of a layout, which rank sits where, and what part of a logical tensor a rank holds.
 
 A rank is the mixed-radix number of its coordinates, pipeline the slowest digit and tensor the fastest:
 

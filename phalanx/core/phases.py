@@ -1,4 +1,4 @@
-"""How long each phase of starting up takes. Torch-free."""
+"""How long each phase of starting up takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a rank is: a page of memory that the rank writes after every step and its executor reads. Torch-free.
+"""How far a rank is: a page of memory that the rank writes after every step and its executor reads.
 
 The page is a small file (`PAGE_BYTES`) that the writer has mapped. It holds a header and two slots, which are written
 in turn. The sequence number at a slot's start is odd while it is written, and a checksum covers the rest, so a reader

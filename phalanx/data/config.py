@@ -1,4 +1,4 @@
-"""What to read, how to split it into tokens, what to hold out. Torch-free."""
+"""What to read, how to split it into tokens, what to hold out."""
 
 from __future__ import annotations
 

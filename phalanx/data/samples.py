@@ -2,7 +2,7 @@
 
 Shape letters: B samples, S positions, L = S + 1 tokens.
 
-Samples of a split, packed into arrays in the global order. Torch-free, so that a loader process needs no torch.
+Samples of a split, packed into arrays in the global order. So that a loader process needs no torch.
 
 Shape letters: B samples, S positions.
 """

@@ -1,4 +1,6 @@
-"""Words that would give an injected fault away to a detector, and finding them in what a worker shows.
+"""The schedule of faults of one worker: kinds, orders, when each is due, and the record that *once* stays once.
+
+Words that would give an injected fault away to a detector, and finding them in what a worker shows.
 
 What kinds of faults there are: where each may happen, how dangerous it is, and what may be set.
 

@@ -1,4 +1,6 @@
-"""A wall clock that a campaign can make jump, without touching that of the machine.
+"""Faults of emulated hosts from outside: kills, stops, cut links, full disks, and a wall clock that can jump.
+
+A wall clock that a campaign can make jump, without touching that of the machine.
 
 Programs that take the time from here, by `wall_clock` at their start, see the machine's clock plus the offset in the
 file that ``PHALANX_CLOCK`` names; without the variable it is the machine's clock, at no cost. Monotonic clocks never

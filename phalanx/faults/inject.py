@@ -1,4 +1,4 @@
-"""Faults inside a worker: loaded by an environment variable that names an agenda, before the script begins. Torch-free.
+"""Faults inside a worker: loaded by an environment variable that names an agenda, before the script begins.
 
     injection = install(os.environ, rank, attempt)     # None where nothing is asked for
 

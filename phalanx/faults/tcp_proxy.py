@@ -1,4 +1,4 @@
-"""A TCP link between two programs that can be cut, silenced and delayed. Torch-free.
+"""A TCP link between two programs that can be cut, silenced and delayed.
 
     executor ──► Link (127.0.0.1:port) ──► driver
 

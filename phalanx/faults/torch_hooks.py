@@ -1,4 +1,6 @@
-"""Functions whose frames look like the code that called them, in tracebacks and in the stacks that others dump.
+"""Hooks on torch for injected faults, disguised as the code that calls them.
+
+Functions whose frames look like the code that called them, in tracebacks and in the stacks that others dump.
 
 A detector that reads stacks must find what a real fault leaves, not where it was injected.
 

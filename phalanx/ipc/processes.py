@@ -1,4 +1,4 @@
-"""Processes of a host: children that end with their parent, the process table, stop signals, stack dumps. Torch-free.
+"""Processes of a host: children that end with their parent, the process table, stop signals, stack dumps.
 
 `STOP_SIGNALS` mean "stop soon": launchers pass them on, ranks heed them, and helpers of ranks leave them to the ranks.
 

@@ -1,4 +1,4 @@
-"""Which cores of the host each local rank computes on. Torch-free.
+"""Which cores of the host each local rank computes on.
 
 A share is a run of whole physical cores in the order of NUMA nodes, as many for every rank: ranks wait for each other
 at every collective, so a larger share would only wait longer. Hardware threads of one core stay together, and only one

@@ -1,4 +1,6 @@
-"""Slurm's short lists: of hosts, such as ``node[01-03,07],gpu5``, and of counts, such as ``4(x2),3``.
+"""Rank, world size and rendezvous of a worker from the environment: ours, torchrun's or Slurm's; and its device.
+
+Slurm's short lists: of hosts, such as ``node[01-03,07],gpu5``, and of counts, such as ``4(x2),3``.
 
 What a worker process is told by whoever started it: our own launcher, torchrun, or Slurm's srun.
 

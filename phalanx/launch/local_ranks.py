@@ -1,9 +1,9 @@
-"""Where ranks write. Rank 0 keeps the terminal, as a single process would have it, so that a live display works.
+"""Starting all ranks of a job on this host, where they write, and how they ended.
+
+Where ranks write. Rank 0 keeps the terminal, as a single process would have it, so that a live display works.
 
 The others' stdout and stderr together go to the launcher's stderr line by line, each line under the mark of its rank,
 or into a file per rank where a folder is given.
-
-Starting all ranks of a job on this host, waiting for them, and telling how they ended.
 
     launch_local ── starts ──► template ── forks ──► rank 0 … rank N-1
          ▲                        │                      │

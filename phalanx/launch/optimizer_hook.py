@@ -1,4 +1,6 @@
-"""What a script that knows nothing of us is given: a hook that torch calls after every optimizer step, and a good end.
+"""Steps of a script that knows nothing of us, by a hook on optimizers; and which modules a template may import for it.
+
+What a script that knows nothing of us is given: a hook that torch calls after every optimizer step, and a good end.
 
 torch is reached by name when the script imports it, never imported from here.
 

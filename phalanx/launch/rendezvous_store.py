@@ -1,4 +1,4 @@
-"""The rendezvous store of an attempt of somebody else's script: a process of its own beside the ranks. Torch-free.
+"""The rendezvous store of an attempt of somebody else's script: a process of its own beside the ranks.
 
 torch's ``env://`` takes no open socket, so a store that rank 0 serves (TORCHELASTIC_USE_AGENT_STORE=False) could lose
 its port to another program before the script gets that far, and it ends with rank 0, in a moment when the others may

@@ -1,4 +1,4 @@
-"""The launcher's end of one template process that stays, on an asyncio loop. Torch-free."""
+"""The launcher's end of one template process that stays, on an asyncio loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Somebody else's script as a rank: started so that it cannot tell us from torchrun. Torch-free.
+"""Somebody else's script as a rank: started so that it cannot tell us from torchrun.
 
 The variables: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables. Python's side is what
 ``python -u script.py …`` or ``python -u -m module …`` does, in a process that has imported much already.

@@ -1,4 +1,6 @@
-"""What a template has imported for a script, kept on disk for the next time that everything starts cold.
+"""Warm starts: a template process that stays, and the cache of what it has imported for a script.
+
+What a template has imported for a script, kept on disk for the next time that everything starts cold.
 
 Kept are names of modules that a script was seen to import, once a template has imported them all without harm, names of
 those that must not be imported beforehand, and bytecode where Python keeps none (`phalanx.launch.bytecode`). It is a
@@ -7,8 +9,6 @@ cache: what cannot be read, belongs to somebody else or is no longer right is pa
 Nothing is imported that the script does not import by itself: names count only while the import statements of the
 script and of its own modules are what they were, as are Python and the installed packages. And nothing is believed that
 others may have written: the folder and its files are this user's alone.
-
-Warm starts: a template process that stays, so that a new attempt costs forks and not imports.
 
     WarmTemplate ── starts ──► template process ── forks ──► store, rank 0 … rank N-1     attempt 1
       (executor)                     │            └─ forks ──► store, rank 0 … rank N-1     attempt 2 …

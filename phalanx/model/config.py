@@ -1,4 +1,4 @@
-"""What a decoder is made of: every variant is a declared choice of this config, none a subclass. Torch-free."""
+"""What a decoder is made of: every variant is a declared choice of this config, none a subclass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between Hugging Face's config.json and `ModelConfig`. Torch-free; nothing is guessed, the unknown is refused.
+"""Between Hugging Face's config.json and `ModelConfig`. Nothing is guessed, the unknown is refused.
 
 Families: llama (with Llama 3.1 scaling and YaRN), mistral, qwen2, qwen3, gpt2. Training-only settings (dropout,
 z-loss, initial spread, back ends) have no place in config.json; imported models train without dropout.

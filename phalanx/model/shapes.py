@@ -1,4 +1,4 @@
-"""What a model holds and what a token costs, from its config alone. Torch-free.
+"""What a model holds and what a token costs, from its config alone.
 
 Logical parameters are the matrices as the literature names them, however they are stored. Orientation: projections
 that read the residual stream (``q k v gate up``) are (outputs, inputs); projections that write it (``o down``) are

@@ -1,4 +1,6 @@
-"""The norm of the whole gradient, and the divisor that clips it, as tensors: nothing waits for the device.
+"""What optimizers share: the gradient norm, reductions over logical matrices, and bad steps skipped.
+
+The norm of the whole gradient, and the divisor that clips it, as tensors: nothing waits for the device.
 
 How an optimizer adds up over a logical matrix that may be spread over ranks.
 

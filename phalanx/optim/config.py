@@ -1,4 +1,4 @@
-"""Configs of the optimizer, its parameter groups, the schedules and the bad-step policy. Torch-free."""
+"""Configs of the optimizer, its parameter groups, the schedules and the bad-step policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer, learning rate and decay of each logical parameter, and what optimizer state a rank holds. Torch-free.
+"""Optimizer, learning rate and decay of each logical parameter, and what optimizer state a rank holds.
 
 Parameters are split along dimension 0 only (a run of rows; of elements for vectors), so a state tensor is cut in one of
 three ways: like its parameter (moments), like the parameter's rows (CAME's row statistics, scales of moments of 8

@@ -1,4 +1,4 @@
-"""Learning rate and batch size as pure functions of the step. Torch-free."""
+"""Learning rate and batch size as pure functions of the step."""
 
 from __future__ import annotations
 

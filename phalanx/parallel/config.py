@@ -1,4 +1,4 @@
-"""Settings of ``[parallel]``: how a run is spread over ranks. Torch-free."""
+"""Settings of ``[parallel]``: how a run is spread over ranks."""
 
 from __future__ import annotations
 

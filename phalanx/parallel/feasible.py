@@ -1,4 +1,4 @@
-"""What a layout asks for: numbers that divide each other, and memory for weights and their state. Torch-free.
+"""What a layout asks for: numbers that divide each other, and memory for weights and their state.
 
 A tensor-parallel rank's share follows from the model's config alone.
 

@@ -1,4 +1,4 @@
-"""From ``[parallel]`` to a layout: axes that were left open are chosen, impossible layouts refused. Torch-free.
+"""From ``[parallel]`` to a layout: axes that were left open are chosen, impossible layouts refused.
 
 Everything here is arithmetic on the config, done before any process is started.
 """

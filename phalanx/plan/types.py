@@ -1,4 +1,4 @@
-"""Values that the rooms of the planner hand to each other. Torch-free.
+"""Values that the rooms of the planner hand to each other.
 
 A field typed `Ints` is one number, or a NumPy array with one number for each layout of a set: every formula of the cost
 model takes both, so that a search scores hundreds of thousands of layouts in one pass through the same code.

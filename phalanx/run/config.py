@@ -1,4 +1,4 @@
-"""The job file: ``[run]`` of a TOML file, with ``key=value`` pairs beside it; see docs/run_config.md. Torch-free."""
+"""The job file: ``[run]`` of a TOML file, with ``key=value`` pairs beside it; see docs/run_config.md."""
 
 from __future__ import annotations
 

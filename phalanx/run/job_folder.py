@@ -1,4 +1,4 @@
-"""The folder of a run: `job.json` for commands that look for it, and what earlier jobs left. Torch-free.
+"""The folder of a run: `job.json` for commands that look for it, and what earlier jobs left.
 
 What an earlier job left is kept in ``earlier/NNNN``.
 

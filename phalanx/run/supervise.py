@@ -1,4 +1,4 @@
-"""Keeps a driver alive: starts it again when it dies, and passes signals on, each once. Torch-free.
+"""Keeps a driver alive: starts it again when it dies, and passes signals on, each once.
 
 The driver has a process group of its own. So a Ctrl-C, or a signal for a whole group, reaches this process only, and
 the driver hears it once: the first asks for a stop with grace, the second for one without. SIGHUP, of a terminal that

@@ -1,4 +1,4 @@
-"""The whole config of a run: each room's own, the training loop's, and where the run is kept. Torch-free."""
+"""The whole config of a run: each room's own, the training loop's, and where the run is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank says of itself to whoever supervises it: its step, its phase, its own time and its loss. Torch-free.
+"""What a rank says of itself to whoever supervises it: its step, its phase, its own time and its loss.
 
 The page is that of `phalanx.core.progress`; where nobody has made one, nothing is said. It costs some microseconds a
 step, and never a synchronisation of the device.

@@ -1,4 +1,4 @@
-"""What a run is expected to cost, as whoever starts it predicted it: a plain value, handed in. Torch-free."""
+"""What a run is expected to cost, as whoever starts it predicted it: a plain value, handed in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where `phalanx train` begins: in this process, as a rank that somebody started, or by starting ranks. Torch-free.
+"""Where `phalanx train` begins: in this process, as a rank that somebody started, or by starting ranks.
 
 Whatever can be known to be wrong is refused here, before a process is started or a minute is lost.
 """

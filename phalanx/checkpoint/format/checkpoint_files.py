@@ -2,7 +2,7 @@
 
 An evaluation comes after its checkpoint is durable, so it has a file of its own beside the manifest: whatever ends the
 process meanwhile costs the evaluation alone. The file is no part of the checkpoint's checksums, and has one of its own:
-what is torn, or of another step, counts for nothing. Files are read in small blocks. Torch-free.
+what is torn, or of another step, counts for nothing. Files are read in small blocks.
 """
 
 from __future__ import annotations

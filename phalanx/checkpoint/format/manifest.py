@@ -9,7 +9,7 @@ A checkpoint is a folder ``step-00001200`` with
 
 SHA-256 because it is in the standard library and in every shell, fast where the processor has instructions for it
 (1.8 GB/s per core measured, BLAKE2b 0.9 GB/s; both outrun most disks), and also names contents beyond doubt.
-The chunks of a tensor are boxes, which have to cover it exactly once (`cover_fault`). Torch-free.
+The chunks of a tensor are boxes, which have to cover it exactly once (`cover_fault`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The index of a checkpoint of plain torch.distributed.checkpoint (DCP), read without unpickling it. Torch-free.
+"""The index of a checkpoint of plain torch.distributed.checkpoint (DCP), read without unpickling it.
 
 ``.metadata`` is a pickle, and a pickle can name any function and have it called. `load` reads it as data: nothing is
 imported, called or set, and the file can name nothing but the classes and dtypes below, which stay names (`Inert`; see

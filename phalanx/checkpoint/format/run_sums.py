@@ -1,4 +1,4 @@
-"""Sums of runs: of the elements in a slot, which a record has, and of a file, which the manifest has. Torch-free.
+"""Sums of runs: of the elements in a slot, which a record has, and of a file, which the manifest has.
 
 A file of a checkpoint is summed in runs of at most `RUN_BYTES`; a new one begins with every archive. So a reader of
 part of it checks what it reads, and reads nothing twice. Where the runs lie follows from the places of the archives,

@@ -1,4 +1,4 @@
-"""The plan of a shard (what a rank puts into each snapshot) and the record that commits one. Torch-free.
+"""The plan of a shard (what a rank puts into each snapshot) and the record that commits one.
 
 Plans are fixed while the tensors are, so that a snapshot costs a copy. All that needs torch (which blocks there are,
 the bytes around the elements in a ``torch.save`` archive, DCP's index) is worked out once, by the ranks together;

@@ -1,1 +1,1 @@
-"""The process of every host that owns the memory of snapshots and outlives the ranks. Torch-free."""
+"""The process of every host that owns the memory of snapshots and outlives the ranks."""

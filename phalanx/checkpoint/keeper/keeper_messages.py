@@ -1,4 +1,4 @@
-"""What ranks and the keeper of their host say to each other, and both ends of that connection. Torch-free.
+"""What ranks and the keeper of their host say to each other, and both ends of that connection.
 
 See `phalanx.ipc.local_socket` for how. What may be long (plans, state, inventories) travels as the descriptor of a
 *document*: memory that holds it.

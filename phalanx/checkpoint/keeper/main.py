@@ -1,4 +1,4 @@
-"""The keeper process. It is nobody's child, and ends by itself. Torch-free.
+"""The keeper process. It is nobody's child, and ends by itself.
 
 How it ends: every rank that began has said `finish`; nobody has been connected for its time to live; it is told to
 (`phalanx.checkpoint.keeper.keeper_start.end_keeper`); or SIGKILL. Other signals are for the ranks, and it ignores them.

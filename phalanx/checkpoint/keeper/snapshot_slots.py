@@ -1,4 +1,4 @@
-"""The memory inside the keeper: which copies of shards are committed in it, and what may be written over. Torch-free.
+"""The memory inside the keeper: which copies of shards are committed in it, and what may be written over.
 
 A *cell* is the memory of one slot. The cells of a rank's own shard are leased to that rank; those of replicas belong to
 what receives them. Of both, a cell is free unless it holds the newest committed copy of its shard, is pinned, or is on

@@ -1,1 +1,1 @@
-"""Making snapshots durable: the process that writes files, and the publishing of what all hosts wrote. Torch-free."""
+"""Making snapshots durable: the process that writes files, and the publishing of what all hosts wrote."""

@@ -7,7 +7,7 @@ Both modes of ``checkpoint.mode`` come here. In the background, the persister pr
 `PersistWork` per rank: the elements come from a slot, whose memory is checked against its record on the way, run by
 run, before any of it is written; ranks hear through the storage what became of it. Where training stands still
 (`phalanx.checkpoint.session.blocking_session`), the ranks do the same themselves: the elements come from the tensors,
-and the ranks tell each other. Torch-free.
+and the ranks tell each other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The persister process: takes tasks from its keeper, each into a thread of its own. Torch-free."""
+"""The persister process: takes tasks from its keeper, each into a thread of its own."""
 
 from __future__ import annotations
 

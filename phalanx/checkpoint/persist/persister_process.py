@@ -1,4 +1,4 @@
-"""The keeper's handle of its persister process, and what the two say to each other. Torch-free.
+"""The keeper's handle of its persister process, and what the two say to each other.
 
 What is longer than a packet travels as the descriptor of memory that holds it.
 """

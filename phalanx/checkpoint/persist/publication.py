@@ -1,4 +1,4 @@
-"""How a durable checkpoint is published: what writers of shards and the publisher tell each other by files. Torch-free.
+"""How a durable checkpoint is published: what writers of shards and the publisher tell each other by files.
 
 Beside a shard its writer leaves a *part*, a small JSON file, for the publisher. It stays in the published checkpoint,
 listed in the manifest like every other file, and tells which rank wrote what.

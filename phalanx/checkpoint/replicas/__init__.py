@@ -1,1 +1,1 @@
-"""Copies of snapshots on other hosts: where, over which network, sending and fetching. Torch-free."""
+"""Copies of snapshots on other hosts: where, over which network, sending and fetching."""

@@ -1,4 +1,4 @@
-"""Reads what a keeper of another host holds, straight into the memory where it is wanted. Torch-free.
+"""Reads what a keeper of another host holds, straight into the memory where it is wanted.
 
 Every chunk is checked against the sums of its record as it arrives.
 """

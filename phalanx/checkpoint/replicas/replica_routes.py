@@ -1,4 +1,4 @@
-"""Where replicas go: which host keeps the replica of which, and through which network interface. Torch-free.
+"""Where replicas go: which host keeps the replica of which, and through which network interface.
 
 What may be lost together must not hold both copies: a host, a rack (a switch, a power supply), and a parallel group
 that is evicted as a whole because nobody knows which of its hosts is the faulty one (ByteRobust). Placement is pure,

@@ -1,6 +1,6 @@
 """What a keeper runs for replicas: threads that send its snapshots to a peer, and threads that answer others.
 
-Other keepers send their replicas and fetch what this one holds. Torch-free.
+Other keepers send their replicas and fetch what this one holds.
 """
 
 from __future__ import annotations

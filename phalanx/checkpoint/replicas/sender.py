@@ -1,4 +1,4 @@
-"""Sends the snapshots of one rank to the keeper of a peer host, in a thread of its own. Torch-free.
+"""Sends the snapshots of one rank to the keeper of a peer host, in a thread of its own.
 
 Whoever receives elements of a shard sums each chunk while it is in the cache (`receive_chunks`).
 """

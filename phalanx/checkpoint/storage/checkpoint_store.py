@@ -1,4 +1,4 @@
-"""What durable storage of checkpoints can do (a folder or an object store), and the names in it. Torch-free.
+"""What durable storage of checkpoints can do (a folder or an object store), and the names in it.
 
 A checkpoint is a flat set of files under a name (``step-00000012``; object stores, which have no rename, add the
 attempt and the job: ``step-00000012.a3-1f…``). It is there once it is published; while it is written it is an *area*.

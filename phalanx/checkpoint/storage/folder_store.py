@@ -1,4 +1,4 @@
-"""A folder as a store: renames, locks and hard links of a file system that all hosts share. Torch-free.
+"""A folder as a store: renames, locks and hard links of a file system that all hosts share.
 
 Large files are written past the page cache. Through it, a checkpoint costs the cores of training a page for every 4 kB,
 and takes memory from whatever else is cached. For 300 MB on a cloud machine with ext4 that was 0.11 to 1.4 s of system

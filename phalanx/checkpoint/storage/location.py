@@ -1,4 +1,4 @@
-"""Where checkpoints lie, as people write it (a path or a URL), and the store that is meant. Torch-free."""
+"""Where checkpoints lie, as people write it (a path or a URL), and the store that is meant."""
 
 from __future__ import annotations
 

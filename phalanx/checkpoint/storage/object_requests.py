@@ -1,7 +1,7 @@
 """Requests to object stores: tried again where that may help, bounded in time, and one error that names the object.
 
 The one conditional request makes an object only if there is none of its name: `creator` knows which fsspec file systems
-can do that, and how. Torch-free.
+can do that, and how.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Objects as streams with bounded memory: read by ranges with read-ahead, written in parts, several at a time on S3.
 
-An object that is written is there only when all of its parts are. Torch-free.
+An object that is written is there only when all of its parts are.
 """
 
 from __future__ import annotations

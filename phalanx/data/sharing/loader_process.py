@@ -1,4 +1,4 @@
-"""Making the loader process: a fork of this one where that is safe, else a new Python. Torch-free.
+"""Making the loader process: a fork of this one where that is safe, else a new Python.
 
 It never outlives the process that started it: the kernel kills it then (PR_SET_PDEATHSIG). That counts the thread that
 started it, so only the main thread asks for it; always, a pipe tells it too, and it ends with its last reader.

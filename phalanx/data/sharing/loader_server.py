@@ -1,4 +1,6 @@
-"""What a reader and the loader process of its host say to each other.
+"""The loader process of a host: its messages to and from readers, and the thread that fills their slots.
+
+What a reader and the loader process of its host say to each other.
 
 One stream of batches is one connection (`phalanx.ipc.local_socket`).
 

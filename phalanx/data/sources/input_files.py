@@ -1,4 +1,6 @@
-"""Parquet sources, through pyarrow (an optional package).
+"""Which files a source is made of, how they are cut into units of work, and which documents are held out.
+
+Parquet sources, through pyarrow (an optional package).
 
 Which files a source is made of, and how they are cut into units of work.
 

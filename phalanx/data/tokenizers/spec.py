@@ -1,4 +1,6 @@
-"""A copy of the tokenizer inside a run folder, so that a run can be sampled from wherever it is moved to.
+"""Which tokenizer a config means: opened, or trained once and kept beside the prepared tokens; and its copy in a run.
+
+A copy of the tokenizer inside a run folder, so that a run can be sampled from wherever it is moved to.
 
 Which tokenizer a config means: open it, or make it once from the sources and keep it beside the prepared tokens.
 """

@@ -1,4 +1,4 @@
-"""A prepared corpus: token files on disk, described by a manifest per source. Torch-free."""
+"""A prepared corpus: token files on disk, described by a manifest per source."""
 
 from __future__ import annotations
 

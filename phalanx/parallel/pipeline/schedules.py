@@ -1,4 +1,4 @@
-"""Pipeline schedules as tables: who computes what in which order, and what is sent for it. Torch-free.
+"""Pipeline schedules as tables: who computes what in which order, and what is sent for it.
 
 A model is cut into `ranks * chunks` stages. A table gives every pipeline rank its list of actions; what must be sent
 and received follows from it, and so does how long ranks wait (`phalanx.parallel.pipeline.timeline`).

@@ -1,4 +1,4 @@
-"""Layers cut into pipeline stages of as equal a cost as can be. Torch-free.
+"""Layers cut into pipeline stages of as equal a cost as can be.
 
 Cost is matrix-product FLOPs of one token, forward and backward: projections, attention over as many keys as the layer's
 window leaves, and the loss head, which weighs as much as several layers where the vocabulary is large. The embedding

@@ -1,4 +1,4 @@
-"""When ranks of a pipeline compute and when they wait, as numbers and as a drawing in text. Torch-free.
+"""When ranks of a pipeline compute and when they wait, as numbers and as a drawing in text.
 
 Passes take as long as they are given to, or as they would in theory.
 

@@ -1,1 +1,1 @@
-"""The driver, for people and programs: HTTP with an OpenAPI description, and its client. Torch-free."""
+"""The driver, for people and programs: HTTP with an OpenAPI description, and its client."""

@@ -1,4 +1,4 @@
-"""What the interface answers, as JSON with names; the driver's own values are its ancestors. Torch-free.
+"""What the interface answers, as JSON with names; the driver's own values are its ancestors.
 
 A body is a value of the driver in which everything has a name: messages between driver and executors are arrays. So
 the client gives what it has read to whoever takes the driver's values.

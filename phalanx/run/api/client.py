@@ -1,4 +1,4 @@
-"""A job from elsewhere: over the interface of its driver. Torch-free.
+"""A job from elsewhere: over the interface of its driver.
 
 The address and the token are read from the run folder each time that a connection is made anew, so that a driver which
 was started again is found.

@@ -1,4 +1,4 @@
-"""Who may come in, and how much they may bring: before any route is looked at. Torch-free.
+"""Who may come in, and how much they may bring: before any route is looked at.
 
 Every path but ``/health`` and ``/login`` needs the job's token as a bearer token. A browser gets a session for it, in a
 cookie that only reads: no request that changes something is taken with a cookie, whichever site it comes from.

@@ -1,4 +1,6 @@
-"""A network of its own for each host that is emulated on this machine: namespaces on a bridge. Linux, root,
+"""The local back end: emulated hosts as processes of this machine, each in a network namespace where that is asked for.
+
+A network of its own for each host that is emulated on this machine: namespaces on a bridge. Linux only, as root.
 
 Nothing of the machine's own network is touched: bridge, namespaces and the interfaces between them are new, their names
 come from the folder of the job, and they go with it. In each namespace the interface is called ``eth0``.

@@ -1,4 +1,4 @@
-"""What the driver's shell has to do. Every action may be performed twice, and then changes nothing more. Torch-free."""
+"""What the driver's shell has to do. Every action may be performed twice, and then changes nothing more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What keeps a job from restarting for ever.
+"""Restart, check, evict, go back: what to do about a fault by how often it has come, and when to stop restarting.
+
+What keeps a job from restarting for ever.
 
 A restart was worth it if the attempt got further than all before it. Where a script numbers its steps from the
 beginning of the training that is seen: a step that none has made, or a newer checkpoint that the next attempt goes on

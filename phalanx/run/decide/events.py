@@ -2,7 +2,7 @@
 
 They serialise to JSON, so that a journal holds them. `at_s` is of the driver's clock, which must go on across its
 restarts (seconds since 1970 do); where it goes back it counts as standing still. What is about an attempt that is not
-the present one changes nothing. Torch-free.
+the present one changes nothing.
 """
 
 from __future__ import annotations

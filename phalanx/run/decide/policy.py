@@ -1,4 +1,4 @@
-"""What a person may choose of how a job is kept running, and what the job is. Torch-free."""
+"""What a person may choose of how a job is kept running, and what the job is."""
 
 from __future__ import annotations
 

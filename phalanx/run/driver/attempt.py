@@ -1,6 +1,6 @@
 """One attempt as its executors report it: soft state of the driver, out of which only transitions become events.
 
-Made anew for each attempt, so that nothing of an earlier one counts. Torch-free.
+Made anew for each attempt, so that nothing of an earlier one counts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Whom the driver talks to.
+"""The driver: turns what it hears into events, and performs what `phalanx.run.decide` has decided.
 
-The driver: turns what it hears into events, and performs what is decided.
+Whom the driver talks to.
 
 Everything happens on one event loop, one thing after another. Nothing here decides: see `phalanx.run.decide`.
 """

@@ -1,4 +1,6 @@
-"""What hosts are told and what they answer: the driver's soft state of them.
+"""The driver's soft state of hosts: heartbeats, checks, preparation, and the messages that commands become.
+
+What hosts are told and what they answer: the driver's soft state of them.
 
 Which hosts are heard of: soft state of the driver, out of which only transitions become events.
 
@@ -11,7 +13,7 @@ What executors have been told to run, and whether they are ready to: soft state 
 
 What one host's template has learnt to import is handed on to those that are prepared later, and to spares.
 
-What the driver's actions are in messages to executors. A pure function,.
+What the driver's actions are in messages to executors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What judges, log rules and lines of ranks say, as the driver's events and as lines for people.
+"""What judges and log rules say, as the driver's events and as lines for people.
+
+What judges, log rules and lines of ranks say, as the driver's events and as lines for people.
 
 What the judges say, as the driver's events want it.
 

@@ -1,4 +1,6 @@
-"""Asking what may never answer: a device whose driver hangs, a file system whose server is gone.
+"""Accelerators of a host through NVML, asked in threads that may never come back.
+
+Asking what may never answer: a device whose driver hangs, a file system whose server is gone.
 
 The accelerators of a host through NVML, if it is there; what cannot be asked is said.
 

@@ -1,4 +1,6 @@
-"""Tests of the host that the driver asks for, by number.
+"""How an executor looks at its host: checks that the driver asks for, sensors, evidence, and the kernel's log.
+
+Tests of the host that the driver asks for, by number.
 
 How an executor looks at its host: sensors, evidence, checks, and rules for what is written.
 """

@@ -1,9 +1,11 @@
-"""A control group of our own, where the host lets us make one: version 2, else the freezer of version 1. Linux.
+"""Three ways of holding the processes of a rank together, so that none gets away: cgroup, PID namespace, subreaper.
+
+A control group of our own, where the host lets us make one: version 2, else the freezer of version 1. Linux.
 
 Whatever a process in the group starts is in the group, however it detaches itself. Frozen, the group holds still while
 what is in it is looked at and killed, so none can fork away from that.
 
-Three ways of holding processes together, so that all of them are found and none gets away. Linux,
+Three ways of holding processes together, so that all of them are found and none gets away. Linux only.
 
 =============  =====================  ==================================  =============================================
 way            what belongs           what holds them still               what is left when the executor is killed
@@ -15,7 +17,7 @@ subreaper      who descends from it   SIGSTOP to groups, until no more    the gu
 
 The last can be escaped from by a process that forks, detaches itself and ends faster than /proc is read, over and over.
 
-Killing all that is held, but for what is spared, until nothing of it is left. Linux,.
+Killing all that is held, but for what is spared, until nothing of it is left. Linux only.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""An executor that nobody wants any more: no driver comes, and nothing of the job runs on its host.
+"""The executor: does on its host what the driver commands, and reports. It decides nothing.
 
-The executor: does on its host what the driver commands, and reports. It decides nothing.
+An executor that nobody wants any more: no driver comes, and nothing of the job runs on its host.
 
 It knows attempts by their numbers and refuses what belongs to a lower one than it has seen. Every answer can be given
 again: a driver that was started again asks again. Commands that start or end processes are carried out one after the

@@ -1,4 +1,6 @@
-"""NCCL's flight recorder: what a rank's collectives were when it hung, as torch dumps it.
+"""Evidence of ranks that hang: NCCL's flight recorder, stacks and processes, gathered before anything is killed.
+
+NCCL's flight recorder: what a rank's collectives were when it hung, as torch dumps it.
 
 A dump is a pickle, and a rank may write what it likes, so it is read by an unpickler that knows data only: text,
 numbers, lists, tuples and dictionaries. It admits no globals, calls nothing, and allocates no more than the file's

@@ -1,4 +1,6 @@
-"""What the interfaces that training uses have carried in all, out of counters that do not simply grow.
+"""Sensors of a host: bytes and errors of the interfaces that training uses, memory, disks; read often and cheaply.
+
+What the interfaces that training uses have carried in all, out of counters that do not simply grow.
 
 Which network interfaces training uses, and their counters.
 

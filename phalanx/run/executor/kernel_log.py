@@ -1,4 +1,4 @@
-"""The kernel's log, followed from the moment it is opened. Torch-free.
+"""The kernel's log, followed from the moment it is opened.
 
 It comes from ``/dev/kmsg``; where that may not be read, from ``journalctl`` or ``dmesg``, which a site may allow; else
 it is said why not. Its lines tell of devices (``NVRM: Xid``), memory, disks and links.

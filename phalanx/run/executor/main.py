@@ -1,4 +1,4 @@
-"""The process of an executor: ``python -m phalanx.run.executor SETTINGS``, which are JSON. Torch-free."""
+"""The process of an executor: ``python -m phalanx.run.executor SETTINGS``, which are JSON."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""A process above the executor that ends what the executor leaves behind, however that ends. Linux,
+"""A process above the executor that ends what the executor leaves behind, however that ends. Linux only.
 
     guard ── forks ──► executor ── starts ──► template ── forks ──► ranks
 
 It has nothing to do but to wait. Where a PID namespace holds the processes, the executor is its init and the kernel
 does the guard's work.
 
-Which processes are keepers of checkpoints, which outlive the ranks that have started them. Linux,
+Which processes are keepers of checkpoints, which outlive the ranks that have started them. Linux only.
 
 A keeper is known by what only it has: the listening socket at an address in a folder that only this user can enter, in
 a session whose leader has gone, and by running the keeper's program. A rank that is about to start a keeper has that
 socket too, for a moment, and so have processes that it forks in this moment; but they run the rank's program.
 
-No orphans: whatever a worker has started is gone when its attempt has ended. Linux,
+No orphans: whatever a worker has started is gone when its attempt has ended. Linux only.
 
     choice = choose_way(report, name=f"{job}-{host}")
     status = run_guarded(choice, serve, environ=environ)       # serve(reaper) is the executor

@@ -1,4 +1,6 @@
-"""What processes are sent: bytes of their TCP sockets by sock_diag(7), and what they wait for. Linux,
+"""Ranks without steps: what their processes receive and wait for, and whether anything about them still moves.
+
+What processes are sent: bytes of their TCP sockets by sock_diag(7), and what they wait for. Linux only.
 
 What a process receives with ``recv`` is in no counter of /proc/PID/io, and those of interfaces are of all processes. Of
 sockets that are none of TCP nobody counts bytes.

@@ -1,4 +1,4 @@
-"""Stacks of a Python process that may hang, be stopped or hold the GIL: by py-spy, else by faulthandler. Torch-free.
+"""Stacks of a Python process that may hang, be stopped or hold the GIL: by py-spy, else by faulthandler.
 
 py-spy reads the memory of the process, so that has not to do anything. Where it may not (a container without
 SYS_PTRACE), a rank that has called `phalanx.ipc.processes.register` writes its stacks itself when it is asked to.

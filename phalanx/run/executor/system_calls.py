@@ -1,6 +1,8 @@
-"""The few system calls that Python has no function for. Linux,.
+"""System calls that Python has no function for, and children: signals that cannot hit a wrong one, waiting for ends.
 
-Children of this process, signals that cannot hit a wrong one, and waiting for ends. Linux,.
+The few system calls that Python has no function for. Linux only.
+
+Children of this process, signals that cannot hit a wrong one, and waiting for ends. Linux only.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What an executor is made of: its line to the driver, its hold on processes, its host.
+"""The ranks of one attempt on this host: started from the template, watched, and reported when they end.
 
-The ranks of one attempt on this host: started from the template, watched, and told of when they end.
+What an executor is made of: its line to the driver, its hold on processes, its host.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What executors know of ranks, as text for files beside the page: bounded, and without secrets.
+"""Reports of incidents and their evidence, kept on disk as they grow, and completed out of the journal after a crash.
+
+What executors know of ranks, as text for files beside the page: bounded, and without secrets.
 
 Reports out of the journal: what a driver wrote down and then could not put into its reports.
 

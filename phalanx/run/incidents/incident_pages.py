@@ -1,4 +1,6 @@
-"""An incident as one page for people, as Markdown or HTML.
+"""Pages of incidents as Markdown and HTML, and where they are stored.
+
+An incident as one page for people, as Markdown or HTML.
 
 Where incidents are kept: ``incidents/0003.md`` and ``0003.json`` in the folder of the run.
 """

@@ -1,4 +1,6 @@
-"""What is known of an incident: dated facts of a few kinds, in the order in which they came.
+"""The report of an incident as a value: dated facts, and how the driver's decisions become facts.
+
+What is known of an incident: dated facts of a few kinds, in the order in which they came.
 
 What the driver decides about an incident becomes facts of its report.
 """

@@ -1,4 +1,6 @@
-"""Reading a journal that another process may be writing.
+"""Writing and reading the journal: one driver at a time, each entry once, and never after a later driver has begun.
+
+Reading a journal that another process may be writing.
 
 Writing a journal: one driver at a time, each entry once, and never after a later driver has begun.
 

@@ -1,4 +1,4 @@
-"""What a rank's NCCL flight record says: what it has launched in which group, and what of that is not done. Torch-free.
+"""What a rank's NCCL flight record says: what it has launched in which group, and what of that is not done.
 
 Read from a dump of torch (versions 2.1 to 2.10), or from what `condense` leaves of one. Three things are not as they
 look:

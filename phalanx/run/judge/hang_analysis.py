@@ -1,4 +1,4 @@
-"""Who holds up the others, by the flight records of all ranks: who is waited for, and waits for nobody. Torch-free.
+"""Who holds up the others, by the flight records of all ranks: who is waited for, and waits for nobody.
 
 Launches of a group go to one stream: a collective begins on a rank when those before it are done, and ends when all
 ranks have begun it. So whoever has launched a collective that is not done waits for every rank that has not. One that

@@ -1,4 +1,6 @@
-"""What can be said of a regular expression without running it: texts that a match contains, and whether it may explode.
+"""Log rules: which class of fault a line of a rank or of the kernel speaks of, by regular expressions.
+
+What can be said of a regular expression without running it: texts that a match contains, and whether it may explode.
 
 Python's own parser of regular expressions is used (``re._parser``, which is not public), and only here.
 

@@ -1,4 +1,4 @@
-"""From the pipes of ranks to their log files, without ever blocking the event loop. Torch-free.
+"""From the pipes of ranks to their log files, without ever blocking the event loop.
 
 A block that was read is written by a thread, and only then is the next one read from the same pipe. So a rank that
 writes faster than the disk takes it is slowed by its full pipe, the others are not, and nothing is dropped.

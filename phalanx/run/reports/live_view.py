@@ -1,4 +1,6 @@
-"""The lower end of the live view: the job, its hosts and the last events, in as many lines as there are.
+"""The live view of a job: lines that scroll above a panel on a terminal, lines only elsewhere.
+
+The lower end of the live view: the job, its hosts and the last events, in as many lines as there are.
 
 A job followed at a terminal, or into a file.
 

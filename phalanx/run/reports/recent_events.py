@@ -1,4 +1,6 @@
-"""What has been said lately, in order, for all who read it: alerts, incidents, lines of ranks.
+"""Recent events and the state of a job for all who read them: `status`, the live view and the API.
+
+What has been said lately, in order, for all who read it: alerts, incidents, lines of ranks.
 
 Lines are kept apart from the rest, so that a job that writes much does not drive out its alerts.
 

@@ -1,4 +1,4 @@
-"""What people read of a job, as plain words and as lines of a terminal that nothing can break out of. Torch-free."""
+"""What people read of a job, as plain words and as lines of a terminal that nothing can break out of."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What follows from a config before anything is made: sizes, layout, memory. Torch-free."""
+"""What follows from a config before anything is made: sizes, layout, memory."""

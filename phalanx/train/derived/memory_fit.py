@@ -1,5 +1,4 @@
 """Micro-batch and recompute, chosen from the memory that they are predicted to take, and whether a layout fits at all.
-Torch-free.
 
 The prediction is the planner's (`phalanx.plan.memory`, docs/memory.md): weights, gradients, optimizer state,
 activations of one micro-batch, loss head, workspace, fragmentation. It depends on settings and sizes alone, never on a

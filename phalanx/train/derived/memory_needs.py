@@ -1,4 +1,4 @@
-"""What a run keeps in memory, told before it is taken and when it was not to be had. Torch-free."""
+"""What a run keeps in memory, told before it is taken and when it was not to be had."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which settings of a run may be others when it goes on: the one table of all of them, and what differs. Torch-free."""
+"""Which settings of a run may be others when it goes on: the one table of all of them, and what differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from a config without training: open sizes, parameters, FLOPs, batches, steps. Torch-free."""
+"""What follows from a config without training: open sizes, parameters, FLOPs, batches, steps."""
 
 from __future__ import annotations
 

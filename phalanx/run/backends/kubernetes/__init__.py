@@ -1,1 +1,1 @@
-"""Hosts that are pods of a Kubernetes cluster; see docs/run_kubernetes.md. Torch-free."""
+"""Hosts that are pods of a Kubernetes cluster; see docs/run_kubernetes.md."""

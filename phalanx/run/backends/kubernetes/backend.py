@@ -1,4 +1,6 @@
-"""The driver's own Job: its time, and what the next driver has to know.
+"""The Kubernetes back end: hosts are pods of Indexed Jobs; what is remembered lies with the driver's Job.
+
+The driver's own Job: its time, and what the next driver has to know.
 
 Hosts that are pods; see docs/run_kubernetes.md for how driver and executors live in a cluster.
 

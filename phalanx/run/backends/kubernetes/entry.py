@@ -1,4 +1,4 @@
-"""What a pod begins with: ``python3 -m phalanx.run.backends.kubernetes.entry driver|executor``. Torch-free.
+"""What a pod begins with: ``python3 -m phalanx.run.backends.kubernetes.entry driver|executor``.
 
 Files of a Secret belong to root, are reached through links, and what a pod's user may read its group may too. So they
 are copied into a folder in memory that is this user's alone, as the token has to be; then the real program takes over.

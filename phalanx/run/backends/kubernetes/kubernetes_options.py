@@ -1,4 +1,4 @@
-"""What the job file says of the cluster: ``[run.backend_options]``. Torch-free."""
+"""What the job file says of the cluster: ``[run.backend_options]``."""
 
 from __future__ import annotations
 

@@ -1,12 +1,14 @@
-"""Names of the job's objects in a cluster, and of its hosts. functions,.
+"""Kubernetes manifests of a job: names of its objects, the executors' Indexed Job, and what the driver needs.
 
-The executors' manifest: an Indexed Job for hosts that are asked for together. functions,
+Names of the job's objects in a cluster, and of its hosts.
+
+The executors' manifest: an Indexed Job for hosts that are asked for together.
 
 A host that fails never comes again: its index has no restarts (``backoffLimitPerIndex: 0``), and the driver asks for a
 new one, in a new Job, which keeps off the nodes that were given up meanwhile. Within one Job that could not be: a
 template cannot be changed, a pod would come back under the same name, and only after a back-off of 10 s and more.
 
-What the driver needs in a cluster, as manifests. functions,.
+What the driver needs in a cluster, as manifests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From outside the cluster: have the driver's pod made, or show what would be. Torch-free."""
+"""From outside the cluster: have the driver's pod made, or show what would be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Which node gets the next host, and what is remembered of them in the run folder.
+"""The Slurm back end: hosts that are nodes of the allocation in which the driver runs.
+
+Which node gets the next host, and what is remembered of them in the run folder.
 
 A host is a name that is given once: a node's name, and ``n3.2`` where node n3 is used for the second time. What is
 started is written down before, so that the next driver, also that of a requeued job, knows it.

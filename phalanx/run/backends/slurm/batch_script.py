@@ -1,5 +1,4 @@
 """What a submitted job runs on its first node: ``python -m phalanx.run.backends.slurm.batch_script FOLDER``.
-Torch-free.
 
 It keeps the driver alive, and when the job has ended for want of time or nodes, has Slurm put it into the queue again,
 without the nodes that were evicted. The journal is in the run folder, so the next driver goes on from it.

@@ -1,4 +1,6 @@
-"""What the job file says of Slurm: ``[run.backend_options]``; see docs/run_slurm.md.
+"""Options of the Slurm back end, and Slurm's commands: what they are asked, and how their answers are read.
+
+What the job file says of Slurm: ``[run.backend_options]``; see docs/run_slurm.md.
 
 What Slurm's commands are asked, and how their answers are read.
 

@@ -1,4 +1,6 @@
-"""Where a driver in an allocation listens, when the job file does not say it.
+"""Submitting a job to Slurm from a login node, and where a driver inside an allocation listens.
+
+Where a driver in an allocation listens, when the job file does not say it.
 
 From a login node: submit a job whose script runs the driver on its first node, and follow it.
 """
