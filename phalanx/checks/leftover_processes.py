@@ -59,7 +59,7 @@ def judge_leftovers(
 
     Args:
         own: processes of the present run; they and what descends from them are no leftovers.
-        first_launches: process 1 is no init but a launcher, as in a container; its children are no orphans.
+        first_launches: process 1 is not an init but a launcher, as in a container; its children are no orphans.
     """
     found = {process.pid: process for process in processes}
     mine = {me, *own, *_ancestors(found.get(me), found)}
@@ -91,7 +91,7 @@ def judge_leftovers(
 def _is_orphan(process: Process, line: list[int], found: dict[int, Process]) -> bool:
     """Whether it was adopted by process 1, and no launcher is among its ancestors.
 
-    A rank is no launcher, nor is what adopts orphans. A process of another user may be one (slurmstepd, a container's
+    A rank is not a launcher, nor is what adopts orphans. A process of another user may be one (slurmstepd, a container's
     shim), and what was started from outside of a container has no parent there.
     """
     others = [found[pid] for pid in line if pid in found]

@@ -226,7 +226,7 @@ def _ask_in_process() -> tuple[Gpu, ...]:
 
 
 def gpus_from_json(text: str) -> tuple[Gpu, ...]:
-    """What the process that asked has printed; raises as `Gpus.read` does, and ValueError where it is no answer."""
+    """What the process that asked has printed; raises as `Gpus.read` does, and ValueError where it is not an answer."""
     answer = json.loads(text)
     if "absent" in answer:
         raise NoGpusError(answer["absent"])

@@ -134,7 +134,7 @@ def _introduce(connection: socket.socket, key: bytes | None) -> None:
 
 
 def _secret(key: bytes | None) -> bytes:
-    """What both sides prove to have; without a key it is no secret."""
+    """What both sides prove to have; without a key it is not a secret."""
     return derive(key or b"", "measuring the network")
 
 

@@ -126,7 +126,7 @@ def judge(
     Args:
         known: what is published of this hardware.
         hardware: what the value depends on; when that changes, the host is learnt anew.
-        other: what else the host did meanwhile; beside much of it, the host's own past is no measure.
+        other: what else the host did meanwhile; beside much of it, the host's own past is not a measure.
     """
     hardware = hardware or hardware_name()
     first = first_passes(host, name, hardware)

@@ -113,7 +113,7 @@ def _read(file: Path) -> Sequence[str]:
     """The prompts of a file, or of the standard input.
 
     Raises:
-        UserError: it cannot be read, is not UTF-8, or a line of it is no prompt.
+        UserError: it cannot be read, is not UTF-8, or a line of it is not a prompt.
     """
     try:
         content = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()

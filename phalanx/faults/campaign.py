@@ -170,7 +170,7 @@ def _worker_cases(builder: _Builder) -> None:
 def _after_worker(cluster: Cluster, kind: str, rank: int, actions: tuple[ActionName, ...]) -> Expected:
     """Nobody's machine is to blame for what comes back at the same step; a host that is evicted stands for its ranks.
 
-    A loss that is the average of all ranks is no number on all of them at once, so that none of them is named.
+    A loss that is the average of all ranks is not a number on all of them at once, so that none of them is named.
     """
     host = cluster.host_of(rank)
     responses = tuple(Response(action=name, hosts=(host,) if name == "evict" else ()) for name in actions)

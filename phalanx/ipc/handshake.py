@@ -500,7 +500,7 @@ def knock(hello: bytes, label: bytes, secret: bytes) -> tuple[Handshake, bytes]:
     """What a caller answers to the first `HELLO_BYTES` of a gate: the handshake to go on with, and its message.
 
     Raises:
-        ValueError: it is no gate of this label.
+        ValueError: it is not a gate of this label.
     """
     if hello[: HELLO_BYTES - 16] != label.ljust(HELLO_BYTES - 16, b"\0"):
         raise ValueError(f"it does not speak {label.decode()}")

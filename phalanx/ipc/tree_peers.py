@@ -5,7 +5,7 @@ exchanged later goes over the connections, passed on by a thread of its own, so 
 thread of one that it is connected to has time. See `phalanx.ipc.rank_tree`.
 
 Who connects shows that he has read this attempt's store, which keeps out ranks of other attempts and stray connections.
-It is no secret and guards nothing: as with gloo and NCCL, whoever reaches the store can be a rank.
+It is not a secret and guards nothing: as with gloo and NCCL, whoever reaches the store can be a rank.
 """
 
 from __future__ import annotations

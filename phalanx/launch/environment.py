@@ -36,7 +36,7 @@ def expand_hosts(hosts: str) -> Iterator[str]:
     """The names in a host list, in order; several brackets in one name vary like digits, the last one fastest.
 
     Raises:
-        UserError: it is no host list.
+        UserError: it is not a host list.
     """
     expressions = _EXPRESSION.findall(hosts)
     if not hosts or ",".join(expressions) != hosts:
@@ -50,7 +50,7 @@ def expand_counts(counts: str) -> list[int]:
     """Tasks of every node: ``4(x2),3`` is 4, 4, 3.
 
     Raises:
-        UserError: it is no list of counts.
+        UserError: it is not a list of counts.
     """
     result: list[int] = []
     for item in counts.split(","):
@@ -152,7 +152,7 @@ class Worker:
 def worker_environment(environ: Mapping[str, str] | None = None) -> Worker | None:
     """The worker that this process is, or None if nobody started it as one.
 
-    Our own variables go before torchrun's, and those before srun's. A Slurm step of one task is no worker: the process
+    Our own variables go before torchrun's, and those before srun's. A Slurm step of one task is not a worker: the process
     may start what it needs by itself. Nor is a batch script, which Slurm tells of the job's tasks but which is none.
 
     Args:

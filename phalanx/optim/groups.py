@@ -40,7 +40,7 @@ def assign(config: OptimConfig, dimensions: Mapping[str, int]) -> dict[str, Sett
         dimensions: number of dimensions by logical name.
 
     Raises:
-        UserError: a pattern fits no name, or a group gives a parameter that is no matrix to Muon.
+        UserError: a pattern fits no name, or a group gives a parameter that is not a matrix to Muon.
     """
     result = {name: _base(config, name, dims) for name, dims in dimensions.items()}
     for index, group in enumerate(config.groups):

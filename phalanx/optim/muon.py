@@ -39,7 +39,7 @@ class Muon(SkippingOptimizer):
             ``0.2 sqrt(max(rows, columns))`` so that it is as large as AdamW's (arXiv 2502.16982).
 
     Raises:
-        ValueError: a parameter is no matrix, or a setting is out of range.
+        ValueError: a parameter is not a matrix, or a setting is out of range.
     """
 
     def __init__(

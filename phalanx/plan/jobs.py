@@ -326,7 +326,7 @@ def _allowed(kind: type, numbers: Mapping[str, tuple[int, int]]) -> Allowed:
 
 
 def _choices(hint: Any) -> frozenset[Any]:
-    """What a type lets one choose from; nothing where it is no choice."""
+    """What a type lets one choose from; nothing where it is not a choice."""
     if hint is bool:
         return frozenset((True, False))
     return frozenset(get_args(hint)) if get_origin(hint) is Literal else frozenset()

@@ -60,7 +60,7 @@ class WorkerState(Message, frozen=True):
             before, or that of the last step where there are none; negative: not known.
         cpu_s: CPU time of the process so far.
         loss: of the last step; 0 where it is not known, and it may be no number.
-        broken_step: the first step of those in a row until now whose loss is no finite number; -1: that of the
+        broken_step: the first step of those in a row until now whose loss is not a finite number; -1: that of the
             last one is, or it is not known.
         steps_here: how many steps this process has done.
         is_absolute: `step` counts from the beginning of the training, not of this process.

@@ -46,7 +46,7 @@ EFFECTS: tuple[Effect, ...] = ("stops", "slow", "taken out")
 
 
 def require(name: str, value: float, least: float = 0.0, most: float = _MOST) -> None:
-    """Refuse what is no number from `least` to `most`.
+    """Refuse what is not a number from `least` to `most`.
 
     Raises:
         UserError: it is not (also for NaN and infinity).

@@ -125,7 +125,7 @@ def changed(base: NetworkScenario, name: str, changes: Mapping[str, Any]) -> Net
 
 
 def _check_kind(key: str, value: object) -> None:
-    """Refuse what is no name, no whole number, no number, or neither true nor false, as `key` wants it."""
+    """Refuse what is not a name, no whole number, no number, or neither true nor false, as `key` wants it."""
     if key in _CHOICES or key == "congestion":
         right, cure = isinstance(value, str), "write a name in quotes"
     elif key in _FLAGS:

@@ -80,7 +80,7 @@ def what_if(
 
     Raises:
         UserError: the devices do not fill the groups of the traffic, a fabric has too few hosts for them, or `draws`
-            is no number.
+            is not a number.
     """
     if not 1 <= draws <= _MOST_DRAWS:
         raise UserError("is no number of draws", cure=f"write 1 to {_MOST_DRAWS}", field="draws", value=draws)

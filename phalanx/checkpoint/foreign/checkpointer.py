@@ -281,7 +281,7 @@ class Checkpointer:
 
         Raises:
             UserError: a checkpoint that was waited for could not be written; a state holds what cannot be saved;
-                nothing was given; the weights are blank; `step` is no whole number or goes back; this is closed.
+                nothing was given; the weights are blank; `step` is not a whole number or goes back; this is closed.
         """
         step = self._next(step)
         self._training.require_any()

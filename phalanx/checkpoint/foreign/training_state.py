@@ -101,7 +101,7 @@ def placed(name: str, tensor: Tensor) -> tuple[Tensor, Shard | None]:
 
 
 def require_savable(name: str, tensor: Tensor) -> None:
-    """Raises UserError for a tensor that is no plain block of memory with values, or whose name no file can hold."""
+    """Raises UserError for a tensor that is not a plain block of memory with values, or whose name no file can hold."""
     problem, cure = "", "keep plain tensors instead, or leave it out (register_buffer(…, persistent=False))"
     if tensor.is_meta:
         problem = "is on the meta device, where there are no values"

@@ -1,7 +1,7 @@
 """The files of one checkpoint, wherever they lie: reading them, verifying all, and the evaluation beside them.
 
 An evaluation comes after its checkpoint is durable, so it has a file of its own beside the manifest: whatever ends the
-process meanwhile costs the evaluation alone. The file is no part of the checkpoint's checksums, and has one of its own:
+process meanwhile costs the evaluation alone. The file is not a part of the checkpoint's checksums, and has one of its own:
 what is torn, or of another step, counts for nothing. Files are read in small blocks.
 """
 
@@ -73,7 +73,7 @@ class Files(Protocol):
         ...
 
     def size_bytes(self, file: str) -> int:
-        """Length of a file; FileNotFoundError: it is not there, IsADirectoryError: it is no file."""
+        """Length of a file; FileNotFoundError: it is not there, IsADirectoryError: it is not a file."""
         ...
 
     def sizes(self) -> Mapping[str, int]:

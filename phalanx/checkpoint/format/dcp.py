@@ -91,7 +91,7 @@ def read_box(
 
     Raises:
         ValueError: the archive holds something else.
-        OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile: it is no archive of a tensor.
+        OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile: it is not an archive of a tensor.
     """
     view = cast(BinaryIO, _Slice(file, *place))
     if place[1] <= _SMALL_BYTES:  # at once: its directory is at its end, and a store would be asked for each part of it
@@ -135,7 +135,7 @@ def require_stored(view: BinaryIO) -> None:
     not account for.
 
     Raises:
-        ValueError: something is. zipfile.BadZipFile: it is no archive.
+        ValueError: something is. zipfile.BadZipFile: it is not an archive.
     """
     with zipfile.ZipFile(view) as archive:
         for entry in archive.infolist():

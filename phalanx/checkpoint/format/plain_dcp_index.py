@@ -316,7 +316,7 @@ def decode_index(content: bytes, path: Path | str) -> PlainIndex:
     Raises:
         UserError: it names something that no index of a checkpoint needs, and may be an attack; or its files are
             compressed, which is not read here.
-        DamagedCheckpointError: it is no index, or says things that cannot be.
+        DamagedCheckpointError: it is not an index, or says things that cannot be.
     """
     try:
         return _index(load(content, partial(_find, path)), path)

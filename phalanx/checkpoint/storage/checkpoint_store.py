@@ -36,7 +36,7 @@ class Parsed(NamedTuple):
 
 
 def parse(name: str) -> Parsed | None:
-    """What `name` says; None if it is no checkpoint's."""
+    """What `name` says; None if it is not a checkpoint's."""
     match = _NAME.fullmatch(name)
     if match is None or not name.startswith(checkpoint_name(int(match[1]))):
         return None
@@ -47,7 +47,7 @@ def step_of(name: str) -> int:
     """The step that the name of a checkpoint says.
 
     Raises:
-        ValueError: it is no checkpoint's name.
+        ValueError: it is not a checkpoint's name.
     """
     parsed = parse(name)
     if parsed is None:
@@ -138,7 +138,7 @@ class Store(Protocol):
         ...
 
     def read(self, name: str, file: str) -> bytes:
-        """A small file of a checkpoint or an area; FileNotFoundError if it is not there, OddFileError if it is no file
+        """A small file of a checkpoint or an area; FileNotFoundError if it is not there, OddFileError if it is not a file
         or larger than it can be (`phalanx.checkpoint.format.checkpoint_files.most_bytes`)."""
         ...
 
@@ -186,7 +186,7 @@ class Store(Protocol):
         ...
 
     def quarantine(self, area: str, why: str) -> str:
-        """Instead of publishing: keep an area under a name that is no checkpoint's (``stale-…``, ``sick-…``)."""
+        """Instead of publishing: keep an area under a name that is not a checkpoint's (``stale-…``, ``sick-…``)."""
         ...
 
     def delete(self, name: str) -> None:
@@ -210,7 +210,7 @@ class Store(Protocol):
         ...
 
     def get(self, key: str) -> bytes:
-        """One of them; FileNotFoundError if nothing is there, OddFileError if it is no file, or larger than
+        """One of them; FileNotFoundError if nothing is there, OddFileError if it is not a file, or larger than
         `KEY_MOST_BYTES`."""
         ...
 

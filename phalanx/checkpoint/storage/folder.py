@@ -220,7 +220,7 @@ def _claim(folder: Path, step: int) -> tuple[Path, int]:
 
 
 def _make_way(final: Path) -> None:
-    """Move what is no folder (a link, even to one) out of the way of a checkpoint; a person may need it."""
+    """Move what is not a folder (a link, even to one) out of the way of a checkpoint; a person may need it."""
     if not os.path.lexists(final) or (final.is_dir() and not final.is_symlink()):
         return
     aside = final.with_name(f"{_ODD}{final.name}-{uuid.uuid4().hex[:12]}")

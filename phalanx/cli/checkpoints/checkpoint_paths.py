@@ -1,6 +1,6 @@
 """Where the checkpoints are that a person means: of a run, in a folder, or one alone.
 
-A bar on the terminal's error stream for what takes long; nothing where that is no terminal.
+A bar on the terminal's error stream for what takes long; nothing where that is not a terminal.
 """
 
 from __future__ import annotations

@@ -257,7 +257,7 @@ class Bucket:
             self.release()
 
     def _install(self, slot: Slot) -> nn.Parameter:
-        # `.data` has a version counter of its own: filling the flat memory anew is no change of what autograd saved.
+        # `.data` has a version counter of its own: filling the flat memory anew is not a change of what autograd saved.
         flat = self._weights.data[slot.row * self.place.width :]
         parameter = nn.Parameter(flat[: slot.numel].view(slot.stored.meta.shape))
         parameter.grad_dtype = torch.float32

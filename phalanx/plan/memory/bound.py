@@ -44,7 +44,7 @@ def memory_bound(job: Job, strategy: Strategy) -> Bytes:
     So a search may throw away whatever this says not to fit. Infinite where there are more stages than layers.
 
     Args:
-        strategy: with arrays, which broadcast; the schedule, and all else that is no number, is the same for all.
+        strategy: with arrays, which broadcast; the schedule, and all else that is not a number, is the same for all.
     """
     strategy = _spread_out(strategy)
     cuts = _cuts(job, strategy)

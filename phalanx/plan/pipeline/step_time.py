@@ -290,7 +290,7 @@ def even_span(
 
     The bubble of 1f1b and interleaved_1f1b is that of arXiv 2104.04473, section 2.2. That of the split backward pass,
     for every rank but one, is F + I - W (ZB-H1 of arXiv 2401.10241), but not less than F, nor than I. For zbv there
-    is no formula here, as there are many cases.
+    is not a formula here, as there are many cases.
 
     Args:
         forward_s: of one stage and micro-batch.

@@ -128,7 +128,7 @@ def parse(words: Sequence[str]) -> Constraints:
     """The constraints that `words` ask for.
 
     Raises:
-        UserError: a word is no comparison, or its name or value is unknown.
+        UserError: a word is not a comparison, or its name or value is unknown.
     """
     asked = Constraints()
     own: list[Bound] = []

@@ -85,7 +85,7 @@ def read_lines(path: Path) -> list[dict[str, str]]:
     """The lines of a CSV table, by column.
 
     Raises:
-        UserError: there is no such table, it is no text, a column is missing, or a line has more cells than columns.
+        UserError: there is no such table, it is not text, a column is missing, or a line has more cells than columns.
     """
     if not path.is_file():
         raise UserError("there is no such table", cure="give a folder of CSV tables", field="--tables", value=str(path))
@@ -115,7 +115,7 @@ def _row(path: Path, line: Mapping[str, str | None]) -> Row:
     """A line as a row.
 
     Raises:
-        UserError: a value is no number, is out of all bounds, or contradicts another.
+        UserError: a value is not a number, is out of all bounds, or contradicts another.
     """
     where = f"{path}: row {line['row_id']}"
 

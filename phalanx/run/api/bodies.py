@@ -37,7 +37,7 @@ class HostReport(messages.HostState, frozen=True, array_like=False, forbid_unkno
 
 
 class Worker(messages.WorkerState, frozen=True, array_like=False, forbid_unknown_fields=False):
-    """One rank, as its executor saw it last. A loss that is no number is null in JSON."""
+    """One rank, as its executor saw it last. A loss that is not a number is null in JSON."""
 
     loss: float | None = 0.0  # type: ignore[assignment]
 

@@ -294,7 +294,7 @@ class TrafficSilent(EventBase, frozen=True, tag="traffic-silent"):
 
 
 class LossBroken(EventBase, frozen=True, tag="loss-broken"):
-    """The loss is no number any more, and stays so.
+    """The loss is not a number any more, and stays so.
 
     Attributes:
         ranks: whose own loss broke first; empty: all have the same.

@@ -68,7 +68,7 @@ class Failure(Value, frozen=True):
 
     Attributes:
         kind: as in `WorkerFailed`; ``start``: it could not be started; ``silent``: it did not answer; ``loss``: its
-            loss is no number; ``left``: it has ended well, before the others.
+            loss is not a number; ``left``: it has ended well, before the others.
         rank: -1: the host as a whole.
     """
 

@@ -52,7 +52,7 @@ _DATA_ONLY = (
 
 
 class FlightRecordError(ValueError):
-    """A file is no dump of a flight recorder."""
+    """A file is not a dump of a flight recorder."""
 
 
 class _DataUnpickler(pickle._Unpickler):

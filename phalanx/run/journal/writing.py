@@ -187,7 +187,7 @@ class Journal:
             The sequence of the last.
 
         Raises:
-            ValueError: one of them is no entry.
+            ValueError: one of them is not an entry.
             JournalError: it cannot be written, as on a full disk; nothing was appended as far as is known, and the same
                 drafts may be tried again: they are there once then.
             JournalLostError: another driver has taken over.

@@ -162,7 +162,7 @@ def read_record(dump: Mapping[str, Any], texts: MemberTexts) -> FlightRecord:
     """What a dump says, or a condensed one.
 
     Raises:
-        ValueError, TypeError, KeyError, AttributeError, IndexError: it is no dump, or nothing is left of it.
+        ValueError, TypeError, KeyError, AttributeError, IndexError: it is not a dump, or nothing is left of it.
     """
     entries, left_out = dump["entries"], dump.get("left_out", 0)
     if left_out and not entries:

@@ -41,7 +41,7 @@ def required_texts(pattern: str) -> frozenset[str] | None:
     """Texts in lower case, one of which every line that the pattern matches contains; None: nothing can be said.
 
     Raises:
-        re.error: it is no regular expression.
+        re.error: it is not a regular expression.
     """
     texts = _of_sequence(parser.parse(pattern, FLAGS))
     return texts if texts and min(map(len, texts)) >= _SHORTEST else None
@@ -54,7 +54,7 @@ def may_explode(pattern: str) -> bool:
     have no limit (its fourth power).
 
     Raises:
-        re.error: it is no regular expression.
+        re.error: it is not a regular expression.
     """
     parsed = parser.parse(pattern, FLAGS)
     return _nests(parsed, within=False) or _endless(parsed) > 2

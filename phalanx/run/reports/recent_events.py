@@ -100,7 +100,7 @@ class Hub:
         """It is for reports only."""
 
     def say(self, level: Level, text: str, unix_s: float, host: str = "", *, quotes: int = -1) -> None:
-        """Keep something that is no action's."""
+        """Keep something that is not an action's."""
         self._add(Told(0, unix_s, level, text, host, quotes=quotes))
 
     def wrote(self, lines: Sequence[LogLine], at: Now) -> None:

@@ -136,7 +136,7 @@ def ending(now: Overview) -> str:
 
 
 def _facts(now: Overview) -> list[str]:
-    """What was made of the time; a script that makes no steps is no training."""
+    """What was made of the time; a script that makes no steps is not a training."""
     if now.step <= 0:
         return [_recoveries(now)] if now.recoveries else []
     share = [f"effective training time {100 * now.training_s / now.age_s:.1f} %"] if now.age_s > 0 else []

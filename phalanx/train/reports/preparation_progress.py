@@ -28,7 +28,7 @@ class PrepareDisplay:
             self._bar.stop()
 
     def show(self, progress: Progress) -> None:
-        """A line per stage where the console is no terminal; where it is, one line that goes when all is done."""
+        """A line per stage where the console is not a terminal; where it is, one line that goes when all is done."""
         if self._console.is_terminal:
             self._redraw(progress)
         elif progress.stage != self._stage:

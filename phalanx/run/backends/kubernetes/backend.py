@@ -143,7 +143,7 @@ def make(ordered: Ordered) -> KubernetesBackend:
     """For `phalanx.run.backends.base`.
 
     Raises:
-        UserError: the options are wrong, or this is no driver's pod.
+        UserError: the options are wrong, or this is not a driver's pod.
     """
     options = read_options(ordered.config)
     base = ordered.environment.get(DRIVER_VARIABLE) or os.environ.get(DRIVER_VARIABLE, "")

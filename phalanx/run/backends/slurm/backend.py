@@ -164,7 +164,7 @@ def make(ordered: Ordered) -> SlurmBackend:
     """For `phalanx.run.backends.base`.
 
     Raises:
-        UserError: this is no allocation, or an option is wrong.
+        UserError: this is not an allocation, or an option is wrong.
     """
     options = read_options(ordered.config)
     job = commands.in_allocation(os.environ)
