@@ -91,8 +91,8 @@ def judge_leftovers(
 def _is_orphan(process: Process, line: list[int], found: dict[int, Process]) -> bool:
     """Whether it was adopted by process 1, and no launcher is among its ancestors.
 
-    A rank is not a launcher, nor is what adopts orphans. A process of another user may be one (slurmstepd, a container's
-    shim), and what was started from outside of a container has no parent there.
+    A rank is not a launcher, nor is what adopts orphans. A process of another user may be one (slurmstepd, a
+    container's shim), and what was started from outside of a container has no parent there.
     """
     others = [found[pid] for pid in line if pid in found]
     top = others[-1] if others else process

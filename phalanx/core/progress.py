@@ -84,7 +84,8 @@ class Progress:
         busy_total_ns: of all steps of this process; -1: not known.
         loss: of the last step; None: not known, NaN: that is what it was.
         message: a short one for people.
-        broken_step: the first step of those in a row until now whose loss is not a finite number; -1: the last one's is.
+        broken_step: the first step of those in a row until now whose loss is not a finite number; -1: the last one's
+        is.
         is_absolute: the script gives `step` its numbers, so that they go on where an earlier process has ended.
         restored: step of the state with which this process began, as whoever restored it says; 0: there was none; -1:
             not known.

@@ -152,8 +152,9 @@ class Worker:
 def worker_environment(environ: Mapping[str, str] | None = None) -> Worker | None:
     """The worker that this process is, or None if nobody started it as one.
 
-    Our own variables go before torchrun's, and those before srun's. A Slurm step of one task is not a worker: the process
-    may start what it needs by itself. Nor is a batch script, which Slurm tells of the job's tasks but which is none.
+    Our own variables go before torchrun's, and those before srun's. A Slurm step of one task is not a worker: the
+    process may start what it needs by itself. Nor is a batch script, which Slurm tells of the job's tasks but which is
+    none.
 
     Args:
         environ: environment variables; None: those of this process.

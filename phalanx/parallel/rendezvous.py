@@ -104,7 +104,7 @@ def look_names_up_in_files_only() -> bool:
 
 
 def _listen(host: str, port: int) -> socket.socket | None:
-    """Listen on the address of `host`, or on all where that is not an address of this machine; None: nobody knows it."""
+    """Listen on the address of `host`, or on all where that is not an address of this machine; None: unknown."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror:

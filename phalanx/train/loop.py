@@ -65,6 +65,8 @@ def _make_steps(run: Run, reporter: Reporter, stop: StopRequest) -> None:
     with GarbageCollection(config.train.garbage_collect_steps) as garbage, run.batches() as batches:
         pulse.begin_steps()
         for batch in watch.over(batches):
+            # Whether to stop and whether to save has to be agreed by all ranks. The questions are sent before the work
+            # of the step and answered after it, so that agreeing costs no wait of its own.
             step = progress.step + 1
             stop.ask()
             run.saver.ask(step)
@@ -72,8 +74,12 @@ def _make_steps(run: Run, reporter: Reporter, stop: StopRequest) -> None:
 
             loss = run.accumulate_gradients(batch)
             watch.end(PASSES)
+            # A snapshot of the step before may still be copied beside the passes, which only read weights. The update
+            # writes them, so from here on the copy must be done.
             run.saver.fence()
             norm, grad_scale = run.optimizer.clip()
+            # The verdict stays a tensor, and the optimizer skips by it: reading it here would have the host wait for
+            # the device in every step. For the same reason the loss is recorded as a tensor and read when it is shown.
             bad = run.judge.judge(loss, norm)
             lr = run.optimizer.set_lr(lr_factor(config.optim.schedule, progress.step, run.total_steps))
             run.optimizer.step(found_inf=bad, grad_scale=grad_scale)
@@ -81,6 +87,7 @@ def _make_steps(run: Run, reporter: Reporter, stop: StopRequest) -> None:
             run.note_update(lr)
             watch.end(OPTIMIZER)
 
+            # A step that was skipped counts as progress: its batch is used up, and a resumed run must not see it again.
             samples, length = run.samples_of(batch), batch.tokens_BS.shape[1]
             progress.advance(samples, length)
             record.add(step, loss, norm, bad, lr, progress.tokens, samples * length)
@@ -88,15 +95,19 @@ def _make_steps(run: Run, reporter: Reporter, stop: StopRequest) -> None:
             run.ranks.after_step()
             reporter.note_profile(profiler.after_step(step))
 
+            # The answer belongs to the question of this step, so all ranks leave the loop after the same one.
             ending = stop.agreed() or step == run.total_steps
             if ending or config.logging.due(step) or run.judge.hopeless:
                 reporter.report(record.flush())
                 run.judge.raise_if_hopeless()
+            # The heartbeat goes before what may take long, so that a supervisor sees the step and then a named phase.
             pulse.step(step, _loss_at_hand(run, loss))
             watch.end_step(ending=ending)
+            # First the checkpoint, then the evaluation: whatever ends the process meanwhile costs the evaluation alone.
             _keep(run, reporter, record, ending=ending)
             if _evaluate_if_due(run, reporter, stop):
                 record.resume_clock()
+            # A stop can also be agreed inside an evaluation, after the checkpoint above was taken as one of many.
             if stop.is_agreed and not ending:
                 ending = True
                 _keep(run, reporter, record, ending=True)

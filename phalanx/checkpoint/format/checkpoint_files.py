@@ -1,8 +1,8 @@
 """The files of one checkpoint, wherever they lie: reading them, verifying all, and the evaluation beside them.
 
 An evaluation comes after its checkpoint is durable, so it has a file of its own beside the manifest: whatever ends the
-process meanwhile costs the evaluation alone. The file is not a part of the checkpoint's checksums, and has one of its own:
-what is torn, or of another step, counts for nothing. Files are read in small blocks.
+process meanwhile costs the evaluation alone. The file is not a part of the checkpoint's checksums, and has one of its
+own: what is torn, or of another step, counts for nothing. Files are read in small blocks.
 """
 
 from __future__ import annotations

@@ -138,8 +138,8 @@ class Store(Protocol):
         ...
 
     def read(self, name: str, file: str) -> bytes:
-        """A small file of a checkpoint or an area; FileNotFoundError if it is not there, OddFileError if it is not a file
-        or larger than it can be (`phalanx.checkpoint.format.checkpoint_files.most_bytes`)."""
+        """A small file of a checkpoint or an area; FileNotFoundError if it is not there, OddFileError if it is not a
+        file or larger than it can be (`phalanx.checkpoint.format.checkpoint_files.most_bytes`)."""
         ...
 
     def open(self, name: str, file: str) -> BinaryIO:

@@ -101,6 +101,8 @@ class Channels:
         group = groups.named(f"pipeline {members[0]} to {members[1]}", sorted(members), ("pipeline",))
         try:
             assert group.backend is not None
+            # NCCL connects at the first use and blocks both ends until then. Were that in a schedule, a rank could wait
+            # for a neighbour that waits for another, and so around; here all open their channels in the same order.
             if group.keeps_order:
                 first = torch.zeros(1, device=device)
                 there = group.ranks.index(members[1] if self.rank == sender else members[0])
@@ -199,8 +201,12 @@ class PipelineExecutor:
 
     def _perform(self, step: Step, mail: _Mail) -> Tensor | None:
         """One action with the communication around it; what it made, if no other stage needs it."""
+        # Receives of later actions are posted before this one waits: a peer that is ready can send at once, and two
+        # neighbours that wait for each other's messages cannot deadlock.
         mail.expect(step.post)
         x = None if step.need is None else mail.take(step.need)
+        # That a message came back which was made from ours proves that ours has arrived: its buffer is let go without
+        # a wait, and sent activations do not pile up until the end of the step.
         mail.release(step.confirmed)
         made = self._compute(step.action, x)
         if step.give is None:
@@ -244,6 +250,7 @@ class _Mail:
 
     def take(self, message: Message) -> Tensor:
         """A message that is needed now; waits for it."""
+        # Two stages of one rank (interleaved and V schedules) hand over the tensor itself.
         if message.sender == message.receiver:
             return self._handed.pop(message)
         x, work = self._expected.pop(message)
@@ -258,6 +265,7 @@ class _Mail:
         shape = tuple(self._shapes[message.micro_batch])
         assert x.shape == shape, f"stage {message.source} made {tuple(x.shape)}, stage {message.stage} expects {shape}"
         assert x.dtype == self._dtype, f"stage {message.source} made {x.dtype}, messages are {self._dtype}"
+        # Kept until its work is done: the send reads this memory while later actions run.
         x = x.contiguous()
         self._sent[message] = x, self._channels.send(message, x)
 

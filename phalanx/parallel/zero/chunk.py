@@ -187,8 +187,10 @@ class ShardedChunk:
 
     def gather(self) -> None:
         """Start to make the weights whole from the updated masters, in order of use."""
+        # What ZeRO-3 still holds gathered is from before the update.
         for unit in self._units:
             unit.release()
+        # All at once and in order of use: the first modules wait shortly, the others' weights come while these compute.
         for bucket in self._buckets:
             if bucket.keeps_weights:
                 bucket.gather()
@@ -388,7 +390,10 @@ class ShardedChunk:
     def _accumulated(self, bucket: Bucket, index: int, _parameter: Tensor) -> None:
         """A gradient of one micro-batch has been added."""
         bucket.collect(index)
+        # Hooks are the only places where Python runs during a backward pass, so reductions under way move on here.
         self._reductions.advance()
+        # ZeRO-1 and 2 keep whole gradients of earlier micro-batches and reduce their sum, once. ZeRO-3 has no room for
+        # that, and reduces after every backward pass.
         if not self._last and bucket.keeps_weights:
             return
         if bucket in self._passed:  # all its gradients came before: another backward pass has begun
@@ -404,12 +409,15 @@ class ShardedChunk:
         for bucket in self._to_reduce:
             if bucket in self._passed or (not self._last and bucket.keeps_weights):
                 continue
+            # Autograd may complete a later bucket first, and not on every rank alike. It waits for its turn, because
+            # collectives of one group are matched by their order.
             if len(self._seen[bucket]) < len(bucket.parameters):
                 return
             self._start(bucket)
 
     def _start(self, bucket: Bucket) -> None:
         self._seen[bucket].clear()
+        # Every reduction under way holds memory of a bucket: the oldest are waited for before one more is begun.
         if bucket.zero in _IN_FLIGHT:
             self._reductions.finish(leave=_IN_FLIGHT[bucket.zero])
         self._reductions.start(bucket.reduce(self._last), bucket.sent)

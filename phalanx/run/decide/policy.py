@@ -38,8 +38,8 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         grace_s: between SIGTERM and SIGKILL when a person stops the job, or its time is short.
         passive_check_s, quick_check_s, full_check_s: limits for the answer of a check.
         max_restarts_without_step: restarts in a row without progress before the job ends with status 4.
-        healthy_s: an attempt that has made steps for so long is not a crash loop, where neither its steps nor checkpoints
-            tell how far it got.
+        healthy_s: an attempt that has made steps for so long is not a crash loop, where neither its steps nor
+            checkpoints tell how far it got.
         max_restarts: recoveries in all before it does; 0: no limit.
         backoff_s: pause before the second restart without progress; doubles with each; the first has none.
         backoff_limit_s: to which the pause grows.

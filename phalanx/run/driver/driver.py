@@ -249,6 +249,7 @@ class Driver:
     def tick(self) -> None:
         """Do what is due."""
         now = self._clocks()
+        # Silence before progress: ranks of hosts that nobody hears must not count as ranks that make no step.
         if silent := self.hosts.tick(now):
             self._feed(silent)
             self._fall_silent(now)
@@ -257,6 +258,7 @@ class Driver:
         self._judge_evidence(now)
         for host, prepare in self._preparing.renew(self._is_idle, self.state.version, now):
             self._line.send(host, prepare)
+        # Deadlines are part of the state, not timers of this process: a driver that was started again keeps them.
         due_s = next_deadline(self.state)
         if due_s is not None and due_s <= now.unix_s:
             self._feed([events.Tick(now.unix_s)])
@@ -298,6 +300,8 @@ class Driver:
             self._peers.on_heartbeat(host, beat, now)
         if told := self.hosts.on_heartbeat(host, beat, now):
             self._feed(told)
+        # Steps themselves stay soft state. Only transitions (first step, a phase, a new limit) come back as events, so
+        # that the journal grows with what happens and not with time.
         if self.attempt is not None and (told := self.attempt.on_heartbeat(beat, now)):
             self._feed(told)
 
@@ -350,6 +354,8 @@ class Driver:
             if self.state.recovery is not None or now.monotonic_s - self._told_hang_s < NO_PROGRESS_AGAIN_S:
                 return
             self._told_hang_s = None  # nothing came of it: nobody was heard of, or steps were made again
+        # Nobody is blamed here: the event says how the ranks stand, and the judges name a suspect once stacks and flight
+        # records of the ranks have come.
         standing = self.attempt.standing(now)
         if standing.kind == "moving":
             return
@@ -402,6 +408,7 @@ class Driver:
         look = self._gathering
         if look is not None and look.is_over(now):
             self._gathering = None
+            # Evidence of an attempt that has ended meanwhile says nothing about the ranks of this one.
             if look.attempt == self.state.attempt:
                 self._feed([self._name_suspects(self.state, look.evidence(), now.unix_s)])
 
@@ -424,10 +431,13 @@ class Driver:
             raise problem
         if not told:
             return
+        # The mark says up to which message of this host all is in the journal. It is written with the event, in one
+        # transaction, so that after a crash a message is neither lost nor taken twice.
         mark = self._line.mark(host) if host else None
         received = {host: mark} if mark is not None else None
         for event in told:
             self._take(event, received)
+        # An incident may just have been opened: what log rules said shortly before is part of its report.
         if self._report:
             now = self._clocks()
             quiet_s = self.attempt.standing(now).age_s if self.attempt is not None else 0.0
@@ -441,6 +451,8 @@ class Driver:
 
     def _expect(self, action: Action) -> None:
         """What the driver itself has to know of a decision before anything else is heard."""
+        # Actions are performed after the journal is on disk, events are taken before: no rank of the new attempt may be
+        # heard by a driver that still watches the old one.
         if isinstance(action, actions.Start):
             self._watch(action.attempt, len(action.placement) * action.workers_per_host)
         elif isinstance(action, actions.Evict | actions.Release):

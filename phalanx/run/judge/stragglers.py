@@ -13,9 +13,9 @@ same work:
 4. The sum's limit follows from how seldom a false alarm may be, over all units and steps (a union bound), through
    Siegmund's approximation of the average run length (*Sequential Analysis*, 1985, section 2.6).
 5. A unit is named when its sum is over the limit, all but one of its last `min_blocks` values are over the reference
-   (a stall that has passed is not a slow host), and their mean sticks out from those of the other units (a robust z over
-   the units, with the quantile for as many units). Several that begin at once have a cause in common, such as their
-   rack: they are listed in `SlowJudge.together` and not named.
+   (a stall that has passed is not a slow host), and their mean sticks out from those of the other units (a robust z
+   over the units, with the quantile for as many units). Several that begin at once have a cause in common, such as
+   their rack: they are listed in `SlowJudge.together` and not named.
 """
 
 from __future__ import annotations
