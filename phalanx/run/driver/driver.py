@@ -354,8 +354,8 @@ class Driver:
             if self.state.recovery is not None or now.monotonic_s - self._told_hang_s < NO_PROGRESS_AGAIN_S:
                 return
             self._told_hang_s = None  # nothing came of it: nobody was heard of, or steps were made again
-        # Nobody is blamed here: the event says how the ranks stand, and the judges name a suspect once stacks and flight
-        # records of the ranks have come.
+        # Nobody is blamed here: the event says how the ranks stand, and the judges name a suspect once stack traces and
+        # flight records of the ranks have come.
         standing = self.attempt.standing(now)
         if standing.kind == "moving":
             return
