@@ -16,12 +16,13 @@ import msgspec
 
 from crowd import members
 from crowd.beats import LINES, STATE, UNIX_S, masked_frame, worker
+from phalanx.ipc.codec import Decoder
 from phalanx.run import messages as m
 from phalanx.run.messages import heartbeat
 from phalanx.run.wire import codec
 
 STEP_S = 0.5
-FROM_DRIVER = codec.Decoder(codec.FromDriverFrame)
+FROM_DRIVER = Decoder(codec.FromDriverFrame)
 ENCODER = msgspec.msgpack.Encoder()
 
 

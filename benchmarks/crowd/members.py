@@ -19,6 +19,7 @@ import uvloop
 
 from crowd.beats import masked_frame
 from crowd.servers import JOB, TOKEN
+from phalanx.ipc.codec import Decoder
 from phalanx.run import messages as m
 from phalanx.run.wire import codec, proof, websocket
 
@@ -29,7 +30,7 @@ REQUEST = (
     b"GET /executors HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
 )
-CHALLENGE = codec.Decoder(codec.Challenge)
+CHALLENGE = Decoder(codec.Challenge)
 REQUESTED, UPGRADED, ANSWERED, JOINED = range(4)
 
 

@@ -1,41 +1,45 @@
 """Small messages between processes of one host: packets over a Unix socket, with descriptors of memory beside them.
 
 A connection is a Unix socket of kind SOCK_SEQPACKET, which keeps packets whole, in order, and is hung up by the kernel
-when either process ends, however it ends. A packet is a JSON list of a kind and fields, so nothing is unpickled;
-descriptors travel beside one (SCM_RIGHTS). What is longer than `PACKET_BYTES` belongs into memory that is handed over.
+when either process ends, however it ends. Packets are those of `phalanx.ipc.codec`; descriptors travel beside one
+(SCM_RIGHTS). What is longer than `PACKET_BYTES` belongs into memory that is handed over.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-PACKET_BYTES = 1 << 16
+from phalanx.ipc.codec import PACKET_BYTES, BadMessageError, PacketDecoder, to_packet
+
 _MAX_DESCRIPTORS = 253  # SCM_MAX_FD of Linux
 
 
 def send(connection: socket.socket, message: Any, descriptors: Sequence[int] = ()) -> None:
-    """Send `message`, a dataclass of JSON values, as one packet.
+    """Send `message`, a dataclass, as one packet.
 
     Raises:
+        TooLargeError: it is longer than `PACKET_BYTES`.
         OSError: the other side is gone; BlockingIOError: it is not, but the connection does not block and is full.
     """
-    packet = json.dumps([type(message).__name__, *vars(message).values()]).encode()
+    packet = to_packet(message)
     if descriptors:
         socket.send_fds(connection, [packet], list(descriptors), socket.MSG_NOSIGNAL)
     else:
         connection.send(packet, socket.MSG_NOSIGNAL)
 
 
-def receive(connection: socket.socket, kinds: Mapping[str, type]) -> tuple[Any, list[int]]:
+def receive(connection: socket.socket, decoder: PacketDecoder) -> tuple[Any, list[int]]:
     """Wait for the next packet and its descriptors; (None, []) when the other side is gone.
 
     Args:
-        kinds: the classes of messages by their names.
+        decoder: of the messages that may come.
+
+    Raises:
+        BadMessageError: the packet is none of them; its descriptors are closed.
     """
     try:
         packet, descriptors = _receive(connection)
@@ -43,8 +47,12 @@ def receive(connection: socket.socket, kinds: Mapping[str, type]) -> tuple[Any, 
         packet, descriptors = _receive(connection)
     if not packet:
         return None, []
-    kind, *fields = json.loads(packet)
-    return kinds[kind](*fields), descriptors
+    try:
+        return decoder.decode(packet), descriptors
+    except BadMessageError:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:

@@ -22,6 +22,7 @@ from wire_helpers import (
     runs,
 )
 
+from phalanx.ipc.codec import Decoder
 from phalanx.run import messages as m
 from phalanx.run.wire import codec, driver_address, proof, server
 
@@ -44,7 +45,7 @@ async def tcp(address, sent=b"", source="127.0.0.1"):
 
 
 async def challenged(raw):
-    return codec.Decoder(codec.Challenge).decode(await raw.frame())
+    return Decoder(codec.Challenge).decode(await raw.frame())
 
 
 def answer(challenge, **changed):
@@ -107,7 +108,7 @@ async def test_the_drivers_own_proof_sent_back_is_of_no_use():
     async with driving() as driver, calling(driver.address) as honest, calling(driver.address) as mirror:
         first, second = await challenged(honest), await challenged(mirror)
         honest.channel.send(codec.encode(answer(first)))
-        accepted = codec.Decoder(codec.Accepted).decode(await honest.frame())
+        accepted = Decoder(codec.Accepted).decode(await honest.frame())
         forged = codec.Answer(m.VERSION, "job-a", "node-1", b"i" * 16, second.nonce, accepted.proof)
         mirror.channel.send(codec.encode(forged))
         assert (await mirror.ended()).code == codec.REFUSED

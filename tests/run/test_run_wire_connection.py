@@ -24,6 +24,7 @@ from wire_helpers import (
 )
 
 from phalanx.core.errors import UserError
+from phalanx.ipc.codec import Decoder
 from phalanx.run import messages as m
 from phalanx.run.wire import client, codec, driver_address, proof
 from phalanx.run.wire.client import DriverLink, ReplacedError
@@ -167,7 +168,7 @@ async def test_a_number_that_comes_twice_is_acknowledged_and_not_handed_on():
     async with driving() as driver, calling(driver.address) as raw:
         await proved(raw)
         await raw.frame()  # the welcome
-        decoder = codec.Decoder(codec.FromDriverFrame)
+        decoder = Decoder(codec.FromDriverFrame)
         for sequence, received in [(1, 1), (1, 1), (3, 3), (2, 2), (4, 4)]:
             raw.channel.send(codec.encode(codec.Kept(sequence, ended(sequence))))
             assert decoder.decode(await raw.frame()) == codec.Received(received)
@@ -341,7 +342,7 @@ async def test_a_false_driver_is_not_believed():
         async def play(raw, forge=forge, stories=stories):
             await raw.opened.wait()
             raw.channel.send(codec.encode(codec.Challenge(m.VERSION, proof.new_nonce())))
-            given = codec.Decoder(codec.Answer).decode(await raw.frame())
+            given = Decoder(codec.Answer).decode(await raw.frame())
             raw.channel.send(codec.encode(codec.Accepted(forge(given), 0)))
             stories.put_nowait(await raw.ended())
 
@@ -401,7 +402,7 @@ async def test_heartbeats_that_come_together_are_heard_together_and_before_what_
         await calls.until(lambda: sum(len(what[1]) for what in calls.all if what[0] == "beats") == 3)
         heard = [what for what in calls.all if what[0] != "hello"]
         assert [what[1] if what[0] == "beats" else "ended" for what in heard] == [[1, 2], "ended", [3]]
-        told = [codec.Decoder(codec.FromDriverFrame).decode(await raw.frame()) for _ in range(5)]
+        told = [Decoder(codec.FromDriverFrame).decode(await raw.frame()) for _ in range(5)]
         answers = [m.Acknowledged(1), m.Acknowledged(2), codec.Received(1), m.Acknowledged(3)]
         assert told == [m.Welcome(m.VERSION, JOB, 0, 1.0), *answers]
 

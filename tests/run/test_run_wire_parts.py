@@ -15,6 +15,7 @@ from wire_helpers import JOB, TOKEN, Clock, ended, heartbeat, hello
 from phalanx.core.addresses import is_loopback
 from phalanx.core.errors import UserError
 from phalanx.core.rate_limit import LogThrottle
+from phalanx.ipc.codec import BadMessageError, Decoder, TooLargeError
 from phalanx.run import messages as m
 from phalanx.run.secrets import require_tls_unless_loopback
 from phalanx.run.wire import client, codec, driver_address, proof, server, websocket
@@ -91,7 +92,7 @@ def test_the_outbox_keeps_order_until_confirmed():
     for rank in range(5):
         box.put(ended(rank))
     box.confirm(2)
-    decoder = codec.Decoder(codec.Kept)
+    decoder = Decoder(codec.Kept)
     assert [(number, decoder.decode(content).message.rank) for number, content in box.after(3)] == [(4, 3), (5, 4)]
     assert len(box) == 3
     box.confirm(99)
@@ -104,7 +105,7 @@ def test_a_full_outbox_leaves_out_findings_only_the_oldest_first():
     for number in range(200):
         box.put(m.Found(1, [m.Finding(0, "rule", "host", f"line {number} " + "x" * 100)]))
     box.put(ended(1))
-    decoder = codec.Decoder(codec.Kept)
+    decoder = Decoder(codec.Kept)
     left = [decoder.decode(content) for _, content in box.after(0)]
     assert isinstance(left[0].message, m.WorkerEnded) and isinstance(left[-1].message, m.WorkerEnded)
     assert left[0].sequence == 1 and left[-1].sequence == 202
@@ -182,7 +183,7 @@ def test_the_address_file_is_read_each_time(tmp_path):
         assert where() == [f"[::1]:{port}"]
 
 
-DECODERS = [codec.Decoder(kind) for kind in (codec.Challenge, codec.Answer, codec.Accepted, codec.FromExecutorFrame, codec.FromDriverFrame)]  # fmt: skip  # noqa: E501
+DECODERS = [Decoder(kind) for kind in (codec.Challenge, codec.Answer, codec.Accepted, codec.FromExecutorFrame, codec.FromDriverFrame)]  # fmt: skip  # noqa: E501
 SAMPLES = [
     codec.encode(message)
     for message in (
@@ -198,7 +199,7 @@ SAMPLES = [
 
 def only_its_own_error(content: bytes) -> None:
     for decoder in DECODERS:
-        with contextlib.suppress(codec.BadMessageError):
+        with contextlib.suppress(BadMessageError):
             decoder.decode(content)
 
 
@@ -230,12 +231,12 @@ def test_no_damage_to_a_message_makes_a_decoder_raise_anything_else(content, dat
 )
 def test_lengths_that_lie_are_an_error_at_once(content):
     for decoder in DECODERS:
-        with pytest.raises(codec.BadMessageError):
+        with pytest.raises(BadMessageError):
             decoder.decode(content)
 
 
 def test_a_message_too_large_for_a_frame_is_refused_where_it_is_made():
-    with pytest.raises(codec.TooLargeError, match=r"Found of \d+ bytes: a frame holds 1048576"):
+    with pytest.raises(TooLargeError, match=r"Found of \d+ bytes: a frame holds 1048576"):
         codec.encode(m.Found(1, [m.Finding(0, "rule", "host", "x" * (1 << 20))]))
 
 

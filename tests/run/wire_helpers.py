@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+from phalanx.ipc.codec import Decoder
 from phalanx.run import messages
 from phalanx.run import messages as m
 from phalanx.run.wire import codec, proof
@@ -200,7 +201,7 @@ async def calling(address: str, source: str = "127.0.0.1"):
 
 async def proved(raw: Raw, host: str = "node-1", token: bytes = TOKEN, greet: bool = True) -> proof.Answer:
     """Go through the handshake by hand."""
-    challenge = codec.Decoder(codec.Challenge).decode(await raw.frame())
+    challenge = Decoder(codec.Challenge).decode(await raw.frame())
     given = proof.answer(token, challenge, JOB, host, proof.new_instance(), proof.new_nonce())
     raw.channel.send(codec.encode(given))
     if greet:

@@ -21,6 +21,7 @@ from typing import Any
 
 from phalanx.checkpoint.keeper_contract import KeeperLostError, RefusedError
 from phalanx.ipc import local_socket
+from phalanx.ipc.codec import PacketDecoder
 
 VERSION = 2
 
@@ -185,13 +186,8 @@ class Refused:
     later_attempt: bool = True
 
 
-KINDS: dict[str, type] = {
-    kind.__name__: kind
-    for kind in (
-        *(Hello, Begin, ResumeFrom, Lease, Replicate, Writing, Copied, Ask, Read, Release, Finish, Stay, End),
-        *(Welcome, Memory, Free, Told, Answer, Refused),
-    )
-}
+_TO_KEEPER = (Hello, Begin, ResumeFrom, Lease, Replicate, Writing, Copied, Ask, Read, Release, Finish, Stay, End)
+_TO_RANK = (Welcome, Memory, Free, Told, Answer, Refused)
 
 
 def document(content: bytes) -> int:
@@ -238,6 +234,7 @@ class Channel:
         self._answers: dict[int, Answered] = {}
         self._asked = 0
         self._end: Exception | None = None
+        self._decoder = PacketDecoder(*_TO_RANK)
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._connection.connect(str(address))
@@ -304,7 +301,7 @@ class Channel:
 
     def _receive(self) -> None:
         try:
-            message, descriptors = local_socket.receive(self._connection, KINDS)
+            message, descriptors = local_socket.receive(self._connection, self._decoder)
         except OSError:
             message, descriptors = None, []
         if message is None:
@@ -346,6 +343,7 @@ class Line:
         self._connection = connection
         self._selector = selector
         self._hear = hear
+        self._decoder = PacketDecoder(*_TO_KEEPER)
         self._waiting: deque[tuple[Any, list[int]]] = deque()
         self.is_open = True
         selector.register(connection, selectors.EVENT_READ, self._ready)
@@ -359,7 +357,7 @@ class Line:
 
     def receive(self) -> tuple[Any, list[int]]:
         """The next message; (None, []) when the other side is gone; BlockingIOError when there is none."""
-        return local_socket.receive(self._connection, KINDS)
+        return local_socket.receive(self._connection, self._decoder)
 
     def close(self) -> None:
         """Hang up."""

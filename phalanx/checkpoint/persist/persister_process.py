@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar
 from phalanx.checkpoint.format.shard_plan import Record
 from phalanx.checkpoint.keeper_contract import Destination, PersistOutcome, PersistTask
 from phalanx.checkpoint.persist.publication import Writing
+from phalanx.ipc.codec import PacketDecoder
 from phalanx.ipc.local_socket import receive, send
 
 T = TypeVar("T")
@@ -48,8 +49,8 @@ class Abandon:
     """A process that was to write a shard or publish has died: tell the others, and clear up. Descriptor: `Errand`."""
 
 
-TO_PERSISTER = {"Submit": Submit, "Abandon": Abandon}
-TO_KEEPER = {"PersistOutcome": PersistOutcome}
+TO_PERSISTER = PacketDecoder(Submit, Abandon)
+TO_KEEPER = PacketDecoder(PersistOutcome)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from phalanx.core.errors import UserError
 from phalanx.data.samples import Arrays
 from phalanx.data.sharing.slots import DisagreementError, Ring, WriterSlot, fields_of
 from phalanx.ipc import local_socket
+from phalanx.ipc.codec import BadMessageError, PacketDecoder
 from phalanx.ipc.local_socket import same_user
 
 VERSION = 1
@@ -97,9 +98,7 @@ class Failed:
 
 Message = Hello | Wanted | Welcome | Ready | Failed
 
-_KINDS: dict[str, type[Hello | Wanted | Welcome | Ready | Failed]] = {
-    kind.__name__: kind for kind in (Hello, Wanted, Welcome, Ready, Failed)
-}
+_DECODER = PacketDecoder(Hello, Wanted, Welcome, Ready, Failed)
 
 
 def failed_with(error: BaseException) -> Failed:
@@ -121,7 +120,7 @@ def error_of(failed: Failed, who: str) -> Exception:
 
 def receive(connection: socket.socket) -> tuple[Message | None, list[int]]:
     """Wait for the next packet and its descriptors; (None, []) when the other side is gone."""
-    return local_socket.receive(connection, _KINDS)
+    return local_socket.receive(connection, _DECODER)
 
 
 def listen() -> tuple[str, socket.socket]:
@@ -264,7 +263,7 @@ class _Server:
                 self._want(reader, message)
         except OSError:
             self._drop(reader)
-        except DisagreementError as error:
+        except (BadMessageError, DisagreementError) as error:
             self._tell(reader, Failed(False, str(error)))
 
     def _open(self, reader: _Reader, hello: Hello) -> None:

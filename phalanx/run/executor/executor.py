@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from phalanx.ipc.codec import TooLargeError
 from phalanx.launch.rendezvous_store import open_store_socket
 from phalanx.launch.user_script import Script
 from phalanx.launch.warm_template import LEARNT, WarmTemplate, Word, open_cache
@@ -34,7 +35,6 @@ from phalanx.run.judge.stack_traces import LOOK_S
 from phalanx.run.logs.log_lines import Tails
 from phalanx.run.logs.log_pump import Pump
 from phalanx.run.messages import heartbeat
-from phalanx.run.wire.codec import TooLargeError
 
 
 class Alone:

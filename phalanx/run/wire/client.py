@@ -18,10 +18,11 @@ from typing import NamedTuple, Protocol, cast
 
 from phalanx.core.errors import UserError
 from phalanx.core.rate_limit import LogThrottle
+from phalanx.ipc.codec import BadMessageError, Decoder
 from phalanx.run import messages
 from phalanx.run.secrets import require_tls_unless_loopback
 from phalanx.run.wire import codec, driver_address, proof
-from phalanx.run.wire.codec import Accepted, Answer, BadMessageError, Challenge, Kept, KeptMessage, Received, encode
+from phalanx.run.wire.codec import Accepted, Answer, Challenge, Kept, KeptMessage, Received, encode
 from phalanx.run.wire.driver_address import Address
 from phalanx.run.wire.server import Clock
 from phalanx.run.wire.websocket import Channel, Ending, client_protocol, quiet_logger
@@ -109,9 +110,9 @@ class Owner(Protocol):
     job: str
     instance: bytes
     outbox: Outbox
-    challenges: codec.Decoder
-    replies: codec.Decoder
-    frames: codec.Decoder
+    challenges: Decoder
+    replies: Decoder
+    frames: Decoder
     clock: Callable[[], float]
     silence_s: float
     logger: logging.Logger
@@ -321,8 +322,8 @@ class DriverLink:
         self.instance = proof.new_instance()
         self.outbox = Outbox()
         self.logger = quiet_logger()
-        self.challenges, self.replies = codec.Decoder(codec.Challenge), codec.Decoder(codec.Accepted)
-        self.frames = codec.Decoder(codec.FromDriverFrame)
+        self.challenges, self.replies = Decoder(codec.Challenge), Decoder(codec.Accepted)
+        self.frames = Decoder(codec.FromDriverFrame)
         self._ssl, self._server_name = ssl, server_name
         self._on_message = on_message
         self._backoff, self._fraction = backoff or Backoff(), fraction

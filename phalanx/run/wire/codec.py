@@ -6,11 +6,11 @@ with `Received`. Heartbeats travel bare and are answered with `Acknowledged`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
 
+from phalanx.ipc.codec import encode as encode_within
 from phalanx.run import messages
 
 NONCE_BYTES = 32
@@ -46,14 +46,6 @@ KeptMessage = (
     | messages.Checked
     | messages.Refused
 )
-
-
-class BadMessageError(ValueError):
-    """The bytes of a frame are not a message that may come at this place."""
-
-
-class TooLargeError(ValueError):
-    """A message does not fit into a frame."""
 
 
 # The handshake, in this order
@@ -112,24 +104,6 @@ FromExecutorFrame = messages.Hello | messages.Heartbeat | Kept
 FromDriverFrame = messages.FromDriver | Received
 
 
-class Decoder:
-    """Turns the bytes of frames into values of one type, which may be a union."""
-
-    def __init__(self, kind: object) -> None:
-        self._decode: Callable[[bytes], object] = msgspec.msgpack.Decoder(kind).decode
-
-    def decode(self, content: bytes) -> object:
-        """The message.
-
-        Raises:
-            BadMessageError: it is none; nothing else is ever raised, whatever the bytes are.
-        """
-        try:
-            return self._decode(content)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise BadMessageError(str(error)) from error
-
-
 def acknowledged(sequence: int) -> bytes:
     """The bytes of `Acknowledged`, of which as many are sent as heartbeats come."""
     return _ACKNOWLEDGED + _encode(sequence)
@@ -141,11 +115,7 @@ def encode(message: messages.Message, limit_bytes: int = messages.MAX_FRAME_BYTE
     Raises:
         TooLargeError: there are more than `limit_bytes`.
     """
-    content = _encode(message)
-    if len(content) > limit_bytes:
-        kind = type(message).__name__
-        raise TooLargeError(f"{kind} of {len(content)} bytes: a frame holds {limit_bytes}; send less in one message")
-    return content
+    return encode_within(message, limit_bytes)
 
 
 _encode = msgspec.msgpack.Encoder().encode

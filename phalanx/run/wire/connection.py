@@ -16,9 +16,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, cast
 
+from phalanx.ipc.codec import BadMessageError, Decoder
 from phalanx.run import messages
 from phalanx.run.wire import codec, proof, websocket
-from phalanx.run.wire.codec import Accepted, Answer, BadMessageError, Challenge, Kept, KeptMessage, Received
+from phalanx.run.wire.codec import Accepted, Answer, Challenge, Kept, KeptMessage, Received
 from phalanx.run.wire.websocket import Channel, Ending, server_protocol
 
 MOST = 4096
@@ -212,8 +213,8 @@ class House(Protocol):
 
     token: bytes
     job: str
-    answers: codec.Decoder
-    frames: codec.Decoder
+    answers: Decoder
+    frames: Decoder
     clock: Callable[[], float]
     logger: logging.Logger
 

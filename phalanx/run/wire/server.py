@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 from phalanx.core.rate_limit import LogThrottle, and_others
+from phalanx.ipc.codec import Decoder
 from phalanx.run import messages
 from phalanx.run.secrets import require_tls_unless_loopback
 from phalanx.run.wire import codec, driver_address, proof, websocket
@@ -116,7 +117,7 @@ class ExecutorServer:
         proof.check_token(token)
         require_tls_unless_loopback(host, ssl, field)
         self.token, self.job, self.clock = token, job, clock
-        self.answers, self.frames = codec.Decoder(Answer), codec.Decoder(codec.FromExecutorFrame)
+        self.answers, self.frames = Decoder(Answer), Decoder(codec.FromExecutorFrame)
         self.logger = quiet_logger()
         self._listen_at = Address(host, port)
         self._ssl, self._field = ssl, field
