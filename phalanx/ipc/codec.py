@@ -87,13 +87,13 @@ class PacketDecoder:
         Raises:
             BadMessageError: the packet is cut off, longer than it says, too long, or none of these messages.
         """
-        body = _body(packet)
-        name, fields = self._pair.decode(body)  # type: ignore[misc]  # the decoder has seen that it is a pair
+        pair: Any = self._pair.decode(_body(packet))
+        name, fields = pair
         if name not in self._kinds:
             raise BadMessageError(f"{name[:80]!r} is none of {', '.join(self._kinds)}")
         kind, decoder = self._kinds[name]
         try:
-            if bytes(fields)[:1] in _BYTES_CODES:
+            if bytes(fields)[0] in _BYTES_CODES:
                 return msgspec.convert(json.loads(msgspec.msgpack.decode(fields, type=bytes)), kind)
             return decoder.decode(fields)
         except (ValueError, RecursionError) as error:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.ipc.local_socket import PACKET_BYTES
+from phalanx.ipc.codec import PACKET_BYTES
 from phalanx.launch.cores import Share
 from phalanx.launch.environment import Worker
 from phalanx.launch.rank_failures import Failure

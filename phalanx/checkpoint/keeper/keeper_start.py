@@ -21,6 +21,7 @@ from phalanx.checkpoint.keeper.keeper_messages import End, Stay
 from phalanx.checkpoint.keeper_contract import KeeperLostError
 from phalanx.core.errors import UserError
 from phalanx.ipc import local_socket
+from phalanx.ipc.codec import PACKET_BYTES
 
 VARIABLE = "PHALANX_KEEPER"
 
@@ -126,7 +127,7 @@ def until_ended(address: Path) -> None:
     """Wait until the keeper at `address` is gone; at once where there is none. It lives no longer for this."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, suppress(OSError):
         connection.connect(str(address))
-        while connection.recv(local_socket.PACKET_BYTES):
+        while connection.recv(PACKET_BYTES):
             pass
 
 
@@ -180,7 +181,7 @@ def _stays(address: Path) -> bool:
         try:
             connection.connect(str(address))
             local_socket.send(connection, Stay())
-            return bool(connection.recv(local_socket.PACKET_BYTES))
+            return bool(connection.recv(PACKET_BYTES))
         except TimeoutError:
             raise KeeperLostError(f"the keeper at {address} does not answer") from None
         except OSError:  # none is there, or it is ending
