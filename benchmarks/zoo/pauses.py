@@ -124,10 +124,13 @@ def receive(rank, model, seconds):
 
 
 def svd(rank, model, seconds):
-    began, small = time.monotonic(), 300
-    np.linalg.svd(np.random.rand(small, small))
-    size = int(small * (seconds / (time.monotonic() - began)) ** (1 / 3))
-    np.linalg.svd(np.random.rand(size, size))
+    """One after the other, each larger, until one took half of the time: a small one says little on a busy machine."""
+    size, took = 300, 0.0
+    while took < seconds / 2:
+        began = time.monotonic()
+        np.linalg.svd(np.random.rand(size, size))
+        took = time.monotonic() - began
+        size = int(size * min(2.0, max(1.1, (seconds / took) ** (1 / 3))))
 
 
 def garbage(rank, model, seconds):

@@ -36,6 +36,14 @@ from phalanx.run.job_folder import (
 
 RUNS = Path("runs")
 
+_WAIT_S = 0.2
+
+_LAST_WORDS_S = 2.0
+"""From the driver's last answer to the card that says how the job has ended."""
+
+_NEXT_DRIVER_S = 30.0
+"""For a supervisor to start the next driver, which a signal makes it do at once."""
+
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -120,8 +128,39 @@ def in_loop(work: Coroutine[Any, Any, Result]) -> Result:
     try:
         return asyncio.run(work)
     except ConnectionError as error:
-        cure = "try again in a moment; `phalanx run status` says whether it lives"
-        raise UserError(str(error), cure=cure) from error
+        raise _unanswered(error) from error
+
+
+def ask_or_read(
+    found: Found, ask: Callable[[Client], Coroutine[Any, Any, Result]], read: Callable[[Found], Result]
+) -> Result:
+    """Ask the driver while it answers, else read what is written of the job.
+
+    Between its last answer and its end a driver is a process that lives and does not listen: the card says then, at the
+    latest after `_LAST_WORDS_S`, that the job is over.
+
+    Raises:
+        UserError: as either, and where a driver that lives does not answer.
+    """
+
+    async def work() -> Result:
+        async with Client(found.folder) as client:
+            return await ask(client)
+
+    until_s = time.monotonic() + _LAST_WORDS_S
+    while found.life != "dead" and not found.is_over:
+        try:
+            return asyncio.run(work())
+        except ConnectionError as error:
+            found = _look(found.shown) or found
+            if found.life != "dead" and not found.is_over and time.monotonic() > until_s:
+                raise _unanswered(error) from error
+            time.sleep(_WAIT_S)
+    return read(found)
+
+
+def _unanswered(error: ConnectionError) -> UserError:
+    return UserError(str(error), cure="try again in a moment; `phalanx run status` says whether it lives")
 
 
 def is_at_terminal() -> bool:
@@ -137,12 +176,6 @@ def _look(folder: Path) -> Found | None:
 def _known_folders() -> str:
     known = sorted(str(path.parent) for path in RUNS.glob("*/job.json"))
     return f"give one of {', '.join(known[:5])}" if known else "give the run folder that `phalanx run` named"
-
-
-_WAIT_S = 0.2
-
-_NEXT_DRIVER_S = 30.0
-"""For a supervisor to start the next driver, which a signal makes it do at once."""
 
 
 @click.command()

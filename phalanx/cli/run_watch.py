@@ -1,12 +1,7 @@
-"""`phalanx run status`, `logs`, `incidents` and `attach`.
+"""`phalanx run status`, `logs`, `incidents` and `attach`: looking at a job, which is left alone.
 
-`phalanx run status`.
-
-`phalanx run logs`.
-
-`phalanx run incidents`.
-
-`phalanx run attach`.
+What the driver knows is asked of it while it answers; of a job that is over, or whose driver is dead, the run folder
+answers.
 """
 
 from __future__ import annotations
@@ -28,7 +23,16 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.cli.run_orders import Found, dumped, find_job, folder_option, in_loop, is_at_terminal, json_option
+from phalanx.cli.run_orders import (
+    Found,
+    ask_or_read,
+    dumped,
+    find_job,
+    folder_option,
+    in_loop,
+    is_at_terminal,
+    json_option,
+)
 from phalanx.cli.tables import make_console, make_table
 from phalanx.core.units import duration
 from phalanx.run.api.bodies import IncidentLine, LogLine, line_body, status_body
@@ -68,26 +72,21 @@ DEAD = 3
 def status(folder: Path | None, as_json: bool, most: int) -> None:
     """How a job is: its attempt, steps and hosts. Works after its end too, from its journal."""
     found = find_job(folder)
-    words = ""
-    if found.life == "dead":
-        now, words = _from_journal(found, most)
-    else:
-        now = in_loop(_from_driver(found, most))
+    now, words = ask_or_read(found, lambda client: _from_driver(client, most), lambda found: _from_journal(found, most))
     if as_json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(status_body(now)), indent=1) + b"\n")
         click.echo(words, err=True, nl=bool(words))
     else:
         show_status(now, make_console(), words)
-    sys.exit(DEAD if found.life == "dead" and now.status is None else 0)
+    sys.exit(DEAD if words else 0)
 
 
-async def _from_driver(found: Found, most: int) -> Overview:
-    async with Client(found.folder) as client:
-        return await client.status(most)
+async def _from_driver(client: Client, most: int) -> tuple[Overview, str]:
+    return await client.status(most), ""
 
 
 def _from_journal(found: Found, most: int) -> tuple[Overview, str]:
-    """What was written down of a job whose driver does not live, and what to say of that."""
+    """What was written down of a job whose driver does not answer any more, and what to say of that."""
     past = remember(found.folder, found.card)
     if past is None:
         return _nothing(found), found.say_dead()
@@ -335,24 +334,18 @@ def _are_here(found: Found) -> bool:
 def _one(found: Found, number: int) -> Incident:
     if _are_here(found):
         return load(found.folder, number)
-
-    async def ask() -> Incident:
-        async with Client(found.folder) as client:
-            return await client.incident(number)
-
-    return in_loop(ask())
+    return ask_or_read(found, lambda client: client.incident(number), lambda found: load(found.folder, number))
 
 
 def _all(found: Found) -> list[IncidentLine]:
     if _are_here(found):
-        names = IncidentLine.__struct_fields__
-        return [IncidentLine(*(getattr(one, name) for name in names)) for one in listed(found.folder)]
+        return _written(found)
+    return ask_or_read(found, lambda client: client.incidents(), _written)
 
-    async def ask() -> list[IncidentLine]:
-        async with Client(found.folder) as client:
-            return await client.incidents()
 
-    return in_loop(ask())
+def _written(found: Found) -> list[IncidentLine]:
+    names = IncidentLine.__struct_fields__
+    return [IncidentLine(*(getattr(one, name) for name in names)) for one in listed(found.folder)]
 
 
 _AGAIN_S = 0.5
